@@ -1,0 +1,1 @@
+"""The base class that every training backend extends."""

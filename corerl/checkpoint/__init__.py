@@ -1,0 +1,1 @@
+"""The portable training checkpoint: sharded, complete or invisible, readable by every backend."""

@@ -1,0 +1,1 @@
+"""Processes on machines: the only package that imports ray."""

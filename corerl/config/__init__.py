@@ -1,0 +1,1 @@
+"""One TOML file in, one frozen Config out; imports neither torch nor ray."""

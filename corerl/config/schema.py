@@ -1,0 +1,251 @@
+"""The whole configuration of a run, one frozen class for each table of the TOML file.
+
+Every field has a default, or is required by having none, and a sentence of help that `corerl config` prints.
+What only one backend or engine knows stands in `backends.NAME` and `engines.NAME`, as the plugin's own class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from attrs import Attribute, field, frozen
+
+Device = Literal["auto", "cpu", "cuda"]
+Precision = Literal["float32", "bfloat16"]
+
+
+def option(help: str, **kwargs: Any) -> Any:  # noqa: A002  -- the word that the user reads
+    """An attrs field with its sentence of help."""
+    return field(metadata={"help": help}, **kwargs)
+
+
+def at_least(bound: float) -> Callable[[Any, Attribute[Any], Any], None]:
+    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
+        if value is not None and value < bound:
+            raise ValueError(f"must be at least {bound}, got {value!r}")
+
+    return check
+
+
+def above(bound: float) -> Callable[[Any, Attribute[Any], Any], None]:
+    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
+        if value is not None and value <= bound:
+            raise ValueError(f"must be above {bound}, got {value!r}")
+
+    return check
+
+
+def between(low: float, high: float) -> Callable[[Any, Attribute[Any], Any], None]:
+    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
+        if not low <= value <= high:
+            raise ValueError(f"must lie between {low} and {high}, got {value!r}")
+
+    return check
+
+
+@frozen(kw_only=True)
+class RunConfig:
+    dir: str = option("where everything the run writes goes; one directory a run", default="runs/default")
+    steps: int = option("rollout steps to train for", default=250, validator=at_least(0))
+    seed: int = option("seeds prompts' order, sampling noise and random weights", default=0, validator=at_least(0))
+
+
+@frozen(kw_only=True)
+class ClusterConfig:
+    address: str = option("of a running Ray cluster; empty starts one on this machine", default="")
+    device: Device = option("what ranks and engines run on; auto takes cuda where there is one", default="auto")
+    placement: Literal["colocated", "disaggregated"] = option(
+        "colocated: engines share the ranks' devices and take turns; disaggregated: engines have their own",
+        default="colocated",
+    )
+    timeout: float = option(
+        "seconds that ranks wait for each other in one collective before they fail", default=600.0, validator=above(0)
+    )
+
+
+@frozen(kw_only=True)
+class ModelConfig:
+    path: str = option("a Hugging Face model directory: config.json, safetensors, tokenizer", default="")
+    config: Mapping[str, Any] = option(
+        "instead of a path: fields of a Hugging Face config (model_type first); weights start random", factory=dict
+    )
+    tokenizer: str = option(
+        "a tokenizer directory, or 'characters:ABC' for one token a character; empty takes the one in path", default=""
+    )
+
+
+@frozen(kw_only=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization")."""
+
+    lr: float = option("peak learning rate", default=1e-6, validator=at_least(0))
+    betas: tuple[float, float] = option("decay of the two moments", default=(0.9, 0.95))
+    eps: float = option("added to the root of the second moment", default=1e-8, validator=above(0))
+    weight_decay: float = option(
+        "decoupled decay of matrices; never of norms and biases", default=0.0, validator=at_least(0)
+    )
+    clip_norm: float = option("global gradient norm to clip to; 0 does not clip", default=1.0, validator=at_least(0))
+
+
+@frozen(kw_only=True)
+class ScheduleConfig:
+    warmup_steps: int = option("optimizer steps of linear warm-up from 0", default=0, validator=at_least(0))
+    decay: Literal["constant", "linear", "cosine"] = option("shape after the warm-up", default="constant")
+    final_ratio: float = option(
+        "share of the peak that is left at the last optimizer step", default=0.1, validator=between(0, 1)
+    )
+
+
+@frozen(kw_only=True)
+class TrainConfig:
+    mini_batches: int = option("optimizer steps that one rollout batch is split into", default=1, validator=at_least(1))
+    epochs: int = option("times that one rollout batch is gone through", default=1, validator=at_least(1))
+    tokens_per_micro_batch: int = option(
+        "packed tokens that one dp rank passes through the model at once", default=16384, validator=at_least(1)
+    )
+    precision: Precision = option(
+        "of the forward and backward pass; weights and moments are kept in float32", default="float32"
+    )
+    optimizer: OptimizerConfig = option("AdamW", factory=OptimizerConfig)
+    schedule: ScheduleConfig = option("learning rate over optimizer steps", factory=ScheduleConfig)
+
+
+@frozen(kw_only=True)
+class BackendChoice:
+    name: str = option("an installed training backend, 'distribution:name', or 'package.module:SPEC'")
+
+
+@frozen(kw_only=True)
+class RoleChoice:
+    ranks: int = option("worker processes of this role, one a device", default=1, validator=at_least(1))
+    backend: str = option("a backend for this role alone; empty takes backend.name", default="")
+    train: TrainConfig | None = option("a [train] for this role alone, whole", default=None)
+
+
+@frozen(kw_only=True)
+class RolesConfig:
+    actor: RoleChoice = option("the policy that is trained", factory=RoleChoice)
+
+
+@frozen(kw_only=True)
+class AlgorithmConfig:
+    """GRPO (Shao et al. 2024, "DeepSeekMath") with the clipped loss of PPO (Schulman et al. 2017)."""
+
+    name: Literal["grpo"] = option("how rewards become advantages", default="grpo")
+    normalize_std: bool = option("divide a group's centred rewards by their standard deviation", default=True)
+    loss: str = option("the policy loss: a registered name, or 'module:function'", default="clipped")
+    clip_low: float = option("the ratio is clipped below 1 - clip_low", default=0.2, validator=between(0, 1))
+    clip_high: float = option("the ratio is clipped above 1 + clip_high", default=0.2, validator=at_least(0))
+    entropy_coef: float = option("weight of the entropy bonus", default=0.0, validator=at_least(0))
+    kl_coef: float = option("weight of the KL penalty to the reference policy; 0 keeps none", default=0.0)
+    kl_estimator: Literal["k1", "k2", "k3"] = option("of the KL (Schulman 2020)", default="k3")
+    aggregation: Literal["token-mean", "sequence-mean", "constant-length"] = option(
+        "what one token weighs in a step: equal tokens, equal sequences, or 1 / rollout.max_tokens (Dr.GRPO)",
+        default="token-mean",
+    )
+    old_logprobs: Literal["rollout", "recompute"] = option(
+        "the ratio's denominator: the engine's log-probs, or the trainer's own before the first step", default="rollout"
+    )
+
+
+@frozen(kw_only=True)
+class DataConfig:
+    source: str = option("a generated task (sort-digits), or a path to a .jsonl file", default="sort-digits")
+    prompt_key: str = option("the jsonl field that holds the prompt", default="prompt")
+    answer_key: str = option("the jsonl field that holds the answer; missing is allowed", default="answer")
+    held_out: int = option("prompts kept for evaluation and never trained on", default=256, validator=at_least(0))
+
+
+@frozen(kw_only=True)
+class RewardConfig:
+    name: str = option("a built-in reward, or 'module:function'", default="position-match")
+    options: Mapping[str, Any] = option("keyword arguments of the reward function", factory=dict)
+
+
+@frozen(kw_only=True)
+class RolloutConfig:
+    engine: str = option("an installed rollout engine", default="transformers")
+    replicas: int = option("engines that share the prompts", default=1, validator=at_least(1))
+    prompts: int = option("prompts of one rollout step", default=64, validator=at_least(1))
+    samples: int = option("samples drawn for each prompt: a group", default=8, validator=at_least(1))
+    temperature: float = option("divides the logits", default=1.0, validator=above(0))
+    top_p: float = option("keep the likeliest tokens that hold this share of probability", default=1.0)
+    max_tokens: int = option("new tokens at most; a sample cut there is marked truncated", default=256)
+    stop: tuple[str, ...] = option("tokens that end a sample, besides the tokenizer's end of sequence", default=())
+
+
+@frozen(kw_only=True)
+class WeightsConfig:
+    transport: str = option("how weights reach the engines: collective or disk", default="collective")
+    bucket_bytes: int = option("weights sent at once", default=256 * 2**20, validator=at_least(1))
+    dtype: Precision | Literal["model"] = option("sent as; model takes train.precision", default="model")
+
+
+@frozen(kw_only=True)
+class EvalConfig:
+    every: int = option("rollout steps between evaluations on held-out prompts; 0 never", default=25)
+    at_start: bool = option("also before the first step", default=True)
+
+
+@frozen(kw_only=True)
+class CheckpointConfig:
+    every: int = option("rollout steps between checkpoints; 0 saves only at the end", default=50, validator=at_least(0))
+    keep: int = option("complete checkpoints to keep, newest first; 0 keeps all", default=2, validator=at_least(0))
+    background: bool = option("write while training goes on", default=True)
+    resume: str = option("never, auto (the newest complete one in run.dir), or a checkpoint's path", default="never")
+    export: bool = option("write a Hugging Face directory at the end", default=True)
+
+
+@frozen(kw_only=True)
+class ExtensionChoice:
+    name: str = option("an installed extension")
+    options: Mapping[str, Any] = option("its own settings", factory=dict)
+
+
+DEFAULT_EXTENSIONS = tuple(ExtensionChoice(name=name) for name in ("console", "jsonl", "tensorboard", "curves"))
+
+
+@frozen(kw_only=True)
+class Config:
+    """Everything that a run is; the file written beside its results is one of these, and a valid input."""
+
+    run: RunConfig = option("where, how long, which seed", factory=RunConfig)
+    cluster: ClusterConfig = option("machines and devices", factory=ClusterConfig)
+    model: ModelConfig = option("what is trained", factory=ModelConfig)
+    backend: BackendChoice = option("which backend trains")
+    backends: Mapping[str, Any] = option("options that only one backend knows, a table each", factory=dict)
+    engines: Mapping[str, Any] = option("options that only one engine knows, a table each", factory=dict)
+    roles: RolesConfig = option("groups of workers", factory=RolesConfig)
+    train: TrainConfig = option("what is common to all backends", factory=TrainConfig)
+    algorithm: AlgorithmConfig = option("from rewards to a loss", factory=AlgorithmConfig)
+    data: DataConfig = option("prompts", factory=DataConfig)
+    reward: RewardConfig = option("what a sample is worth", factory=RewardConfig)
+    rollout: RolloutConfig = option("sampling", factory=RolloutConfig)
+    weights: WeightsConfig = option("from trainer to engines", factory=WeightsConfig)
+    eval: EvalConfig = option("held-out scores", factory=EvalConfig)
+    checkpoint: CheckpointConfig = option("saving and resuming", factory=CheckpointConfig)
+    extensions: tuple[ExtensionChoice, ...] = option(
+        "observers and wrappers, in order: the first is outermost", default=DEFAULT_EXTENSIONS
+    )
+
+
+@frozen(kw_only=True)
+class RoleConfig:
+    """What one role's backend is given: the slices of the run that concern it. Crosses Ray as plain data."""
+
+    model: ModelConfig
+    train: TrainConfig
+    options: Any  # the backend's own config class
+    device: str  # cpu or cuda
+    seed: int
+    timeout: float  # seconds of one collective
+    resume: str = ""  # directory of this role's part of a checkpoint; empty starts from the model
+
+
+@frozen(kw_only=True)
+class ClusterInfo:
+    """What a spec's pure functions may know of the place a run goes to."""
+
+    device: str  # cpu or cuda
+    ranks: int  # of the role

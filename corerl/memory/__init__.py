@@ -1,0 +1,1 @@
+"""Storage released and restored, and weights kept by name in host memory."""

@@ -1,0 +1,1 @@
+"""The contract of hooks, and everything between a plugin's name and its checked, callable code."""

@@ -1,0 +1,46 @@
+"""What a backend can do, as data: checked against the run before any device is taken."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from attrs import frozen
+
+
+class Capability(StrEnum):
+    CRITIC = "critic"  # a value head, and losses on values
+    CPU = "cpu"  # runs without an accelerator
+    MULTI_RANK = "multi-rank"  # more than one worker process
+    SNAPSHOTS = "snapshots"  # a reference policy in host memory
+    SAVE_BACKGROUND = "save-background"
+    RESHARD = "reshard"  # resumes at another world size
+    UPDATE_COLLECTIVE = "update-collective"
+    UPDATE_DISK = "update-disk"
+    UPDATE_IPC = "update-ipc"
+    SLEEP = "sleep"
+    BFLOAT16 = "bfloat16"
+    MOE = "moe"
+    DETERMINISTIC = "deterministic"  # equal inputs give equal bits
+
+
+class Grade(StrEnum):
+    FULL = "full"
+    UNSUPPORTED = "unsupported"  # the library underneath cannot do it
+    NOT_IMPLEMENTED = "not-implemented"  # it could, this backend does not yet
+
+
+@frozen
+class Support:
+    grade: Grade
+    reason: str = ""
+
+
+FULL = Support(Grade.FULL)
+
+
+def unsupported(reason: str) -> Support:
+    return Support(Grade.UNSUPPORTED, reason)
+
+
+def not_implemented(reason: str) -> Support:
+    return Support(Grade.NOT_IMPLEMENTED, reason)

@@ -1,0 +1,111 @@
+"""The contract between core and backends, API 1.0: the hooks that a worker calls, in the order of a backend's life.
+
+A backend implements all of them by extending `corerl.backend.Backend`. Extensions wrap them
+(`@hookimpl(wrapper=True)`, ending in `return (yield)`) or observe. Hooks are called on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from corerl.types import (
+    ForwardResult,
+    InitResult,
+    LossSpec,
+    MemoryKind,
+    Output,
+    PackedBatch,
+    SaveResult,
+    SleepResult,
+    Step,
+    TrainResult,
+    UpdateResult,
+    WakeResult,
+)
+
+if TYPE_CHECKING:
+    from corerl.config.schema import RoleConfig
+    from corerl.plugin.context import Context
+    from corerl.plugin.events import Event
+
+API = (1, 0)
+
+PROJECT = "corerl"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+class Hooks:
+    """Every hook of API 1.0. All but `shutdown` and `observe` have exactly one implementation, the backend's."""
+
+    # ---- once ----------------------------------------------------------------------------------------------------------
+
+    @hookspec(firstresult=True)
+    def init(self, config: RoleConfig, context: Context) -> InitResult:
+        """Build the model on this rank, read its share of the weights, and resume where `config.resume` says."""
+        raise AssertionError("a specification is never called")
+
+    # ---- every step ----------------------------------------------------------------------------------------------------
+
+    @hookspec(firstresult=True)
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        """Exactly one optimizer step over all micro-batches. The loss is a plain sum of weighted tokens."""
+        raise AssertionError("a specification is never called")
+
+    @hookspec(firstresult=True)
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+        """Per-token outputs without gradients, under the snapshot named `weights`; "" means the current ones."""
+        raise AssertionError("a specification is never called")
+
+    @hookspec(firstresult=True)
+    def update_weights(self, sender: Any, version: int) -> UpdateResult:
+        """Stream all weights, in the manifest's order, through a `corerl.weights.WeightSender`."""
+        raise AssertionError("a specification is never called")
+
+    @hookspec(firstresult=True)
+    def save(self, path: str, step: Step, background: bool) -> SaveResult:
+        """Write this rank's part of the portable checkpoint into the directory `path`."""
+        raise AssertionError("a specification is never called")
+
+    # ---- memory --------------------------------------------------------------------------------------------------------
+
+    @hookspec(firstresult=True)
+    def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
+        """Give the memory of `kinds` back to the device. The host has taken out those that sleep already."""
+        raise AssertionError("a specification is never called")
+
+    @hookspec(firstresult=True)
+    def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
+        """Restore the memory of `kinds`, bit for bit (gradients as zeros)."""
+        raise AssertionError("a specification is never called")
+
+    # ---- the end, and extensions ----------------------------------------------------------------------------------------
+
+    @hookspec
+    def shutdown(self, reason: str) -> None:
+        """Release what outlives the process. Called once on each plugin; errors are collected, and hide no earlier one."""
+
+    @hookspec
+    def observe(self, event: Event) -> None:
+        """Hear of something that happened. Extensions only; on the driver, and in workers for their own events."""
+
+
+REQUIRED = ("init", "train", "forward", "update_weights", "save", "sleep", "wake_up")
+RESULTS: dict[str, type] = {
+    "init": InitResult,
+    "train": TrainResult,
+    "forward": ForwardResult,
+    "update_weights": UpdateResult,
+    "save": SaveResult,
+    "sleep": SleepResult,
+    "wake_up": WakeResult,
+}
+NEEDS: dict[str, frozenset[MemoryKind]] = {
+    "train": frozenset(MemoryKind),
+    "forward": frozenset({MemoryKind.PARAM}),
+    "update_weights": frozenset({MemoryKind.PARAM}),
+    "save": frozenset({MemoryKind.PARAM, MemoryKind.MASTER, MemoryKind.OPTIMIZER}),
+}

@@ -1,0 +1,93 @@
+"""What an entry point names: a light description of a backend, an engine or an extension, importable without torch.
+
+    [project.entry-points."corerl.backends"]
+    mine = "corerl_mine:SPEC"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import Any, TypeAlias
+
+from attrs import field, frozen
+
+from corerl.config.schema import ClusterInfo
+from corerl.plugin.capabilities import Capability, Support
+
+Environment: TypeAlias = Mapping[str, str]
+
+
+@frozen
+class Problem:
+    """One reason why this config cannot run here; `path` is relative to the plugin's own table."""
+
+    path: str
+    text: str
+
+
+@frozen(kw_only=True)
+class Resources:
+    """What one rank, or one engine replica, takes of its bundle."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0  # 1.0 where the device is cuda; the placement makes fractions of it
+
+
+class Process(Enum):
+    """Where an extension lives."""
+
+    DRIVER = "driver"
+    WORKER = "worker"
+
+
+def no_environment(config: Any, cluster: ClusterInfo) -> Environment:
+    return {}
+
+
+def one_device(config: Any, cluster: ClusterInfo) -> Resources:
+    return Resources(cpus=1.0, gpus=1.0 if cluster.device == "cuda" else 0.0)
+
+
+def no_problems(config: Any, cluster: ClusterInfo) -> Iterable[Problem]:
+    return ()
+
+
+def no_findings() -> Iterable[str]:
+    return ()
+
+
+@frozen(kw_only=True)
+class BackendSpec:
+    implementation: str  # "package.module:Class", a corerl.backend.Backend; imported in the worker only
+    config: type  # frozen attrs; every field has a default and help text
+    api: tuple[int, int]  # the backend API it was written for
+    summary: str
+    capabilities: Mapping[Capability, Support] = field(factory=dict)  # what is not named counts as FULL
+    environment: Callable[[Any, ClusterInfo], Environment] = no_environment
+    resources: Callable[[Any, ClusterInfo], Resources] = one_device
+    check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
+    probe: Callable[[], Iterable[str]] = no_findings
+
+
+@frozen(kw_only=True)
+class EngineSpec:
+    implementation: str  # "package.module:Class", a corerl.rollout.engine.Engine; imported in the engine's process only
+    config: type
+    api: tuple[int, int]
+    summary: str
+    environment: Callable[[Any, ClusterInfo], Environment] = no_environment
+    resources: Callable[[Any, ClusterInfo], Resources] = one_device
+    check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
+
+
+@frozen(kw_only=True)
+class ExtensionSpec:
+    implementation: str  # "package.module:Class", constructed with (options: config class, run_dir: str)
+    config: type
+    api: tuple[int, int]
+    summary: str
+    process: Process
+
+
+Spec: TypeAlias = BackendSpec | EngineSpec | ExtensionSpec

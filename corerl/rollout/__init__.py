@@ -1,0 +1,1 @@
+"""From prompts to scored samples: engines, sampler, rewards, sources of batches."""

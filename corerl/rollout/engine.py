@@ -1,0 +1,125 @@
+"""What a rollout engine is: prompts in as tokens, sampled tokens out with their log-probs and the version that drew them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Set
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+
+from corerl.config.schema import ModelConfig
+from corerl.types import BoolArray, FloatArray, IntArray, MemoryKind
+from corerl.weights.manifest import Manifest
+from corerl.weights.transport import Address
+
+
+@frozen(kw_only=True)
+class SamplingParams:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 256  # new tokens at most
+    stop_tokens: tuple[int, ...] = ()  # the sampled stop token is part of the response
+    greedy: bool = False  # take the likeliest token; noise is not used
+
+
+@frozen(kw_only=True)
+class GenerateRequest:
+    """R rows to complete. What is drawn for a row is a function of its noise key and its tokens alone."""
+
+    tokens: IntArray  # [n] prompts, end to end
+    offsets: IntArray  # [R + 1]
+    noise_keys: IntArray  # [R] from (seed, rollout step, prompt, sample): see rollout.noise
+    params: SamplingParams
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def rows(self, start: int, stop: int) -> GenerateRequest:
+        """Rows [start, stop) as a request of their own."""
+        low, high = self.offsets[start], self.offsets[stop]
+        return GenerateRequest(
+            tokens=self.tokens[low:high],
+            offsets=self.offsets[start : stop + 1] - low,
+            noise_keys=self.noise_keys[start:stop],
+            params=self.params,
+        )
+
+
+@frozen(kw_only=True)
+class Generation:
+    """The responses of R rows."""
+
+    tokens: IntArray  # [m] responses, end to end
+    offsets: IntArray  # [R + 1]
+    logprobs: FloatArray  # [m] log p(token) of logits / temperature, before top-p
+    versions: IntArray  # [m] of the weights that sampled each token
+    truncated: BoolArray  # [R] max_tokens reached without a stop token
+
+    @classmethod
+    def concatenate(cls, parts: list[Generation]) -> Generation:
+        """The rows of several generations, in order."""
+        starts = np.cumsum([0] + [int(part.offsets[-1]) for part in parts])
+        return cls(
+            tokens=np.concatenate([part.tokens for part in parts]),
+            offsets=np.concatenate([[0]] + [part.offsets[1:] + start for part, start in zip(parts, starts)]),
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            versions=np.concatenate([part.versions for part in parts]),
+            truncated=np.concatenate([part.truncated for part in parts]),
+        )
+
+
+@frozen(kw_only=True)
+class Received:
+    """How one engine fared with one weight update."""
+
+    version: int
+    bytes: int
+    error: str = ""  # empty where it committed; else it serves nothing until a full update commits
+
+
+@frozen(kw_only=True)
+class EngineContext:
+    """Where one replica stands."""
+
+    name: str  # engine-0, ...
+    index: int
+    device: str  # cpu or cuda
+    seed: int
+    precision: str  # float32 or bfloat16
+
+
+class Engine(ABC):
+    """One replica. A plain class, constructed in the process where it serves; `cluster` makes it an actor.
+
+    It starts without weights and refuses to generate until a first update has committed.
+    """
+
+    @abstractmethod
+    def __init__(self, model: ModelConfig, options: Any, context: EngineContext) -> None: ...
+
+    @abstractmethod
+    def generate(self, request: GenerateRequest) -> Generation: ...
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Finish what is being generated and hold further requests until `resume`."""
+
+    @abstractmethod
+    def resume(self) -> None: ...
+
+    @abstractmethod
+    def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
+        """Load one full set of weights from `address`. Refuses a version that is not above the current one, before any
+        byte is loaded. Never raises for a bad transfer: the reason is in the result."""
+
+    @abstractmethod
+    def sleep(self, kinds: Set[MemoryKind]) -> int:
+        """Free device memory (weights, caches); returns bytes freed. Fresh weights must follow `wake_up`."""
+
+    @abstractmethod
+    def wake_up(self, kinds: Set[MemoryKind]) -> int: ...
+
+    @abstractmethod
+    def close(self) -> None: ...

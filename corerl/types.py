@@ -1,0 +1,234 @@
+"""The nouns of CoreRL: what travels between driver, workers, backends and engines, all of it plain frozen data.
+
+Axes: N tokens of a rollout batch, B samples, T tokens of a micro-batch, S sequences of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from attrs import evolve, field, frozen
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+Scalar = bool | int | float | str
+
+
+class MemoryKind(StrEnum):
+    """What a backend's memory is for: the unit of `sleep` and `wake_up`."""
+
+    PARAM = "param"  # what forward and update_weights read
+    MASTER = "master"  # float32 copies of the parameters, where they are separate
+    GRAD = "grad"  # dropped on sleep, never copied
+    OPTIMIZER = "optimizer"  # moments
+
+
+class Output(StrEnum):
+    """What a model can be asked for, per token, aligned so that entry t speaks of token t."""
+
+    LOGPROBS = "logprobs"  # log p(token_t | tokens < t) of logits / temperature; 0 where a sequence starts
+    ENTROPY = "entropy"  # of the distribution that token_t was drawn from; 0 where a sequence starts
+    VALUES = "values"  # value head on the hidden state at t - 1; 0 where a sequence starts
+
+
+class Reduction(StrEnum):
+    """How two partial values of one metric become one."""
+
+    MEAN = "mean"  # sum(total) / sum(weight)
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+
+
+@frozen
+class Metric:
+    """A partial metric: summed over micro-batches and output ranks before it is divided, once."""
+
+    total: float
+    weight: float = 1.0
+    reduction: Reduction = Reduction.MEAN
+
+    def merge(self, other: Metric) -> Metric:
+        if self.reduction is not other.reduction:
+            raise ValueError(f"cannot merge a {self.reduction} metric with a {other.reduction} one")
+        match self.reduction:
+            case Reduction.MAX:
+                return Metric(max(self.total, other.total), 1.0, self.reduction)
+            case Reduction.MIN:
+                return Metric(min(self.total, other.total), 1.0, self.reduction)
+            case _:
+                return Metric(self.total + other.total, self.weight + other.weight, self.reduction)
+
+    @property
+    def value(self) -> float:
+        """The finished number; a mean over nothing is NaN."""
+        if self.reduction is not Reduction.MEAN:
+            return self.total
+        return self.total / self.weight if self.weight else float("nan")
+
+
+def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """The union of several ranks' (or micro-batches') metrics, equal names merged by their reduction."""
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged
+
+
+# ---- samples and batches ---------------------------------------------------------------------------------------------
+
+
+@frozen(kw_only=True)
+class SampleBatch:
+    """The samples of one rollout step as ragged arrays; enters the object store once, and workers read it in place.
+
+    Columns that CoreRL itself writes, all [N] and 0 where `loss_mask` is False:
+    `loss_mask` (the policy chose the token), `rollout_logprobs` (from the engine that sampled it), `versions` (of the
+    weights that sampled it), `old_logprobs`, `ref_logprobs`, `advantages`, `values`, `returns`.
+    """
+
+    tokens: IntArray  # [N] prompt and response of each sample, end to end
+    offsets: IntArray  # [B + 1] sample b is tokens[offsets[b]:offsets[b + 1]]
+    columns: Mapping[str, Array] = field(factory=dict)  # each [N, ...], aligned with tokens
+    rows: Mapping[str, Array] = field(factory=dict)  # each [B, ...]: group, reward, truncated, prompt_length, ...
+    temperature: float = 1.0  # that the samples were drawn at
+
+    def __attrs_post_init__(self) -> None:
+        for name, column in self.columns.items():
+            if len(column) != len(self.tokens):
+                raise ValueError(f"column {name!r} has {len(column)} entries for {len(self.tokens)} tokens")
+        for name, row in self.rows.items():
+            if len(row) != len(self):
+                raise ValueError(f"row {name!r} has {len(row)} entries for {len(self)} samples")
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> IntArray:
+        """[B] tokens of each sample."""
+        return np.diff(self.offsets)
+
+    @property
+    def sample_of_token(self) -> IntArray:
+        """[N] the sample that each token belongs to."""
+        return np.repeat(np.arange(len(self)), self.lengths)
+
+    def with_columns(self, **columns: Array) -> SampleBatch:
+        return evolve(self, columns={**self.columns, **columns})
+
+    def with_rows(self, **rows: Array) -> SampleBatch:
+        return evolve(self, rows={**self.rows, **rows})
+
+
+@frozen(kw_only=True)
+class MicroBatch:
+    """Packed sequences that pass through the model together, without seeing each other."""
+
+    tokens: IntArray  # [T]
+    positions: IntArray  # [T] restart at 0 with every sequence
+    cu_seqlens: IntArray  # [S + 1] sequence s is tokens[cu_seqlens[s]:cu_seqlens[s + 1]], padding included
+    lengths: IntArray  # [S] without the padding that ParallelLayout.sequence_multiple asks for
+    samples: IntArray  # [S] index of each sequence in the rollout batch; -1 in a filler
+    columns: Mapping[str, Array] = field(factory=dict)  # each [T, ...]; `weights` already holds 1 / denominator
+
+
+@frozen(kw_only=True)
+class PackedBatch:
+    """One rank's share of a forward pass or an optimizer step. Backends must not mutate what it holds."""
+
+    micro_batches: Iterable[MicroBatch]  # may be lazy; as many on every dp rank
+    count: int  # of micro-batches
+    temperature: float = 1.0  # divides the logits
+
+
+# ---- the contract's arguments and results ----------------------------------------------------------------------------
+
+
+@frozen(kw_only=True)
+class Step:
+    """Where training stands. Three counters are never confused: this one's two, and the weights version."""
+
+    optimizer_step: int  # counts calls of `train`, from 0, skipped steps included
+    rollout_step: int  # counts rollout batches, from 0
+    lr: float  # of this step, from core's schedule
+
+
+@frozen(kw_only=True)
+class LossSpec:
+    """A loss as data: resolved once in each worker, and part of the fingerprint."""
+
+    name: str  # registered, or "module:function"
+    params: Mapping[str, Scalar] = field(factory=dict)
+    outputs: tuple[Output, ...] = (Output.LOGPROBS,)  # what it needs from the model
+
+
+@frozen(kw_only=True)
+class ParallelLayout:
+    """What the driver must know of a rank to give it work."""
+
+    rank: int
+    world_size: int
+    dp_rank: int
+    dp_size: int
+    outputs: bool = True  # this rank returns metrics and per-token outputs
+    sequence_multiple: int = 1  # every sequence is padded to a multiple of it (2 x cp; tp with sequence parallel)
+    micro_batch_multiple: int = 1  # the number of micro-batches is one of it (interleaved pipelines)
+
+
+@frozen(kw_only=True)
+class InitResult:
+    layout: ParallelLayout
+    optimizer_step: int = 0  # the next one to be done
+    weights_version: int = 0  # of the weights that are loaded now
+
+
+@frozen(kw_only=True)
+class TrainResult:
+    applied: bool  # False: the gradient was not finite, nothing changed; equal on all ranks
+    metrics: Mapping[str, Metric]  # this rank's part, from output ranks only
+    grad_norm: float  # before clipping, over the whole model
+    tokens: int  # that passed through the model on this rank
+
+
+@frozen(kw_only=True)
+class ForwardResult:
+    """Per-token outputs of this rank's samples; empty on ranks that do not output."""
+
+    samples: IntArray  # [S] indices in the rollout batch, in the order given
+    offsets: IntArray  # [S + 1] into each output
+    outputs: Mapping[Output, FloatArray]  # each [n]
+
+
+@frozen(kw_only=True)
+class UpdateResult:
+    version: int
+    bytes: int  # sent by this rank
+    seconds: float
+    engines: Mapping[str, str] = field(factory=dict)  # engine -> "" where it committed, else why it did not
+
+
+@frozen(kw_only=True)
+class SaveResult:
+    path: str
+    bytes: int  # written, or staged, by this rank
+    complete: bool  # False while a background save is still writing
+
+
+@frozen(kw_only=True)
+class SleepResult:
+    freed_bytes: int
+    residual_bytes: int  # that this process still holds on its device
+
+
+@frozen(kw_only=True)
+class WakeResult:
+    restored_bytes: int

@@ -1,0 +1,1 @@
+"""HF-named weights on their way: chunks, manifest, buckets, transports."""

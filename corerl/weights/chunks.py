@@ -1,0 +1,131 @@
+"""Which boxes of which Hugging Face tensors a rank holds: what loading, streaming, saving and resharding are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from attrs import frozen
+
+from corerl.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes), one entry a dim
+
+
+@frozen(eq=False)
+class Chunk:
+    """One box of one HF tensor, and where it lies here: writing to `view` writes the model (or its moments)."""
+
+    name: str  # in the HF checkpoint
+    shape: tuple[int, ...]  # of the whole HF tensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    view: torch.Tensor  # of `sizes`, a view of local storage
+    replica: bool = False  # another rank holds the same box and is the one that sends and saves it
+
+    @property
+    def box(self) -> Box:
+        return self.offsets, self.sizes
+
+
+class TensorSource(Protocol):
+    """Named tensors that can be read box by box: an HF directory, random weights, a checkpoint."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of the whole tensor; None where the source does not have it."""
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """That box, on the CPU, in the source's own dtype."""
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The box that both cover, or None."""
+    starts = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
+    sizes = tuple(
+        min(x + m, y + n) - start
+        for x, m, y, n, start in zip(a[0], a[1], b[0], b[1], starts, strict=True)
+    )
+    return (starts, sizes) if all(size > 0 for size in sizes) else None
+
+
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """`box` as slices of a tensor that covers `outer`."""
+    return tuple(
+        slice(start - base, start - base + size) for start, size, base in zip(box[0], box[1], outer[0], strict=True)
+    )
+
+
+def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The elements [start, stop) of a row-major tensor as at most 2 * ndim - 1 boxes, in order."""
+    if stop <= start:
+        return []
+    if not shape:
+        return [((), ())]
+    inner = math.prod(shape[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if first == last or inner == 1:
+        if inner == 1:
+            return [((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))]
+        return [
+            ((first, *offsets), (1, *sizes))
+            for offsets, sizes in flat_range_boxes(shape[1:], start - first * inner, stop - first * inner)
+        ]
+    boxes: list[Box] = []
+    if start % inner:
+        boxes += flat_range_boxes(shape, start, (first + 1) * inner)
+        first += 1
+    full = stop // inner
+    if full > first:
+        boxes.append(((first, *(0,) * (len(shape) - 1)), (full - first, *shape[1:])))
+    if stop % inner:
+        boxes += flat_range_boxes(shape, full * inner, stop)
+    return boxes
+
+
+def fill(chunks: Iterable[Chunk], source: TensorSource, *, what: str) -> int:
+    """Copy each chunk's box out of `source` into its view; returns the bytes read.
+
+    Raises ModelError where the source lacks a tensor, or has it in another shape. `what` names the source in the error.
+    """
+    read = 0
+    for chunk in chunks:
+        shape = source.shape(chunk.name)
+        if shape is None:
+            raise ModelError(f"{what} has no tensor {chunk.name!r} of shape {list(chunk.shape)}, which the model needs")
+        if tuple(shape) != tuple(chunk.shape):
+            raise ModelError(
+                f"{what} holds {chunk.name!r} as {list(shape)}, the model wants {list(chunk.shape)}: "
+                "they belong to different models"
+            )
+        values = source.read(chunk.name, chunk.offsets, chunk.sizes)
+        chunk.view.copy_(values)
+        read += values.numel() * values.element_size()
+    return read
+
+
+def holes(shapes: Mapping[str, tuple[int, ...]], boxes: Iterable[tuple[str, Box]]) -> dict[str, int]:
+    """Tensors whose boxes do not cover them exactly once, with the number of elements covered too little (or, below 0,
+    too much). Overlaps are found by pairwise intersection, so two errors cannot cancel."""
+    by_name: dict[str, list[Box]] = {name: [] for name in shapes}
+    for name, box in boxes:
+        by_name[name].append(box)
+    wrong = {}
+    for name, shape in shapes.items():
+        found = by_name[name]
+        covered = sum(math.prod(sizes) for _, sizes in found)
+        overlap = sum(
+            math.prod(common[1])
+            for i, box in enumerate(found)
+            for other in found[i + 1 :]
+            if (common := intersect(box, other))
+        )
+        missing = math.prod(shape) - covered
+        if overlap:
+            wrong[name] = -overlap
+        elif missing:
+            wrong[name] = missing
+    return wrong

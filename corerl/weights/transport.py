@@ -1,0 +1,73 @@
+"""How buckets reach the engines: a sender on the trainer's side and a receiver in each engine, joined by an address.
+
+    driver:   address = open_channel(...)                      plain data, for both sides
+    trainer:  sender.send(bucket, flat) for each bucket, then sender.commit(version)
+    engine:   for bucket, flat in receiver.buckets(manifest): load; then receiver.acknowledge(...)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+
+from corerl.weights.manifest import Bucket, Manifest
+
+if TYPE_CHECKING:
+    import torch
+
+
+@frozen(kw_only=True)
+class Address:
+    """Where one run's weights travel; the same object is given to the sending ranks and to every engine."""
+
+    transport: str  # collective, disk
+    engines: tuple[str, ...]  # names, in the order of their receiver index
+    host: str = ""  # collective: of the store that sender and receivers meet at
+    port: int = 0
+    path: str = ""  # disk: directory that holds one directory a version
+    device: str = "cpu"  # of the buffers: cpu or cuda
+    timeout: float = field(default=600.0)  # seconds that one side waits for the other
+
+
+class WeightSender(ABC):
+    """The trainer's end. A transport's own failure becomes an entry for its engines in `commit`, never an exception:
+    the ranks that gather must stay in step."""
+
+    every_rank: bool = False  # True: each rank must hold each bucket. False: only `root` sends, others gather towards it
+    root: int = 0
+
+    @abstractmethod
+    def begin(self, manifest: Manifest, version: int) -> None:
+        """Called once a update, on every rank that sends, before its first bucket."""
+
+    @abstractmethod
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Hand over a full bucket, [bucket.numel]; the buffer is free again when this returns."""
+
+    @abstractmethod
+    def commit(self, version: int) -> Mapping[str, str]:
+        """Wait for the engines; engine name -> "" where it committed `version`, else why it did not."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class WeightReceiver(ABC):
+    """An engine's end."""
+
+    @abstractmethod
+    def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Yield each bucket in order, its checksum verified.
+
+        Raises WeightUpdateError where a bucket's checksum does not fit, or it does not arrive in time.
+        """
+
+    @abstractmethod
+    def acknowledge(self, version: int, error: str) -> None:
+        """Tell the sender how it went; "" means that this engine has committed `version`."""
+
+    @abstractmethod
+    def close(self) -> None: ...
