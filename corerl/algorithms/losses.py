@@ -1,16 +1,17 @@
-"""Policy losses as pure functions of per-token tensors; each is a plain weighted sum, its normalisation is in the weights."""
+"""Policy losses as pure functions of per-token tensors: plain sums, whose normalisation is in the tokens' weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
+import torch
 from attrs import field, frozen
+from torch import Tensor
 
-from corerl.types import Reduction, Scalar
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from corerl.algorithms.kl import MAX_LOG_RATIO, estimator
+from corerl.errors import ContractError
+from corerl.types import Reduction
 
 
 @frozen(kw_only=True)
@@ -39,4 +40,90 @@ class LossResult:
 
 
 class Loss(Protocol):
-    def __call__(self, inputs: LossInputs, **params: Scalar) -> LossResult: ...
+    """A function of the inputs and of scalar parameters, given by name."""
+
+    def __call__(self, inputs: LossInputs, *args: Any, **params: Any) -> LossResult: ...
+
+
+def clipped(
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    entropy_coef: float = 0.0,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+) -> LossResult:
+    """The clipped policy loss of PPO, with bounds of its own on each side, an entropy bonus and a KL penalty.
+
+        r_t  = exp(logprobs_t - old_logprobs_t)
+        loss = sum_t weights_t * ( -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+                                   - entropy_coef * H_t + kl_coef * KL_t )
+
+    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", eq. 7; two bounds: Yu et al. 2025, "DAPO"; the
+    penalty in the loss: Shao et al. 2024, "DeepSeekMath", eq. 3. Estimators of the KL: `corerl.algorithms.kl`.
+
+    Columns, each [T]: `weights` (hold 1 / denominator), `advantages`, `old_logprobs`, `rollout_logprobs`, and with a
+    `kl_coef` also `ref_logprobs`. Only tokens with a weight count: whatever prompts, padding and fillers hold, even
+    inf or NaN, reaches neither the loss nor a gradient nor a metric.
+
+    Metrics: `loss` and `policy_loss` are sums, in the loss's own weights. All others are means over loss tokens, each
+    counted once whatever the aggregation, so that they compare between runs: `entropy`, `ratio`, `clip_fraction` (the
+    clip decides, the policy term's gradient is 0), `approx_kl` (from the old policy), `kl` (from the reference),
+    `logprob_diff` (|trainer - engine|) and its maximum `logprob_diff_max`.
+
+    `entropy` may be None where entropy_coef is 0, then its metric is missing; ContractError where an input is.
+    """
+    weights = _column(inputs, "weights")
+    counted = weights != 0
+    zero = torch.zeros((), dtype=inputs.logprobs.dtype, device=inputs.logprobs.device)
+
+    def at_loss_tokens(values: Tensor) -> Tensor:
+        # Before any arithmetic: 0 * inf is NaN, in the value as in the gradient, so a weight of 0 would not be enough.
+        return torch.where(counted, values, zero)
+
+    logprobs = at_loss_tokens(inputs.logprobs)
+    advantages = at_loss_tokens(_column(inputs, "advantages"))
+    log_ratio = logprobs - at_loss_tokens(_column(inputs, "old_logprobs"))
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    free = ratio * advantages
+    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    policy_loss = (weights * -torch.minimum(free, bounded)).sum()
+    loss = policy_loss
+
+    tokens = counted.sum()
+
+    def mean(values: Tensor) -> TensorMetric:
+        return TensorMetric(at_loss_tokens(values.detach()).sum(), tokens)
+
+    diff = (logprobs - at_loss_tokens(_column(inputs, "rollout_logprobs"))).detach().abs()
+    metrics = {
+        "ratio": mean(ratio),
+        "clip_fraction": mean((bounded < free).to(ratio.dtype)),
+        "approx_kl": mean(log_ratio.expm1() - log_ratio),  # k3 with the roles turned: the old policy sampled
+        "logprob_diff": mean(diff),
+        "logprob_diff_max": TensorMetric(diff.max(), tokens, Reduction.MAX),
+    }
+    if inputs.entropy is not None:
+        metrics["entropy"] = mean(inputs.entropy)
+    if entropy_coef:
+        if inputs.entropy is None:
+            raise ContractError(
+                f"loss 'clipped' has entropy_coef={entropy_coef} and was given no entropy; "
+                "ask for it in LossSpec.outputs, and deliver it in LossInputs"
+            )
+        loss = loss - entropy_coef * (weights * at_loss_tokens(inputs.entropy)).sum()
+    if kl_coef:
+        kl = estimator(kl_estimator)(logprobs, at_loss_tokens(_column(inputs, "ref_logprobs")))
+        metrics["kl"] = mean(kl)
+        loss = loss + kl_coef * (weights * kl).sum()
+    metrics["loss"] = TensorMetric(loss.detach(), tokens, Reduction.SUM)
+    metrics["policy_loss"] = TensorMetric(policy_loss.detach(), tokens, Reduction.SUM)
+    return LossResult(loss, metrics)
+
+
+def _column(inputs: LossInputs, name: str) -> Tensor:
+    if name not in inputs.columns:
+        raise ContractError(f"loss 'clipped' needs the column {name!r} [T]; got: {', '.join(sorted(inputs.columns))}")
+    return inputs.columns[name]

@@ -1,5 +1,277 @@
-"""What every backend extends: all hooks, made of a few primitives that only the backend can answer.
+"""What every backend extends: all hooks of the contract, made of a few primitives that only the backend can answer.
 
-A subclass writes `build`, `train`, `forward`, `local_state`, `tensors` and `after_load`. It gets init, sharded loading,
-resume, save (in the background too), the weight stream, snapshots, sleep and wake_up, and may override any of them.
+A subclass writes `build`, `train`, `forward`, `local_state`, `tensors` and `after_load`. From these come sharded loading,
+resume, save (in the background too), the weight stream, snapshots, sleep and wake_up; each may be overridden.
 """
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from corerl.checkpoint.reader import CheckpointSource, read_extra
+from corerl.checkpoint.writer import BackgroundWriter, stage, write
+from corerl.config.schema import RoleConfig
+from corerl.memory.measure import device_bytes
+from corerl.memory.snapshots import Snapshots
+from corerl.memory.storage import StorageSleeper
+from corerl.models.config import hf_config
+from corerl.models.random import RandomSource
+from corerl.models.readers import SafetensorsSource
+from corerl.plugin.context import Context
+from corerl.plugin.host import BackendBase
+from corerl.plugin.hookspecs import Hooks, hookimpl
+from corerl.types import (
+    ForwardResult,
+    InitResult,
+    LossSpec,
+    MemoryKind,
+    Output,
+    PackedBatch,
+    ParallelLayout,
+    SaveResult,
+    SleepResult,
+    Step,
+    TrainResult,
+    UpdateResult,
+    WakeResult,
+)
+from corerl.weights.chunks import Chunk, TensorSource, fill
+from corerl.weights.gather import GatherPlan
+from corerl.weights.manifest import Bucket, Manifest, build_manifest
+from corerl.weights.transport import WeightSender
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+HOOKS = frozenset(name for name in vars(Hooks) if not name.startswith("_"))
+
+Extra: TypeAlias = Mapping[str, torch.Tensor | bool | int | float | str]
+
+
+class StateKey(StrEnum):
+    """What `local_state` can be asked for. MASTER is the most precise copy of a parameter: `param` itself where there is
+    no other. Together the last three are a training checkpoint."""
+
+    PARAM = "param"
+    MASTER = "master"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+
+
+SAVED = (StateKey.MASTER, StateKey.EXP_AVG, StateKey.EXP_AVG_SQ)
+
+
+class Backend(BackendBase, ABC):
+    """One rank of a training backend. Every method is called on every rank, in the same order."""
+
+    config: RoleConfig
+    context: Context
+    layout: ParallelLayout
+    weights_version = 0  # of the weights that are loaded now, as far as engines know them
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # Overriding a marked method loses pluggy's mark, and the hook would silently have no implementation.
+        super().__init_subclass__(**kwargs)
+        for name in HOOKS & vars(cls).keys():
+            hookimpl(vars(cls)[name])
+
+    # ---- what a backend writes -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
+        """Make the model and its optimizer with parameters allocated and not yet loaded. torch.distributed is ready."""
+
+    @abstractmethod
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        """Exactly one optimizer step at `step.lr`. Skips it, equally on all ranks, where the gradient is not finite."""
+
+    @abstractmethod
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+        """Outputs without gradients; the body stands in `with self.using(weights):`."""
+
+    @abstractmethod
+    def local_state(self, key: StateKey) -> Sequence[Chunk]:
+        """The boxes of HF tensors that this rank holds, as views to read and to write. Missing moments are created."""
+
+    @abstractmethod
+    def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
+        """Every tensor of that kind on this rank, nothing gathered left over."""
+
+    @abstractmethod
+    def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
+        """The chunks of `keys` were written: bring masters and working copies together, set Adam's own step where it is
+        given, drop caches. {PARAM} alone is a snapshot swap: masters and moments stay as they are."""
+
+    @property
+    @abstractmethod
+    def adam_step(self) -> int:
+        """Applied optimizer steps: what Adam's bias correction counts."""
+
+    # ---- what a backend may add ----------------------------------------------------------------------------------------
+
+    def extra_state(self) -> Extra:
+        """This rank's state that is none of the above; read again only at the same world size by the same backend."""
+        return {}
+
+    def load_extra_state(self, state: Extra) -> None:
+        """Take back what `extra_state` gave."""
+
+    def gather(self, bucket: Bucket, out: torch.Tensor | None, *, chunks: Sequence[Chunk], root: int | None) -> None:
+        """Fill `out` [bucket.numel] with the bucket's full HF tensors on rank `root`, or on all where it is None.
+        `out` is None on the ranks that need not hold it; `chunks` are this rank's parameters."""
+        dtype = getattr(torch, self.manifest.dtype)
+        self._gather_plan.gather(bucket, out, chunks=chunks, root=root, dtype=dtype)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """All ranks of this role."""
+        return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+
+    @property
+    def device(self) -> torch.device:
+        if self.config.device == "cuda":
+            return torch.device("cuda", self.context.local_rank)
+        return torch.device("cpu")
+
+    def initial_weights(self) -> TensorSource:
+        """Where the weights of a fresh run come from: the model's directory, or its config and the run's seed."""
+        if self.config.model.path:
+            return SafetensorsSource(self.config.model.path)
+        shapes = {chunk.name: chunk.shape for chunk in self.local_state(StateKey.PARAM)}
+        return RandomSource(hf_config(self.config.model), shapes, seed=self.config.seed)
+
+    # ---- hooks made of these -------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def init(self, config: RoleConfig, context: Context) -> InitResult:
+        self.config, self.context = config, context
+        self._sleeper = StorageSleeper()
+        self._snapshots = Snapshots()
+        self._writer = BackgroundWriter()
+        self.layout = self.build(config, context)
+        optimizer_step = self._resume(Path(config.resume)) if config.resume else self._load_initial()
+        self._gather_plan = GatherPlan.build(self.local_state(StateKey.PARAM), self.group)
+        dtype = config.train.precision if config.weights.dtype == "model" else config.weights.dtype
+        self.manifest: Manifest = build_manifest(
+            self._gather_plan.shapes, dtype=dtype, bucket_bytes=config.weights.bucket_bytes
+        )
+        return InitResult(layout=self.layout, optimizer_step=optimizer_step, weights_version=self.weights_version)
+
+    @hookimpl
+    def update_weights(self, sender: WeightSender, version: int) -> UpdateResult:
+        started = time.perf_counter()
+        sends = sender.every_rank or self.layout.rank == sender.root
+        root = None if sender.every_rank else sender.root
+        sent = 0
+        if sends:
+            sender.begin(self.manifest, version)
+        chunks = self.local_state(StateKey.PARAM)
+        for bucket in self.manifest.buckets:
+            out = None
+            if sends:
+                out = torch.empty(bucket.numel, dtype=getattr(torch, self.manifest.dtype), device=self.device)
+            self.gather(bucket, out, chunks=chunks, root=root)
+            if out is not None:
+                sender.send(bucket, out)
+                sent += out.numel() * out.element_size()
+        engines = sender.commit(version) if sends else {}
+        self.weights_version = version
+        return UpdateResult(version=version, bytes=sent, seconds=time.perf_counter() - started, engines=engines)
+
+    @hookimpl
+    def save(self, path: str, step: Step, background: bool) -> SaveResult:
+        self._writer.wait()  # one save in flight; an earlier one's failure surfaces here
+        extra = {
+            "optimizer_step": step.optimizer_step,
+            "adam_step": self.adam_step,
+            "weights_version": self.weights_version,
+            "backend": type(self).__qualname__,
+            "world_size": self.layout.world_size,
+            **{f"rank/{name}": value for name, value in self.extra_state().items()},
+        }
+        staged = stage({key.value: self.local_state(key) for key in SAVED}, extra)
+        if background:
+            self._writer.submit(lambda: write(staged, Path(path), self.layout.rank))
+        else:
+            write(staged, Path(path), self.layout.rank)
+        return SaveResult(path=path, bytes=staged.bytes, complete=not background)
+
+    @hookimpl
+    def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
+        freed = sum(self._sleeper.release(kind, self.tensors(kind)) for kind in sorted(kinds))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return SleepResult(freed_bytes=freed, residual_bytes=device_bytes(self.device, self._all_tensors()))
+
+    @hookimpl
+    def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
+        return WakeResult(restored_bytes=sum(self._sleeper.restore(kind) for kind in sorted(kinds)))
+
+    @hookimpl
+    def shutdown(self, reason: str) -> None:
+        self._writer.close()
+
+    # ---- what the worker asks of a backend besides its hooks ------------------------------------------------------------
+
+    def saved(self, wait: bool) -> bool:
+        """Whether the last background save is written; waits for it where asked. Raises SaveFailed where it failed."""
+        if wait:
+            self._writer.wait()
+        return self._writer.idle()
+
+    def create_snapshot(self, name: str) -> None:
+        """Keep the current weights under `name` in host memory; an earlier one of that name is replaced."""
+        self._snapshots.create(name, self.local_state(StateKey.PARAM))
+
+    def load_snapshot(self, name: str, path: str) -> None:
+        """Keep the weights of a model directory under `name`; an empty path means those that the run started from."""
+        source = SafetensorsSource(path) if path else self.initial_weights()
+        self._snapshots.load(name, self.local_state(StateKey.PARAM), source)
+
+    def drop_snapshot(self, name: str) -> None:
+        self._snapshots.drop(name)
+
+    @contextlib.contextmanager
+    def using(self, weights: str) -> Iterator[None]:
+        """The snapshot `weights` stands in the model's place; "" changes nothing."""
+        if not weights:
+            yield
+            return
+        try:
+            with self._snapshots.swapped(weights, self.local_state(StateKey.PARAM)):
+                self.after_load({StateKey.PARAM}, None)
+                yield
+        finally:
+            self.after_load({StateKey.PARAM}, None)
+
+    def _all_tensors(self) -> Iterator[torch.Tensor]:
+        for kind in MemoryKind:
+            yield from self.tensors(kind)
+
+    def _load_initial(self) -> int:
+        what = f"model directory {self.config.model.path}" if self.config.model.path else "random initialisation"
+        fill(self.local_state(StateKey.MASTER), self.initial_weights(), what=what)
+        self.after_load({StateKey.MASTER}, None)
+        return 0
+
+    def _resume(self, directory: Path) -> int:
+        for key in SAVED:
+            fill(self.local_state(key), CheckpointSource(directory, key.value), what=f"checkpoint {directory}")
+        extra = read_extra(directory, 0)
+        self.after_load(set(SAVED), int(extra["adam_step"]))
+        self.weights_version = int(extra["weights_version"])
+        same = (extra["backend"], extra["world_size"]) == (type(self).__qualname__, self.layout.world_size)
+        if same:
+            own = read_extra(directory, self.layout.rank)
+            self.load_extra_state(
+                {name.removeprefix("rank/"): value for name, value in own.items() if name.startswith("rank/")}
+            )
+        return int(extra["optimizer_step"])

@@ -44,6 +44,16 @@ def between(low: float, high: float) -> Callable[[Any, Attribute[Any], Any], Non
     return check
 
 
+def share(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    if not 0 < value <= 1:
+        raise ValueError(f"must be above 0 and at most 1, got {value!r}")
+
+
+def decays(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    if not all(0 <= beta < 1 for beta in value):
+        raise ValueError(f"must each be at least 0 and below 1, got {list(value)}")
+
+
 @frozen(kw_only=True)
 class RunConfig:
     dir: str = option("where everything the run writes goes; one directory a run", default="runs/default")
@@ -58,6 +68,9 @@ class ClusterConfig:
     placement: Literal["colocated", "disaggregated"] = option(
         "colocated: engines share the ranks' devices and take turns; disaggregated: engines have their own",
         default="colocated",
+    )
+    offload: Literal["auto", "always", "never"] = option(
+        "whether ranks that share a device with engines sleep while these sample; auto: on cuda", default="auto"
     )
     timeout: float = option(
         "seconds that ranks wait for each other in one collective before they fail", default=600.0, validator=above(0)
@@ -80,7 +93,7 @@ class OptimizerConfig:
     """AdamW (Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization")."""
 
     lr: float = option("peak learning rate", default=1e-6, validator=at_least(0))
-    betas: tuple[float, float] = option("decay of the two moments", default=(0.9, 0.95))
+    betas: tuple[float, float] = option("decay of the two moments", default=(0.9, 0.95), validator=decays)
     eps: float = option("added to the root of the second moment", default=1e-8, validator=above(0))
     weight_decay: float = option(
         "decoupled decay of matrices; never of norms and biases", default=0.0, validator=at_least(0)
@@ -138,7 +151,9 @@ class AlgorithmConfig:
     clip_low: float = option("the ratio is clipped below 1 - clip_low", default=0.2, validator=between(0, 1))
     clip_high: float = option("the ratio is clipped above 1 + clip_high", default=0.2, validator=at_least(0))
     entropy_coef: float = option("weight of the entropy bonus", default=0.0, validator=at_least(0))
-    kl_coef: float = option("weight of the KL penalty to the reference policy; 0 keeps none", default=0.0)
+    kl_coef: float = option(
+        "weight of the KL penalty to the reference policy; 0 keeps none", default=0.0, validator=at_least(0)
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = option("of the KL (Schulman 2020)", default="k3")
     aggregation: Literal["token-mean", "sequence-mean", "constant-length"] = option(
         "what one token weighs in a step: equal tokens, equal sequences, or 1 / rollout.max_tokens (Dr.GRPO)",
@@ -170,8 +185,10 @@ class RolloutConfig:
     prompts: int = option("prompts of one rollout step", default=64, validator=at_least(1))
     samples: int = option("samples drawn for each prompt: a group", default=8, validator=at_least(1))
     temperature: float = option("divides the logits", default=1.0, validator=above(0))
-    top_p: float = option("keep the likeliest tokens that hold this share of probability", default=1.0)
-    max_tokens: int = option("new tokens at most; a sample cut there is marked truncated", default=256)
+    top_p: float = option("keep the likeliest tokens that hold this share of probability", default=1.0, validator=share)
+    max_tokens: int = option(
+        "new tokens at most; a sample cut there is marked truncated", default=256, validator=at_least(1)
+    )
     stop: tuple[str, ...] = option("tokens that end a sample, besides the tokenizer's end of sequence", default=())
 
 
@@ -184,7 +201,9 @@ class WeightsConfig:
 
 @frozen(kw_only=True)
 class EvalConfig:
-    every: int = option("rollout steps between evaluations on held-out prompts; 0 never", default=25)
+    every: int = option(
+        "rollout steps between evaluations on held-out prompts; 0 never", default=25, validator=at_least(0)
+    )
     at_start: bool = option("also before the first step", default=True)
 
 
@@ -237,6 +256,7 @@ class RoleConfig:
     model: ModelConfig
     train: TrainConfig
     options: Any  # the backend's own config class
+    weights: WeightsConfig
     device: str  # cpu or cuda
     seed: int
     timeout: float  # seconds of one collective

@@ -41,14 +41,14 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 class Hooks:
     """Every hook of API 1.0. All but `shutdown` and `observe` have exactly one implementation, the backend's."""
 
-    # ---- once ----------------------------------------------------------------------------------------------------------
+    # ---- once --------------------------------------------------------------------------------------------------------
 
     @hookspec(firstresult=True)
     def init(self, config: RoleConfig, context: Context) -> InitResult:
         """Build the model on this rank, read its share of the weights, and resume where `config.resume` says."""
         raise AssertionError("a specification is never called")
 
-    # ---- every step ----------------------------------------------------------------------------------------------------
+    # ---- every step --------------------------------------------------------------------------------------------------
 
     @hookspec(firstresult=True)
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
@@ -70,7 +70,7 @@ class Hooks:
         """Write this rank's part of the portable checkpoint into the directory `path`."""
         raise AssertionError("a specification is never called")
 
-    # ---- memory --------------------------------------------------------------------------------------------------------
+    # ---- memory ------------------------------------------------------------------------------------------------------
 
     @hookspec(firstresult=True)
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
@@ -82,11 +82,11 @@ class Hooks:
         """Restore the memory of `kinds`, bit for bit (gradients as zeros)."""
         raise AssertionError("a specification is never called")
 
-    # ---- the end, and extensions ----------------------------------------------------------------------------------------
+    # ---- the end, and extensions -------------------------------------------------------------------------------------
 
     @hookspec
     def shutdown(self, reason: str) -> None:
-        """Release what outlives the process. Called once on each plugin; errors are collected, and hide no earlier one."""
+        """Release what outlives the process. Called once on each plugin; errors are collected, and mask none before."""
 
     @hookspec
     def observe(self, event: Event) -> None:

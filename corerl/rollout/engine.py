@@ -1,4 +1,4 @@
-"""What a rollout engine is: prompts in as tokens, sampled tokens out with their log-probs and the version that drew them."""
+"""What a rollout engine is: prompts in, sampled tokens out with their log-probs and the weights version that drew them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class Generation:
         starts = np.cumsum([0] + [int(part.offsets[-1]) for part in parts])
         return cls(
             tokens=np.concatenate([part.tokens for part in parts]),
-            offsets=np.concatenate([[0]] + [part.offsets[1:] + start for part, start in zip(parts, starts)]),
+            offsets=np.concatenate(
+                [[0]] + [part.offsets[1:] + start for part, start in zip(parts, starts[:-1], strict=True)]
+            ),
             logprobs=np.concatenate([part.logprobs for part in parts]),
             versions=np.concatenate([part.versions for part in parts]),
             truncated=np.concatenate([part.truncated for part in parts]),

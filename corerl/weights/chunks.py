@@ -45,10 +45,7 @@ class TensorSource(Protocol):
 def intersect(a: Box, b: Box) -> Box | None:
     """The box that both cover, or None."""
     starts = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
-    sizes = tuple(
-        min(x + m, y + n) - start
-        for x, m, y, n, start in zip(a[0], a[1], b[0], b[1], starts, strict=True)
-    )
+    sizes = tuple(min(x + m, y + n) - start for x, m, y, n, start in zip(a[0], a[1], b[0], b[1], starts, strict=True))
     return (starts, sizes) if all(size > 0 for size in sizes) else None
 
 
@@ -109,23 +106,28 @@ def fill(chunks: Iterable[Chunk], source: TensorSource, *, what: str) -> int:
 
 def holes(shapes: Mapping[str, tuple[int, ...]], boxes: Iterable[tuple[str, Box]]) -> dict[str, int]:
     """Tensors whose boxes do not cover them exactly once, with the number of elements covered too little (or, below 0,
-    too much). Overlaps are found by pairwise intersection, so two errors cannot cancel."""
+    too much or outside of the tensor). Overlaps are found by intersection, so two errors cannot cancel."""
     by_name: dict[str, list[Box]] = {name: [] for name in shapes}
     for name, box in boxes:
         by_name[name].append(box)
     wrong = {}
     for name, shape in shapes.items():
-        found = by_name[name]
-        covered = sum(math.prod(sizes) for _, sizes in found)
-        overlap = sum(
-            math.prod(common[1])
-            for i, box in enumerate(found)
-            for other in found[i + 1 :]
-            if (common := intersect(box, other))
-        )
-        missing = math.prod(shape) - covered
-        if overlap:
-            wrong[name] = -overlap
-        elif missing:
-            wrong[name] = missing
+        found = sorted(by_name[name])
+        whole = ((0,) * len(shape), tuple(shape))
+        excess = 0
+        covered = 0
+        for i, box in enumerate(found):
+            inside = intersect(box, whole)
+            numel, kept = math.prod(box[1]), math.prod(inside[1]) if inside else 0
+            covered += kept
+            excess += numel - kept
+            for other in found[i + 1 :]:
+                if shape and other[0][0] >= box[0][0] + box[1][0]:
+                    break  # sorted by their first offset: no later one can touch this box
+                if common := intersect(box, other):
+                    excess += math.prod(common[1])
+        if excess:
+            wrong[name] = -excess
+        elif covered != math.prod(shape):
+            wrong[name] = math.prod(shape) - covered
     return wrong

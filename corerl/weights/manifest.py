@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -51,6 +52,14 @@ class Manifest:
     @property
     def names(self) -> list[str]:
         return [entry.name for bucket in self.buckets for entry in bucket.entries]
+
+    @property
+    def digest(self) -> str:
+        """Equal where sender and receiver speak of the same tensors in the same order."""
+        lines = [self.dtype]
+        for bucket in self.buckets:
+            lines += [f"{bucket.index} {entry.start} {list(entry.shape)} {entry.name}" for entry in bucket.entries]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

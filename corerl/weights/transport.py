@@ -1,8 +1,8 @@
 """How buckets reach the engines: a sender on the trainer's side and a receiver in each engine, joined by an address.
 
-    driver:   address = open_channel(...)                      plain data, for both sides
-    trainer:  sender.send(bucket, flat) for each bucket, then sender.commit(version)
-    engine:   for bucket, flat in receiver.buckets(manifest): load; then receiver.acknowledge(...)
+driver:   an Address, plain data, for both sides
+trainer:  sender.begin(manifest, version), sender.send(bucket, flat) for each bucket, sender.commit(version)
+engine:   for bucket, flat in receiver.buckets(manifest, version): load; then receiver.acknowledge(version, error)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WeightSender(ABC):
     """The trainer's end. A transport's own failure becomes an entry for its engines in `commit`, never an exception:
     the ranks that gather must stay in step."""
 
-    every_rank: bool = False  # True: each rank must hold each bucket. False: only `root` sends, others gather towards it
+    every_rank: bool = False  # each rank must hold each bucket; else only `root` sends, and others gather towards it
     root: int = 0
 
     @abstractmethod
@@ -67,7 +67,11 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     def acknowledge(self, version: int, error: str) -> None:
-        """Tell the sender how it went; "" means that this engine has committed `version`."""
+        """Tell the sender how it went; "" means that this engine has committed `version`.
+
+        Called once an update, whatever happened: after `buckets` ended or raised, or instead of it to refuse the update.
+        Raises WeightUpdateError where the sender cannot be told.
+        """
 
     @abstractmethod
     def close(self) -> None: ...

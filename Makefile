@@ -1,0 +1,70 @@
+# Everything a checkout is asked to do. `make help` lists it.
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints-cpu.txt
+TORCH_INDEX ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
+PROJECTS := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
+EDITABLE := $(PLUGINS:%=-e %)
+
+# Every process of a run has a thread of its own; more of them fight for the cores.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+# Nothing here needs a download: models are random, prompts are generated.
+export HF_HUB_OFFLINE ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+
+.PHONY: help setup quickstart test lint types docs wheels
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PYTHON=$(PYTHON)   the interpreter that creates the environment, 3.11 or later"
+	@echo "  VENV=$(VENV)       where the environment is"
+	@echo "  TORCH_INDEX=       a package index to take torch from, for instance one of CPU builds; empty: pip's own"
+	@echo "  CONSTRAINTS=$(CONSTRAINTS)   exact versions to install"
+	@echo "  ARGS=              more words for quickstart (ARGS=\"run.seed=1\") and test (ARGS=\"tests/config -x\")"
+
+# Two stamps: what a run needs, so that `make quickstart` installs no more, and the tools on top of it.
+# pip compiles nothing: Python compiles the modules that are imported, a small share of torch and transformers.
+RUNTIME := $(VENV)/.runtime-installed
+DEV := $(VENV)/.dev-installed
+
+$(RUNTIME): $(PROJECTS) $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("CoreRL needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12 ...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
+	$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -e . $(EDITABLE)
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -e '.[test,docs,dev]' $(EDITABLE)
+	@touch $@
+
+setup: $(DEV) ## create or update the environment with everything below in it
+
+quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and watch the reward climb
+	$(BIN)/corerl train examples/quickstart.toml $(ARGS)
+
+test: $(DEV) ## every test that passes without a GPU
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(DEV) ## style, formatting and the borders between packages
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(DEV) ## static types of core and plugins
+	$(BIN)/mypy
+
+docs: $(DEV) ## the documentation into docs/_build/html, every warning an error
+	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html
+
+wheels: $(DEV) ## core and every plugin into dist/
+	rm -rf dist
+	for project in . $(PLUGINS); do $(BIN)/python -m build --wheel --outdir dist $$project || exit 1; done

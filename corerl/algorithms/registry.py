@@ -1,0 +1,108 @@
+"""Find a loss by its registered name or as `module:function`, and check its parameters before anything is trained."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from corerl.algorithms.losses import Loss, LossInputs, LossResult, clipped
+from corerl.errors import ConfigError
+from corerl.types import LossSpec, Output, Scalar
+
+LOSSES: Mapping[str, Loss] = {"clipped": clipped}
+
+
+def resolve_loss(spec: LossSpec) -> Callable[[LossInputs], LossResult]:
+    """The loss with its parameters bound. ConfigError where the name, or a parameter, is not one it has."""
+    function = _find(spec.name)
+    parameters = _parameters(function, name=spec.name)
+    named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    unknown = [given for given in spec.params if given not in named]
+    if unknown and len(named) == len(parameters):
+        raise ConfigError(
+            f"loss {spec.name!r} has no parameter {unknown[0]!r}; it takes: {', '.join(named) or 'none'}"
+            + _nearest(unknown[0], named)
+        )
+    needed = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.default is p.empty]
+    missing = [name for name in needed if name not in spec.params]
+    if missing:
+        raise ConfigError(
+            f"loss {spec.name!r} needs a parameter {missing[0]!r}, and was given: {', '.join(spec.params) or 'none'}; "
+            "give the parameter a default"
+        )
+    params: dict[str, Any] = dict(spec.params)
+    return partial(function, **params)
+
+
+def loss_spec(
+    *, loss: str, clip_low: float, clip_high: float, entropy_coef: float, kl_coef: float, kl_estimator: str
+) -> LossSpec:
+    """The loss of a run as data, from the fields of `[algorithm]`.
+
+    A loss is given those fields that it has a parameter for. It need not clip, but a coefficient that is set and that
+    it would leave out is a ConfigError. The entropy is always asked for, since everyone wants to see it: without a
+    gradient, where entropy_coef is 0, it is one more sum over logits that the log-probs have already brought in.
+    """
+    fields: dict[str, Scalar] = {
+        "clip_low": clip_low,
+        "clip_high": clip_high,
+        "entropy_coef": entropy_coef,
+        "kl_coef": kl_coef,
+        "kl_estimator": kl_estimator,
+    }
+    parameters = _parameters(_find(loss), name=loss)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    taken = {p.name for p in parameters}
+    for coefficient in ("entropy_coef", "kl_coef"):
+        if fields[coefficient] and not takes_any and coefficient not in taken:
+            raise ConfigError(
+                f"algorithm.{coefficient}={fields[coefficient]}, but loss {loss!r} has no such parameter; "
+                f"set it to 0, or add it to the function"
+            )
+    spec = LossSpec(
+        name=loss,
+        params={name: value for name, value in fields.items() if takes_any or name in taken},
+        outputs=(Output.LOGPROBS, Output.ENTROPY),
+    )
+    resolve_loss(spec)
+    return spec
+
+
+def _find(name: str) -> Loss:
+    if name in LOSSES:
+        return LOSSES[name]
+    module_name, colon, function_name = name.partition(":")
+    if not colon:
+        raise ConfigError(
+            f"unknown loss {name!r}; known: {', '.join(sorted(LOSSES))}, or 'module:function'" + _nearest(name, LOSSES)
+        )
+    try:
+        module = import_module(module_name)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise ConfigError(f"loss {name!r}: cannot import {module_name!r}: {type(error).__name__}: {error}") from error
+    function: Loss | None = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(
+            f"loss {name!r}: module {module_name!r} has no function {function_name!r}"
+            + _nearest(function_name, vars(module))
+        )
+    return function
+
+
+def _parameters(function: Loss, *, name: str) -> list[inspect.Parameter]:
+    """What follows the first parameter, which is the LossInputs; each can be given by name."""
+    signature = inspect.signature(function)
+    inputs, others = list(signature.parameters.values())[:1], list(signature.parameters.values())[1:]
+    by_name = all(p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in others)
+    if not inputs or inputs[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD) or not by_name:
+        raise ConfigError(f"loss {name!r} has the signature {signature}; write it as (inputs, *, its parameters)")
+    return others
+
+
+def _nearest(name: str, known: Mapping[str, object] | list[str]) -> str:
+    near = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

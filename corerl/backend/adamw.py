@@ -1,0 +1,46 @@
+"""AdamW over a rank's own tensors: which are decayed, where its moments are, and Adam's one step count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from corerl.config.schema import OptimizerConfig
+
+
+def adamw(params: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]], config: OptimizerConfig,
+          *, fused: bool) -> torch.optim.AdamW:
+    """AdamW with `weight_decay` on matrices alone; `shapes` are those of the whole tensors, since a shard of a matrix and
+    a norm may look alike. Parameters of no elements on this rank are left out."""
+    held = {name: param for name, param in params.items() if param.numel()}
+    groups = [
+        {"params": [p for name, p in held.items() if len(shapes[name]) >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in held.items() if len(shapes[name]) < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=not fused, fused=fused
+    )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def moments(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, adam_step: int) -> dict[str, torch.Tensor]:
+    """Adam's state of `param`, made as zeros where no step has been taken yet."""
+    state: dict[str, torch.Tensor] = optimizer.state[param]
+    if not state:
+        fused = bool(optimizer.param_groups[0]["fused"])
+        state["step"] = torch.tensor(float(adam_step), dtype=torch.float32, device=param.device if fused else "cpu")
+        state["exp_avg"] = torch.zeros_like(param)
+        state["exp_avg_sq"] = torch.zeros_like(param)
+    return state
+
+
+def set_adam_step(optimizer: torch.optim.Optimizer, adam_step: int) -> None:
+    """Bias correction goes on from `adam_step` applied steps."""
+    for state in optimizer.state.values():
+        state["step"].fill_(float(adam_step))

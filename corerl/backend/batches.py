@@ -1,0 +1,75 @@
+"""Micro-batches on their way to a device, and per-token outputs on their way back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from attrs import field, frozen
+
+from corerl.algorithms.losses import LossInputs
+from corerl.ops.attention import PackedSequences
+from corerl.types import Array, FloatArray, ForwardResult, IntArray, MicroBatch, Output
+
+
+@frozen(kw_only=True)
+class DeviceBatch:
+    """One micro-batch of T tokens as tensors."""
+
+    tokens: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    packing: PackedSequences
+    columns: Mapping[str, torch.Tensor]  # each [T, ...]
+
+    def loss_inputs(self, outputs: Mapping[Output, torch.Tensor]) -> LossInputs:
+        return LossInputs(
+            logprobs=outputs[Output.LOGPROBS],
+            entropy=outputs.get(Output.ENTROPY),
+            values=outputs.get(Output.VALUES),
+            columns=self.columns,
+        )
+
+
+def to_device(micro: MicroBatch, device: torch.device) -> DeviceBatch:
+    """Copy a micro-batch to `device`. Its arrays may be read-only views of the object store, so they are always copied."""
+
+    def tensor(array: Array) -> torch.Tensor:
+        return torch.tensor(array, device=device)
+
+    return DeviceBatch(
+        tokens=tensor(micro.tokens),
+        positions=tensor(micro.positions),
+        packing=PackedSequences.of(micro.cu_seqlens, device),
+        columns={name: tensor(column) for name, column in micro.columns.items()},
+    )
+
+
+@frozen
+class OutputCollector:
+    """Gathers the per-token outputs of micro-batches into one ForwardResult, without padding and fillers."""
+
+    samples: list[IntArray] = field(factory=list)
+    lengths: list[IntArray] = field(factory=list)
+    parts: dict[Output, list[FloatArray]] = field(factory=dict)
+
+    def add(self, micro: MicroBatch, outputs: Mapping[Output, torch.Tensor]) -> None:
+        real = micro.samples >= 0
+        if not real.any():
+            return
+        padded = np.diff(micro.cu_seqlens)
+        keep = (micro.positions < np.repeat(micro.lengths, padded)) & np.repeat(real, padded)
+        self.samples.append(micro.samples[real])
+        self.lengths.append(micro.lengths[real])
+        for output, values in outputs.items():
+            array = values.detach().float().cpu().numpy()
+            self.parts.setdefault(output, []).append(array[: len(keep)][keep])
+
+    def finish(self, wanted: tuple[Output, ...]) -> ForwardResult:
+        lengths = np.concatenate([np.zeros(1, np.int64), *self.lengths])
+        nothing = np.zeros(0, np.float32)
+        return ForwardResult(
+            samples=np.concatenate([np.zeros(0, np.int64), *self.samples]),
+            offsets=np.cumsum(lengths),
+            outputs={output: np.concatenate([nothing, *self.parts.get(output, [])]) for output in wanted},
+        )

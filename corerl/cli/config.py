@@ -1,0 +1,49 @@
+"""`corerl config check|show`: say whether a configuration can run, or print it whole, before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("config", help="check a configuration, or show it with everything filled in")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    check = actions.add_parser("check", help="report every problem; exit status 2 where there is one")
+    show = actions.add_parser("show", help="print the resolved configuration as TOML, itself a valid input")
+    show.add_argument("--help-texts", action="store_true", help="with each setting's help as a comment above it")
+    for action in (check, show):
+        action.add_argument("file", metavar="FILE", help="a TOML file")
+        action.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as algorithm.clip_high=0.28")
+
+
+def run(args: argparse.Namespace) -> int:
+    from corerl.config.load import load_config
+    from corerl.plugin.options import resolve_tables
+
+    config = load_config(args.file, args.overrides)
+    if args.action == "show":
+        from corerl.config.describe import annotate
+        from corerl.config.load import dump_toml
+
+        resolved = resolve_tables(config)
+        toml = dump_toml(resolved)
+        print(annotate(toml, resolved) if args.help_texts else toml, end="")
+        return 0
+
+    from corerl.config.check import problems
+    from corerl.errors import ConfigError, UserError
+    from corerl.plugin.options import notes
+
+    for note in notes(config):
+        print(f"corerl: note: {note}", file=sys.stderr)
+    lines = problems(config)
+    try:
+        resolve_tables(config)
+    except UserError as error:
+        lines += error.message.splitlines()
+    if lines:
+        raise ConfigError("\n".join(lines))
+    print(f"{args.file}: ok")
+    return 0

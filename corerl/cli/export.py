@@ -1,0 +1,24 @@
+"""`corerl export CHECKPOINT DIRECTORY`: the actor's weights of a checkpoint as a Hugging Face model directory."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("export", help="write a checkpoint's weights as a Hugging Face model directory")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint's directory, or a run's: its newest one")
+    parser.add_argument("directory", metavar="DIRECTORY", help="to write to; must not exist")
+
+
+def run(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from corerl.checkpoint.commit import latest
+    from corerl.driver.export import export
+
+    checkpoint = Path(args.checkpoint)
+    written = export(latest(checkpoint) or checkpoint, Path(args.directory))
+    print(f"wrote {written}")
+    return 0

@@ -1,0 +1,20 @@
+"""`corerl train FILE [KEY=VALUE ...]`: run the loop."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("train", help="train as a configuration says")
+    parser.add_argument("file", metavar="FILE", help="a TOML file")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as algorithm.clip_high=0.28")
+
+
+def run(args: argparse.Namespace) -> int:
+    from corerl.config.load import load_config
+    from corerl.train import train
+
+    train(load_config(args.file, args.overrides))
+    return 0

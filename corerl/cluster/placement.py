@@ -1,0 +1,116 @@
+"""Bundles of one device each, in physical order, and who sits on which."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import ray
+from attrs import frozen
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from corerl.errors import CorerlError
+
+
+@frozen(eq=False)
+class Seat:
+    """A share of one bundle, for one process."""
+
+    group: PlacementGroup
+    bundle: int
+    cpus: float
+    gpus: float
+
+    def options(self) -> dict[str, object]:
+        """As keyword arguments of a Ray actor's `.options`."""
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self.group, placement_group_bundle_index=self.bundle
+        )
+        return {"num_cpus": self.cpus, "num_gpus": self.gpus, "scheduling_strategy": strategy}
+
+
+@frozen(kw_only=True)
+class Seating:
+    """Where a run's processes go: plain numbers, made from the config before Ray is asked."""
+
+    ranks: tuple[int, ...]  # bundle of each rank
+    engines: tuple[int, ...]  # bundle of each engine
+    bundles: int
+    cpus_per_bundle: float
+    gpus_per_bundle: float
+
+    def share(self, bundle: int) -> float:
+        """Of the bundle, for each process on it."""
+        return 1.0 / (self.ranks.count(bundle) + self.engines.count(bundle))
+
+
+def arrange(*, ranks: int, engines: int, placement: str, cuda: bool) -> Seating:
+    """`colocated`: engines share the ranks' bundles, spread evenly. `disaggregated`: each engine has its own."""
+    if placement == "colocated":
+        bundles = max(ranks, engines)
+        engine_seats = tuple(index * bundles // engines for index in range(engines))
+    else:
+        bundles = ranks + engines
+        engine_seats = tuple(range(ranks, bundles))
+    return Seating(
+        ranks=tuple(range(ranks)),
+        engines=engine_seats,
+        bundles=bundles,
+        cpus_per_bundle=1.0,
+        gpus_per_bundle=1.0 if cuda else 0.0,
+    )
+
+
+@contextlib.contextmanager
+def seated(seating: Seating, *, timeout: float) -> Iterator[tuple[list[Seat], list[Seat]]]:
+    """Reserve the bundles; yields the seats of ranks and of engines, bundles sorted by (node, device), and gives them back.
+
+    Raises CorerlError where the cluster has too little: what is there, what is asked.
+    """
+    bundle = {"CPU": seating.cpus_per_bundle}
+    if seating.gpus_per_bundle:
+        bundle["GPU"] = seating.gpus_per_bundle
+    group = placement_group([bundle] * seating.bundles, strategy="PACK")
+    try:
+        if not group.wait(timeout_seconds=timeout):
+            there = {name: amount for name, amount in ray.cluster_resources().items() if name in ("CPU", "GPU")}
+            raise CorerlError(
+                f"the cluster has no room: it has {there}, the run asks for {seating.bundles} bundles of {bundle}; "
+                "use fewer ranks or engines, or a larger cluster"
+            )
+        order = physical_order(group, gpus=bool(seating.gpus_per_bundle))
+
+        def seats(places: Sequence[int]) -> list[Seat]:
+            return [
+                Seat(
+                    group,
+                    order[place],
+                    seating.cpus_per_bundle * seating.share(place),
+                    seating.gpus_per_bundle * seating.share(place),
+                )
+                for place in places
+            ]
+
+        yield seats(seating.ranks), seats(seating.engines)
+    finally:
+        remove_placement_group(group)
+
+
+def physical_order(group: PlacementGroup, *, gpus: bool) -> list[int]:
+    """Bundle indices sorted by (node, GPU), so that neighbouring ranks are neighbours in the machine."""
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    bundles = sorted(nodes)
+    if not gpus:
+        return sorted(bundles, key=lambda index: (nodes[index], index))
+    probes = {
+        index: _gpu_of_bundle.options(**Seat(group, index, 0.0, 1.0).options()).remote()  # type: ignore[attr-defined]
+        for index in bundles
+    }
+    devices = {index: ray.get(probe) for index, probe in probes.items()}
+    return sorted(bundles, key=lambda index: (nodes[index], devices[index]))
+
+
+@ray.remote
+def _gpu_of_bundle() -> int:
+    return int(ray.get_gpu_ids()[0])

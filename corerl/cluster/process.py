@@ -1,0 +1,76 @@
+"""One object of a plain class in a process of its own; what its methods raise comes back as data."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import time
+import traceback
+from typing import Any
+
+import ray
+from attrs import frozen
+
+from corerl.errors import CorerlError, HookFailed
+
+
+@frozen
+class Outcome:
+    """What a call gave: a value, or an error that is known to survive pickling."""
+
+    value: Any = None
+    error: CorerlError | None = None
+    ended: float = 0.0  # time.time() in the process that ran it
+
+
+def portable(error: BaseException, where: str) -> CorerlError:
+    """`error` itself where it is one of ours, else one of ours that tells of it, traceback as text."""
+    if isinstance(error, CorerlError):
+        return error
+    failed = HookFailed(f"{where}: {type(error).__name__}: {error}")
+    failed.details = "".join(traceback.format_exception(error))
+    failed.raised_at = time.time()
+    return failed
+
+
+class Process:
+    """The actor. `target` is "module:Class"; the class is imported here, after the environment is set."""
+
+    def __init__(self, name: str, target: str) -> None:
+        self.name = name
+        self.target = target
+        self.held: Any = None
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def address(self) -> tuple[str, int]:
+        """This machine as others reach it, and a port that is free now."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def construct(self, *args: Any) -> Outcome:
+        def make() -> None:
+            module, _, attribute = self.target.partition(":")
+            self.held = getattr(importlib.import_module(module), attribute)(*args)
+
+        return self._outcome("start", make)
+
+    def call(self, method: str, *args: Any) -> Outcome:
+        return self._outcome(method, lambda: getattr(self.held, method)(*args))
+
+    def _outcome(self, method: str, work: Any) -> Outcome:
+        try:
+            return Outcome(value=work(), ended=time.time())
+        except Exception as error:
+            return Outcome(error=portable(error, f"{self.name}: {method}"), ended=time.time())
+
+
+def spawn(name: str, target: str, *, options: dict[str, object], environment: dict[str, str]) -> Any:
+    """Start a process with `environment` set before it imports anything; returns its actor handle at once."""
+    actor = ray.remote(Process)
+    return actor.options(  # type: ignore[attr-defined]
+        max_restarts=0, max_task_retries=0, runtime_env={"env_vars": environment}, **options
+    ).remote(name, target)

@@ -1,0 +1,42 @@
+"""Ray for as long as a run lasts: a cluster of this machine's own, or a place in one that is there already."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+
+import ray
+
+from corerl.errors import CorerlError
+
+
+@contextlib.contextmanager
+def ray_session(*, address: str, cpus: float) -> Iterator[None]:
+    """Start Ray on this machine with `cpus` logical CPUs, or connect to `address`; shut it down, or leave it, at the end.
+
+    Raises CorerlError in one line where Ray cannot start or the cluster does not answer.
+    """
+    # Ray else warns about a change of default that does not concern us.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    try:
+        if address:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="corerl")
+        else:
+            ray.init(
+                num_cpus=max(1, int(-(-cpus // 1))),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                namespace="corerl",
+                _node_ip_address="127.0.0.1",
+            )
+    except (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError) as error:
+        where = f"connect to the Ray cluster at {address}" if address else "start Ray on this machine"
+        raise CorerlError(f"cannot {where}: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()

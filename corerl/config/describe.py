@@ -1,0 +1,73 @@
+"""What can be set, in words: every field of a config class with its type, default and sentence of help."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
+
+import attrs
+from attrs import frozen
+
+from corerl.config.schema import Config
+from corerl.config.words import class_fields, spell, to_plain, toml_value
+
+
+@frozen(kw_only=True)
+class FieldHelp:
+    """One setting. `path` is dotted and relative to the class; an array of tables adds `[]`."""
+
+    path: str
+    type: str  # in words: integer, number, string, one of 'a', 'b'
+    default: str  # as TOML; or "required", "unset" (None), "computed" (from other settings)
+    help: str
+
+
+def describe(cls: type) -> list[FieldHelp]:
+    """Every setting of a frozen attrs class, tables expanded, in the order of the class."""
+    return list(_describe(cls, ""))
+
+
+def _describe(cls: type, prefix: str) -> Iterator[FieldHelp]:
+    for attribute in class_fields(cls).values():
+        kind: Any = attribute.type
+        path = prefix + attribute.name
+        if attrs.has(kind):
+            yield from _describe(kind, f"{path}.")
+            continue
+        yield FieldHelp(
+            path=path, type=spell(kind), default=_default(attribute), help=attribute.metadata.get("help", "")
+        )
+        for argument in get_args(kind):
+            if attrs.has(argument):
+                yield from _describe(argument, f"{path}[]." if get_origin(kind) is tuple else f"{path}.")
+
+
+def _default(attribute: attrs.Attribute[Any]) -> str:
+    default: Any = attribute.default
+    if default is attrs.NOTHING:
+        return "required"
+    factory = getattr(default, "factory", None)
+    if factory is not None:
+        if default.takes_self:
+            return "computed"
+        default = factory()
+    return "unset" if default is None else toml_value(to_plain(default))
+
+
+def annotate(toml: str, config: Config) -> str:
+    """The text of `dump_toml(config)` with each setting's help as a comment above it."""
+    helps = {entry.path.replace("[]", ""): entry.help for entry in describe(Config)}
+    for kind, tables in (("backends", config.backends), ("engines", config.engines)):
+        for name, options in tables.items():
+            if attrs.has(type(options)):
+                helps |= {f"{kind}.{name}.{entry.path}": entry.help for entry in describe(type(options))}
+    lines, table = [], ""
+    for line in toml.splitlines():
+        if header := re.fullmatch(r"\[\[?(.+?)\]?\]", line):
+            table = header[1] + "."
+        # an array's items are indented, so whatever starts a line is a setting of the current table
+        elif (setting := re.match(r"([\w-]+) = ", line)) and (text := helps.get(table + setting[1])):
+            lines.append(f"# {text}")
+        lines.append(line)
+    return "\n".join(lines) + "\n"

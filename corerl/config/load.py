@@ -1,0 +1,89 @@
+"""From a TOML file and dotted overrides to one frozen Config, and back; all problems are reported at once."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from corerl.config.schema import Config
+from corerl.config.structuring import Keys, attempt, structure
+from corerl.config.words import parse_toml, to_plain
+from corerl.errors import ConfigError
+
+__all__ = ["dump_toml", "load_config", "structure", "to_plain"]
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply overrides `a.b.c=VALUE` in their order, and check every key and value.
+
+    VALUE is TOML; what is not TOML is taken as a string. An override replaces the whole value at its path.
+    Raises ConfigError with one line for each problem.
+    """
+    lines: list[str] = []
+    data: dict[str, Any] = {}
+    try:
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        lines.append(f"{path}: no such file; give the path of a TOML file")
+    except OSError as error:
+        lines.append(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file")
+    except UnicodeDecodeError as error:
+        lines.append(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); give the path of a TOML file")
+    except tomllib.TOMLDecodeError as error:
+        lines.append(f"{path}: is not TOML: {error}")
+    readable = not lines
+    applied: list[tuple[Keys, str]] = []
+    for text in overrides:
+        try:
+            applied.append((_apply(text, data), text))
+        except ConfigError as error:
+            lines.append(error.message)
+    if readable:
+        config, problems = attempt(data, Config)
+        lines += [problem.line() + _blame(problem.keys, applied) for problem in problems]
+        if config is not None and not lines:
+            return config
+    raise ConfigError("\n".join(lines))
+
+
+def dump_toml(config: Config) -> str:
+    """The whole configuration, defaults included; loads again to an equal one."""
+    return tomli_w.dumps(to_plain(config))
+
+
+# ---- overrides -------------------------------------------------------------------------------------------------------
+
+
+def _apply(text: str, data: dict[str, Any]) -> Keys:
+    """Set in `data` what one override says; returns where."""
+    key, equals, value = text.partition("=")
+    try:
+        nested: Any = tomllib.loads(f"{key} = 0")  # quoted keys and all
+    except tomllib.TOMLDecodeError:
+        nested = {}
+    if not equals or len(nested) != 1:
+        raise ConfigError(f"override {text!r}: expected KEY=VALUE with a dotted key, such as run.steps=10")
+    keys = []
+    while isinstance(nested, dict):
+        ((name, nested),) = nested.items()
+        keys.append(name)
+    table: Any = data
+    for depth, name in enumerate(keys[:-1], start=1):
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"override {text!r}: {'.'.join(keys[:depth])} is no table; override it whole")
+    table[keys[-1]] = parse_toml(value)
+    return tuple(keys)
+
+
+def _blame(keys: Keys, applied: Iterable[tuple[Keys, str]]) -> str:
+    """Name the last override that set the value at `keys`, something inside it, or what holds it."""
+    for set_by, text in reversed(list(applied)):
+        shared = min(len(keys), len(set_by))
+        if keys[:shared] == set_by[:shared]:
+            return f" (override {text})"
+    return ""

@@ -1,0 +1,269 @@
+"""Strict structuring of plain data into frozen attrs classes, with every problem reported and not only the first.
+
+"false" is no bool, 1.9 no int. An int may stand for a float, an array for a tuple. Validators of all fields run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date, time
+from enum import Enum
+from functools import cache
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
+
+import attrs
+from attrs import frozen
+from cattrs import Converter
+from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError, IterableValidationNote
+from cattrs.gen import make_dict_structure_fn, override
+
+from corerl.config.words import choices, class_fields, is_union, parse_toml, spell, spell_value
+from corerl.errors import ConfigError
+
+T = TypeVar("T")
+Keys = tuple[str | int, ...]  # a dotted path, taken apart; integers index arrays
+
+
+class _Wrong(ValueError):
+    """A value that does not fit; the text follows its path."""
+
+
+_ERRORS = (ClassValidationError, IterableValidationError, _Wrong)
+
+
+@frozen
+class Problem:
+    keys: Keys
+    text: str
+
+    def line(self, prefix: str = "") -> str:
+        """The problem with its dotted path, below `prefix`."""
+        path = prefix
+        for key in self.keys:
+            if isinstance(key, int):
+                path += f"[{key}]"
+            else:
+                path += ("." if path else "") + (key if re.fullmatch(r"[\w-]+", key) else f'"{key}"')
+        return f"{path}: {self.text}" if path else self.text
+
+
+def structure(data: Mapping[str, Any], cls: type[T], *, path: str = "") -> T:
+    """An instance of a frozen attrs class from plain data; what `load_config` uses, and plugins for their own options.
+
+    Raises ConfigError with one line for each problem, its path below `path`.
+    """
+    value, problems = attempt(data, cls)
+    if value is None:
+        raise ConfigError("\n".join(problem.line(path) for problem in problems))
+    return value
+
+
+def attempt(data: Mapping[str, Any], cls: type[T]) -> tuple[T | None, list[Problem]]:
+    """The instance, or all that stands in its way."""
+    try:
+        return _converter().structure(data, cls), []
+    except _ERRORS as error:
+        return None, list(_walk(error, ()))
+
+
+@cache
+def _converter() -> Converter:
+    converter = Converter(detailed_validation=True, forbid_extra_keys=True)
+    for kind in (bool, int, float, str, Enum):
+        converter.register_structure_hook(kind, _scalar)
+    converter.register_structure_hook_factory(_is_literal, lambda kind: _scalar)
+    converter.register_structure_hook_factory(lambda kind: _is_a(kind, Mapping), _table_hook)
+    converter.register_structure_hook_factory(lambda kind: _is_a(kind, (list, tuple, Sequence)), _array_hook)
+    converter.register_structure_hook_factory(is_union, _union_hook)
+    converter.register_structure_hook_factory(attrs.has, _class_hook)
+    return converter
+
+
+def _is_literal(kind: Any) -> bool:
+    return get_origin(kind) is Literal
+
+
+def _is_a(kind: Any, parent: type | tuple[type, ...]) -> bool:
+    origin = get_origin(kind) or kind
+    return isinstance(origin, type) and issubclass(origin, parent) and not issubclass(origin, str)
+
+
+def _scalar(value: Any, kind: Any) -> Any:
+    if allowed := choices(kind):
+        for choice in allowed:
+            if choice == value and type(choice) is type(value):
+                return kind(value) if isinstance(kind, type) else value
+        raise _Wrong(_mismatch(value, kind))
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise _Wrong(_mismatch(value, kind))
+    if kind is float and math.isnan(value):
+        raise _Wrong("expected number, got nan")
+    return value
+
+
+def _class_hook(cls: Any, converter: Converter) -> Callable[[Any, Any], Any]:
+    fields = {name: override(struct_hook=_field_hook(field, converter)) for name, field in class_fields(cls).items()}
+    build = make_dict_structure_fn(
+        cls, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True, **cast(Any, fields)
+    )
+
+    def hook(value: Any, _: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise _Wrong(_mismatch(value, cls))
+        return build(value, cls)
+
+    return hook
+
+
+def _field_hook(field: attrs.Attribute[Any], converter: Converter) -> Callable[[Any, Any], Any]:
+    """Structure one field and run its validator at once: attrs itself would stop at the class's first failure."""
+
+    def hook(raw: Any, kind: Any) -> Any:
+        try:
+            value = converter.structure(raw, kind)
+        except _ERRORS:
+            raise
+        except (ValueError, TypeError, LookupError) as error:  # of a type that converts itself
+            raise _Wrong(_text(error)) from error
+        if field.validator is not None and field.converter is None:
+            try:
+                field.validator(None, field, value)
+            except AttributeError:
+                pass  # it looks at other fields: then it speaks when the instance is made
+            except (ValueError, TypeError, LookupError) as error:
+                raise _Wrong(_text(error)) from error
+        return value
+
+    return hook
+
+
+def _table_hook(kind: Any, converter: Converter) -> Callable[[Any, Any], Any]:
+    _, inner = get_args(kind) or (str, Any)
+
+    def hook(value: Any, _: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise _Wrong(_mismatch(value, kind))
+        return dict(zip(value, _each(value, value.values(), [inner] * len(value), converter), strict=True))
+
+    return hook
+
+
+def _array_hook(kind: Any, converter: Converter) -> Callable[[Any, Any], Any]:
+    is_tuple = _is_a(kind, tuple)
+    kinds = get_args(kind) or (Any, ...)
+    fixed = is_tuple and kinds[-1] is not Ellipsis
+
+    def hook(value: Any, _: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            raise _Wrong(_mismatch(value, kind))
+        if fixed and len(value) != len(kinds):
+            raise _Wrong(f"expected {spell(kind)}, got {len(value)}")
+        items = _each(range(len(value)), value, kinds if fixed else [kinds[0]] * len(value), converter)
+        return tuple(items) if is_tuple else items
+
+    return hook
+
+
+def _each(keys: Iterable[Any], values: Iterable[Any], kinds: Iterable[Any], converter: Converter) -> list[Any]:
+    """Structure all parts of an array or table, and raise for all that fail together."""
+    done, errors = [], []
+    for key, value, kind in zip(keys, values, kinds, strict=True):
+        try:
+            done.append(converter.structure(value, kind))
+        except (*_ERRORS, ValueError, TypeError, LookupError) as error:
+            error.add_note(IterableValidationNote(f"at {key!r}", key, kind))
+            errors.append(error)
+    if errors:
+        raise IterableValidationError("parts do not fit", errors, list)
+    return done
+
+
+def _union_hook(kind: Any, converter: Converter) -> Callable[[Any, Any], Any]:
+    arms = [arm for arm in get_args(kind) if arm is not type(None)]
+    tables = [arm for arm in arms if attrs.has(arm)]
+
+    def hook(value: Any, _: Any) -> Any:
+        if value is None and len(arms) < len(get_args(kind)):
+            return None
+        # where only one arm can be meant, its own errors say more than "expected this or that"
+        meant = tables if len(tables) == 1 and isinstance(value, Mapping) else arms
+        if len(meant) == 1:
+            return converter.structure(value, meant[0])
+        for arm in arms:
+            try:
+                return converter.structure(value, arm)
+            except (*_ERRORS, ValueError, TypeError, LookupError):
+                continue  # the next arm may fit
+        raise _Wrong(_mismatch(value, kind))
+
+    return hook
+
+
+# ---- problems in words -----------------------------------------------------------------------------------------------
+
+
+def _walk(error: BaseException, keys: Keys) -> Iterator[Problem]:
+    """Every problem in a tree of cattrs' exception groups, in the order of the classes' fields."""
+    if isinstance(error, ClassValidationError):
+        noted, bare = error.group_exceptions()
+        for part, attribute in noted:
+            if isinstance(part, KeyError):  # only the look-up itself; what a field raises is a _Wrong or a group
+                yield from _missing(class_fields(error.cl)[attribute.name], keys)
+            else:
+                yield from _walk(part, (*keys, attribute.name))
+        for part in bare:
+            yield from _unknown(part, keys) if isinstance(part, ForbiddenExtraKeysError) else _walk(part, keys)
+    elif isinstance(error, IterableValidationError):
+        noted_items, bare = error.group_exceptions()
+        for part, item in noted_items:
+            yield from _walk(part, (*keys, item.index))
+        for part in bare:
+            yield from _walk(part, keys)
+    else:
+        yield Problem(keys, _text(error))
+
+
+def _missing(field: attrs.Attribute[Any], keys: Keys) -> Iterator[Problem]:
+    """A required field, or, where it is a table, the required fields in it."""
+    here = (*keys, field.name)
+    kind: Any = field.type
+    inner = class_fields(kind).values() if attrs.has(kind) else ()
+    required = [part for part in inner if part.default is attrs.NOTHING]
+    for part in required:
+        yield from _missing(part, here)
+    if not required:
+        help_text = field.metadata.get("help", "")
+        yield Problem(here, f"required and missing; give {spell(kind)}" + (f": {help_text}" * bool(help_text)))
+
+
+def _unknown(error: ForbiddenExtraKeysError, keys: Keys) -> Iterator[Problem]:
+    known = list(class_fields(error.cl))
+    for key in sorted(error.extra_fields):
+        near = difflib.get_close_matches(key, known, n=1)
+        advice = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+        yield Problem((*keys, key), f"unknown key; {advice}")
+
+
+def _text(error: BaseException) -> str:
+    """An exception's message on one line; attrs' own validators put the field and the value behind it."""
+    message = str(error.args[0] if error.args else error) or type(error).__name__
+    return " ".join(message.split())
+
+
+def _mismatch(value: Any, kind: Any) -> str:
+    """What was expected and what stands there, with a hint at the commonest slips: letters and quotes."""
+    hint = ""
+    if near := difflib.get_close_matches(str(value), [str(choice) for choice in choices(kind)], n=1):
+        hint = f"; did you mean {near[0]!r}?"
+    elif kind is str and isinstance(value, (bool, int, float, date, time)):
+        hint = "; put it in quotes"
+    elif isinstance(value, str):
+        parsed = type(parse_toml(value))
+        if parsed is kind or (kind is float and parsed is int):
+            hint = "; leave out the quotes"
+    return f"expected {spell(kind)}, got {spell_value(value)}{hint}"

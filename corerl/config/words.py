@@ -1,0 +1,104 @@
+"""Types and values as a user of TOML knows them, and settings as plain data."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+import types
+from collections.abc import Mapping
+from datetime import date, time
+from enum import Enum
+from typing import Any, Literal, Union, get_args, get_origin
+
+import attrs
+
+
+def class_fields(cls: type) -> Mapping[str, attrs.Attribute[Any]]:
+    """The settings of an attrs class by name, their annotations resolved to types."""
+    attrs.resolve_types(cls)
+    return {attribute.name: attribute for attribute in attrs.fields(cls) if attribute.init}
+
+
+def is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, types.UnionType)
+
+
+def choices(kind: Any) -> tuple[Any, ...]:
+    """The only values that a Literal, an Enum, or a union of them allows; () for any other type."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return tuple(member.value for member in kind)
+    if is_union(kind):
+        parts = [choices(arm) for arm in get_args(kind) if arm is not type(None)]
+        return tuple(value for part in parts for value in part) if all(parts) else ()
+    return ()
+
+
+def spell(kind: Any) -> str:
+    """A type as a user of TOML knows it."""
+    if allowed := choices(kind):
+        return ("one of " if len(allowed) > 1 else "") + ", ".join(repr(value) for value in allowed)
+    if is_union(kind):
+        return " or ".join(spell(arm) for arm in get_args(kind) if arm is not type(None))
+    names = {bool: "true or false", int: "integer", float: "number", str: "string", Any: "any value"}
+    if kind in names:
+        return names[kind]
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if attrs.has(origin) or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        return "table"
+    if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+        return f"array of {len(arguments)}"
+    if arguments:
+        return f"array of {spell(arguments[0])}s"
+    return getattr(kind, "__name__", str(kind))
+
+
+def spell_value(value: Any) -> str:
+    """What stands in the file, with the type that it has there."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return f"string {value!r}"
+        case int() | float():
+            return f"{spell(type(value))} {value}"
+        case Mapping():
+            return "a table"
+        case list() | tuple():
+            return "an array"
+        case date() | time():
+            return f"{type(value).__name__} {value}"
+        case _:
+            return f"{type(value).__name__} {value!r}"
+
+
+def to_plain(value: Any) -> Any:
+    """Attrs instances as dicts, all the way down; None is left out, since TOML has no word for it."""
+    if attrs.has(type(value)):
+        return to_plain({name: getattr(value, name) for name in class_fields(type(value))})
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def toml_value(plain: Any) -> str:
+    """Plain data on one line of TOML."""
+    if isinstance(plain, dict):
+        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in plain.items()) + "}"
+    if isinstance(plain, list):
+        return "[" + ", ".join(toml_value(item) for item in plain) + "]"
+    # JSON spells strings, booleans and finite numbers as TOML does
+    return json.dumps(plain, ensure_ascii=False) if isinstance(plain, (str, bool, int)) else str(plain)
+
+
+def parse_toml(text: str) -> Any:
+    """One value, as on the right of an equals sign; what is not TOML is a string."""
+    try:
+        data = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    # no setting is a date, so run.dir=2024-05-01 means the text
+    return text if len(data) > 1 or isinstance(data["value"], (date, time)) else data["value"]

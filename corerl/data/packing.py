@@ -1,0 +1,81 @@
+"""Pack planned samples into micro-batches, one at a time, reading the rollout batch's arrays in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from attrs import frozen
+
+from corerl.data.plan import StepPlan
+from corerl.types import Array, IntArray, MicroBatch, PackedBatch, SampleBatch
+
+
+def pack(
+    batch: SampleBatch, plan: StepPlan, dp_rank: int, *, sequence_multiple: int, columns: Sequence[str] | None = None
+) -> PackedBatch:
+    """The share of one dp rank. Nothing is copied before a micro-batch is asked for; it can be gone through again.
+
+    Every micro-batch carries `weights` [T], scales[sample] * loss_mask, and `columns` of the batch; None takes all.
+    Padding to `sequence_multiple` has token 0 and zeros in every column. A filler keeps its sample's tokens, so that
+    it costs what it should, with weights 0, loss_mask False and sample -1.
+    """
+    names = tuple(batch.columns) if columns is None else tuple(columns)
+    unknown = [name for name in names if name not in batch.columns]
+    if unknown:
+        raise ValueError(f"no column {unknown[0]!r} in the rollout batch; it has: {', '.join(sorted(batch.columns))}")
+    micro_batches = LazyMicroBatches(
+        batch=batch,
+        members=plan.micro_batches[dp_rank],
+        filler=plan.filler[dp_rank],
+        scales=plan.scales,
+        sequence_multiple=sequence_multiple,
+        columns=names,
+    )
+    return PackedBatch(micro_batches=micro_batches, count=len(micro_batches), temperature=batch.temperature)
+
+
+@frozen(kw_only=True, eq=False)
+class LazyMicroBatches:
+    """Builds each micro-batch when the loop comes to it; every loop starts anew."""
+
+    batch: SampleBatch
+    members: tuple[IntArray, ...]  # [M] sample indices
+    filler: tuple[bool, ...]  # [M]
+    scales: Array  # [B]
+    sequence_multiple: int
+    columns: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return map(self._build, self.members, self.filler)
+
+    def _build(self, samples: IntArray, filler: bool) -> MicroBatch:
+        lengths = self.batch.lengths[samples]
+        padded = -(-lengths // self.sequence_multiple) * self.sequence_multiple
+        cu_seqlens = np.concatenate([[0], np.cumsum(padded)])
+        # Where each real token comes from and where it goes, sequence after sequence.
+        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        source = np.repeat(self.batch.offsets[samples], lengths) + within
+        target = np.repeat(cu_seqlens[:-1], lengths) + within
+
+        def place(values: Array) -> Array:
+            out = np.zeros((cu_seqlens[-1], *values.shape[1:]), dtype=values.dtype)
+            out[target] = values
+            return out
+
+        columns: dict[str, Array] = {name: place(self.batch.columns[name][source]) for name in self.columns}
+        mask = self.batch.columns["loss_mask"][source] & (not filler)
+        if "loss_mask" in columns:
+            columns["loss_mask"] = place(mask)
+        columns["weights"] = place(np.repeat(self.scales[samples], lengths) * mask)
+        return MicroBatch(
+            tokens=place(self.batch.tokens[source]),
+            positions=np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], padded),
+            cu_seqlens=cu_seqlens,
+            lengths=lengths,
+            samples=np.full_like(samples, -1) if filler else samples,
+            columns=columns,
+        )

@@ -1,0 +1,49 @@
+"""A checkpoint's weights as a Hugging Face model directory, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from corerl.checkpoint.commit import read_state
+from corerl.checkpoint.reader import CheckpointSource
+from corerl.config.load import structure
+from corerl.config.schema import ModelConfig
+from corerl.errors import ModelError
+from corerl.models.config import hf_config
+from corerl.models.export import export_directory
+from corerl.models.tokenizer import load_tokenizer
+
+SHARD_BYTES = 4 * 2**30
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def export(checkpoint: Path, directory: Path, *, role: str = "actor", replace: bool = False) -> Path:
+    """Write `role`'s weights in the precision it was trained in, with its config and tokenizer; returns `directory`.
+
+    Raises ModelError where `directory` exists already and `replace` does not allow to put another in its place.
+    """
+    if directory.exists():
+        if not replace:
+            raise ModelError(f"{directory} exists already; remove it, or name another directory")
+        shutil.rmtree(directory)
+    state = read_state(checkpoint)
+    model = structure(state["config"]["model"], ModelConfig, path="model")
+    dtype = DTYPES[state["config"]["train"]["precision"]]
+    source = CheckpointSource(checkpoint / role, "master")
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shape in source.shapes.items():
+            yield name, source.read(name, (0,) * len(shape), shape).to(dtype)
+
+    export_directory(
+        directory,
+        config=hf_config(model),
+        tokenizer=load_tokenizer(tokenizer=model.tokenizer, path=model.path),
+        tensors=tensors(),
+        shard_bytes=SHARD_BYTES,
+    )
+    return directory

@@ -1,0 +1,298 @@
+"""From a config to a running `Run`: everything that can be wrong is checked before Ray starts, and all of it ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from corerl.checkpoint.commit import latest, read_state
+from corerl.cluster.group import ProcessGroup
+from corerl.cluster.placement import Seat, Seating, arrange, seated
+from corerl.cluster.runtime import ray_session
+from corerl.config.check import require_valid
+from corerl.config.load import dump_toml, to_plain
+from corerl.config.schema import ClusterInfo, Config
+from corerl.data.prompts import PromptSource, PromptStream, load_prompts
+from corerl.driver.checkpoints import Checkpoints
+from corerl.driver.run import REFERENCE, Run
+from corerl.driver.stop import StopRequest
+from corerl.errors import ConfigError
+from corerl.models.config import hf_config
+from corerl.models.tokenizer import load_tokenizer
+from corerl.observability.timing import Phases
+from corerl.plugin.events import Notice, PhaseStarted, RunFinished, RunStarted
+from corerl.plugin.observers import Observers, load_observers
+from corerl.plugin.options import check_spec, merge_environments, notes, resolve_tables
+from corerl.plugin.registry import Kind, Loaded, load
+from corerl.rollout.engine import EngineContext, SamplingParams
+from corerl.rollout.fleet import EngineFleet
+from corerl.rollout.rewards import Reward, resolve_reward
+from corerl.rollout.sampler import Sampler, sampling_params
+from corerl.rollout.service import EngineAssignment
+from corerl.rollout.sources import Synchronous
+from corerl.trainer.assign import RolePlan, plan_role
+from corerl.trainer.group import TrainGroup
+from corerl.weights.transport import Address
+
+ACTOR = "actor"
+
+
+@frozen(kw_only=True)
+class Prepared:
+    """All that a run is before its first process: nothing here has touched Ray or a device."""
+
+    config: Config  # plugins' tables resolved
+    device: str
+    run_dir: Path
+    resume: Path | None
+    actor: RolePlan
+    engine: Loaded
+    seating: Seating
+    tokenizer: Any
+    prompts: PromptSource
+    reward: Reward
+    params: SamplingParams
+
+
+def prepare(config: Config) -> Prepared:
+    """Resolve and check everything that can be checked without a process. Raises UserError."""
+    config = resolve_tables(config)
+    require_valid(config)
+    device = resolve_device(config.cluster.device)
+    run_dir = Path(config.run.dir).absolute()
+    resume = resume_from(config, run_dir)
+    hf_config(config.model)
+    tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
+    engine = load(Kind.ENGINES, config.rollout.engine)
+    check_spec(engine, config.engines[engine.name], ClusterInfo(device=device, ranks=config.rollout.replicas))
+    data = config.data
+    return Prepared(
+        config=config,
+        device=device,
+        run_dir=run_dir,
+        resume=resume,
+        actor=plan_role(
+            ACTOR, config, device=device, run_dir=str(run_dir), resume=str(resume / ACTOR) if resume else ""
+        ),
+        engine=engine,
+        seating=arrange(
+            ranks=config.roles.actor.ranks,
+            engines=config.rollout.replicas,
+            placement=config.cluster.placement,
+            cuda=device == "cuda",
+        ),
+        tokenizer=tokenizer,
+        prompts=load_prompts(
+            source=data.source,
+            prompt_key=data.prompt_key,
+            answer_key=data.answer_key,
+            held_out=data.held_out,
+            seed=config.run.seed,
+        ),
+        reward=resolve_reward(config.reward.name, config.reward.options),
+        params=sampling_params(config.rollout, tokenizer),
+    )
+
+
+def resolve_device(device: str) -> str:
+    """`auto` takes cuda where torch sees one; raises ConfigError where cuda is asked for and there is none."""
+    import torch
+
+    there = torch.cuda.is_available()
+    if device == "cuda" and not there:
+        raise ConfigError("cluster.device: 'cuda', and torch sees no CUDA device here; use 'cpu' or 'auto'")
+    return "cuda" if there and device != "cpu" else "cpu"
+
+
+def resume_from(config: Config, run_dir: Path) -> Path | None:
+    """The checkpoint that the run goes on from. Raises ConfigError rather than train over the checkpoints of another."""
+    resume = config.checkpoint.resume
+    newest = latest(run_dir)
+    if resume == "auto":
+        return newest
+    if resume != "never":
+        return Path(resume).absolute()
+    if newest is not None:
+        raise ConfigError(
+            f"run.dir: {run_dir} already holds a run ({newest.name}); go on with it by checkpoint.resume=auto, "
+            "or give another run.dir"
+        )
+    return None
+
+
+@contextlib.contextmanager
+def launch(config: Config) -> Iterator[Run]:
+    """Start the processes of a run; however the block ends, none of them is left. Errors are told to the observers."""
+    prepared = prepare(config)
+    config = prepared.config
+    state = read_state(prepared.resume) if prepared.resume else {}
+    prepared.run_dir.mkdir(parents=True, exist_ok=True)
+    (prepared.run_dir / "config.toml").write_text(dump_toml(config))
+    observers = load_observers(config.extensions, str(prepared.run_dir))
+    started = time.perf_counter()
+    step = int(state.get("rollout_step", 0))
+    observers.emit(
+        RunStarted(run_dir=str(prepared.run_dir), steps=config.run.steps, first_step=step, title=title(prepared))
+    )
+    for text in notes(config):
+        observers.emit(Notice(text=text))
+    run: Run | None = None
+    try:
+        with contextlib.ExitStack() as stack:
+            stop = stack.enter_context(StopRequest(lambda text: observers.emit(Notice(text=text))))
+            run = _start(prepared, state, observers, stop, stack)
+            yield run
+            run.actor.shutdown("finished")
+            run.fleet.close()
+    except BaseException:
+        observers.emit(
+            RunFinished(
+                reason="failed",
+                steps_done=run.rollout_step if run else step,
+                seconds=time.perf_counter() - started,
+                artifacts={"run directory": str(prepared.run_dir)},
+            )
+        )
+        observers.shutdown("failed")
+        raise
+    observers.shutdown("finished")
+
+
+def _start(
+    prepared: Prepared,
+    state: Mapping[str, Any],
+    observers: Observers,
+    stop: StopRequest,
+    stack: contextlib.ExitStack,
+) -> Run:
+    config, seating = prepared.config, prepared.seating
+    step = int(state.get("rollout_step", 0))
+    observers.emit(PhaseStarted(name="starting Ray", step=step))
+    stack.enter_context(
+        ray_session(address=config.cluster.address, cpus=seating.bundles * seating.cpus_per_bundle)
+    )
+    rank_seats, engine_seats = stack.enter_context(seated(seating, timeout=60.0))
+    observers.emit(
+        PhaseStarted(name=f"starting {len(rank_seats)} ranks and {len(engine_seats)} engines", step=step)
+    )
+    actor = TrainGroup.launch(prepared.actor, rank_seats, rank_environment(prepared))
+    stack.callback(actor.processes.kill)
+    fleet = make_fleet(prepared, engine_seats)
+    stack.callback(fleet.processes.kill)
+    engines_starting = fleet.start_async()
+    init = actor.init()
+    fleet.wait_started(engines_starting)
+    if config.algorithm.kl_coef:
+        actor.snapshot(REFERENCE).load()
+    host, port = actor.processes.address(0)
+    address = Address(
+        transport=config.weights.transport,
+        engines=fleet.names,
+        host=host,
+        port=port,
+        path=str(prepared.run_dir / "weights"),
+        device=prepared.device if config.cluster.placement == "disaggregated" else "cpu",
+        timeout=config.cluster.timeout,
+    )
+    sampler = Sampler(tokenizer=prepared.tokenizer, generate=fleet.generate, seed=config.run.seed)
+    source = Synchronous(
+        stream=PromptStream(prepared.prompts, config.run.seed),
+        sampler=sampler,
+        reward=prepared.reward,
+        params=prepared.params,
+        prompts=config.rollout.prompts,
+        samples=config.rollout.samples,
+        steps=config.run.steps,
+    )
+    if state:
+        source.restore(state["position"])
+    offload = config.cluster.offload
+    run = Run(
+        config=config,
+        run_dir=prepared.run_dir,
+        observers=observers,
+        phases=Phases(),
+        stop=stop,
+        actor=actor,
+        fleet=fleet,
+        source=source,
+        sampler=sampler,
+        reward=prepared.reward,
+        params=prepared.params,
+        held_out=prepared.prompts.held_out_prompts(),
+        loss=prepared.actor.loss,
+        manifest=actor.manifest(),
+        address=address,
+        checkpoints=Checkpoints(
+            run_dir=prepared.run_dir,
+            config=config.checkpoint,
+            roles={ACTOR: actor},
+            config_data=to_plain(config),
+            newest=prepared.resume,
+            last_step=step if state else -1,
+            observers=observers,
+        ),
+        offload=config.cluster.placement == "colocated"
+        and (offload == "always" or (offload == "auto" and prepared.device == "cuda")),
+        optimizer_step=init.optimizer_step,
+        rollout_step=step,
+        weights_version=init.weights_version,
+    )
+    observers.emit(PhaseStarted(name="sending the first weights", step=step))
+    return run
+
+
+def process_environment(prepared: Prepared) -> dict[str, str]:
+    """What every process of a run is given before it imports anything."""
+    environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if prepared.device == "cpu":
+        environment["OMP_NUM_THREADS"] = "1"  # one core a process: more threads than cores fight each other
+        if not prepared.config.cluster.address:
+            environment["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: no other interface need be up, or trusted
+    return environment
+
+
+def rank_environment(prepared: Prepared) -> dict[str, str]:
+    return merge_environments(
+        ("corerl", process_environment(prepared)), (prepared.actor.backend.name, prepared.actor.environment)
+    )
+
+
+def make_fleet(prepared: Prepared, seats: list[Seat]) -> EngineFleet:
+    config, engine = prepared.config, prepared.engine
+    options = config.engines[engine.name]
+    assignments = [
+        EngineAssignment(
+            engine=config.rollout.engine,
+            model=config.model,
+            options=to_plain(options),
+            context=EngineContext(
+                name=f"engine-{index}",
+                index=index,
+                device=prepared.device,
+                seed=config.run.seed,
+                precision=config.train.precision,
+            ),
+        )
+        for index in range(len(seats))
+    ]
+    cluster = ClusterInfo(device=prepared.device, ranks=len(seats))
+    environment = merge_environments(
+        ("corerl", process_environment(prepared)), (engine.name, engine.spec.environment(options, cluster))
+    )
+    names = [assignment.context.name for assignment in assignments]
+    return EngineFleet(ProcessGroup(names, "corerl.rollout.service:EngineService", seats, environment), assignments)
+
+
+def title(prepared: Prepared) -> str:
+    config = prepared.config
+    model = Path(config.model.path).name if config.model.path else f"{config.model.config['model_type']} from scratch"
+    return (
+        f"{config.algorithm.name} on {config.data.source}: {model}, {config.roles.actor.ranks} "
+        f"{prepared.actor.backend.name} ranks, {config.rollout.replicas} {prepared.engine.name} engines, {prepared.device}"
+    )

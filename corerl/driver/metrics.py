@@ -1,0 +1,66 @@
+"""One rollout step's numbers, under the names that every tracker shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from corerl.rollout.sources import Scored
+from corerl.trainer.group import GroupTrainResult
+from corerl.types import SampleBatch
+
+
+def rollout_metrics(scored: Scored) -> dict[str, float]:
+    """Of the samples, before anything is trained on them."""
+    rows = scored.rollout.batch.rows
+    metrics = {
+        "rollout/reward": float(scored.rewards.mean(dtype=np.float64)),
+        "rollout/reward_std": float(scored.rewards.std(dtype=np.float64)),
+        "rollout/response_length": float(rows["response_length"].mean()),
+        "rollout/truncated": float(rows["truncated"].mean()),
+        "rollout/tokens": float(rows["response_length"].sum()),
+    }
+    if scored.exact_match is not None:
+        metrics["rollout/exact_match"] = scored.exact_match
+    return metrics
+
+
+def train_metrics(steps: Sequence[GroupTrainResult], lr: float) -> dict[str, float]:
+    """Of the optimizer steps of one rollout batch: their mean, but for counts."""
+    names = list(dict.fromkeys(name for step in steps for name in step.metrics))
+    metrics = {
+        f"train/{name}": float(np.mean([step.metrics[name].value for step in steps if name in step.metrics]))
+        for name in names
+        if not name.startswith("logprob_diff")  # after the first step the policy has moved on purpose
+    }
+    metrics["train/grad_norm"] = float(np.mean([step.grad_norm for step in steps]))
+    metrics["train/skipped_steps"] = float(sum(not step.applied for step in steps))
+    metrics["train/lr"] = lr
+    metrics["train/tokens"] = float(sum(step.tokens for step in steps))
+    return metrics
+
+
+def mismatch_metrics(samples: SampleBatch, first: GroupTrainResult, *, recomputed: bool) -> dict[str, float]:
+    """How far trainer and engine disagree on the log-probs of the same tokens under the same weights.
+
+    Over the whole batch where the trainer went through it before the first optimizer step, else over that step's part.
+    """
+    if recomputed:
+        mask = samples.columns["loss_mask"]
+        difference = np.abs(samples.columns["old_logprobs"] - samples.columns["rollout_logprobs"])[mask]
+        mean, largest = float(difference.mean(dtype=np.float64)), float(difference.max())
+    elif "logprob_diff" in first.metrics:
+        mean, largest = first.metrics["logprob_diff"].value, first.metrics["logprob_diff_max"].value
+    else:
+        return {}  # a loss of the user's own that does not report it
+    return {"rollout/logprob_diff": mean, "rollout/logprob_diff_max": largest}
+
+
+def time_metrics(seconds: Mapping[str, float], step_seconds: float, tokens: float) -> dict[str, float]:
+    """Seconds by phase, and sampled tokens per second of the whole step."""
+    return {
+        **{f"time/{name}": value for name, value in seconds.items()},
+        "time/step": step_seconds,
+        "perf/tokens_per_second": tokens / step_seconds,
+    }

@@ -1,0 +1,56 @@
+"""CoreRL's packed attention as one of transformers' own: `attn_implementation=PACKED`, and `packing=` in the call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from corerl.errors import ModelError
+from corerl.ops.attention import PackedSequences, packed_attention
+
+PACKED = "corerl_packed"
+
+# What some models ask of their attention beyond softmax(q k^T) v, and packed_attention does not do.
+UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "indices")
+
+
+def register_packed_attention() -> None:
+    """Make PACKED known to transformers; again is no harm."""
+    AttentionInterface.register(PACKED, _attention)
+    AttentionMaskInterface.register(PACKED, _no_mask)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """`packing` says all that a mask would, and a mask over packed tokens would have [T, T] entries."""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packing: PackedSequences | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [1, H, T, D], key and value [1, Hkv, T, D]; returns [1, T, H, D]."""
+    name = type(module).__name__
+    if packing is None:
+        raise ModelError(f"{name} was called without packing=; {PACKED} attention is for CausalPolicy's forward alone")
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        raise ModelError(
+            f"{name} has queries {list(query.shape)} and keys {list(key.shape)}; {PACKED} attention takes one row of "
+            "packed tokens and no cache"
+        )
+    asked = [option for option in UNSUPPORTED if kwargs.get(option) is not None]
+    if dropout:
+        asked.append("dropout")
+    if asked:
+        raise ModelError(f"{name} asks for {', '.join(asked)}, which {PACKED} attention does not do")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return packed_attention(q, k, v, packing, scaling)[None], None

@@ -1,0 +1,65 @@
+"""Build a transformers model without its weights, and put them in afterwards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from corerl.errors import ModelError
+from corerl.models.attention import PACKED, register_packed_attention
+
+
+def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """The causal language model of `config`, its parameters on meta in `dtype`, its buffers real and on the CPU.
+
+    `attention` is the name of an attention in transformers ('sdpa', 'eager'), or `models.attention.PACKED`. The config
+    that is given stays as it is. Raises ModelError where the model keeps weights in buffers, which have no chunks.
+
+    Rotary frequencies are buffers that no checkpoint holds: on meta, or after `to_empty()`, they would be lost.
+    """
+    config = copy.deepcopy(config)
+    config.use_cache = False  # with a cache transformers takes packed rows for one sequence, silently
+    if attention == PACKED:
+        register_packed_attention()
+    # torch's own door: each parameter goes to meta as it is registered, and its storage was never written to.
+    handle = register_module_parameter_registration_hook(_to_meta)
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    finally:
+        handle.remove()
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    kept = sorted(set(model.state_dict()) - parameters)
+    if kept:
+        raise ModelError(f"{type(model).__name__} keeps weights in buffers ({kept[0]}, ...), which CoreRL cannot train")
+    return model
+
+
+def _to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:  # a parameter, or None to keep this one; torch types its hooks as None
+    if param is None or param.is_meta:
+        return None  # stays as it is: a tied parameter must remain the same object under both names
+    return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+
+def materialize(model: nn.Module, tensors: Mapping[str, nn.Parameter]) -> None:
+    """Put `tensors`, by the names of `model.named_parameters()`, in the places of the parameters that are there.
+
+    A tied parameter is named once and stays one object everywhere. Raises ModelError unless `tensors` has exactly the
+    parameters of the model in their shapes.
+    """
+    old = dict(model.named_parameters())
+    if old.keys() != tensors.keys():
+        missing, unknown = sorted(old.keys() - tensors.keys()), sorted(tensors.keys() - old.keys())
+        raise ModelError(f"these are not the model's parameters: missing {missing[:3]}, unknown {unknown[:3]}")
+    for name, param in old.items():
+        if param.shape != tensors[name].shape:
+            raise ModelError(f"{name} is {list(tensors[name].shape)}, the model wants {list(param.shape)}")
+    new = {id(param): tensors[name] for name, param in old.items()}
+    for module in model.modules():
+        for name, slot in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, new[id(slot)])

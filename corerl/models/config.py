@@ -1,0 +1,104 @@
+"""The transformers configuration that `[model]` describes, from a directory or from fields; nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from corerl.errors import ModelError
+
+if TYPE_CHECKING:
+    from corerl.config.schema import ModelConfig
+
+# Fields of older configs that transformers still takes and turns into `rope_parameters`, whatever the model type.
+LEGACY = frozenset({"rope_theta", "rope_scaling", "torch_dtype", "model_type", "partial_rotary_factor"})
+
+
+def hf_config(model: ModelConfig) -> PreTrainedConfig:
+    """Of `model.path`, or else of the fields in `model.config`; its `architectures` names the causal language model.
+
+    Raises ModelError where there is neither, where the directory holds no config.json that can be read, and on a model
+    type or a field that transformers does not know.
+    """
+    if model.path:
+        config = _from_directory(model.path)
+    elif model.config:
+        config = _from_fields(model.config)
+    else:
+        raise ModelError("no model: set model.path to a Hugging Face directory, or model.config to a config's fields")
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if architecture is None:
+        raise ModelError(
+            f"model_type {config.model_type!r} is no causal language model in transformers {transformers.__version__}"
+        )
+    # A config made from fields names none, and exported without one no engine can load it.
+    config.architectures = [architecture]
+    return config
+
+
+def _from_directory(path: str) -> PreTrainedConfig:
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ModelError(f"model.path={path!r} is no directory; it must be a Hugging Face model on this machine")
+    file = directory / "config.json"
+    if not file.is_file():
+        found = ", ".join(sorted(entry.name for entry in directory.iterdir())) or "nothing"
+        raise ModelError(f"model.path={path!r} has no config.json, found {found}; it must be a Hugging Face model")
+    try:
+        fields = json.loads(file.read_text())
+    except ValueError as error:
+        raise ModelError(f"{file} is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ModelError(f"{file} holds a {type(fields).__name__}, wanted the fields of a Hugging Face config")
+    _known_type(fields, str(file))
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # each config class raises whatever its own checks do
+        raise ModelError(f"{file} is no config that transformers can read: {_line(error)}") from error
+    return config
+
+
+def _from_fields(given: Mapping[str, Any]) -> PreTrainedConfig:
+    fields = dict(given)
+    model_type = _known_type(fields, "model.config")
+    del fields["model_type"]
+    try:
+        default = AutoConfig.for_model(model_type)
+        config: PreTrainedConfig = AutoConfig.for_model(model_type, **fields)
+    except Exception as error:  # each config class raises whatever its own checks do
+        raise ModelError(f"model.config is no {model_type} config: {_line(error)}") from error
+    # transformers keeps fields that it does not know without a word, and a misspelt one would train another model.
+    known = {name for name in vars(default) if not name.startswith("_")} | set(default.attribute_map) | LEGACY
+    for name in fields:
+        if name not in known:
+            raise ModelError(f"model.config.{name} is no field of a {model_type} config{_nearest(name, known)}")
+    return config
+
+
+def _known_type(fields: Mapping[str, Any], where: str) -> str:
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelError(f"{where} names no model_type; transformers needs one, such as 'qwen3' or 'llama'")
+    if model_type not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{where}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
+            f"{_nearest(model_type, CONFIG_MAPPING)}"
+        )
+    return model_type
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

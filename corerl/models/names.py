@@ -1,0 +1,244 @@
+"""Which boxes of which Hugging Face tensors a module's parameters are made of, and which of them lie on this rank.
+
+transformers fuses tensors as it loads them: a Qwen3-MoE layer holds `experts.gate_up_proj` [E, 2I, H] where its files
+hold E gate and E up projections [I, H]. Each of those is a box of the parameter, so reading, sending and saving need
+no copy of the whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from corerl.errors import ModelError
+from corerl.weights.chunks import Box, Chunk, intersect, within
+
+
+@frozen
+class HFBox:
+    """One HF tensor as an axis-aligned box of one parameter."""
+
+    name: str  # in the HF checkpoint
+    shape: tuple[int, ...]  # of the HF tensor
+    start: tuple[int, ...]  # where the box begins in the parameter, one entry for each of the parameter's dims
+    axes: tuple[int | None, ...]  # the parameter's dim that each HF dim walks along; None where it has one entry
+
+    @property
+    def box(self) -> Box:
+        """(offsets, sizes) in the parameter."""
+        sizes = [1] * len(self.start)
+        for axis, size in zip(self.axes, self.shape, strict=True):
+            if axis is not None:
+                sizes[axis] = size
+        return self.start, tuple(sizes)
+
+    def view(self, full: Tensor) -> Tensor:
+        """The HF tensor as a view of the whole parameter."""
+        return self._oriented(full[within(self.box, ((0,) * full.dim(), tuple(full.shape)))])
+
+    def chunk(self, box: Box, local: Tensor, *, replica: bool) -> Chunk | None:
+        """What this tensor and a `box` of the parameter share, as a view of `local`, which holds that box."""
+        common = intersect(box, self.box)
+        if common is None:
+            return None
+        offsets = tuple(0 if axis is None else common[0][axis] - self.start[axis] for axis in self.axes)
+        sizes = tuple(1 if axis is None else common[1][axis] for axis in self.axes)
+        view = self._oriented(local[within(common, box)])
+        return Chunk(self.name, self.shape, offsets, sizes, view, replica)
+
+    def _oriented(self, part: Tensor) -> Tensor:
+        """A box in the parameter's dims as a view in the HF tensor's dims."""
+        walked = [axis for axis in self.axes if axis is not None]
+        rest = [axis for axis in range(part.dim()) if axis not in walked]
+        part = part.permute(*rest, *walked)[(0,) * len(rest)]
+        return part[tuple(None if axis is None else slice(None) for axis in self.axes)]
+
+
+def hf_boxes(model: PreTrainedModel) -> dict[str, list[HFBox]]:
+    """The HF tensors in each parameter, by the names of `model.named_parameters()`; a tied one appears once.
+
+    The map is transformers' own way back to its files, run once on empty tensors: a few milliseconds and no memory.
+    Raises ModelError where a file's tensor is no box of one parameter, or the boxes do not cover each element once.
+    """
+    params = {name: torch.empty(param.shape, device="meta") for name, param in model.named_parameters()}
+    # Meta tensors have no address; the storage object behind each is its identity for as long as `params` lives.
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in params.items()}
+    with _CopiesAreViews():
+        saved = revert_weight_conversion(model, dict(params))
+    boxes: dict[str, list[HFBox]] = {name: [] for name in params}
+    for name, tensor in saved.items():
+        owner = owners.get(tensor.untyped_storage()._cdata)
+        box = None if owner is None else _box(name, tensor, params[owner])
+        if owner is None or box is None:
+            raise ModelError(
+                f"{type(model).__name__}: {name} {list(tensor.shape)} is computed from the model's parameters, wanted "
+                "a box of one of them; CoreRL cannot stream weights that are transformed"
+            )
+        boxes[owner].append(box)
+    for name, tensor in params.items():
+        if not _covered_once(tuple(tensor.shape), [box.box for box in boxes[name]]):
+            raise ModelError(f"{type(model).__name__}: the HF tensors in {name} do not cover each element exactly once")
+    return boxes
+
+
+class _CopiesAreViews(TorchFunctionMode):
+    """Lets copies through as the tensor itself, so that what comes out still says where it lies in its parameter."""
+
+    COPIES = (torch.Tensor.contiguous, torch.Tensor.clone, torch.clone, torch.Tensor.to)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func in self.COPIES else func(*args, **(kwargs or {}))
+
+
+def _box(name: str, view: Tensor, param: Tensor) -> HFBox | None:
+    """The box that `view` is of `param` (contiguous, from offset 0), or None where it is none."""
+    start, rest = [], int(view.storage_offset())
+    for stride in param.stride():
+        start.append(rest // stride)
+        rest %= stride
+    axes: list[int | None] = []
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        if size == 1:
+            axes.append(None)
+            continue
+        fitting = [
+            axis
+            for axis in range(param.dim())
+            if param.stride(axis) == stride and start[axis] + size <= param.shape[axis] and axis not in axes
+        ]
+        if not fitting:
+            return None
+        axes.append(fitting[0])
+    return HFBox(name, tuple(view.shape), tuple(start), tuple(axes))
+
+
+def _covered_once(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether the boxes cover each element of the shape once: counted on the grid of all their edges, since a layer of
+    experts has too many boxes to intersect in pairs."""
+    edges = [
+        np.unique([0, size, *(edge for start, n in boxes for edge in (start[dim], start[dim] + n[dim]))])
+        for dim, size in enumerate(shape)
+    ]
+    counts = np.zeros([len(cuts) - 1 for cuts in edges], dtype=np.int64)
+    for start, sizes in boxes:
+        cells = tuple(
+            slice(int(np.searchsorted(cuts, low)), int(np.searchsorted(cuts, low + n)))
+            for cuts, low, n in zip(edges, start, sizes, strict=True)
+        )
+        counts[cells] += 1
+    return bool((counts == 1).all())
+
+
+def local_chunks(
+    boxes: Sequence[HFBox],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    local: Tensor,
+    *,
+    replica: bool = False,
+) -> list[Chunk]:
+    """The HF tensors' parts in the box (offsets, sizes) of a parameter, as views of `local`, which holds that box.
+
+    `boxes` are the parameter's, from `hf_boxes`. `local` may be the parameter itself, its master copy, a moment.
+    Raises ModelError where `local` is not of `sizes`.
+    """
+    if tuple(local.shape) != tuple(sizes):
+        raise ModelError(f"the local tensor is {list(local.shape)}, wanted {list(sizes)} at {list(offsets)}")
+    held = (tuple(offsets), tuple(sizes))
+    found = (box.chunk(held, local, replica=replica) for box in boxes)
+    return [chunk for chunk in found if chunk is not None]
+
+
+def dtensor_boxes(tensor: Tensor, local: Tensor | None = None) -> list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]:
+    """(offsets, sizes, view) for each box of `tensor` that this rank holds; a plain tensor is one box.
+
+    `view` is of the tensor's own local part, or of `local`, which has the same shape. Shards may be uneven or empty,
+    and strided (`_StridedShard`): such a local part is several boxes, though torch's own checkpoint hooks call it one.
+    Raises ModelError on a partial sum.
+    """
+    if not isinstance(tensor, DTensor):
+        part = (tensor if local is None else local).detach()
+        return [((0,) * part.dim(), tuple(part.shape), part)] if part.numel() else []
+    part = (tensor if local is None else local).detach()
+    if isinstance(part, DTensor):
+        part = part.to_local()
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None or part.numel() == 0:
+        return []
+    runs = [[(0, size)] for size in tensor.shape]  # of each dim: the [start, stop) that are here, in local order
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            raise ModelError(f"a tensor of shape {list(tensor.shape)} is a partial sum, which has no boxes; reduce it")
+        if placement.is_replicate():
+            continue
+        dim, factor = _shard(placement)
+        ranks, rank = tensor.device_mesh.size(axis), coordinate[axis]
+        pieces = [_nth(runs[dim], factor, i) for i in range(factor)]
+        runs[dim] = [run for piece in pieces for run in _nth(piece, ranks, rank)]
+    walks = [_with_local_start(dim_runs) for dim_runs in runs]
+    held = tuple(sum(stop - start for start, stop in dim_runs) for dim_runs in runs)
+    if held != tuple(part.shape):
+        raise ModelError(f"{tensor.placements} put {list(held)} of {list(tensor.shape)} here, got {list(part.shape)}")
+    return [
+        (
+            tuple(start for start, _, _ in combination),
+            tuple(size for _, size, _ in combination),
+            part[tuple(slice(at, at + size) for _, size, at in combination)],
+        )
+        for combination in itertools.product(*walks)
+    ]
+
+
+Run = tuple[int, int]
+
+
+def _shard(placement: Placement) -> tuple[int, int]:
+    """The dim that it cuts, and the shards of later mesh axes that it lies across (1 but for a _StridedShard).
+
+    A _StridedShard is no Shard in torch 2.11 and later, and has the same two attributes in all versions.
+    """
+    if not hasattr(placement, "dim"):
+        raise ModelError(f"placement {placement} is neither a shard nor replicated")
+    return int(placement.dim), int(getattr(placement, "split_factor", 1))
+
+
+def _nth(runs: Sequence[Run], pieces: int, index: int) -> list[Run]:
+    """Piece `index` of the elements in `runs`, cut as torch.chunk cuts: ceil(n / pieces) each, the last ones short."""
+    total = sum(stop - start for start, stop in runs)
+    size = -(-total // pieces)
+    low, high = index * size, (index + 1) * size
+    out, seen = [], 0
+    for start, stop in runs:
+        begin, end = max(low - seen, 0), min(high - seen, stop - start)
+        if begin < end:
+            out.append((start + begin, start + end))
+        seen += stop - start
+    return out
+
+
+def _with_local_start(runs: Iterable[Run]) -> list[tuple[int, int, int]]:
+    """(global start, size, local start) of each run, neighbours joined."""
+    walk: list[tuple[int, int, int]] = []
+    at = 0
+    for start, stop in runs:
+        if walk and walk[-1][0] + walk[-1][1] == start:
+            walk[-1] = (walk[-1][0], walk[-1][1] + stop - start, walk[-1][2])
+        else:
+            walk.append((start, stop - start, at))
+        at += stop - start
+    return walk
+
+
+def hf_shapes(boxes: Mapping[str, Iterable[HFBox]]) -> dict[str, tuple[int, ...]]:
+    """HF name -> shape of every tensor, in the order of the model's parameters."""
+    return {box.name: box.shape for found in boxes.values() for box in found}

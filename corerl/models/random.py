@@ -1,0 +1,58 @@
+"""Random initial weights that every rank can make its own part of: each value is a function of seed, name and index."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from corerl.errors import ModelError
+from corerl.ops.noise import hash_key, normal
+
+VALUES = 2**20  # drawn at once: the noise takes several int64 and float64 for each
+
+
+class RandomSource:
+    """A `weights.chunks.TensorSource` of float32 weights that no file holds, by HF names.
+
+    Matrices (and all tensors of more than one dim) are normal(0, config.initializer_range), the weights of norms one,
+    biases zero. Raises ModelError on any other tensor of one dim.
+    """
+
+    def __init__(self, config: PreTrainedConfig, shapes: Mapping[str, Sequence[int]], seed: int) -> None:
+        self._std = float(getattr(config, "initializer_range", 0.02))
+        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self._seed = seed
+        for name, shape in self._shapes.items():
+            if len(shape) < 2 and not name.endswith((".weight", ".bias")):
+                raise ModelError(f"how {name!r} {list(shape)} begins is not known; start from a checkpoint: model.path")
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._shapes.get(name)
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        shape = self._shapes[name]
+        if len(shape) < 2:
+            return torch.full(tuple(sizes), 1.0 if name.endswith(".weight") else 0.0)
+        out = torch.empty(tuple(sizes))
+        key = hash_key(self._seed, _name_key(name))
+        indices = torch.zeros((), dtype=torch.int64)  # of one row of the box, in the whole tensor flattened
+        for dim in range(1, len(shape)):
+            stride = math.prod(shape[dim + 1 :])
+            indices = indices[..., None] + stride * torch.arange(offsets[dim], offsets[dim] + sizes[dim])
+        row = math.prod(shape[1:])
+        step = max(1, VALUES // max(1, indices.numel()))
+        for low in range(0, sizes[0], step):
+            rows = torch.arange(offsets[0] + low, offsets[0] + min(low + step, sizes[0]))
+            counters = rows.view(-1, *(1,) * indices.dim()) * row + indices
+            out[low : low + len(rows)] = normal(key, counters) * self._std
+        return out
+
+
+def _name_key(name: str) -> int:
+    """An int64 that is equal in every process, as hash() is not."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)

@@ -1,0 +1,78 @@
+"""Read any box of any tensor in a Hugging Face directory, and nothing more than that from disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from corerl.errors import ModelError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class SafetensorsSource:
+    """A `weights.chunks.TensorSource`. Opens each file when it is first needed and keeps it open.
+
+    Raises ModelError, with the file's name, where the directory, its index or one of its files is missing or damaged.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.bytes_read = 0
+        self.largest_read = 0  # bytes of the largest box
+        self._open: dict[str, Any] = {}
+        if not self.directory.is_dir():
+            raise ModelError(f"{str(directory)!r} is no directory; wanted a Hugging Face model")
+        self._files = self._find()
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        if name not in self._files:
+            return None
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        values: Tensor = self._slice(name)[box] if box else self._file(name).get_tensor(name)
+        read = values.numel() * values.element_size()
+        self.bytes_read += read
+        self.largest_read = max(self.largest_read, read)
+        return values
+
+    def _find(self) -> dict[str, str]:
+        """Tensor -> file."""
+        index = self.directory / INDEX
+        if index.is_file():
+            try:
+                return {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ModelError(f"{index} is damaged: wanted JSON with a weight_map ({error!r})") from error
+        if not (self.directory / SINGLE).is_file():
+            found = ", ".join(sorted(entry.name for entry in self.directory.iterdir())) or "nothing"
+            raise ModelError(f"{self.directory} has no weights: wanted {SINGLE} or {INDEX}, found {found}")
+        return dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
+
+    def _opened(self, file: str) -> Any:
+        if file not in self._open:
+            path = self.directory / file
+            try:
+                self._open[file] = safe_open(str(path), "pt")
+            except FileNotFoundError as error:
+                raise ModelError(f"{path} is missing, though {INDEX} names it") from error
+            except SafetensorError as error:
+                raise ModelError(f"{path} is damaged: {error}; download or save it again") from error
+        return self._open[file]
+
+    def _file(self, name: str) -> Any:
+        return self._opened(self._files[name])
+
+    def _slice(self, name: str) -> Any:
+        try:
+            return self._file(name).get_slice(name)
+        except SafetensorError as error:
+            raise ModelError(f"{self.directory / self._files[name]} lacks {name!r}: {error}") from error

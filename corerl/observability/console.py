@@ -1,0 +1,45 @@
+"""Tell the person at the terminal, or the reader of the log file, how the run is going."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Protocol
+
+from rich.console import Console as Terminal
+
+from corerl.observability.live import LiveView
+from corerl.observability.plain import PlainView
+from corerl.observability.specs import ConsoleOptions
+from corerl.observability.story import Story
+from corerl.plugin.events import Event
+from corerl.plugin.hookspecs import hookimpl
+
+
+class View(Protocol):
+    def hear(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Console:
+    """A live display where standard output is a terminal that can show one, plain lines everywhere else."""
+
+    def __init__(self, *, options: ConsoleOptions, run_dir: str) -> None:
+        self._view = choose_view(Story(time.monotonic), Terminal(), every=options.every)
+
+    @hookimpl
+    def observe(self, event: Event) -> None:
+        self._view.hear(event)
+
+    @hookimpl
+    def shutdown(self, reason: str) -> None:
+        self._view.close()
+
+
+def choose_view(story: Story, terminal: Terminal, *, every: int) -> View:
+    able = terminal.is_terminal and not terminal.is_dumb_terminal and terminal.encoding.startswith("utf")
+    # FORCE_COLOR makes rich take a pipe for a terminal; a file full of cursor movements helps nobody.
+    if able and terminal.file.isatty():
+        return LiveView(story, terminal)
+    return PlainView(story, sys.stdout, every=every)

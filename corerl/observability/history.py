@@ -1,0 +1,90 @@
+"""All numbers of a run by name, from memory or from metrics.jsonl, so that a resumed run knows its earlier steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from corerl.errors import DataError
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def read_lines(path: Path, *, before: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of `path` whose step is smaller than `before`, as written and as read; none where there is no file.
+
+    A killed run leaves at most its last line torn, without a newline: that one is left out.
+    Raises DataError, naming the line, for anything else that is no object with a step.
+    """
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                record = json.loads(line)
+                step = int(record["step"])
+            except (ValueError, TypeError, KeyError) as error:
+                raise DataError(
+                    f"{path}:{number}: {line.strip()[:60]!r} is no object with a step; mend or delete the line"
+                ) from error
+            if step < before:
+                yield line, record
+
+
+class History:
+    """What has been heard of each metric: steps and values side by side, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, list[int]] = {}
+        self._values: dict[str, list[float]] = {}
+
+    @classmethod
+    def read(cls, run_dir: str, *, before: int) -> History:
+        """The steps smaller than `before` of the run in `run_dir`; null is read as NaN."""
+        history = cls()
+        for _, record in read_lines(Path(run_dir) / METRICS_FILE, before=before):
+            step = record.pop("step")
+            history.add(step, {name: math.nan if value is None else value for name, value in record.items()})
+        return history
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._steps.setdefault(name, []).append(step)
+            self._values.setdefault(name, []).append(float(value))
+
+    def names(self, prefix: str = "") -> list[str]:
+        return [name for name in self._steps if name.startswith(prefix)]
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one metric; both empty where it was never heard."""
+        return self._steps.get(name, []), self._values.get(name, [])
+
+    def first(self, name: str) -> float | None:
+        values = self._values.get(name)
+        return values[0] if values else None
+
+    def last(self, name: str) -> float | None:
+        values = self._values.get(name)
+        return values[-1] if values else None
+
+    def recent(self, name: str, steps: int) -> float:
+        """Sum over the last `steps` steps of all that was heard, divided by them: what one step takes on average."""
+        newest = max((known[-1] for known in self._steps.values()), default=0)
+        pairs = zip(*self.series(name), strict=True)
+        window = min(steps, newest + 1)
+        return sum(value for step, value in pairs if step > newest - steps) / window
+
+
+# Phases of a step in the order in which they happen; a phase that is not named here comes after them.
+PHASES = ("rollout", "reward", "forward", "train", "update_weights", "eval", "save")
+
+
+def phases(history: History) -> list[str]:
+    """Names of the phases that have been timed. `time/step` is their frame, not one of them."""
+    timed = [name.removeprefix("time/") for name in history.names("time/") if name != "time/step"]
+    return sorted(timed, key=lambda name: (PHASES.index(name) if name in PHASES else len(PHASES), name))

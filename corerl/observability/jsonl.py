@@ -1,0 +1,74 @@
+"""Write every number to metrics.jsonl, one flat JSON object a line, and the answers that are shown to samples.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from attrs import asdict
+
+from corerl.observability.history import METRICS_FILE, read_lines
+from corerl.observability.specs import JsonlOptions
+from corerl.plugin.events import Evaluated, Event, RunStarted, Shown, StepFinished
+from corerl.plugin.hookspecs import hookimpl
+
+SAMPLES_FILE = "samples.jsonl"
+
+
+class Jsonl:
+    """Lines of steps that a resumed run does again are dropped first, so its file ends as if it had never stopped."""
+
+    def __init__(self, *, options: JsonlOptions, run_dir: str) -> None:
+        self._options = options
+        self._run_dir = Path(run_dir)
+        self._metrics: IO[str] | None = None
+        self._samples: IO[str] | None = None
+
+    @hookimpl
+    def observe(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self.close()
+                self._run_dir.mkdir(parents=True, exist_ok=True)
+                self._metrics = reopen(self._run_dir / METRICS_FILE, before=event.first_step)
+                if self._options.samples:
+                    self._samples = reopen(self._run_dir / SAMPLES_FILE, before=event.first_step)
+            case StepFinished():
+                self._write(event.step, event.metrics, event.shown, kind="sampled")
+            case Evaluated():
+                self._write(event.step, event.metrics, event.shown, kind="held-out")
+
+    @hookimpl
+    def shutdown(self, reason: str) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for file in (self._metrics, self._samples):
+            if file is not None:
+                file.close()
+        self._metrics = self._samples = None
+
+    def _write(self, step: int, metrics: Mapping[str, float], shown: Sequence[Shown], *, kind: str) -> None:
+        if self._metrics is not None:
+            numbers = {name: float(value) for name, value in metrics.items()}
+            # JSON has no NaN and no infinity; null is what other readers understand.
+            plain = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+            self._metrics.write(json.dumps({"step": step, **plain}, allow_nan=False) + "\n")
+            self._metrics.flush()
+        if self._samples is not None:
+            for answer in shown:
+                self._samples.write(json.dumps({"step": step, "kind": kind, **asdict(answer)}) + "\n")
+            self._samples.flush()
+
+
+def reopen(path: Path, *, before: int) -> IO[str]:
+    """Open `path` for appending, holding only the lines of steps before `before`; never seen half cut."""
+    kept = "".join(line for line, _ in read_lines(path, before=before))
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(kept, encoding="utf-8", newline="\n")
+    os.replace(part, path)
+    return path.open("a", encoding="utf-8", newline="\n")

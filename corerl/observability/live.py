@@ -1,0 +1,207 @@
+"""The run as a live display on a terminal of 80 columns or more, and a summary at its end."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from corerl.observability.braille import Line, draw
+from corerl.observability.history import phases
+from corerl.observability.story import NUMBERS, Story
+from corerl.observability.text import duration, number, printable
+from corerl.plugin.events import Event, Notice, RunFinished
+
+REWARD, EXACT = "cyan", "magenta"
+
+# label, metric, style: read in rows of three
+PANEL = (
+    ("reward", "rollout/reward", REWARD),
+    ("held-out reward", "eval/reward", ""),
+    ("held-out exact", "eval/exact_match", EXACT),
+    ("loss", "train/loss", ""),
+    ("entropy", "train/entropy", ""),
+    ("grad norm", "train/grad_norm", ""),
+    ("log-prob diff", "rollout/logprob_diff", ""),
+    ("clipped", "train/clip_fraction", ""),
+    ("tokens/s", "perf/tokens_per_second", ""),
+)
+PLOT_HEIGHT = 6
+RECENT = 20  # steps that the phases' bars are a mean of
+
+
+class LiveView:
+    """Redrawn four times a second by rich's own thread, hence the lock around all that it reads."""
+
+    def __init__(self, story: Story, console: Console) -> None:
+        self._story = story
+        self._console = console
+        self._lock = Lock()
+        self._closed = False
+        self._spinner = Spinner("dots", style="green")
+        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4)
+
+    def hear(self, event: Event) -> None:
+        with self._lock:
+            self._story.hear(event)
+        match event:
+            case RunFinished():
+                self.close()
+                self._console.print(summary(self._story, event))
+            case Notice():
+                self._console.print(Text(f"note: {event.text}", style="yellow"))
+            case _ if not self._closed:
+                self._live.start()
+
+    def close(self) -> None:
+        self._closed = True
+        self._live.stop()
+
+    def render(self) -> RenderableType:
+        """The whole display as of now: 22 lines, so that it fits a terminal of 24."""
+        with self._lock:
+            story = self._story
+            parts: list[RenderableType] = [_header(story), self._progress()]
+            if story.preparing:
+                parts += [Text(f"  done  {name}  {seconds:.1f} s", style="dim") for name, seconds in story.prepared]
+                return Group(*parts)
+            width = self._console.width
+            parts += [Text(), _numbers(story), Text(), _pictures(story, width)]
+            if story.shown:
+                parts += [Text(), _answers(story)]
+            return Group(*parts)
+
+    def _progress(self) -> RenderableType:
+        story = self._story
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        row.add_column(no_wrap=True, min_width=24)
+        left = story.seconds_left()
+        if story.phase is not None:
+            self._spinner.update(text=Text(f"{story.phase.name} {story.clock() - story.phase.began:.1f} s"))
+        row.add_row(
+            f"step {story.done}/{story.steps}",
+            ProgressBar(total=max(story.steps, 1), completed=story.done),
+            "" if left is None else f"{duration(left)} left",
+            self._spinner if story.phase is not None else "",
+        )
+        return row
+
+
+def _header(story: Story) -> RenderableType:
+    row = Table.grid(expand=True, padding=(0, 1))
+    row.add_column(no_wrap=True, overflow="ellipsis", ratio=2)
+    row.add_column(no_wrap=True, overflow="ellipsis", justify="right", ratio=1)
+    row.add_row(Text(story.title, style="bold"), Text(story.run_dir, style="dim"))
+    return row
+
+
+def _numbers(story: Story) -> RenderableType:
+    table = Table.grid(expand=True, padding=(0, 1))
+    for _ in range(3):
+        table.add_column(no_wrap=True, ratio=3)
+        table.add_column(no_wrap=True, ratio=2, justify="right", min_width=9)
+    for start in range(0, len(PANEL), 3):
+        cells: list[RenderableType] = []
+        for label, metric, style in PANEL[start : start + 3]:
+            cells += [Text(label, style="dim"), Text(number(story.history.last(metric), metric), style=f"bold {style}")]
+        table.add_row(*cells)
+    return table
+
+
+def _pictures(story: Story, width: int) -> RenderableType:
+    """The plot on the left, the seconds of each phase on the right."""
+    side = 32
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=width - side - 1)
+    grid.add_column(width=side)
+    grid.add_row(_plot(story, width - side - 1), _phases(story, side))
+    return grid
+
+
+def _plot(story: Story, width: int) -> RenderableType:
+    lines = [
+        Line(*story.history.series("rollout/reward"), REWARD),
+        Line(*story.history.series("eval/exact_match"), EXACT),
+    ]
+    plot = draw(lines, width=width - 8, height=PLOT_HEIGHT)
+    text = Text(no_wrap=True)
+    text.append("reward", style=REWARD).append(" and ").append("held-out exact match", style=EXACT)
+    for index, row in enumerate(plot.rows):
+        mark = plot.high if index == 0 else plot.low if index == PLOT_HEIGHT - 1 else None
+        text.append(f"\n{'' if mark is None else f'{mark:.2f}':>6} ", style="dim")
+        for character, style in row:
+            text.append(character, style=style)
+    return text
+
+
+def _phases(story: Story, width: int) -> RenderableType:
+    seconds = {name: story.history.recent(f"time/{name}", RECENT) for name in phases(story.history)}
+    longest = max(seconds.values(), default=0.0)
+    text = Text(f"seconds a step, last {RECENT}", no_wrap=True)
+    for name, value in seconds.items():
+        bar = round((width - 22) * value / longest) if longest else 0
+        text.append(f"\n{name[:14]:14} ", style="dim").append(f"{value:6.3f} ")
+        text.append("\u2588" * bar, style="blue")
+    return text
+
+
+def _answers(story: Story) -> RenderableType:
+    table = _table("prompt", "response", "expected", title=story.shown_at)
+    table.add_column("reward", justify="right", no_wrap=True)
+    for answer in story.shown[:3]:
+        table.add_row(_cell(answer.prompt), _cell(answer.response), _cell(answer.answer), number(answer.reward))
+    return table
+
+
+def summary(story: Story, event: RunFinished) -> RenderableType:
+    """Start and end values, the same prompts before and after training, and where everything is."""
+    colour = "green" if event.reason == "finished" else "red"
+    outcome = f"{event.reason} after {event.steps_done} of {story.steps} steps, {duration(event.seconds)}"
+    parts: list[RenderableType] = [Text(), Text(outcome, style=f"bold {colour}"), Text()]
+    values = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    values.add_column("")
+    for heading in ("start", "end"):
+        values.add_column(heading, justify="right")
+    for label, metric in NUMBERS.items():
+        ends = story.history.first(metric), story.history.last(metric)
+        if None not in ends:
+            values.add_row(label, *(number(value, metric) for value in ends))
+    if values.row_count:
+        parts.append(values)
+    if event.before and event.after:
+        answers = _table("prompt", "expected", "before", "after", title="")
+        answers.add_column("reward", justify="right", no_wrap=True)
+        for before, after in zip(event.before, event.after, strict=True):
+            change = f"{number(before.reward)} -> {number(after.reward)}"
+            answers.add_row(
+                _cell(before.prompt), _cell(before.answer), _cell(before.response), _cell(after.response), change
+            )
+        parts += [answers, Text()]
+    where = Table.grid(padding=(0, 2))
+    for what, path in event.artifacts.items():
+        # A path is there to be copied: it folds rather than lose its end.
+        where.add_row(Text(what, style="dim"), Text(path, overflow="fold"))
+    return Group(*parts, where)
+
+
+def _table(*headings: str, title: str) -> Table:
+    table = Table(
+        box=None, expand=True, pad_edge=False, title=title or None, title_justify="left", title_style="dim italic"
+    )
+    for heading in headings:
+        table.add_column(heading, header_style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
+    return table
+
+
+def _cell(text: str) -> Text:
+    """As it stands: what a model wrote is never taken for rich's markup."""
+    return Text(printable(text))

@@ -1,0 +1,115 @@
+"""The run as aligned lines without control codes, for pipes and log files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TextIO
+
+from corerl.observability.story import NUMBERS, Story
+from corerl.observability.text import duration, number, shorten
+from corerl.plugin.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Notice,
+    PhaseStarted,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+)
+
+# heading, metric, width; 79 characters together with the first and the last column
+COLUMNS = (
+    ("reward", "rollout/reward", 8),
+    ("held-out", "eval/reward", 9),
+    ("exact", "eval/exact_match", 7),
+    ("loss", "train/loss", 9),
+    ("entropy", "train/entropy", 8),
+    ("grad", "train/grad_norm", 8),
+    ("lp diff", "rollout/logprob_diff", 8),
+    ("tok/s", "perf/tokens_per_second", 8),
+)
+
+
+class PlainView:
+    """One line every `every` steps, at the first and the last step, and at each evaluation."""
+
+    def __init__(self, story: Story, stream: TextIO, *, every: int) -> None:
+        self._story = story
+        self._stream = stream
+        self._every = every
+        self._headed = False
+
+    def hear(self, event: Event) -> None:
+        story = self._story
+        story.hear(event)
+        match event:
+            case RunStarted():
+                self._say(event.title)
+                self._say(f"run directory: {event.run_dir}")
+                if event.first_step:
+                    self._say(f"resumed after step {event.first_step} of {event.steps}")
+            case PhaseStarted() if story.preparing:
+                self._say(f"[{duration(story.clock() - story.began):>5}] {event.name}")
+            case StepFinished():
+                first, last = story.done == story.first_step + 1, story.done == story.steps
+                if first or last or story.done % self._every == 0:
+                    left = story.seconds_left()
+                    self._row(story.done, event.metrics, "" if left is None else duration(left))
+            case Evaluated():
+                self._row(event.step, event.metrics, "")
+            case CheckpointSaved():
+                self._say(f"checkpoint after step {event.step}: {event.path}")
+            case Notice():
+                self._say(f"note: {event.text}")
+            case RunFinished():
+                for line in summary(story, event):
+                    self._say(line)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _row(self, step: int, metrics: Mapping[str, float], left: str) -> None:
+        total = self._story.steps
+        wide = max(8, 2 * len(str(total)) + 1)
+        if not self._headed:
+            heading = "".join(f"{name:>{width}}" for name, _, width in COLUMNS)
+            self._say(f"{'step':>{wide}}{heading}{'left':>6}")
+            self._headed = True
+        cells = "".join(
+            f"{number(metrics[metric], metric) if metric in metrics else '':>{width}}" for _, metric, width in COLUMNS
+        )
+        self._say(f"{f'{step}/{total}':>{wide}}{cells}{left:>6}")
+
+    def _say(self, line: str) -> None:
+        # A log in ASCII must not end the run over one sampled character.
+        encoding = self._stream.encoding or "utf-8"
+        safe = line.rstrip().encode(encoding, "backslashreplace").decode(encoding)
+        print(safe, file=self._stream, flush=True)
+
+
+def summary(story: Story, event: RunFinished) -> Iterator[str]:
+    """Start and end values, the same prompts before and after training, and where everything is."""
+    yield ""
+    yield f"{event.reason} after {event.steps_done} of {story.steps} steps, {duration(event.seconds)}"
+    heard = {label: metric for label, metric in NUMBERS.items() if story.history.first(metric) is not None}
+    if heard:
+        yield ""
+        yield f"{'':22}{'start':>10}{'end':>10}"
+        for label, metric in heard.items():
+            first, last = (number(value, metric) for value in (story.history.first(metric), story.history.last(metric)))
+            yield f"{label:22}{first:>10}{last:>10}"
+    if event.before and event.after:
+        yield ""
+        yield f"{'prompt':18}  {'expected':12}  {'before':>13}  {'after':>13}  {'reward':>14}"
+        for before, after in zip(event.before, event.after, strict=True):
+            change = f"{number(before.reward)} -> {number(after.reward)}"
+            yield (
+                f"{shorten(before.prompt, 18):18}  {shorten(before.answer, 12):12}"
+                f"  {shorten(before.response, 13):>13}  {shorten(after.response, 13):>13}  {change:>14}"
+            )
+    if event.artifacts:
+        yield ""
+        width = max(len(what) for what in event.artifacts)
+        for what, path in event.artifacts.items():
+            yield f"{what:{width}}  {path}"

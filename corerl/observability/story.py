@@ -1,0 +1,86 @@
+"""What a run has told of itself so far: the state behind both the live display and the plain lines."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from attrs import frozen
+
+from corerl.observability.history import PHASES, History
+from corerl.plugin.events import Evaluated, Event, PhaseStarted, RunFinished, RunStarted, Shown, StepFinished
+
+# label -> metric, in the order of the tables at the end
+NUMBERS: Mapping[str, str] = {
+    "reward": "rollout/reward",
+    "held-out reward": "eval/reward",
+    "held-out exact match": "eval/exact_match",
+    "loss": "train/loss",
+    "entropy": "train/entropy",
+    "gradient norm": "train/grad_norm",
+    "log-prob difference": "rollout/logprob_diff",
+    "response length": "rollout/response_length",
+    "tokens/s": "perf/tokens_per_second",
+}
+
+
+@frozen
+class Phase:
+    name: str
+    began: float  # on the story's clock
+
+
+class Story:
+    """Hears every event, in any order that a driver may send them."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.began = clock()
+        self.title = ""
+        self.run_dir = ""
+        self.steps = 0  # rollout steps in all
+        self.first_step = 0  # where this process began
+        self.done = 0  # rollout steps finished, those before a resume included
+        self.history = History()
+        self.shown: Sequence[Shown] = ()
+        self.shown_at = ""  # which answers those are
+        self.phase: Phase | None = None
+        self.preparing = True  # until the first phase of a step
+        self.prepared: list[tuple[str, float]] = []  # phases before the first step, and their seconds
+        self._finishes: deque[float] = deque(maxlen=21)  # clock at the ends of the newest steps
+
+    def hear(self, event: Event) -> None:
+        now = self.clock()
+        match event:
+            case RunStarted():
+                self.title, self.run_dir = event.title, event.run_dir
+                self.steps, self.first_step, self.done = event.steps, event.first_step, event.first_step
+                self.history = History.read(event.run_dir, before=event.first_step)
+            case PhaseStarted():
+                if self.phase is not None and self.preparing:
+                    self.prepared.append((self.phase.name, now - self.phase.began))
+                self.preparing = self.preparing and event.name not in PHASES
+                self.phase = Phase(event.name, now)
+            case StepFinished():
+                self.preparing = False
+                self.done = event.step + 1
+                self.history.add(event.step, event.metrics)
+                self._finishes.append(now)
+                if event.shown:
+                    self.shown, self.shown_at = event.shown, f"sampled in step {self.done}"
+            case Evaluated():
+                self.history.add(event.step, event.metrics)
+                if event.shown:
+                    self.shown, self.shown_at = event.shown, f"held-out prompts after step {event.step}"
+            case RunFinished():
+                self.phase = None
+
+    def seconds_left(self) -> float | None:
+        """By the pace of the newest steps, evaluations and saves between them included; None before there is one."""
+        if len(self._finishes) > 1:
+            pace = (self._finishes[-1] - self._finishes[0]) / (len(self._finishes) - 1)
+        elif self._finishes:
+            pace = self.history.last("time/step") or self._finishes[0] - self.began
+        else:
+            return None
+        return pace * (self.steps - self.done)

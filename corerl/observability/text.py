@@ -1,0 +1,37 @@
+"""Numbers, durations and sampled answers as short pieces of text."""
+
+from __future__ import annotations
+
+# How each metric is read best; the rest takes three decimals.
+_FORMATS = {
+    "train/loss": ".4f",
+    "rollout/logprob_diff": ".1e",
+    "rollout/response_length": ".1f",
+    "perf/tokens_per_second": ",.0f",
+}
+
+
+def number(value: float | None, metric: str = "") -> str:
+    """At most nine characters, equal decimals for equal metrics so that columns line up; `-` where there is none."""
+    if value is None:
+        return "-"
+    text = format(value, _FORMATS.get(metric, ".3f"))
+    return text if len(text) <= 9 else f"{value:.1e}"
+
+
+def duration(seconds: float) -> str:
+    """0:07, 12:34, 3:00:00."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def printable(text: str) -> str:
+    """One line without control codes: a model may sample any character, so those that do not print are escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def shorten(text: str, width: int) -> str:
+    """`printable`, cut to `width` characters."""
+    line = printable(text)
+    return line if len(line) <= width else line[: max(width - 3, 0)] + "..."

@@ -1,0 +1,115 @@
+"""Causal attention over packed sequences that do not see each other: T tokens in, T tokens out."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from corerl.ops.padding import Rectangles, rectangles
+from corerl.types import IntArray
+
+
+@frozen(eq=False)
+class PackedSequences:
+    """How S sequences lie in T packed tokens; made once for each micro-batch and used by every layer."""
+
+    cu_seqlens: Tensor  # [S + 1] int32 on the device: sequence s is tokens[cu_seqlens[s]:cu_seqlens[s + 1]]
+    bounds: IntArray  # the same on the host
+    continuations: Tensor  # [T - S] int64 on the device: tokens that have one before them in their sequence
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor | IntArray, device: torch.device | str) -> PackedSequences:
+        """From [S + 1] bounds, as `MicroBatch.cu_seqlens` has them.
+
+        Raises ValueError where they do not begin with 0 or ever decrease.
+        """
+        host = cu_seqlens.cpu().numpy() if isinstance(cu_seqlens, Tensor) else np.asarray(cu_seqlens)
+        bounds = host.astype(np.int64)
+        if bounds.ndim != 1 or len(bounds) == 0 or bounds[0] != 0 or (np.diff(bounds) < 0).any():
+            raise ValueError(f"cu_seqlens must begin with 0 and never decrease, got {bounds.tolist()}")
+        continues = np.ones(int(bounds[-1]), dtype=np.bool_)
+        continues[bounds[:-1][np.diff(bounds) > 0]] = False
+        return cls(
+            cu_seqlens=torch.as_tensor(bounds.astype(np.int32)).to(device),
+            bounds=bounds,
+            continuations=torch.as_tensor(np.flatnonzero(continues)).to(device),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return int(self.bounds[-1])
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(np.diff(self.bounds).max(initial=0))
+
+    @cached_property
+    def padded(self) -> tuple[Rectangles, Tensor | None, Tensor | None]:
+        """The rectangles for kernels that cannot pack; gather and scatter on the device, None where tokens stay."""
+        layout = rectangles(self.bounds)
+        if layout.in_place:
+            return layout, None, None
+        device = self.cu_seqlens.device
+        return layout, torch.as_tensor(layout.gather).to(device), torch.as_tensor(layout.scatter).to(device)
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None = None) -> Tensor:
+    """softmax(q k^T * scale) v for q [T, H, D] and k, v [T, Hkv, D], causal within each sequence; returns [T, H, D].
+
+    H is a multiple of Hkv; each kv head serves H / Hkv neighbouring query heads. `scale` is D ** -0.5 where None.
+    Half precision on CUDA runs one kernel over the packed tokens; everything else runs on padded rectangles.
+    """
+    if not len(q) == len(k) == len(v) == packing.tokens:
+        raise ValueError(f"q, k, v have {len(q)}, {len(k)}, {len(v)} tokens, their packing says {packing.tokens}")
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+        return _packed_kernel(q, k, v, packing, scale)
+    return _padded(q, k, v, packing, scale)
+
+
+def _packed_kernel(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # registers CUDA operators: only where there is a device
+
+    # A window that reaches back without end and 0 tokens ahead is causal attention.
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    if k.shape[1] != q.shape[1]:
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            options["enable_gqa"] = True
+        else:  # torch 2.11
+            k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    cu, longest = packing.cu_seqlens, packing.longest
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, **options)
+    assert isinstance(out, Tensor)  # a pair only where the softmax's normaliser is asked for
+    return out
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None) -> Tensor:
+    layout, gather, scatter = packing.padded
+    if not layout.shapes:
+        return torch.zeros_like(q)
+    if q.is_cuda and k.shape[1] != q.shape[1]:
+        # The memory-efficient kernel has no grouped heads; the one that has would hold all [L, L] scores.
+        k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    if gather is not None:
+        q, k, v = q.index_select(0, gather), k.index_select(0, gather), v.index_select(0, gather)
+    cells = [rows * length for rows, length in layout.shapes]
+    parts = []
+    for shape, *qkv in zip(layout.shapes, q.split(cells), k.split(cells), v.split(cells), strict=True):
+        # Padding lies to the right, so under a causal mask no token sees it, and what it sees is dropped.
+        a, b, c = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in qkv)
+        part = scaled_dot_product_attention(a, b, c, is_causal=True, scale=scale, enable_gqa=a.shape[1] != b.shape[1])
+        parts.append(part.transpose(1, 2).flatten(0, 1))
+    out = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return out if scatter is None else out.index_select(0, scatter)
+
+
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)

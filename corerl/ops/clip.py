@@ -1,0 +1,67 @@
+"""The norm of all gradients, whatever meshes they are sharded over, and scaling them down to a bound.
+
+`torch.nn.utils.clip_grad_norm_` refuses gradients on several meshes, and plain ones beside sharded ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+@torch.no_grad()
+def grad_norm(params: Iterable[Tensor]) -> Tensor:
+    """L2 norm, 0-d float32, of the gradients of the whole model, on the device of its parameters.
+
+    Called on every rank with the same parameters in the same order: one all-reduce for each sharded mesh axis. Plain
+    gradients, and axes over which one is replicated, count once. A parameter without a gradient counts as zero.
+    Raises ValueError on a gradient that is still a partial sum.
+    """
+    squares: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    device = torch.device("cpu")
+    for param in params:
+        device = param.device
+        # A parameter whose gradient is missing on this rank alone still takes part in the all-reduce.
+        tensor = param if param.grad is None else param.grad
+        mesh: DeviceMesh | None = None
+        axes: tuple[int, ...] = ()
+        if isinstance(tensor, DTensor):
+            if any(placement.is_partial() for placement in tensor.placements):
+                raise ValueError(f"gradient of shape {list(tensor.shape)} is a partial sum; reduce it before its norm")
+            # Not is_shard(): a _StridedShard answers False to that, and is sharded.
+            axes = tuple(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
+            mesh = tensor.device_mesh if axes else None
+        group = squares.setdefault((mesh, axes), [])
+        if param.grad is not None:
+            group.append(torch.linalg.vector_norm(_local(param.grad), dtype=torch.float32).square())
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for (sharded_over, along), parts in squares.items():
+        part = torch.stack(parts).sum() if parts else torch.zeros_like(total)
+        if sharded_over is not None:
+            for axis in along:
+                dist.all_reduce(part, group=sharded_over.get_group(axis))
+        total += part
+    return total.sqrt()
+
+
+@torch.no_grad()
+def scale_grads(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale the gradients in place so that their norm, `norm` before, is at most `max_norm`; 0 leaves them alone.
+
+    Never waits for the device. Local: `norm` is equal on all ranks.
+    """
+    if not max_norm:
+        return
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for param in params:
+        if param.grad is not None:
+            _local(param.grad).mul_(factor)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

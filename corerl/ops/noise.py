@@ -1,0 +1,87 @@
+"""Random numbers as a pure function of (key, counter): no generator state, so no order of calls can change them.
+
+The mixing is SplitMix64's (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators"): element c of
+the stream of key k is the output of a SplitMix64 generator seeded with mix(k), after c + 1 steps. 64-bit integers wrap
+in numpy and torch alike, on every device, so the bits are equal everywhere; what logarithms make of them is equal up to
+rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from corerl.types import IntArray
+
+Int64 = TypeVar("Int64", IntArray, torch.Tensor)
+
+
+def _signed(value: int) -> int:
+    """A 64-bit pattern as the int64 that has it."""
+    value &= 2**64 - 1
+    return value - 2**64 if value >= 2**63 else value
+
+
+GAMMA = _signed(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, odd
+_FIRST = _signed(0xBF58476D1CE4E5B9)
+_SECOND = _signed(0x94D049BB133111EB)
+
+
+def mix(z: Int64) -> Int64:
+    """SplitMix64's output function, a bijection of int64 whose every input bit moves half of the output bits.
+
+    `>>` keeps the sign of an int64, so each shift is masked into the logical one that the paper means.
+    """
+    z = (z ^ ((z >> 30) & (2**34 - 1))) * _FIRST
+    z = (z ^ ((z >> 27) & (2**37 - 1))) * _SECOND
+    return z ^ ((z >> 31) & (2**33 - 1))
+
+
+def hash_keys(*parts: int | IntArray) -> IntArray:
+    """[R] keys from parts that are numbers or arrays [R]; order and count of the parts matter."""
+    columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(part, dtype=np.int64)) for part in parts))
+    keys = mix(np.full(columns[0].shape, len(parts), dtype=np.int64))
+    for column in columns:
+        keys = mix((keys ^ mix(column + GAMMA)) + GAMMA)
+    return keys
+
+
+def hash_key(*parts: int) -> int:
+    """One key from int64 numbers."""
+    return int(hash_keys(*parts)[0])
+
+
+def _bits(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """64 random bits for each (key, counter), broadcast against each other."""
+    return mix(mix(keys) + (counters + 1) * GAMMA)
+
+
+def _unit(bits: torch.Tensor) -> torch.Tensor:
+    """Random bits as float64 in (0, 1): 52 of them and a half, so that neither end is ever reached."""
+    return (((bits >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52
+
+
+def uniform(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """[R, C] float64 in (0, 1) for keys [R] and counters [C], int64 on one device."""
+    return _unit(_bits(keys[:, None], counters[None, :]))
+
+
+def gumbel(keys: torch.Tensor, position: int, vocab: int) -> torch.Tensor:
+    """[R, V] float32 standard Gumbel noise of token `position` of each row.
+
+    argmax(logprobs + gumbel) is a draw from the distribution (Gumbel 1954; Maddison et al. 2014, "A* sampling").
+    """
+    counters = torch.arange(position * vocab, (position + 1) * vocab, device=keys.device)
+    # In float64 and in place: float32 would cut the tail at 2^-24, and [R, V] is the largest thing that sampling holds.
+    return uniform(keys, counters).log_().neg_().log_().neg_().float()
+
+
+def normal(key: int, counters: torch.Tensor) -> torch.Tensor:
+    """Standard normal float32 of the shape of `counters` (int64), by Box & Muller (1958)."""
+    keys = torch.full((), key, dtype=torch.int64, device=counters.device)
+    radius = (-2.0 * _unit(_bits(keys, 2 * counters)).log()).sqrt()
+    angle = (2.0 * math.pi) * _unit(_bits(keys, 2 * counters + 1))
+    return (radius * angle.cos()).float()

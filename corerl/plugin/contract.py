@@ -1,0 +1,155 @@
+"""Prove, before anything is called, that plugins keep the contract of hooks; what pluggy would only notice later, or
+never, is a ContractError here, with both sides shown."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
+from inspect import Parameter
+from typing import Any
+
+import pluggy
+
+from corerl.errors import ContractError
+from corerl.plugin.hookspecs import PROJECT, REQUIRED, Hooks
+from corerl.plugin.registry import nearest
+
+HOOKS = tuple(name for name in vars(Hooks) if not name.startswith("_"))
+LIST_HOOKS = ("shutdown", "observe")  # called plugin by plugin, so that one that raises does not silence the others
+
+
+def build_manager(plugins: Sequence[tuple[str, object]], *, hooks: Collection[str] = HOOKS) -> pluggy.PluginManager:
+    """Register (name, instance) pairs, innermost first, after every check that concerns one plugin alone.
+
+    `hooks` are those that will be called; implementing another one is an error too.
+    """
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(Hooks)
+    names: set[str] = set()
+    for name, plugin in plugins:
+        if name in names:
+            raise ContractError(f"{name} is listed twice; list each extension once")
+        names.add(name)
+        _check_plugin(manager, name, plugin, hooks)
+        manager.register(plugin, name)
+    return manager
+
+
+def require_instance(name: str, plugin: object) -> None:
+    """A class would register, and fail at its first call."""
+    if isinstance(plugin, type):
+        raise ContractError(f"{name} is the class {plugin.__name__}, expected an instance; call it first")
+
+
+def check_backend(manager: pluggy.PluginManager, name: str) -> None:
+    """Each required hook has exactly one implementation that is no wrapper, and it is the backend's."""
+    for hook in REQUIRED:
+        owners = [impl.plugin_name for impl in getattr(manager.hook, hook).get_hookimpls() if not impl.wrapper]
+        foreign = [owner for owner in owners if owner != name]
+        if foreign:
+            raise ContractError(
+                f"{foreign[0]} implements {hook} itself, which is for {name} alone; "
+                "an extension wraps: @hookimpl(wrapper=True), ending in 'return (yield)'"
+            )
+        if len(owners) != 1:
+            found = f"{len(owners)} times" if owners else "not at all"
+            raise ContractError(
+                f"{name} implements {hook} {found}, expected exactly one method without wrapper=True: "
+                f"{hook}{_text(_specified(hook))}"
+            )
+    if any(impl.plugin_name == name for impl in manager.hook.observe.get_hookimpls()):
+        raise ContractError(f"{name} implements observe, which is for extensions; a backend has no use for events")
+
+
+def call_chain(manager: pluggy.PluginManager, hook: str) -> str:
+    """Who is called, outermost first."""
+    return " > ".join(impl.plugin_name for impl in reversed(getattr(manager.hook, hook).get_hookimpls()))
+
+
+def call_each(
+    manager: pluggy.PluginManager, hook: str, *, skip: Collection[str] = (), **arguments: Any
+) -> Iterator[tuple[str, BaseException]]:
+    """Call a list hook's implementations one by one, outermost first; yields (plugin, error) for each that raised."""
+    for impl in reversed(getattr(manager.hook, hook).get_hookimpls()):
+        if impl.plugin_name in skip:
+            continue
+        taken = {name: arguments[name] for name in (*impl.argnames, *impl.kwargnames) if name in arguments}
+        try:
+            impl.function(**taken)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  -- handed to the caller, who decides
+            yield impl.plugin_name, error
+
+
+def _check_plugin(manager: pluggy.PluginManager, name: str, plugin: object, hooks: Collection[str]) -> None:
+    require_instance(name, plugin)
+    marked = False
+    for attribute in dir(plugin):
+        options = manager.parse_hookimpl_opts(plugin, attribute)
+        if options is None:
+            continue
+        marked = True
+        hook = options.get("specname") or attribute
+        if hook not in HOOKS:
+            near = nearest(hook, HOOKS)
+            if near or not options.get("optionalhook"):
+                hint = f"did you mean {near!r}?" if near else f"known hooks: {', '.join(HOOKS)}"
+                raise ContractError(f"{name} implements unknown hook {hook!r}; {hint}")
+            continue
+        if hook not in hooks:
+            raise ContractError(
+                f"{name} implements {hook}, which is called in workers only; its spec must say process=Process.WORKER"
+            )
+        function = inspect.unwrap(getattr(plugin, attribute))
+        flaw = _flaw(hook, options, function)
+        if flaw:
+            raise ContractError(
+                f"{name} implements {attribute}{_text(inspect.signature(function))} "
+                f"for {hook}{_text(_specified(hook))}: {flaw}"
+            )
+    if not marked:
+        raise ContractError(f"{name} implements no hook; mark its methods with @hookimpl (from corerl import hookimpl)")
+
+
+def _flaw(hook: str, options: Any, function: Callable[..., Any]) -> str:
+    """What is wrong with one implementation, and what to do; "" where nothing is."""
+    if options.get("hookwrapper"):
+        return "hookwrapper=True loses the backend's own error; write wrapper=True and 'return (yield)'"
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return "it is async, and nobody awaits a hook; make it an ordinary function"
+    wrapper = bool(options.get("wrapper"))
+    if wrapper and hook in LIST_HOOKS:
+        return f"{hook} is called on each plugin by itself and cannot be wrapped; implement it without wrapper=True"
+    if wrapper and not inspect.isgeneratorfunction(function):
+        return "a wrapper needs exactly one yield; write 'return (yield)'"
+    if inspect.isgeneratorfunction(function) and not wrapper:
+        return "it yields without being a wrapper; write @hookimpl(wrapper=True)"
+    if options.get("tryfirst") or options.get("trylast"):
+        return "tryfirst and trylast change the order that the config's list sets; leave them out"
+    return _argument_flaw(hook, function)
+
+
+def _argument_flaw(hook: str, function: Callable[..., Any]) -> str:
+    known = list(_specified(hook).parameters)
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name == "self":
+            continue  # of a method that another decorator hides
+        if parameter.kind is Parameter.KEYWORD_ONLY:
+            return f"keyword-only parameter {parameter.name!r} is never passed; move it before the '*'"
+        if parameter.kind is Parameter.POSITIONAL_ONLY:
+            return f"parameter {parameter.name!r} is positional-only; remove the '/'"
+        if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+            return f"star parameter {parameter.name!r} receives nothing; name the arguments that you need"
+        if parameter.name not in known and parameter.default is Parameter.empty:
+            return f"parameter {parameter.name!r} is none of the hook's; rename it or give it a default"
+    return ""
+
+
+def _specified(hook: str) -> inspect.Signature:
+    signature = inspect.signature(getattr(Hooks, hook))
+    return signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "self"])
+
+
+def _text(signature: inspect.Signature) -> str:
+    """The parameters, without annotations."""
+    bare = [p.replace(annotation=Parameter.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))

@@ -1,0 +1,227 @@
+"""One worker's plugins: the backend, wrapped by its extensions, behind a typed call for each hook that refuses whatever
+the backend's state does not allow before the backend is entered."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any, NoReturn
+
+from corerl.config.schema import RoleConfig
+from corerl.errors import ContractError, CorerlError, HookFailed, NotResident, WeightUpdateError, WrongState
+from corerl.plugin.context import Context
+from corerl.plugin.contract import build_manager, call_chain, call_each, check_backend, require_instance
+from corerl.plugin.events import Event
+from corerl.plugin.hookspecs import NEEDS, RESULTS
+from corerl.plugin.observers import Emitter
+from corerl.plugin.registry import one_line
+from corerl.types import (
+    ForwardResult,
+    InitResult,
+    LossSpec,
+    MemoryKind,
+    Output,
+    PackedBatch,
+    SaveResult,
+    SleepResult,
+    Step,
+    TrainResult,
+    UpdateResult,
+    WakeResult,
+)
+
+
+class State(StrEnum):
+    NEW = "new"
+    READY = "ready"
+    FAILED = "failed"  # init or train raised: weights and moments may be half-written, so only shutdown is left
+    CLOSED = "closed"
+
+
+ADVICE = {
+    State.NEW: "call init first",
+    State.READY: "it is initialised already",
+    State.FAILED: "init or train failed earlier, only shutdown is allowed",
+    State.CLOSED: "it was shut down; start a new worker",
+}
+
+
+class BackendBase:
+    """What the host accepts as a backend; `corerl.backend.Backend` extends it."""
+
+    def __reduce__(self) -> NoReturn:
+        # cloudpickle, which Ray uses, would copy process groups and streams without a word.
+        raise ContractError(f"a {type(self).__name__} cannot be pickled; build it inside the worker, from its name")
+
+
+class PluginHost:
+    """Lives and dies with one worker process. Not thread-safe: one verb at a time.
+
+    `extensions` are (name, instance) in the config's order, the first outermost. Raises ContractError where a plugin
+    does not keep the contract.
+
+    Residency is kept by memory kind. A sleep that raises leaves its kinds asleep, and so does a wake_up: what they hold
+    is not known until a wake_up succeeds.
+    """
+
+    def __init__(
+        self, backend: object, *, name: str, extensions: Sequence[tuple[str, object]] = (), context: Context
+    ) -> None:
+        label = f"backend:{name}"
+        require_instance(label, backend)
+        if not isinstance(backend, BackendBase):
+            raise ContractError(
+                f"{label} is a {type(backend).__name__}, which does not extend corerl.backend.Backend; subclass it"
+            )
+        # pluggy calls what was registered last first, so the first in the config's list goes in last.
+        wrappers = [(f"extension:{each}", plugin) for each, plugin in reversed(extensions)]
+        self._manager = build_manager([(label, backend), *wrappers])
+        check_backend(self._manager, label)
+        self._emitter = Emitter(self._manager)
+        self.backend = backend
+        self.name = name
+        self.context = context
+        self.state = State.NEW
+        self.resident: frozenset[MemoryKind] = frozenset()
+        self._next_version = 0  # the smallest that update_weights may bring
+
+    def __reduce__(self) -> NoReturn:
+        raise ContractError("a PluginHost cannot be pickled; build it inside the worker, from the plugin's name")
+
+    # ---- the hooks ---------------------------------------------------------------------------------------------------
+
+    def init(self, config: RoleConfig, context: Context) -> InitResult:
+        result: InitResult = self._call("init", config=config, context=context)
+        self.state = State.READY
+        self.resident = frozenset(MemoryKind)
+        self._next_version = result.weights_version  # engines may still have to be given the first weights
+        return result
+
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        result: TrainResult = self._call("train", at=step, batch=batch, loss=loss, step=step)
+        return result
+
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+        result: ForwardResult = self._call("forward", batch=batch, outputs=outputs, weights=weights)
+        return result
+
+    def update_weights(self, sender: Any, version: int) -> UpdateResult:
+        """Raises WeightUpdateError, before any byte moves, where `version` is not above all earlier ones. A version
+        counts as used once it is tried: two streams must never share one."""
+        with self.entering("update_weights", needs=NEEDS["update_weights"]):
+            if version < self._next_version:
+                raise WeightUpdateError(
+                    f"weights version {version} was refused on {self._where}, expected {self._next_version} or more; "
+                    "versions strictly increase"
+                )
+            self._next_version = version + 1
+            result: UpdateResult = self._checked("update_weights", sender=sender, version=version)
+            return result
+
+    def save(self, path: str, step: Step, background: bool) -> SaveResult:
+        result: SaveResult = self._call("save", at=step, path=path, step=step, background=background)
+        return result
+
+    def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
+        """Kinds that sleep already are left out. The hook is called even for none, to measure the residual."""
+        with self.entering("sleep"):
+            going = self.resident & kinds
+            self.resident -= going
+            result: SleepResult = self._checked("sleep", kinds=going)
+            return result
+
+    def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
+        """Kinds that are awake already are left out; the hook is called only where one is left."""
+        with self.entering("wake_up"):
+            coming = frozenset(kinds) - self.resident
+            if not coming:
+                return WakeResult(restored_bytes=0)
+            result: WakeResult = self._checked("wake_up", kinds=coming)
+            self.resident |= coming
+            return result
+
+    def observe(self, event: Event) -> None:
+        """An extension that raises is not called again; the worker goes on."""
+        if self.state not in (State.NEW, State.READY):
+            raise self._wrong_state("observe")
+        self._emitter.emit(event)
+
+    def shutdown(self, reason: str) -> None:
+        """Once on each plugin, extensions first. What they raise is raised here at the end, as one error, unless the
+        host had failed before: then it is only printed, and hides nothing. A second call does nothing."""
+        if self.state is State.CLOSED:
+            return
+        failed, self.state = self.state is State.FAILED, State.CLOSED
+        self.resident = frozenset()
+        errors = [
+            error if isinstance(error, CorerlError) else self._hook_failed("shutdown", error, plugin=plugin)
+            for plugin, error in call_each(self._manager, "shutdown", reason=reason)
+        ]
+        if failed:
+            for error in errors:
+                print(error.message, file=sys.stderr)
+        elif len(errors) == 1:
+            raise errors[0]
+        elif errors:
+            together = HookFailed("; ".join(error.message for error in errors))
+            together.hook, together.rank, together.raised_at = "shutdown", self.context.rank, time.time()
+            together.details = "\n".join(getattr(error, "details", "") or error.message for error in errors)
+            raise together
+
+    # ---- around every call -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def entering(self, verb: str, *, needs: Set[MemoryKind] = frozenset(), at: Step | None = None) -> Iterator[None]:
+        """Guard a call of the backend: `with host.entering("snapshot", needs={PARAM}): host.backend...`
+
+        Raises WrongState or NotResident before the block is entered. A corerl error passes through, anything else that
+        the block raises leaves as HookFailed.
+        """
+        if self.state is not (State.NEW if verb == "init" else State.READY):
+            raise self._wrong_state(verb)
+        if asleep := frozenset(needs) - self.resident:
+            kinds = ", ".join(kind for kind in MemoryKind if kind in asleep)
+            raise NotResident(f"{verb} on {self._where} needs memory that sleeps: {kinds}; wake_up these kinds first")
+        try:
+            yield
+        except BaseException as error:
+            if verb in ("init", "train"):
+                self.state = State.FAILED
+            # A backend that calls exit() must not take the worker down without a word.
+            if isinstance(error, CorerlError) or not isinstance(error, Exception | SystemExit):
+                raise
+            raise self._hook_failed(verb, error, at=at) from error
+
+    def _call(self, hook: str, *, at: Step | None = None, **arguments: Any) -> Any:
+        with self.entering(hook, needs=NEEDS.get(hook, frozenset()), at=at):
+            return self._checked(hook, **arguments)
+
+    def _checked(self, hook: str, **arguments: Any) -> Any:
+        result = getattr(self._manager.hook, hook)(**arguments)
+        expected = RESULTS[hook]
+        if isinstance(result, expected):
+            return result
+        chain = call_chain(self._manager, hook)
+        hint = " (a wrapper with a bare yield drops the result: write return (yield))" if ">" in chain else ""
+        raise ContractError(
+            f"{hook}() returned {type(result).__name__}, expected {expected.__name__}; call chain: {chain}{hint}"
+        )
+
+    @property
+    def _where(self) -> str:
+        return f"{self.context.role} rank {self.context.rank}"
+
+    def _wrong_state(self, verb: str) -> WrongState:
+        return WrongState(f"{verb} on {self._where} is not allowed in state {self.state}: {ADVICE[self.state]}")
+
+    def _hook_failed(self, hook: str, error: BaseException, *, at: Step | None = None, plugin: str = "") -> HookFailed:
+        where = plugin or f"backend:{self.name}"
+        when = f" at optimizer step {at.optimizer_step}" if at else ""
+        failed = HookFailed(f"{where}, {self._where}: {hook} failed{when}: {one_line(error)}")
+        failed.hook, failed.rank, failed.raised_at = hook, self.context.rank, time.time()
+        failed.details = "".join(traceback.format_exception(error))
+        return failed

@@ -1,0 +1,94 @@
+"""Make the extensions that a config lists, and tell them what happens; one that raises is silenced, the run goes on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pluggy
+
+from corerl.config.load import structure
+from corerl.config.schema import ExtensionChoice
+from corerl.errors import CorerlError, PluginBroken
+from corerl.plugin.contract import build_manager, call_each
+from corerl.plugin.events import Event
+from corerl.plugin.registry import Kind, Loaded, load, load_implementation, one_line
+from corerl.plugin.spec import Process
+
+
+class Emitter:
+    """Calls each observer by itself, and those that raised once no more."""
+
+    def __init__(self, manager: pluggy.PluginManager) -> None:
+        self._manager = manager
+        self._silenced: set[str] = set()
+
+    def emit(self, event: Event) -> None:
+        what = type(event).__name__
+        for name, error in call_each(self._manager, "observe", skip=self._silenced, event=event):
+            self._silenced.add(name)
+            print(f"warning: {name} is disabled, since observe({what}) raised {one_line(error)}", file=sys.stderr)
+
+
+class Observers:
+    """The driver's extensions, (name, instance) in the config's order. Nothing that they raise ends the run.
+
+    Raises ContractError where one does not keep the contract.
+    """
+
+    def __init__(self, extensions: Sequence[tuple[str, object]]) -> None:
+        plugins = [(f"extension:{name}", plugin) for name, plugin in reversed(extensions)]
+        self._manager = build_manager(plugins, hooks=("observe", "shutdown"))
+        self._emitter = Emitter(self._manager)
+        self._closed = False
+
+    def emit(self, event: Event) -> None:
+        """Tell every observer, in the config's order."""
+        self._emitter.emit(event)
+
+    def shutdown(self, reason: str) -> None:
+        """Once on each; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for name, error in call_each(self._manager, "shutdown", reason=reason):
+            print(f"warning: shutdown of {name} raised {one_line(error)}", file=sys.stderr)
+
+
+def load_observers(choices: Sequence[ExtensionChoice], run_dir: str) -> Observers:
+    """The extensions that live on the driver; their options may be resolved already, or plain tables."""
+    return Observers(_instances(choices, run_dir, Process.DRIVER))
+
+
+def load_worker_extensions(choices: Sequence[ExtensionChoice], run_dir: str) -> list[tuple[str, object]]:
+    """The extensions that live in workers, as PluginHost takes them."""
+    return _instances(choices, run_dir, Process.WORKER)
+
+
+def extensions_for(choices: Sequence[ExtensionChoice], process: Process) -> list[tuple[ExtensionChoice, Loaded]]:
+    """Those of `choices` that live in `process`, in order, with their specs."""
+    pairs = [(choice, load(Kind.EXTENSIONS, choice.name)) for choice in choices]
+    return [(choice, loaded) for choice, loaded in pairs if loaded.spec.process is process]
+
+
+def _instances(choices: Sequence[ExtensionChoice], run_dir: str, process: Process) -> list[tuple[str, object]]:
+    return [
+        (loaded.name, _instance(loaded, choice.options, run_dir)) for choice, loaded in extensions_for(choices, process)
+    ]
+
+
+def _instance(loaded: Loaded, options: Any, run_dir: str) -> object:
+    cls = loaded.spec.config
+    if not isinstance(options, cls):  # plain on the way to a worker, which may lack the plugin's classes
+        options = structure(options, cls, path=f"extensions.{loaded.name}.options")
+    implementation = load_implementation(Kind.EXTENSIONS, loaded)
+    try:
+        return implementation(options=options, run_dir=run_dir)
+    except CorerlError:
+        raise
+    except Exception as error:
+        raise PluginBroken(
+            f"extension {loaded} cannot be started: {loaded.spec.implementation}(options, run_dir) raised "
+            f"{one_line(error)}"
+        ) from error

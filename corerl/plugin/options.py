@@ -1,0 +1,163 @@
+"""Bring a config and its plugins together on the driver: each plugin's table becomes its own class, and what the run
+asks of a plugin is checked before a worker exists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+from attrs import evolve
+
+from corerl.config.load import structure
+from corerl.config.schema import ClusterInfo, Config, RolesConfig
+from corerl.errors import ConfigError, PluginError, Unsupported
+from corerl.plugin.capabilities import FULL, Capability, Grade
+from corerl.plugin.registry import Kind, Loaded, installed_names, load, nearest
+from corerl.plugin.spec import BackendSpec, Environment
+
+JOINED = {"LD_PRELOAD": ":"}  # variables that hold a list, with its separator: several plugins may add to one
+
+
+def backend_name(config: Config, role: str) -> str:
+    """The backend that a role names, or the run's."""
+    name: str = getattr(config.roles, role).backend or config.backend.name
+    return name
+
+
+def resolve_tables(config: Config) -> Config:
+    """The same config, with the options of every selected plugin as that plugin's own class.
+
+    Tables of backends and engines that are not selected stay as they are, and are checked if the plugin is installed.
+    Resolving twice changes nothing. Raises PluginError where a selected plugin cannot be loaded, and ConfigError with
+    one line for each problem in a table.
+    """
+    lines: list[str] = []
+    tables: dict[Kind, dict[str, Any]] = {Kind.BACKENDS: dict(config.backends), Kind.ENGINES: dict(config.engines)}
+    for kind, names in _selected(config).items():
+        for loaded in (load(kind, name) for name in names):
+            table = tables[kind].get(loaded.name, {})
+            tables[kind][loaded.name] = _options(table, loaded, path=_table(kind, loaded.name), lines=lines)
+    extensions = tuple(
+        evolve(
+            choice,
+            options=_options(
+                choice.options, load(Kind.EXTENSIONS, choice.name), path=f"extensions[{index}].options", lines=lines
+            ),
+        )
+        for index, choice in enumerate(config.extensions)
+    )
+    for kind, name, plugin in _unselected(config):
+        if isinstance(plugin, Loaded):
+            _options(tables[kind][name], plugin, path=_table(kind, name), lines=lines)
+    if lines:
+        raise ConfigError("\n".join(lines))
+    return evolve(config, backends=tables[Kind.BACKENDS], engines=tables[Kind.ENGINES], extensions=extensions)
+
+
+def notes(config: Config) -> list[str]:
+    """One line for each table that could not be checked, since its plugin is not selected and cannot be loaded."""
+    found = []
+    for kind, name, plugin in _unselected(config):
+        if isinstance(plugin, Loaded):
+            continue
+        near = nearest(name, installed_names(kind))
+        advice = f"; did you mean {near!r}?" if near and near != name else ""
+        found.append(f"{_table(kind, name)} is ignored: {plugin or f'no {kind.noun} {name!r} is installed'}{advice}")
+    return found
+
+
+def check_capabilities(spec: BackendSpec, needs: Mapping[Capability, str], *, name: str = "") -> None:
+    """Compare what a run asks of a backend (capability -> what in the config asks for it) with what it declares.
+
+    Raises Unsupported with one line for each that it does not have. `name` is the backend's, for the message.
+    """
+    lines = []
+    for capability, asked_by in needs.items():
+        support = spec.capabilities.get(capability, FULL)
+        if support.grade is not Grade.FULL:
+            verb = "cannot do" if support.grade is Grade.UNSUPPORTED else "does not do yet"
+            lines.append(
+                f"{asked_by} asks for {capability.value!r}, which the backend {name or spec.implementation!r} {verb}: "
+                f"{support.reason or 'no reason given'}; change that setting, or choose another backend"
+            )
+    if lines:
+        raise Unsupported("\n".join(lines))
+
+
+def check_spec(loaded: Loaded, options: Any, cluster: ClusterInfo) -> None:
+    """Ask a backend's or engine's spec whether these options can run here; ConfigError with a line for each problem."""
+    kind = Kind.BACKENDS if isinstance(loaded.spec, BackendSpec) else Kind.ENGINES
+    table = _table(kind, loaded.name)
+    lines = [
+        f"{table}.{problem.path}: {problem.text}" if problem.path else f"{table}: {problem.text}"
+        for problem in loaded.spec.check(options, cluster)
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def merge_environments(*environments: tuple[str, Environment]) -> dict[str, str]:
+    """One environment of several (plugin, environment) pairs. LD_PRELOAD is joined, in the order given.
+
+    Raises ConfigError where two plugins want different values of one variable.
+    """
+    merged: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    for owner, environment in environments:
+        for variable, value in environment.items():
+            if variable not in merged:
+                merged[variable], owners[variable] = value, owner
+            elif variable in JOINED:
+                separator = JOINED[variable]
+                parts = [*merged[variable].split(separator), *value.split(separator)]
+                merged[variable] = separator.join(dict.fromkeys(parts))
+            elif merged[variable] != value:
+                raise ConfigError(
+                    f"environment variable {variable}: {owners[variable]} wants {merged[variable]!r}, "
+                    f"{owner} wants {value!r}; these two cannot share a process, choose one of them"
+                )
+    return merged
+
+
+def _selected(config: Config) -> dict[Kind, list[str]]:
+    """The names that the config chooses, as it writes them."""
+    roles = [field.name for field in attrs.fields(RolesConfig) if getattr(config.roles, field.name) is not None]
+    backends = [config.backend.name, *(backend_name(config, role) for role in roles)]
+    return {Kind.BACKENDS: list(dict.fromkeys(backends)), Kind.ENGINES: [config.rollout.engine]}
+
+
+def _unselected(config: Config) -> Iterator[tuple[Kind, str, Loaded | str]]:
+    """Each table that no choice uses, with its plugin, or why there is none ("" where it is not installed)."""
+    for kind, names in _selected(config).items():
+        used = {name if name in getattr(config, kind.value) else name.rpartition(":")[2] for name in names}
+        known = installed_names(kind)
+        for name in getattr(config, kind.value):
+            if name in used:
+                continue
+            if name not in known:
+                yield kind, name, ""
+                continue
+            try:
+                yield kind, name, load(kind, name)
+            except PluginError as error:
+                yield kind, name, error.message
+
+
+def _options(table: Any, loaded: Loaded, *, path: str, lines: list[str]) -> Any:
+    """`table` as the plugin's config class; where it does not fit, the problems join `lines` and it stays as it is."""
+    cls = loaded.spec.config
+    if isinstance(table, cls):
+        return table
+    try:
+        return structure(table, cls, path=path)
+    except ConfigError as error:
+        lines += error.message.splitlines()
+        return table
+
+
+def _table(kind: Kind, name: str) -> str:
+    """The dotted path of a plugin's table, as TOML writes it."""
+    key = name if re.fullmatch(r"[\w-]+", name) else f'"{name}"'
+    return f"{kind.value}.{key}"

@@ -1,0 +1,45 @@
+"""The engines that come with CoreRL, described; importing this loads neither torch nor transformers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import frozen
+
+from corerl.config.schema import ClusterInfo, at_least, option
+from corerl.plugin.spec import EngineSpec, Environment
+
+
+@frozen(kw_only=True)
+class TransformersConfig:
+    batch_size: int = option("rows that are generated at once", default=512, validator=at_least(1))
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = option(
+        "transformers' implementation of attention", default="sdpa"
+    )
+
+
+@frozen(kw_only=True)
+class FakeConfig:
+    vocab_size: int = option("tokens are drawn from [0, vocab_size)", default=16, validator=at_least(1))
+
+
+def transformers_environment(config: TransformersConfig, cluster: ClusterInfo) -> Environment:
+    environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if cluster.device == "cpu":
+        environment["OMP_NUM_THREADS"] = "1"  # a replica has one core: more threads fight with its neighbours
+    return environment
+
+
+TRANSFORMERS = EngineSpec(
+    implementation="corerl.rollout.transformers_engine:TransformersEngine",
+    config=TransformersConfig,
+    api=(1, 0),
+    summary="transformers' own generate, on a CPU or a GPU",
+    environment=transformers_environment,
+)
+FAKE = EngineSpec(
+    implementation="corerl.rollout.fake_engine:FakeEngine",
+    config=FakeConfig,
+    api=(1, 0),
+    summary="no model: tokens that are a function of prompt, noise and weights version, for tests",
+)

@@ -1,0 +1,69 @@
+"""An engine without a model: what it says is a function of prompt, noise key and weights version, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import numpy as np
+
+from corerl.config.schema import ModelConfig
+from corerl.ops.noise import hash_keys
+from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received
+from corerl.rollout.engines import FakeConfig
+from corerl.rollout.serving import Serving
+from corerl.types import MemoryKind
+from corerl.weights.manifest import Manifest
+from corerl.weights.transport import Address
+
+
+class FakeEngine(Engine):
+    """Takes any weights, forgets them, and remembers their version; pauses and refuses as a real engine does."""
+
+    def __init__(self, model: ModelConfig, options: FakeConfig, context: EngineContext) -> None:
+        self._vocab = options.vocab_size
+        self._serving = Serving(context.name, context.index)
+
+    def generate(self, request: GenerateRequest) -> Generation:
+        params, rows = request.params, len(request)
+        with self._serving.generating() as version:
+            prompts = np.array([hash_keys(*row)[0] for row in np.split(request.tokens, request.offsets[1:-1])])
+            noise = np.zeros(rows, dtype=np.int64) if params.greedy else request.noise_keys
+            keys = hash_keys(version, prompts, noise)
+            drawn = hash_keys(np.repeat(keys, params.max_tokens), np.tile(np.arange(params.max_tokens), rows))
+            tokens = (drawn % self._vocab).reshape(rows, params.max_tokens)
+            # Not the log of anything, and different at every token, so that a column out of line is seen.
+            logprobs = -((drawn >> 8) % 1024).reshape(tokens.shape).astype(np.float32) / 256
+        stopped = np.isin(tokens, params.stop_tokens)
+        finished = stopped.any(axis=1)
+        sizes = np.where(finished, stopped.argmax(axis=1) + 1, params.max_tokens)
+        chosen = np.arange(params.max_tokens) < sizes[:, None]
+        return Generation(
+            tokens=tokens[chosen],
+            offsets=np.concatenate([[0], np.cumsum(sizes)]),
+            logprobs=logprobs[chosen],
+            versions=np.full(sizes.sum(), version, dtype=np.int64),
+            truncated=~finished,
+        )
+
+    def pause(self) -> None:
+        self._serving.pause()
+
+    def resume(self) -> None:
+        self._serving.resume()
+
+    def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
+        return self._serving.receive(
+            manifest, version, address, check=lambda manifest: "", load=lambda bucket, flat: None
+        )
+
+    def sleep(self, kinds: Set[MemoryKind]) -> int:
+        if MemoryKind.PARAM in kinds:
+            with self._serving.dropping_weights("its weights were put to sleep"):
+                pass
+        return 0
+
+    def wake_up(self, kinds: Set[MemoryKind]) -> int:
+        return 0
+
+    def close(self) -> None:
+        self._serving.close()

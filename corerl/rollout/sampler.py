@@ -1,0 +1,152 @@
+"""Draw G samples for each of P prompts, and lay them out as one ragged batch with what training asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from attrs import frozen
+
+from corerl.config.schema import RolloutConfig
+from corerl.data.prompts import Prompt
+from corerl.errors import ConfigError, DataError
+from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
+from corerl.rollout.noise import noise_keys
+from corerl.types import IntArray, SampleBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@frozen(kw_only=True)
+class Rollout:
+    """The samples of one rollout step, B = P * G, those of one prompt side by side.
+
+    The batch has the columns `loss_mask`, `rollout_logprobs`, `versions`, and the rows `group` (index into `prompts`),
+    `sample` (0 to G - 1), `prompt_length`, `response_length` (both in tokens) and `truncated`.
+    """
+
+    batch: SampleBatch
+    prompts: tuple[Prompt, ...]  # [P]
+    texts: list[str]  # [B] responses without special tokens
+
+
+class Sampler:
+    """Turns prompts into samples with whatever generates; holds no state but the seed."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        generate: Callable[[GenerateRequest], Generation],
+        seed: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._generate = generate
+        self._seed = seed
+
+    def sample(self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams) -> Rollout:
+        """`samples` responses to each prompt. What is drawn depends on the weights, the seed and `rollout_step`, on the
+        prompt and on the sample's number. Prompts are encoded with the tokenizer's own special tokens (its <bos>).
+
+        Raises DataError for a prompt of no tokens, and what `generate` raises.
+        """
+        tokens, offsets = self._encode(prompts)
+        group = np.repeat(np.arange(len(prompts)), samples)
+        sample = np.tile(np.arange(samples), len(prompts))
+        request = GenerateRequest(
+            **_repeated(tokens, offsets, group),
+            # A prompt that comes twice in one step (a data set smaller than the step) must not draw the same twice.
+            noise_keys=noise_keys(
+                self._seed,
+                rollout_step,
+                np.array([prompt.index for prompt in prompts])[group],
+                _occurrence(prompts)[group] * samples + sample,
+            ),
+            params=params,
+        )
+        generation = self._generate(request)
+        batch = assemble(request, generation).with_rows(group=group, sample=sample)
+        responses = np.split(generation.tokens, generation.offsets[1:-1])
+        return Rollout(
+            batch=batch,
+            prompts=tuple(prompts),
+            texts=self._tokenizer.batch_decode(responses, skip_special_tokens=True),
+        )
+
+    def _encode(self, prompts: Sequence[Prompt]) -> tuple[IntArray, IntArray]:
+        """Prompts as ragged tokens [n] and offsets [P + 1]."""
+        encoded = self._tokenizer([prompt.text for prompt in prompts], add_special_tokens=True)["input_ids"]
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            if not ids:
+                raise DataError(f"prompt {prompt.index} ({prompt.text!r}) has no tokens; there is nothing to continue")
+        offsets = np.cumsum([0, *map(len, encoded)])
+        return np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded]), offsets
+
+
+def sampling_params(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
+    """The config's sampling, its stop texts as token ids after the tokenizer's own end of sequence.
+
+    Raises ConfigError where a stop text is not exactly one token.
+    """
+    stops = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for text in rollout.stop:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+            raise ConfigError(
+                f"rollout.stop: {text!r} is {len(ids)} tokens of this tokenizer "
+                f"({tokenizer.convert_ids_to_tokens(ids)}), wanted exactly one that it knows"
+            )
+        stops.append(ids[0])
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        max_tokens=rollout.max_tokens,
+        stop_tokens=tuple(dict.fromkeys(stops)),
+    )
+
+
+def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:
+    """Prompts and responses interleaved into samples; what the engine recorded stands at the response's tokens."""
+    prompt_length, response_length = np.diff(request.offsets), np.diff(generation.offsets)
+    lengths = prompt_length + response_length
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    loss_mask = within >= np.repeat(prompt_length, lengths)
+    tokens = np.empty(len(loss_mask), dtype=np.int64)
+    tokens[~loss_mask] = request.tokens
+    tokens[loss_mask] = generation.tokens
+    rollout_logprobs = np.zeros(len(tokens), dtype=np.float32)
+    rollout_logprobs[loss_mask] = generation.logprobs
+    versions = np.zeros(len(tokens), dtype=np.int64)
+    versions[loss_mask] = generation.versions
+    return SampleBatch(
+        tokens=tokens,
+        offsets=offsets,
+        columns={"loss_mask": loss_mask, "rollout_logprobs": rollout_logprobs, "versions": versions},
+        rows={
+            "prompt_length": prompt_length,
+            "response_length": response_length,
+            "truncated": generation.truncated,
+        },
+        temperature=request.params.temperature,
+    )
+
+
+def _repeated(tokens: IntArray, offsets: IntArray, rows: IntArray) -> dict[str, IntArray]:
+    """The ragged rows [R] that `rows` picks, as `tokens` and `offsets`."""
+    lengths = np.diff(offsets)[rows]
+    picked = np.concatenate([[0], np.cumsum(lengths)])
+    source = np.arange(picked[-1]) + np.repeat(offsets[:-1][rows] - picked[:-1], lengths)
+    return {"tokens": tokens[source], "offsets": picked}
+
+
+def _occurrence(prompts: Sequence[Prompt]) -> IntArray:
+    """[P] how many times each prompt came before in this step."""
+    seen: dict[int, int] = {}
+    counts = []
+    for prompt in prompts:
+        counts.append(seen.get(prompt.index, 0))
+        seen[prompt.index] = counts[-1] + 1
+    return np.array(counts, dtype=np.int64)

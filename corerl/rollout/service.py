@@ -1,0 +1,54 @@
+"""What each engine process runs: one replica, resolved by name where it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from corerl.config.load import structure
+from corerl.config.schema import ModelConfig
+from corerl.plugin.registry import Kind, load, load_implementation
+from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received
+from corerl.weights.manifest import Manifest
+from corerl.weights.transport import Address
+
+
+@frozen(kw_only=True)
+class EngineAssignment:
+    """What the driver tells one replica: plain data."""
+
+    engine: str  # the name, resolved again where it serves
+    model: ModelConfig
+    options: Mapping[str, Any]  # the engine's own table
+    context: EngineContext
+
+
+class EngineService:
+    """One replica in its process."""
+
+    def __init__(self, assignment: EngineAssignment) -> None:
+        if assignment.context.device == "cpu":
+            import torch
+
+            torch.set_num_threads(1)
+        loaded = load(Kind.ENGINES, assignment.engine)
+        options = structure(assignment.options, loaded.spec.config, path=f"engines.{loaded.name}")
+        engine_class: type[Engine] = load_implementation(Kind.ENGINES, loaded)
+        self.engine = engine_class(assignment.model, options, assignment.context)
+
+    def generate(self, request: GenerateRequest) -> Generation:
+        return self.engine.generate(request)
+
+    def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
+        return self.engine.receive(manifest, version, address)
+
+    def pause(self) -> None:
+        self.engine.pause()
+
+    def resume(self) -> None:
+        self.engine.resume()
+
+    def close(self) -> None:
+        self.engine.close()

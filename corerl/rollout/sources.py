@@ -1,0 +1,134 @@
+"""Where the loop's batches come from, already scored; and the evaluation on held-out prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from attrs import evolve, frozen
+
+from corerl.data.prompts import Prompt, PromptStream
+from corerl.plugin.events import Shown
+from corerl.rollout.engine import SamplingParams
+from corerl.rollout.rewards import exact_match, score
+from corerl.rollout.sampler import Rollout, Sampler
+from corerl.types import FloatArray
+
+
+@frozen(kw_only=True)
+class Scored:
+    """One rollout step, ready to become advantages."""
+
+    step: int  # rollout step
+    rollout: Rollout
+    rewards: FloatArray  # [B]
+    exact_match: float | None  # share of samples that equal their answer; None where no prompt has one
+    seconds: Mapping[str, float]  # by phase: rollout, reward
+
+    def shown(self, count: int = 3) -> tuple[Shown, ...]:
+        """The first sample of each of the first `count` prompts, to look at."""
+        return shown(self.rollout, self.rewards, count)
+
+
+class Synchronous:
+    """Rollout steps one after the other, each sampled when it is asked for, by the weights that the engines hold then.
+
+    `position` counts a step as done as soon as it was handed out: taken after that step was trained on, it is where a
+    resumed run goes on.
+    """
+
+    def __init__(
+        self,
+        *,
+        stream: PromptStream,
+        sampler: Sampler,
+        reward: Callable[[Prompt, str], float],
+        params: SamplingParams,
+        prompts: int,
+        samples: int,
+        steps: int,
+    ) -> None:
+        self._stream = stream
+        self._sampler = sampler
+        self._reward = reward
+        self._params = params
+        self._prompts = prompts  # a step
+        self._samples = samples  # a prompt
+        self._steps = steps  # rollout steps in all, those before a resume included
+        self._step = 0  # the next one
+
+    def __iter__(self) -> Iterator[Scored]:
+        return self
+
+    def __next__(self) -> Scored:
+        if self._step >= self._steps:
+            raise StopIteration
+        started = time.perf_counter()
+        rollout = self._sampler.sample(
+            self._stream.take(self._prompts), rollout_step=self._step, samples=self._samples, params=self._params
+        )
+        sampled = time.perf_counter()
+        rewards = score(self._reward, rollout)
+        matched = exact_share(rollout)
+        seconds = {"rollout": sampled - started, "reward": time.perf_counter() - sampled}
+        self._step += 1
+        return Scored(step=self._step - 1, rollout=rollout, rewards=rewards, exact_match=matched, seconds=seconds)
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Plain data for a checkpoint: the next rollout step, and where the prompts stand."""
+        return {"rollout_step": self._step, "prompts": self._stream.position}
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        """Go on where `position` was taken. Raises CheckpointError where the data are not those of the checkpoint."""
+        self._stream.restore(position["prompts"])
+        self._step = position["rollout_step"]
+
+
+@frozen(kw_only=True)
+class Evaluation:
+    metrics: dict[str, float]  # eval/reward, eval/exact_match (where prompts have answers), eval/response_length
+    shown: tuple[Shown, ...]  # the first prompts, the same ones every time
+
+
+def evaluate(
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    reward: Callable[[Prompt, str], float],
+    *,
+    params: SamplingParams,
+    show: int = 3,
+) -> Evaluation:
+    """One greedy response to each prompt, scored. The same weights give the same scores at any step."""
+    rollout = sampler.sample(prompts, rollout_step=0, samples=1, params=evolve(params, greedy=True))
+    rewards = score(reward, rollout)
+    metrics = {
+        "eval/reward": float(rewards.mean(dtype=np.float64)),
+        "eval/response_length": float(rollout.batch.rows["response_length"].mean()),
+    }
+    matched = exact_share(rollout)
+    if matched is not None:
+        metrics["eval/exact_match"] = matched
+    return Evaluation(metrics=metrics, shown=shown(rollout, rewards, show))
+
+
+def exact_share(rollout: Rollout) -> float | None:
+    """The share of samples that equal their prompt's answer, among prompts that have one."""
+    prompts = [rollout.prompts[group] for group in rollout.batch.rows["group"]]
+    matches = [exact_match(prompt, text) for prompt, text in zip(prompts, rollout.texts) if prompt.answer]
+    return sum(matches) / len(matches) if matches else None
+
+
+def shown(rollout: Rollout, rewards: FloatArray, count: int) -> tuple[Shown, ...]:
+    first = np.flatnonzero(rollout.batch.rows["sample"] == 0)[:count]
+    return tuple(
+        Shown(
+            prompt=rollout.prompts[group].text,
+            response=rollout.texts[row],
+            answer=rollout.prompts[group].answer,
+            reward=float(rewards[row]),
+        )
+        for row, group in zip(first, rollout.batch.rows["group"][first])
+    )

@@ -1,0 +1,196 @@
+"""An engine on the model's own `generate`: any transformers causal language model, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from corerl.config.schema import ModelConfig
+from corerl.models.build import build_on_meta, materialize
+from corerl.models.config import hf_config
+from corerl.models.names import hf_boxes
+from corerl.ops.noise import gumbel
+from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, SamplingParams
+from corerl.rollout.engines import TransformersConfig
+from corerl.rollout.serving import Serving
+from corerl.types import MemoryKind
+from corerl.weights.manifest import Bucket, Manifest
+from corerl.weights.transport import Address
+
+PAD = 0  # any token of the vocabulary will do: padding is masked, and what follows a stop token is cut off
+
+
+class TransformersEngine(Engine):
+    def __init__(self, model: ModelConfig, options: TransformersConfig, context: EngineContext) -> None:
+        self._options = options
+        self._device = torch.device(context.device)
+        self._model = build_on_meta(
+            hf_config(model), dtype=getattr(torch, context.precision), attention=options.attention
+        )
+        # Left as they are: nothing is served before the first update has overwritten every parameter.
+        empty = {
+            name: torch.nn.Parameter(torch.empty_like(parameter, device=self._device), requires_grad=False)
+            for name, parameter in self._model.named_parameters()
+        }
+        materialize(self._model, empty)
+        self._model.to(self._device).eval()  # the buffers
+        # `generate` fills what its argument leaves open from here: a model's own defaults (top_k, penalties, a second
+        # end of sequence) would bend the distribution that is recorded.
+        self._model.generation_config = GenerationConfig()
+        self._views = named_views(self._model)
+        self._storages = [(storage, storage.nbytes()) for storage in (p.untyped_storage() for p in empty.values())]
+        self._asleep = False
+        self._serving = Serving(context.name, context.index)
+
+    # ---- sampling ------------------------------------------------------------------------------------------------------
+
+    def generate(self, request: GenerateRequest) -> Generation:
+        size = self._options.batch_size
+        with self._serving.generating() as version:
+            return Generation.concatenate(
+                [
+                    self._generate(request.rows(start, min(start + size, len(request))), version)
+                    for start in range(0, len(request), size)
+                ]
+            )
+
+    @torch.inference_mode()
+    def _generate(self, request: GenerateRequest, version: int) -> Generation:
+        params = request.params
+        lengths = np.diff(request.offsets)
+        width = int(lengths.max())
+        mask = np.arange(width) >= width - lengths[:, None]  # left-padded: every row's next token is in one column
+        tokens = np.full(mask.shape, PAD, dtype=np.int64)
+        tokens[mask] = request.tokens
+        draw = Draw(torch.tensor(request.noise_keys, device=self._device), params)
+        sequences = self._model.generate(
+            input_ids=torch.tensor(tokens, device=self._device),
+            attention_mask=torch.tensor(mask, dtype=torch.int64, device=self._device),
+            logits_processor=LogitsProcessorList([draw]),
+            generation_config=GenerationConfig(
+                do_sample=False,
+                use_cache=True,
+                max_new_tokens=params.max_tokens,
+                eos_token_id=list(params.stop_tokens) or None,
+                pad_token_id=PAD,
+            ),
+        )
+        responses = sequences[:, width:].cpu().numpy()
+        stopped = np.isin(responses, params.stop_tokens)
+        finished = stopped.any(axis=1)
+        sizes = np.where(finished, stopped.argmax(axis=1) + 1, responses.shape[1])
+        chosen = np.arange(responses.shape[1]) < sizes[:, None]
+        return Generation(
+            tokens=responses[chosen],
+            offsets=np.concatenate([[0], np.cumsum(sizes)]),
+            logprobs=torch.stack(draw.logprobs, dim=1).cpu().numpy()[chosen],
+            versions=np.full(sizes.sum(), version, dtype=np.int64),
+            truncated=~finished,
+        )
+
+    def pause(self) -> None:
+        self._serving.pause()
+
+    def resume(self) -> None:
+        self._serving.resume()
+
+    # ---- weights -------------------------------------------------------------------------------------------------------
+
+    def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
+        return self._serving.receive(manifest, version, address, check=self._check, load=self._load)
+
+    def _check(self, manifest: Manifest) -> str:
+        """Why this manifest cannot be loaded here; "" where it can."""
+        if self._asleep:
+            return "the engine's weights sleep; wake it up first"
+        offered = manifest.shapes
+        wanted = {name: tuple(view.shape) for name, view in self._views.items()}
+        if missing := sorted(wanted.keys() - offered.keys()):
+            return f"{len(missing)} of the model's {len(wanted)} tensors are not sent, the first is {missing[0]!r}"
+        if unknown := sorted(offered.keys() - wanted.keys()):
+            return f"{len(unknown)} tensors are not the model's, the first is {unknown[0]!r}"
+        for name, shape in offered.items():
+            if tuple(shape) != wanted[name]:
+                return f"{name!r} is sent as {list(shape)}, the model wants {list(wanted[name])}"
+        return ""
+
+    @torch.no_grad()
+    def _load(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        for name, tensor in bucket.views(flat).items():
+            self._views[name].copy_(tensor)
+
+    def sleep(self, kinds: Set[MemoryKind]) -> int:
+        if MemoryKind.PARAM not in kinds or self._asleep:
+            return 0
+        with self._serving.dropping_weights("its weights were put to sleep"):
+            for storage, _ in self._storages:
+                storage.resize_(0)
+            self._asleep = True
+            self._release_cache()
+        return self._bytes
+
+    def wake_up(self, kinds: Set[MemoryKind]) -> int:
+        if MemoryKind.PARAM not in kinds or not self._asleep:
+            return 0
+        with self._serving.dropping_weights("its weights have not arrived since it woke up"):
+            for storage, size in self._storages:
+                storage.resize_(size)
+            self._asleep = False
+        return self._bytes
+
+    @property
+    def _bytes(self) -> int:
+        return sum(size for _, size in self._storages)
+
+    def _release_cache(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        self.sleep({MemoryKind.PARAM})
+        self._serving.close()
+
+
+def named_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Every HF tensor of the model by name, as a view of the parameter (or the part of a fused one) that holds it."""
+    boxes = hf_boxes(model)
+    return {box.name: box.view(param.data) for name, param in model.named_parameters() for box in boxes[name]}
+
+
+class Draw(LogitsProcessor):
+    """Draws the next token of each row and hands `generate`, which decodes greedily, scores whose maximum it is.
+
+    Put last. Keeps one number a row and step: nothing of the size of the vocabulary outlives a call.
+    """
+
+    def __init__(self, keys: torch.Tensor, params: SamplingParams) -> None:
+        self._keys = keys  # [R] int64
+        self._params = params
+        self.logprobs: list[torch.Tensor] = []  # one [R] a step: log p of what was drawn, of logits / temperature
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """[R, length so far], [R, V] -> [R, V]"""
+        logprobs = torch.log_softmax(scores.float() / self._params.temperature, dim=-1)
+        perturbed = logprobs
+        if not self._params.greedy:
+            perturbed = keep_top_p(logprobs, self._params.top_p)
+            # The Gumbel-max trick: the argmax is distributed as softmax(perturbed).
+            perturbed = perturbed + gumbel(self._keys, len(self.logprobs), scores.shape[-1])
+        drawn = perturbed.argmax(dim=-1, keepdim=True)
+        self.logprobs.append(logprobs.gather(1, drawn)[:, 0])
+        return perturbed
+
+
+def keep_top_p(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """[R, V] with -inf outside each row's nucleus: the smallest set of likeliest tokens that holds `top_p` of the
+    probability (Holtzman et al. 2020, "The curious case of neural text degeneration")."""
+    if top_p >= 1.0:
+        return logprobs
+    ordered, order = logprobs.sort(dim=-1, descending=True)
+    probabilities = ordered.exp()
+    before = probabilities.cumsum(dim=-1) - probabilities  # held by likelier tokens; 0 for the likeliest, which stays
+    return torch.full_like(logprobs, -math.inf).scatter(-1, order, ordered.masked_fill(before >= top_p, -math.inf))

@@ -1,0 +1,64 @@
+"""Tiny models of every kind that CoreRL trains, for tests: built in milliseconds, and no tensor like another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+KINDS = ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3-moe")
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 97,  # a prime: no shard of it is even
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_OWN: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16},
+    "qwen3-tied": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen2": {},  # has biases
+    "llama": {"head_dim": 16},
+    "qwen3-moe": {
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+}
+
+
+def tiny_fields(kind: str) -> dict[str, Any]:
+    """What `[model.config]` would hold for this kind: about 0.2 million parameters, 4 layers, 97 tokens."""
+    model_type = {"qwen3-tied": "qwen3", "qwen3-moe": "qwen3_moe"}.get(kind, kind)
+    return {"model_type": model_type, **_COMMON, **_OWN[kind]}
+
+
+def tiny_config(kind: str) -> PreTrainedConfig:
+    """`tiny_fields(kind)` as transformers' config class."""
+    return AutoConfig.for_model(**tiny_fields(kind))
+
+
+def write_tiny_model(kind: str, directory: str | Path, seed: int = 0) -> Path:
+    """Save float32 weights, in several shards with an index, as transformers does it; returns `directory`.
+
+    Norms and biases, which begin as ones and zeros, are moved: a tensor that is mixed up with another is seen.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.float32)
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.dim() == 1:
+                    param.add_(0.1 * torch.randn_like(param))
+    model.save_pretrained(directory, max_shard_size="200KB")
+    return Path(directory)

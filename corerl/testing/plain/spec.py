@@ -1,0 +1,36 @@
+"""What the plain backend is and is not for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from attrs import frozen
+
+from corerl.config.schema import ClusterInfo
+from corerl.plugin.capabilities import Capability, not_implemented, unsupported
+from corerl.plugin.spec import BackendSpec, Problem
+
+
+@frozen(kw_only=True)
+class PlainConfig:
+    """It has no options: whatever is common stands in [train]."""
+
+
+def check(config: PlainConfig, cluster: ClusterInfo) -> Iterable[Problem]:
+    if cluster.ranks != 1:
+        yield Problem("", f"the plain backend is one process, got {cluster.ranks} ranks; set roles.actor.ranks=1")
+
+
+SPEC = BackendSpec(
+    implementation="corerl.testing.plain.backend:PlainBackend",
+    config=PlainConfig,
+    api=(1, 0),
+    summary="one process in plain torch, the reference that other backends are compared with",
+    capabilities={
+        Capability.MULTI_RANK: unsupported("it is one process, to be read and compared with"),
+        Capability.CRITIC: not_implemented("no value head yet"),
+        Capability.UPDATE_IPC: not_implemented("no sender of CUDA IPC handles yet"),
+        Capability.BFLOAT16: unsupported("it is a float32 reference"),
+    },
+    check=check,
+)

@@ -1,0 +1,32 @@
+"""The loop: samples in, optimizer steps, new weights out to the engines. `corerl.driver` assembles what it calls."""
+
+from __future__ import annotations
+
+from corerl.cluster.objects import share
+from corerl.config.schema import Config
+from corerl.driver.launch import launch
+from corerl.driver.run import Summary
+
+
+def train(config: Config) -> Summary:
+    """Train as `config` says. Raises CorerlError with the first failure's cause; earlier checkpoints stay."""
+    with launch(config) as run:
+        run.push_weights()
+        run.evaluate()
+        for scored in run.source:  # sampled when asked for, under the weights pushed last
+            with run.training():
+                samples = run.with_advantages(scored)
+                shared = share(samples)
+                results = []
+                for plan in run.plan(samples):
+                    with run.phase("train"):
+                        results.append(run.actor.train(shared, plan, run.loss, run.step))
+                    run.optimizer_step += 1
+                run.rollout_step += 1
+                run.push_weights()
+                run.report(scored, samples, results)
+                run.save()
+            run.evaluate()
+            if run.stop.requested:
+                break
+        return run.finish()

@@ -1,0 +1,102 @@
+"""From a run's config to what each rank of a role is told, checked before any process starts."""
+
+from __future__ import annotations
+
+from attrs import evolve, frozen
+
+from corerl.algorithms.registry import loss_spec
+from corerl.config.load import to_plain
+from corerl.config.schema import ClusterInfo, Config, RoleChoice, RoleConfig
+from corerl.plugin.capabilities import Capability
+from corerl.plugin.context import Context
+from corerl.plugin.fingerprint import fingerprint
+from corerl.plugin.observers import extensions_for
+from corerl.plugin.options import backend_name, check_capabilities, check_spec
+from corerl.plugin.registry import Kind, Loaded, load
+from corerl.plugin.spec import Process
+from corerl.trainer.worker import Assignment
+from corerl.types import LossSpec
+
+
+@frozen(kw_only=True)
+class RolePlan:
+    """A role as it will be launched."""
+
+    role: str
+    backend: Loaded
+    assignments: tuple[Assignment, ...]  # one a rank
+    environment: dict[str, str]
+    loss: LossSpec
+
+
+def actor_loss(config: Config) -> LossSpec:
+    algorithm = config.algorithm
+    return loss_spec(
+        loss=algorithm.loss,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        entropy_coef=algorithm.entropy_coef,
+        kl_coef=algorithm.kl_coef,
+        kl_estimator=algorithm.kl_estimator,
+    )
+
+
+def plan_role(role: str, config: Config, *, device: str, run_dir: str, resume: str) -> RolePlan:
+    """`config` is resolved: options are the plugins' own classes. Raises what is wrong with the role, in the user's
+    terms: unknown backend, a capability that it lacks, its own checks."""
+    choice: RoleChoice = getattr(config.roles, role)
+    name = backend_name(config, role)
+    backend = load(Kind.BACKENDS, name)
+    options = config.backends[backend.name]
+    cluster = ClusterInfo(device=device, ranks=choice.ranks)
+    train = choice.train or config.train
+    check_capabilities(backend.spec, needed(config, cluster, train.precision), name=backend.name)
+    check_spec(backend, options, cluster)
+    loss = actor_loss(config)
+    extensions = extensions_for(config.extensions, Process.WORKER)
+    role_config = RoleConfig(
+        model=config.model,
+        train=train,
+        options=to_plain(options),
+        weights=config.weights,
+        device=device,
+        seed=config.run.seed,
+        timeout=config.cluster.timeout,
+        resume=resume,
+    )
+    assignment = Assignment(
+        context=Context(role=role, rank=0, world_size=choice.ranks, local_rank=0, run_dir=run_dir),
+        backend=name,
+        config=role_config,
+        extensions=tuple(evolve(choice, options=to_plain(choice.options)) for choice, _ in extensions),
+        loss=loss,
+        fingerprint=fingerprint(backend, [loaded for _, loaded in extensions], loss),
+    )
+    return RolePlan(
+        role=role,
+        backend=backend,
+        assignments=tuple(
+            evolve(assignment, context=evolve(assignment.context, rank=rank)) for rank in range(choice.ranks)
+        ),
+        environment=dict(backend.spec.environment(options, cluster)),
+        loss=loss,
+    )
+
+
+def needed(config: Config, cluster: ClusterInfo, precision: str) -> dict[Capability, str]:
+    """Capabilities that the run will use, each with the setting that asks for it."""
+    needs: dict[Capability, str] = {}
+    if cluster.device == "cpu":
+        needs[Capability.CPU] = "cluster.device = 'cpu'"
+    if cluster.ranks > 1:
+        needs[Capability.MULTI_RANK] = f"{cluster.ranks} ranks"
+    if precision == "bfloat16":
+        needs[Capability.BFLOAT16] = "train.precision = 'bfloat16'"
+    if config.algorithm.kl_coef:
+        needs[Capability.SNAPSHOTS] = f"algorithm.kl_coef = {config.algorithm.kl_coef}, whose reference is a snapshot"
+    if config.checkpoint.background:
+        needs[Capability.SAVE_BACKGROUND] = "checkpoint.background = true"
+    transport = {"collective": Capability.UPDATE_COLLECTIVE, "disk": Capability.UPDATE_DISK}
+    if config.weights.transport in transport:
+        needs[transport[config.weights.transport]] = f"weights.transport = '{config.weights.transport}'"
+    return needs

@@ -1,0 +1,233 @@
+"""A role's ranks as one object on the driver: a dozen verbs, each blocking, `train` and `forward` also without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from attrs import field, frozen
+
+from corerl.cluster.group import Pending, ProcessGroup
+from corerl.cluster.placement import Seat
+from corerl.data.plan import StepPlan
+from corerl.errors import ContractError
+from corerl.trainer.assign import RolePlan
+from corerl.types import (
+    FloatArray,
+    ForwardResult,
+    InitResult,
+    LossSpec,
+    MemoryKind,
+    Metric,
+    Output,
+    ParallelLayout,
+    SampleBatch,
+    Step,
+    TrainResult,
+    UpdateResult,
+    merge_metrics,
+)
+from corerl.weights.manifest import Manifest
+from corerl.weights.transport import Address
+
+ALL_KINDS = frozenset(MemoryKind)
+
+
+@frozen(kw_only=True)
+class GroupTrainResult:
+    """One optimizer step of the whole group."""
+
+    applied: bool
+    metrics: Mapping[str, Metric] = field(factory=dict)  # summed over dp
+    grad_norm: float
+    tokens: int  # over all dp ranks
+
+
+class TrainGroup:
+    """`TrainGroup.launch(plan, seats, environment)`, then `init`. A rank that fails ends the group with its error."""
+
+    def __init__(self, processes: ProcessGroup, plan: RolePlan) -> None:
+        self.processes = processes
+        self.plan = plan
+        self.role = plan.role
+        self.layouts: list[ParallelLayout] = []
+
+    @classmethod
+    def launch(cls, plan: RolePlan, seats: Sequence[Seat], environment: Mapping[str, str]) -> TrainGroup:
+        """Start a process for each rank, with `environment` set before it imports anything; returns at once."""
+        names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
+        processes = ProcessGroup(names, "corerl.trainer.worker:Worker", seats, environment)
+        return cls(processes, plan)
+
+    # ---- training ------------------------------------------------------------------------------------------------------
+
+    def init(self) -> InitResult:
+        """Let the ranks meet, build, load and resume. Raises ContractError where they disagree on where they stand."""
+        self.processes.wait(self.processes.construct([(assignment,) for assignment in self.plan.assignments]))
+        host, _ = self.processes.address(0)
+        port = self.processes.wait(self.processes.start_some("rendezvous", {0: (host,)}))[0]
+        self.processes.call("join", host, port)
+        results: list[InitResult] = self.processes.call("init")
+        self.layouts = [result.layout for result in results]
+        for rank, result in enumerate(results):
+            for what in ("optimizer_step", "weights_version"):
+                if getattr(result, what) != getattr(results[0], what):
+                    self.processes.kill()
+                    raise ContractError(
+                        f"{self.role}: ranks disagree on {what}: rank 0 says {getattr(results[0], what)}, "
+                        f"rank {rank} says {getattr(result, what)}; they did not load the same checkpoint"
+                    )
+            if result.layout.rank != rank or result.layout.dp_size != self.dp_size:
+                self.processes.kill()
+                raise ContractError(
+                    f"{self.role}: rank {rank} describes itself as rank {result.layout.rank} of dp size "
+                    f"{result.layout.dp_size}, rank 0 as dp size {self.dp_size}; a layout is wrong"
+                )
+        return results[0]
+
+    @property
+    def dp_size(self) -> int:
+        return self.layouts[0].dp_size
+
+    def train(self, samples: Any, plan: StepPlan, loss: LossSpec, step: Step) -> GroupTrainResult:
+        """One optimizer step. `samples` is a SampleBatch, or a reference to one in the object store."""
+        return self.wait_train(self.train_async(samples, plan, loss, step))
+
+    def train_async(self, samples: Any, plan: StepPlan, loss: LossSpec, step: Step) -> Pending:
+        return self.processes.start("train", samples, plan, loss, step)
+
+    def wait_train(self, pending: Pending) -> GroupTrainResult:
+        results: list[TrainResult] = self.processes.wait(pending)
+        if len({result.applied for result in results}) != 1:
+            self.processes.kill()
+            applied = [rank for rank, result in enumerate(results) if result.applied]
+            raise ContractError(f"{self.role}: ranks {applied} applied the step and the others skipped it")
+        output = [result for result, layout in zip(results, self.layouts, strict=True) if layout.outputs]
+        return GroupTrainResult(
+            applied=results[0].applied,
+            metrics=merge_metrics(result.metrics for result in output),
+            grad_norm=results[0].grad_norm,
+            tokens=sum(result.tokens for result in output),
+        )
+
+    def forward(
+        self, samples: Any, plan: StepPlan, outputs: tuple[Output, ...], *, of: SampleBatch, weights: str = ""
+    ) -> dict[Output, FloatArray]:
+        """Columns [N] aligned with the tokens of `of`, the batch that `samples` is or refers to."""
+        return self.wait_forward(self.forward_async(samples, plan, outputs, weights=weights), outputs, of=of)
+
+    def forward_async(
+        self, samples: Any, plan: StepPlan, outputs: tuple[Output, ...], *, weights: str = ""
+    ) -> Pending:
+        return self.processes.start("forward", samples, plan, outputs, weights)
+
+    def wait_forward(
+        self, pending: Pending, outputs: tuple[Output, ...], *, of: SampleBatch
+    ) -> dict[Output, FloatArray]:
+        return scatter(self.processes.wait(pending), outputs, of, role=self.role)
+
+    # ---- weights -------------------------------------------------------------------------------------------------------
+
+    def manifest(self) -> Manifest:
+        manifests: list[Manifest] = self.processes.call("manifest")
+        if any(manifest != manifests[0] for manifest in manifests):
+            self.processes.kill()
+            raise ContractError(f"{self.role}: ranks disagree on the manifest; their chunk maps differ in order or shape")
+        return manifests[0]
+
+    def update_weights(self, address: Address, version: int) -> UpdateResult:
+        return self.wait_update(self.update_weights_async(address, version))
+
+    def update_weights_async(self, address: Address, version: int) -> Pending:
+        return self.processes.start("update_weights", address, version)
+
+    def wait_update(self, pending: Pending) -> UpdateResult:
+        results: list[UpdateResult] = self.processes.wait(pending)
+        engines: dict[str, str] = {}
+        for result in results:
+            for name, error in result.engines.items():
+                engines[name] = engines.get(name) or error
+        return UpdateResult(
+            version=results[0].version,
+            bytes=sum(result.bytes for result in results),
+            seconds=max(result.seconds for result in results),
+            engines=engines,
+        )
+
+    def snapshot(self, name: str) -> Snapshot:
+        return Snapshot(self.processes, name)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def save(self, path: str, step: Step, *, background: bool) -> int:
+        """Write this role's part into the directory `path`; returns bytes. See `saved` for when it is there."""
+        results = self.processes.call("save", path, step, background)
+        return sum(result.bytes for result in results)
+
+    def saved(self, *, wait: bool = False) -> bool:
+        """Whether all ranks' last background save is written; raises SaveFailed where one failed."""
+        return all(self.processes.call("saved", wait))
+
+    # ---- memory --------------------------------------------------------------------------------------------------------
+
+    def sleep(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> tuple[int, int]:
+        """Returns bytes freed, and bytes that the ranks still hold."""
+        results = self.processes.call("sleep", frozenset(kinds))
+        return sum(result.freed_bytes for result in results), sum(result.residual_bytes for result in results)
+
+    def wake_up(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> int:
+        return sum(result.restored_bytes for result in self.processes.call("wake_up", frozenset(kinds)))
+
+    def clear_memory(self) -> None:
+        self.processes.call("clear_memory")
+
+    def shutdown(self, reason: str = "finished") -> None:
+        """Let every rank finish what it writes, then end the processes."""
+        try:
+            self.processes.call("shutdown", reason)
+        finally:
+            self.processes.kill()
+
+
+@frozen
+class Snapshot:
+    """Weights kept by name in the ranks' host memory, to be named in `TrainGroup.forward(weights=...)`."""
+
+    processes: ProcessGroup
+    name: str
+
+    def create(self) -> None:
+        """From the current weights."""
+        self.processes.call("snapshot", "create", self.name, {})
+
+    refresh = create
+
+    def load(self, path: str = "") -> None:
+        """From a model directory; an empty path means the weights that the run started from."""
+        self.processes.call("snapshot", "load", self.name, {"path": path})
+
+    def drop(self) -> None:
+        self.processes.call("snapshot", "drop", self.name, {})
+
+
+def scatter(
+    results: Sequence[ForwardResult], outputs: tuple[Output, ...], batch: SampleBatch, *, role: str
+) -> dict[Output, FloatArray]:
+    """Per-sample outputs of all ranks as columns [N] in the batch's order. Raises ContractError unless each sample came
+    back exactly once, at its length."""
+    columns = {output: np.zeros(len(batch.tokens), dtype=np.float32) for output in outputs}
+    times = np.zeros(len(batch), dtype=np.int64)
+    for result in results:
+        np.add.at(times, result.samples, 1)
+        lengths = batch.lengths[result.samples]
+        if not np.array_equal(np.diff(result.offsets), lengths):
+            raise ContractError(f"{role}: forward returned samples of other lengths than it was given")
+        starts = np.repeat(batch.offsets[result.samples] - result.offsets[:-1], lengths)
+        where = starts + np.arange(int(result.offsets[-1]))
+        for output in outputs:
+            columns[output][where] = result.outputs[output]
+    if (times != 1).any():
+        sample = int(np.flatnonzero(times != 1)[0])
+        raise ContractError(f"{role}: forward returned sample {sample} {times[sample]} times; each must come back once")
+    return columns

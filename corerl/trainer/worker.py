@@ -1,0 +1,183 @@
+"""What each rank runs: a plain class that resolves its backend by name, joins its group, and passes verbs to the host."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Set
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import evolve, frozen
+
+from corerl.backend import Backend
+from corerl.config.load import structure
+from corerl.config.schema import ExtensionChoice, RoleConfig
+from corerl.data.packing import pack
+from corerl.data.plan import StepPlan
+from corerl.plugin.context import Context
+from corerl.plugin.fingerprint import Fingerprint, fingerprint, require_same
+from corerl.plugin.host import PluginHost
+from corerl.plugin.observers import load_worker_extensions
+from corerl.plugin.registry import Kind, load, load_implementation
+from corerl.types import (
+    ForwardResult,
+    InitResult,
+    LossSpec,
+    MemoryKind,
+    Output,
+    SampleBatch,
+    SaveResult,
+    SleepResult,
+    Step,
+    TrainResult,
+    UpdateResult,
+    WakeResult,
+)
+from corerl.weights.manifest import Manifest
+from corerl.weights.transport import Address, WeightSender
+from corerl.weights.transports import open_sender
+
+
+@frozen(kw_only=True)
+class Assignment:
+    """What the driver tells one rank: plain data, so that it arrives even where a plugin is missing."""
+
+    context: Context
+    backend: str  # the name, resolved again where the worker runs
+    config: RoleConfig  # with `options` as a plain table
+    extensions: tuple[ExtensionChoice, ...] = ()  # those that live in workers, options as plain tables
+    loss: LossSpec | None = None
+    fingerprint: Fingerprint  # of what the driver resolved
+
+
+class Worker:
+    """One rank of a role. Every method is called on all ranks of the group, in the same order."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.context = assignment.context
+        loaded = load(Kind.BACKENDS, assignment.backend)
+        extensions = [load(Kind.EXTENSIONS, choice.name) for choice in assignment.extensions]
+        require_same(
+            assignment.fingerprint,
+            fingerprint(loaded, extensions, assignment.loss),
+            role=self.context.role,
+            rank=self.context.rank,
+        )
+        options = structure(assignment.config.options, loaded.spec.config, path=f"backends.{loaded.name}")
+        self.config = evolve(assignment.config, options=options)
+        choices = [
+            evolve(choice, options=structure(choice.options, extension.spec.config, path=f"extensions.{choice.name}"))
+            for choice, extension in zip(assignment.extensions, extensions, strict=True)
+        ]
+        self.backend: Backend = load_implementation(Kind.BACKENDS, loaded)()
+        self.host = PluginHost(
+            self.backend,
+            name=loaded.name,
+            extensions=load_worker_extensions(choices, run_dir=self.context.run_dir),
+            context=self.context,
+        )
+        self.sender: WeightSender | None = None
+        self._address: Address | None = None
+        self._store: dist.TCPStore | None = None
+        self._owns_process_group = False
+
+    # ---- the beginning and the end -------------------------------------------------------------------------------------
+
+    def rendezvous(self, host: str) -> int:
+        """Rank 0 only: open the store where all ranks meet, on a free port; returns the port."""
+        self._store = self._open_store(host, 0, master=True)
+        return int(self._store.port)
+
+    def join(self, host: str, port: int) -> None:
+        """Enter the process group of the role; returns when all ranks have."""
+        if dist.is_initialized():
+            if dist.get_world_size() != self.context.world_size:
+                raise RuntimeError(
+                    f"this process is in a group of {dist.get_world_size()}, the role has {self.context.world_size} ranks"
+                )
+            return
+        if self.config.device == "cuda":
+            torch.cuda.set_device(self.context.local_rank)
+        store = self._store or self._open_store(host, port, master=False)
+        dist.init_process_group(
+            "gloo" if self.config.device == "cpu" else "cpu:gloo,cuda:nccl",
+            store=store,
+            rank=self.context.rank,
+            world_size=self.context.world_size,
+            timeout=timedelta(seconds=self.config.timeout),
+        )
+        self._owns_process_group = True
+
+    def init(self) -> InitResult:
+        return self.host.init(config=self.config, context=self.context)
+
+    def shutdown(self, reason: str) -> None:
+        try:
+            self.host.shutdown(reason=reason)
+        finally:
+            if self.sender is not None:
+                self.sender.close()
+            if self._owns_process_group:
+                dist.destroy_process_group()
+
+    # ---- verbs ---------------------------------------------------------------------------------------------------------
+
+    def train(self, samples: SampleBatch, plan: StepPlan, loss: LossSpec, step: Step) -> TrainResult:
+        """This rank packs its own share; the rollout batch is read where it lies."""
+        return self.host.train(batch=self._pack(samples, plan), loss=loss, step=step)
+
+    def forward(
+        self, samples: SampleBatch, plan: StepPlan, outputs: tuple[Output, ...], weights: str
+    ) -> ForwardResult:
+        return self.host.forward(batch=self._pack(samples, plan), outputs=outputs, weights=weights)
+
+    def manifest(self) -> Manifest:
+        return self.backend.manifest
+
+    def update_weights(self, address: Address, version: int) -> UpdateResult:
+        if self.sender is None or self._address != address:
+            if self.sender is not None:
+                self.sender.close()
+            self.sender, self._address = open_sender(address), address
+        return self.host.update_weights(sender=self.sender, version=version)
+
+    def save(self, path: str, step: Step, background: bool) -> SaveResult:
+        return self.host.save(path=path, step=step, background=background)
+
+    def saved(self, wait: bool) -> bool:
+        return self.backend.saved(wait)
+
+    def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
+        return self.host.sleep(kinds=kinds)
+
+    def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
+        return self.host.wake_up(kinds=kinds)
+
+    def clear_memory(self) -> None:
+        """Give unused cached memory back to the device."""
+        gc.collect()
+        if self.config.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def snapshot(self, action: str, name: str, arguments: Mapping[str, Any]) -> None:
+        needs = frozenset() if action == "drop" else frozenset({MemoryKind.PARAM})
+        with self.host.entering("snapshot", needs=needs):
+            getattr(self.backend, f"{action}_snapshot")(name, **arguments)
+
+    # ---- inside --------------------------------------------------------------------------------------------------------
+
+    def _pack(self, samples: SampleBatch, plan: StepPlan) -> Any:
+        layout = self.backend.layout
+        return pack(samples, plan, layout.dp_rank, sequence_multiple=layout.sequence_multiple)
+
+    def _open_store(self, host: str, port: int, *, master: bool) -> dist.TCPStore:
+        return dist.TCPStore(
+            host,
+            port,
+            world_size=self.context.world_size,
+            is_master=master,
+            timeout=timedelta(seconds=self.config.timeout),
+            wait_for_workers=False,
+        )

@@ -1,0 +1,231 @@
+"""Full Hugging Face tensors, one bucket at a time, out of the boxes that the ranks hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from attrs import define, field, frozen
+
+from corerl.errors import ContractError
+from corerl.weights.chunks import Box, Chunk, holes, within
+from corerl.weights.manifest import Bucket
+
+Shape: TypeAlias = tuple[int, ...]
+Row: TypeAlias = tuple[str, Shape, Box]  # one box that a rank sends
+
+# A bucket whose boxes are so unevenly spread that equal shares would take more than this many buckets of memory at the
+# receiver (pipeline stages: one rank holds all of it) goes point to point, without padding.
+PADDED_BUCKETS = 2
+
+
+@frozen
+class Piece:
+    """One box within a bucket: where it lies in its rank's share, and where it goes."""
+
+    start: int  # [start, stop) of the rank's share, in elements
+    stop: int
+    sizes: Shape
+    entry_start: int  # [entry_start, entry_stop) of the bucket is its tensor
+    entry_stop: int
+    entry_shape: Shape
+    target: tuple[slice, ...]  # of the tensor
+
+    def place(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy the box, [sizes], to where it belongs in the bucket [bucket.numel]."""
+        out[self.entry_start : self.entry_stop].view(self.entry_shape)[self.target].copy_(values)
+
+
+@frozen
+class Layout:
+    """How one bucket travels; equal on all ranks but for `local`."""
+
+    pieces: list[list[Piece]]  # by rank
+    lengths: list[int]  # elements of each rank's share
+    local: list[int]  # this rank's pieces, as positions in the chunks that the plan was built from
+
+
+@define
+class GatherPlan:
+    """Made once, collectively; `gather` is then one collective a bucket, and holds about two buckets beside `out`."""
+
+    shapes: list[tuple[str, Shape]]  # every HF tensor, in the same order on all ranks: first appearance, rank by rank
+    _rows: list[list[Row]]  # by rank
+    _sent: list[int]  # this rank's rows, as positions in the chunks
+    _group: dist.ProcessGroup | None
+    _rank: int
+    _by_name: dict[str, list[tuple[int, int]]] = field(init=False)  # name -> (rank, index of the row)
+    _layouts: dict[Bucket, Layout] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._by_name = {name: [] for name, _ in self.shapes}
+        for rank, rows in enumerate(self._rows):
+            for index, (name, _, _) in enumerate(rows):
+                self._by_name[name].append((rank, index))
+
+    @classmethod
+    def build(cls, chunks: Sequence[Chunk], group: dist.ProcessGroup | None) -> GatherPlan:
+        """Called on every rank of `group` (None: a single process, without torch.distributed).
+
+        Raises ContractError, on all ranks alike, where the boxes do not cover every tensor exactly once.
+        """
+        sent = [position for position, chunk in enumerate(chunks) if not chunk.replica]
+        rows: list[Row] = [(chunks[i].name, tuple(chunks[i].shape), chunks[i].box) for i in sent]
+        # A rank that finds a fault in its own chunks reports it instead of raising alone: the others would wait for it.
+        mine = (rows, _fault(chunks))
+        ranks = [mine]
+        rank = 0
+        if group is not None:
+            rank = dist.get_rank(group)
+            ranks = [mine] * dist.get_world_size(group)
+            dist.all_gather_object(ranks, mine, group=group)
+        for other, (_, fault) in enumerate(ranks):
+            if fault:
+                raise ContractError(f"the chunks of rank {other} are wrong: {fault}")
+        by_rank = [rows for rows, _ in ranks]
+        return cls(_checked_shapes(by_rank), by_rank, sent, group, rank)
+
+    def gather(
+        self,
+        bucket: Bucket,
+        out: torch.Tensor | None = None,
+        *,
+        chunks: Sequence[Chunk],
+        root: int | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """The whole bucket [bucket.numel] in `dtype`, on `root` (its rank in the group; None: on every rank).
+
+        Called on every rank, with the chunks that the plan was built from, or fresh ones of the same boxes in the same
+        order. Writes to `out` [bucket.numel] where it is given. Returns None on ranks that do not receive.
+        """
+        layout = self._layouts.get(bucket) or self._layouts.setdefault(bucket, self._layout(bucket))
+        device = out.device if out is not None else chunks[0].view.device if chunks else torch.device("cpu")
+        if root is not None and root != self._rank:
+            out = None
+        elif out is None:
+            out = torch.empty(bucket.numel, dtype=dtype, device=device)
+        with torch.no_grad():
+            if len(self._rows) == 1:
+                assert out is not None  # the only rank always receives
+                for piece, position in zip(layout.pieces[0], layout.local, strict=True):
+                    piece.place(chunks[position].view, out)
+                return out
+            exchange = self._padded if self._fits_padded(layout, bucket) else self._point_to_point
+            shares = exchange(layout, chunks, root, dtype, device)
+            if out is not None:
+                for pieces, share in zip(layout.pieces, shares, strict=True):
+                    for piece in pieces:
+                        piece.place(share[piece.start : piece.stop].view(piece.sizes), out)
+        return out
+
+    def _layout(self, bucket: Bucket) -> Layout:
+        pieces: list[list[Piece]] = [[] for _ in self._rows]
+        lengths = [0] * len(self._rows)
+        local: list[int] = []
+        for entry in bucket.entries:
+            for rank, index in self._by_name[entry.name]:
+                _, shape, box = self._rows[rank][index]
+                start, stop = lengths[rank], lengths[rank] + math.prod(box[1])
+                target = within(box, ((0,) * len(shape), shape))
+                piece = Piece(start, stop, box[1], entry.start, entry.start + entry.numel, shape, target)
+                pieces[rank].append(piece)
+                lengths[rank] = stop
+                if rank == self._rank:
+                    local.append(self._sent[index])
+        return Layout(pieces, lengths, local)
+
+    def _fits_padded(self, layout: Layout, bucket: Bucket) -> bool:
+        return max(layout.lengths) * len(layout.lengths) <= PADDED_BUCKETS * bucket.numel
+
+    def _share(
+        self, layout: Layout, chunks: Sequence[Chunk], numel: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """This rank's boxes end to end, cast before they travel; [numel], of which the tail may be padding."""
+        share = torch.empty(numel, dtype=dtype, device=device)
+        for piece, position in zip(layout.pieces[self._rank], layout.local, strict=True):
+            share[piece.start : piece.stop].view(piece.sizes).copy_(chunks[position].view)
+        return share
+
+    def _padded(
+        self, layout: Layout, chunks: Sequence[Chunk], root: int | None, dtype: torch.dtype, device: torch.device
+    ) -> list[torch.Tensor]:
+        """All ranks' shares, each padded to the longest, by one gather or all-gather."""
+        longest, world = max(layout.lengths), len(layout.lengths)
+        share = self._share(layout, chunks, longest, dtype, device)
+        if root is not None and root != self._rank:
+            dist.gather(share, None, group=self._group, group_dst=root)
+            return []
+        received = torch.empty(world * longest, dtype=dtype, device=device)
+        if root is None:
+            # torch 2.13 deprecates all_gather_into_tensor for a name that 2.11 does not have yet.
+            all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            all_gather(received, share, group=self._group)
+        else:
+            dist.gather(share, list(received.split(longest)), group=self._group, group_dst=root)
+        return list(received.split(longest))
+
+    def _point_to_point(
+        self, layout: Layout, chunks: Sequence[Chunk], root: int | None, dtype: torch.dtype, device: torch.device
+    ) -> list[torch.Tensor]:
+        """All ranks' shares, each of its own length; ranks without a share are left alone."""
+        mine = self._share(layout, chunks, layout.lengths[self._rank], dtype, device)
+        if root is not None and root != self._rank:
+            if mine.numel():
+                _wait([dist.P2POp(dist.isend, mine, group=self._group, group_peer=root)])
+            return []
+        shares = [
+            mine if rank == self._rank else torch.empty(length, dtype=dtype, device=device)
+            for rank, length in enumerate(layout.lengths)
+        ]
+        filled = [rank for rank, share in enumerate(shares) if share.numel()]
+        if root is None:
+            for rank in filled:
+                dist.broadcast(shares[rank], group=self._group, group_src=rank)
+        else:
+            others = [rank for rank in filled if rank != root]
+            _wait([dist.P2POp(dist.irecv, shares[rank], group=self._group, group_peer=rank) for rank in others])
+        return shares
+
+
+def _wait(operations: list[dist.P2POp]) -> None:
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+def _fault(chunks: Sequence[Chunk]) -> str:
+    """What is wrong with one rank's chunks taken alone, or nothing."""
+    for chunk in chunks:
+        if tuple(chunk.view.shape) != tuple(chunk.sizes):
+            return f"{chunk.name!r} has a view of shape {list(chunk.view.shape)} for a box of {list(chunk.sizes)}"
+        if not len(chunk.shape) == len(chunk.offsets) == len(chunk.sizes):
+            return f"{chunk.name!r} of shape {list(chunk.shape)} has a box of {len(chunk.sizes)} dims"
+    return ""
+
+
+def _checked_shapes(by_rank: list[list[Row]]) -> list[tuple[str, Shape]]:
+    shapes: dict[str, Shape] = {}
+    ranks_of: dict[str, list[int]] = {}
+    for rank, rows in enumerate(by_rank):
+        for name, shape, _ in rows:
+            if shapes.setdefault(name, shape) != shape:
+                raise ContractError(
+                    f"rank {rank} holds {name!r} as part of {list(shape)}, rank {ranks_of[name][0]} as part of "
+                    f"{list(shapes[name])}: give the shape of the whole HF tensor"
+                )
+            if rank not in ranks_of.setdefault(name, []):
+                ranks_of[name].append(rank)
+    wrong = holes(shapes, ((name, box) for rows in by_rank for name, _, box in rows))
+    if wrong:
+        name, missing = next(iter(wrong.items()))
+        fault = f"leave {missing} elements out" if missing > 0 else f"hold {-missing} elements too many"
+        raise ContractError(
+            f"the chunks of rank(s) {', '.join(map(str, ranks_of[name]))} {fault} of {name!r}, {list(shapes[name])}"
+            f"{f' (and {len(wrong) - 1} other tensors are wrong)' if len(wrong) > 1 else ''}: every element must be in "
+            "one box, others holding it mark theirs as replicas"
+        )
+    return list(shapes.items())

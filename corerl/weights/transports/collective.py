@@ -1,0 +1,302 @@
+"""Buckets by broadcast: one process group of the sending trainer rank and the engines, kept open between updates.
+
+The group (gloo on CPU, NCCL on GPUs) is built directly on a TCP store, so it is independent of torch.distributed's default
+group, whether there is one or not. The store also carries what must not hang: who takes part in an update, and how it
+went. For update `v` and engine `i`:
+
+    v/ready/i   engine -> sender   its manifest's digest and the group it is in; or that it refuses
+    v/go/i      sender -> engine   the group and its members; or why the engine is left out
+    v/done/i    engine -> sender   "" or why it did not commit
+
+An engine that does not join is left out and the group rebuilt without it; it is asked again at the next update.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from corerl.errors import WeightUpdateError
+from corerl.weights.checksum import checksum
+from corerl.weights.manifest import Bucket, Manifest
+from corerl.weights.transport import Address, WeightReceiver, WeightSender
+
+# NCCL's watchdog ends the process when a collective outlives the group's timeout. Waiting gives up earlier than that, and
+# the trainer survives an engine's death.
+WATCHDOG_MARGIN = 60.0
+BROKEN_GRACE = 10.0  # seconds for the engines' reports once the group is known to be broken: they see it as well
+
+
+class _Group:
+    """The process group of one set of members; rank 0 sends."""
+
+    def __init__(self, address: Address, store: dist.Store, *, generation: int, rank: int, size: int) -> None:
+        self.generation = generation
+        self._timeout = timedelta(seconds=address.timeout)
+        prefixed = dist.PrefixStore(f"group/{generation}", store)
+        self._backend: Any
+        if address.device == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=address.timeout + WATCHDOG_MARGIN)
+            self._backend = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+        else:
+            self._backend = dist.ProcessGroupGloo(prefixed, rank, size, self._timeout)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """From rank 0 to all, in place. Raises what the library raises: a lost peer, or a timeout."""
+        self._backend.broadcast(tensor.view(torch.uint8), 0).wait(self._timeout)
+
+    def abort(self) -> None:
+        """Leave without a word to the others, whose next broadcast fails."""
+        self._backend.abort()
+
+
+class CollectiveSender(WeightSender):
+    """Hosts the store at the address; its own failures, and those of engines, become entries in `commit`."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._store: dist.Store | None = None
+        self._group: _Group | None = None
+        self._generation = 0
+        self._members: tuple[int, ...] = ()  # engines in the group
+        self._errors: dict[str, str] = {}
+        self._broken = ""
+
+    def begin(self, manifest: Manifest, version: int) -> None:
+        self._errors, self._broken = {}, ""
+        try:
+            store = self._open_store()
+            ready = self._collect_ready(store, manifest, version)
+            self._form_group(store, ready, version)
+        except Exception as error:
+            self._break(error)
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        if self._group is None:
+            return
+        flat = flat.contiguous()
+        digest = torch.tensor([checksum(flat)], dtype=torch.int64, device=flat.device)
+        try:
+            self.transmit(flat, digest)
+        except Exception as error:
+            self._break(error)
+
+    def transmit(self, flat: torch.Tensor, digest: torch.Tensor) -> None:
+        """Put one bucket and its checksum [1] on the wire."""
+        assert self._group is not None
+        self._group.broadcast(flat)
+        self._group.broadcast(digest)
+
+    def commit(self, version: int) -> Mapping[str, str]:
+        if self._store is not None:
+            grace = min(BROKEN_GRACE, self._address.timeout) if self._broken else self._address.timeout
+            deadline = time.monotonic() + grace
+            for index in self._members:
+                name = self._address.engines[index]
+                answer = _take(self._store, f"{version}/done/{index}", deadline - time.monotonic())
+                if answer is None:
+                    lost = self._broken or f"no answer within {self._address.timeout:g} s"
+                    self._errors[name] = f"did not commit version {version}: {lost}"
+                    self._drop_group()
+                else:
+                    self._errors[name] = answer["error"]
+        return {name: self._errors.get(name, self._broken) for name in self._address.engines}
+
+    def close(self) -> None:
+        self._drop_group()
+        self._store = None
+
+    def _open_store(self) -> dist.Store:
+        if self._store is None:
+            address = self._address
+            self._store = dist.TCPStore(
+                address.host,
+                address.port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=address.timeout),
+            )
+        return self._store
+
+    def _collect_ready(self, store: dist.Store, manifest: Manifest, version: int) -> dict[int, int]:
+        """The engines that take part, and the generation of the group each is in; the reasons of the others are kept."""
+        ready: dict[int, int] = {}
+        deadline = time.monotonic() + self._address.timeout
+        for index, name in enumerate(self._address.engines):
+            answer = _take(store, f"{version}/ready/{index}", deadline - time.monotonic())
+            if answer is None:
+                self._errors[name] = f"did not join the update to version {version} in {self._address.timeout:g} s"
+            elif answer.get("error"):
+                self._errors[name] = answer["error"]
+            elif answer["digest"] != manifest.digest:
+                self._errors[name] = (
+                    f"{name} expects other tensors than the trainer sends for version {version} "
+                    "(their manifests differ): give both the manifest of this update"
+                )
+                _put(store, f"{version}/go/{index}", {"error": self._errors[name]})
+            else:
+                ready[index] = answer["generation"]
+        return ready
+
+    def _form_group(self, store: dist.Store, ready: dict[int, int], version: int) -> None:
+        """Reuse the group where the same engines are still in it, else build a new one."""
+        members = tuple(ready)
+        current = self._group.generation if self._group is not None else None
+        reusable = members == self._members and all(generation == current for generation in ready.values())
+        if not reusable:
+            self._drop_group()
+            self._generation += 1
+        self._members = members
+        for index in members:
+            _put(store, f"{version}/go/{index}", {"generation": self._generation, "members": members})
+        if members and not reusable:
+            self._group = _Group(
+                self._address, store, generation=self._generation, rank=0, size=len(members) + 1
+            )
+
+    def _break(self, error: Exception) -> None:
+        self._broken = f"the collective failed: {_first_line(error)}"
+        self._drop_group()
+
+    def _drop_group(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        self._group = None
+
+
+class CollectiveReceiver(WeightReceiver):
+    def __init__(self, address: Address, index: int) -> None:
+        self._address = address
+        self._index = index
+        self._store: dist.Store | None = None
+        self._group: _Group | None = None
+        self._asked: int | None = None  # version that this engine asked to take part in
+        self._joined: int | None = None  # version that it does take part in
+        self._rest: Iterator[Bucket] = iter(())  # that the sender will still broadcast
+        self._dtype = torch.float32
+
+    def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        try:
+            self._join(manifest, version)
+        except WeightUpdateError:
+            raise
+        except Exception as error:
+            raise WeightUpdateError(f"cannot join the update to version {version}: {_first_line(error)}") from error
+        self._dtype = getattr(torch, manifest.dtype)
+        self._rest = iter(manifest.buckets)
+        for bucket in self._rest:
+            flat, sent = self._receive(bucket, version)
+            got = checksum(flat)
+            if got != sent:
+                raise WeightUpdateError(
+                    f"bucket {bucket.index} of version {version} was damaged on its way: checksum {got:#x}, "
+                    f"sent with {sent:#x}; the update is refused"
+                )
+            yield bucket, flat
+
+    def acknowledge(self, version: int, error: str) -> None:
+        asked, joined = self._asked == version, self._joined == version
+        self._asked = self._joined = None
+        if not joined:
+            if not asked:  # otherwise the sender knows: it has left this engine out
+                self._tell(f"{version}/ready/{self._index}", error or "did not read the update")
+            return
+        # Whoever stops early still takes part in the remaining broadcasts: the other engines need them.
+        try:
+            for bucket in self._rest:
+                self._receive(bucket, version)
+        except WeightUpdateError as failure:
+            error = error or failure.message
+        self._tell(f"{version}/done/{self._index}", error)
+
+    def close(self) -> None:
+        self._drop_group()
+        self._store = None
+
+    def _open_store(self) -> dist.Store:
+        if self._store is None:
+            address = self._address
+            self._store = dist.TCPStore(
+                address.host, address.port, is_master=False, timeout=timedelta(seconds=address.timeout)
+            )
+        return self._store
+
+    def _tell(self, key: str, error: str) -> None:
+        try:
+            _put(self._open_store(), key, {"error": error})
+        except Exception as failure:
+            raise WeightUpdateError(f"cannot report to the trainer: {_first_line(failure)}") from failure
+
+    def _join(self, manifest: Manifest, version: int) -> None:
+        store = self._open_store()
+        self._rest = iter(())
+        self._asked = version
+        current = self._group.generation if self._group is not None else 0
+        _put(store, f"{version}/ready/{self._index}", {"digest": manifest.digest, "generation": current})
+        # The sender answers when every engine has joined or its time is up: twice the time is certainly enough.
+        answer = _take(store, f"{version}/go/{self._index}", 2 * self._address.timeout)
+        if answer is None:
+            raise WeightUpdateError(
+                f"the trainer did not begin the update to version {version} within {2 * self._address.timeout:g} s"
+            )
+        if answer.get("error"):
+            raise WeightUpdateError(answer["error"])
+        self._joined = version
+        if answer["generation"] != current:
+            self._drop_group()
+            members: list[int] = answer["members"]
+            self._group = _Group(
+                self._address,
+                store,
+                generation=answer["generation"],
+                rank=1 + members.index(self._index),
+                size=len(members) + 1,
+            )
+
+    def _receive(self, bucket: Bucket, version: int) -> tuple[torch.Tensor, int]:
+        """One bucket [bucket.numel] and the checksum it was sent with."""
+        flat = torch.empty(bucket.numel, dtype=self._dtype, device=self._address.device)
+        digest = torch.empty(1, dtype=torch.int64, device=self._address.device)
+        try:
+            if self._group is None:
+                raise WeightUpdateError("the group is closed")
+            self._group.broadcast(flat)
+            self._group.broadcast(digest)
+        except Exception as error:
+            self._drop_group()
+            self._rest = iter(())
+            raise WeightUpdateError(
+                f"bucket {bucket.index} of version {version} did not arrive: {_first_line(error)}"
+            ) from error
+        return flat, int(digest.item())
+
+    def _drop_group(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        self._group = None
+
+
+def _put(store: dist.Store, key: str, value: Mapping[str, Any]) -> None:
+    store.set(key, json.dumps(value))
+
+
+def _take(store: dist.Store, key: str, timeout: float) -> dict[str, Any] | None:
+    """The value, once it is there, removed so that a later update cannot read it; None when time is up."""
+    try:
+        store.wait([key], timedelta(seconds=max(timeout, 0.001)))
+    except dist.DistStoreError:
+        return None
+    value: dict[str, Any] = json.loads(store.get(key))
+    store.delete_key(key)
+    return value
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0] or type(error).__name__

@@ -1,0 +1,183 @@
+"""Buckets through a shared directory: one directory a version, visible by one rename, in safetensors.
+
+    PATH/v00000007/bucket-00000.safetensors   one flat tensor, `bucket`
+    PATH/v00000007/manifest.json              digest, checksum of each bucket; or the sender's error
+    PATH/v00000007/for-NONCE                  the receiver that asked with this nonce may read
+    PATH/engine-0.json                        engine 0's side: version, nonce, whether it waits or is done, its error
+
+The nonce tells this update from one of an earlier run that left the same version behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from corerl.errors import WeightUpdateError
+from corerl.weights.checksum import checksum
+from corerl.weights.manifest import Bucket, Manifest
+from corerl.weights.transport import Address, WeightReceiver, WeightSender
+
+POLL_SECONDS = 0.005
+TENSOR = "bucket"
+
+
+def _directory(path: str, version: int) -> Path:
+    return Path(path) / f"v{version:08d}"
+
+
+def _bucket_file(bucket: Bucket) -> str:
+    return f"bucket-{bucket.index:05d}.safetensors"
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary.write_text(json.dumps(data))
+    os.replace(temporary, path)
+
+
+class DiskSender(WeightSender):
+    """Writes each version, waits for the engines to read it, and removes what is older."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._digest = ""
+        self._checksums: list[int] = []
+        self._partial = Path()
+        self._error = ""
+
+    def begin(self, manifest: Manifest, version: int) -> None:
+        self._error, self._checksums, self._digest = "", [], manifest.digest
+        directory = _directory(self._address.path, version)
+        self._partial = directory.with_name(f"{directory.name}.partial")
+        try:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.mkdir(parents=True)
+        except OSError as error:
+            self._error = f"cannot write {self._partial}: {error}"
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        if self._error:
+            return
+        self._checksums.append(checksum(flat))
+        try:
+            self.transmit(bucket, flat)
+        except Exception as error:  # OSError, or the safetensors library's own
+            self._error = f"cannot write {self._partial / _bucket_file(bucket)}: {error}"
+
+    def transmit(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Write one bucket's file."""
+        save_file({TENSOR: flat.detach().cpu().contiguous()}, self._partial / _bucket_file(bucket))
+
+    def commit(self, version: int) -> Mapping[str, str]:
+        directory = _directory(self._address.path, version)
+        try:
+            content = {"digest": self._digest, "checksums": self._checksums, "error": self._error}
+            _write_json(self._partial / "manifest.json", content)
+            if directory.exists():  # of an earlier run that was killed
+                shutil.rmtree(directory)
+            os.replace(self._partial, directory)
+        except OSError as error:
+            return dict.fromkeys(self._address.engines, self._error or f"cannot write {directory}: {error}")
+        answers = self._wait_for_engines(directory, version)
+        for other in Path(self._address.path).glob("v*"):
+            if other != directory:
+                shutil.rmtree(other, ignore_errors=True)
+        return answers
+
+    def close(self) -> None:
+        pass
+
+    def _wait_for_engines(self, directory: Path, version: int) -> dict[str, str]:
+        answers: dict[str, str] = {}
+        admitted: set[str] = set()
+        deadline = time.monotonic() + self._address.timeout
+        while len(answers) < len(self._address.engines) and time.monotonic() < deadline:
+            for index, name in enumerate(self._address.engines):
+                if name in answers:
+                    continue
+                state = _read_state(self._address.path, index)
+                if state is None or state["version"] != version:
+                    continue
+                if not state["done"]:
+                    (directory / f"for-{state['nonce']}").touch()
+                    admitted.add(state["nonce"])
+                elif state["nonce"] in admitted or state["error"]:
+                    answers[name] = state["error"]
+            time.sleep(POLL_SECONDS)
+        late = f"did not commit version {version}: no answer within {self._address.timeout:g} s"
+        return {name: answers.get(name, late) for name in self._address.engines}
+
+
+class DiskReceiver(WeightReceiver):
+    def __init__(self, address: Address, index: int) -> None:
+        self._address = address
+        self._index = index
+        self._nonce = ""
+
+    def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        self._nonce = uuid.uuid4().hex
+        directory = _directory(self._address.path, version)
+        self._tell(version, done=False, error="")
+        deadline = time.monotonic() + self._address.timeout
+        while not (directory / f"for-{self._nonce}").exists():
+            if time.monotonic() > deadline:
+                raise WeightUpdateError(f"{directory} did not appear within {self._address.timeout:g} s")
+            time.sleep(POLL_SECONDS)
+        content = json.loads((directory / "manifest.json").read_text())
+        if content["error"]:
+            raise WeightUpdateError(f"the trainer could not send version {version}: {content['error']}")
+        if content["digest"] != manifest.digest:
+            raise WeightUpdateError(
+                f"{directory} holds other tensors than version {version} should have (the manifests differ): "
+                "give trainer and engine the manifest of this update"
+            )
+        for bucket, sent in zip(manifest.buckets, content["checksums"], strict=True):
+            flat = self._read(directory / _bucket_file(bucket))
+            got = checksum(flat)
+            if got != sent:
+                raise WeightUpdateError(
+                    f"bucket {bucket.index} of version {version} was damaged on its way: checksum {got:#x}, "
+                    f"sent with {sent:#x}; the update is refused"
+                )
+            yield bucket, flat.to(self._address.device)
+
+    def acknowledge(self, version: int, error: str) -> None:
+        self._nonce = self._nonce or uuid.uuid4().hex
+        self._tell(version, done=True, error=error)
+        self._nonce = ""
+
+    def close(self) -> None:
+        pass
+
+    def _tell(self, version: int, *, done: bool, error: str) -> None:
+        state = {"version": version, "nonce": self._nonce, "done": done, "error": error}
+        path = Path(self._address.path) / f"engine-{self._index}.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write_json(path, state)
+        except OSError as failure:
+            raise WeightUpdateError(f"cannot report to the trainer: {failure}") from failure
+
+    def _read(self, path: Path) -> torch.Tensor:
+        try:
+            return load_file(path)[TENSOR]
+        except Exception as error:  # OSError, or the safetensors library's own
+            raise WeightUpdateError(f"cannot read {path}: {error}") from error
+
+
+def _read_state(path: str, index: int) -> dict[str, Any] | None:
+    try:
+        state: dict[str, Any] = json.loads((Path(path) / f"engine-{index}.json").read_text())
+    except FileNotFoundError:
+        return None
+    return state

@@ -1,0 +1,36 @@
+"""Buckets for an engine that lives in the trainer's own process: a call instead of a transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from corerl.weights.manifest import Bucket, Manifest
+from corerl.weights.transport import WeightSender
+
+
+class InProcessSender(WeightSender):
+    """`load` gets each bucket's tensors by HF name; they are only valid during the call."""
+
+    def __init__(self, load: Callable[[Mapping[str, torch.Tensor]], None], *, engine: str = "engine-0") -> None:
+        self._load = load
+        self._engine = engine
+        self._error = ""
+
+    def begin(self, manifest: Manifest, version: int) -> None:
+        self._error = ""
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        if self._error:
+            return
+        try:
+            self._load(bucket.views(flat))
+        except Exception as error:  # the engine's failure: reported in commit, as by every transport
+            self._error = f"{type(error).__name__}: {error}"
+
+    def commit(self, version: int) -> Mapping[str, str]:
+        return {self._engine: self._error}
+
+    def close(self) -> None:
+        pass

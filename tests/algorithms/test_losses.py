@@ -1,0 +1,202 @@
+"""The three tokens are worked out by hand; gradients are compared with their closed form."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric, clipped
+from corerl.errors import ContractError
+from corerl.types import Reduction
+
+# token   p_new  p_old   ratio  advantage   ratio * A   clipped to [0.8, 1.3] * A   min
+#   0      0.6    0.4     1.5       2          3.0              2.6                  2.6   clipped, no gradient
+#   1      0.3    0.6     0.5      -1         -0.5             -0.8                 -0.8   clipped, no gradient
+#   2      0.2    0.4     0.5       1          0.5              0.8                  0.5   not clipped: may recover
+NEW, OLD, ROLLOUT, REFERENCE = [0.6, 0.3, 0.2], [0.4, 0.6, 0.4], [0.3, 0.6, 0.2], [0.3, 0.3, 0.4]
+ADVANTAGES = [2.0, -1.0, 1.0]
+WEIGHTS = [0.5, 0.25, 0.25]
+ENTROPY = [1.0, 2.0, 3.0]
+BOUNDS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3}
+
+
+def logs(probabilities: list[float]) -> torch.Tensor:
+    return torch.tensor(probabilities, dtype=torch.float64).log()
+
+
+def three_tokens() -> LossInputs:
+    return LossInputs(
+        logprobs=logs(NEW).requires_grad_(),
+        entropy=torch.tensor(ENTROPY, dtype=torch.float64, requires_grad=True),
+        columns={
+            "weights": torch.tensor(WEIGHTS, dtype=torch.float64),
+            "advantages": torch.tensor(ADVANTAGES, dtype=torch.float64),
+            "old_logprobs": logs(OLD),
+            "rollout_logprobs": logs(ROLLOUT),
+            "ref_logprobs": logs(REFERENCE),
+        },
+    )
+
+
+def with_idle_tokens(inputs: LossInputs, *, poison: float) -> LossInputs:
+    """The same tokens between others at weight zero, which hold `poison` everywhere else."""
+
+    def widen(values: torch.Tensor, idle: float) -> torch.Tensor:
+        around = torch.full((1,), idle, dtype=values.dtype)
+        return torch.cat([around, values.detach(), around])
+
+    assert inputs.entropy is not None
+    return LossInputs(
+        logprobs=widen(inputs.logprobs, poison).requires_grad_(),
+        entropy=widen(inputs.entropy, poison).requires_grad_(),
+        columns={name: widen(c, 0.0 if name == "weights" else poison) for name, c in inputs.columns.items()},
+    )
+
+
+def gradients(inputs: LossInputs, **params: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    assert inputs.entropy is not None
+    result = clipped(inputs, **params)
+    at_logprobs, at_entropy = torch.autograd.grad(
+        result.loss, (inputs.logprobs, inputs.entropy), allow_unused=True, materialize_grads=True
+    )
+    return at_logprobs, at_entropy
+
+
+def mean(metric: TensorMetric) -> float:
+    assert metric.reduction is Reduction.MEAN
+    return (metric.total / metric.weight).item()
+
+
+def test_the_clipped_objective_of_three_tokens_worked_by_hand() -> None:
+    loss = clipped(three_tokens(), **BOUNDS).loss
+    assert loss.item() == pytest.approx(-(0.5 * 2.6 + 0.25 * -0.8 + 0.25 * 0.5))
+
+
+def test_the_gradient_is_weight_times_ratio_times_advantage_where_the_clip_does_not_decide() -> None:
+    at_logprobs, _ = gradients(three_tokens(), **BOUNDS)
+    assert at_logprobs.tolist() == pytest.approx([0.0, 0.0, -0.25 * 0.5 * 1.0])
+
+
+def test_on_policy_the_gradient_is_that_of_reinforce() -> None:
+    inputs = three_tokens()
+    inputs = LossInputs(
+        logprobs=inputs.logprobs, entropy=inputs.entropy, columns={**inputs.columns, "old_logprobs": logs(NEW)}
+    )
+    at_logprobs, _ = gradients(inputs)
+    assert at_logprobs.tolist() == pytest.approx([-w * a for w, a in zip(WEIGHTS, ADVANTAGES, strict=True)])
+
+
+def test_the_entropy_bonus_lowers_the_loss_by_the_weighted_entropy() -> None:
+    plain, bonus = clipped(three_tokens(), **BOUNDS), clipped(three_tokens(), **BOUNDS, entropy_coef=0.1)
+    assert (plain.loss - bonus.loss).item() == pytest.approx(0.1 * (0.5 * 1 + 0.25 * 2 + 0.25 * 3))
+    _, at_entropy = gradients(three_tokens(), **BOUNDS, entropy_coef=0.1)
+    assert at_entropy.tolist() == pytest.approx([-0.1 * w for w in WEIGHTS])
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "slopes"),  # of each token, and their derivatives by the log-prob, with q = p_ref / p_new
+    [
+        ("k1", [math.log(2), 0.0, -math.log(2)], [1.0, 1.0, 1.0]),
+        ("k2", [math.log(2) ** 2 / 2, 0.0, math.log(2) ** 2 / 2], [math.log(2), 0.0, -math.log(2)]),
+        ("k3", [0.5 - 1 + math.log(2), 0.0, 2 - 1 - math.log(2)], [1 - 0.5, 0.0, 1 - 2.0]),
+    ],
+)
+def test_the_kl_penalty_raises_the_loss_by_the_weighted_estimate(
+    name: str, values: list[float], slopes: list[float]
+) -> None:
+    plain = clipped(three_tokens(), **BOUNDS)
+    penalised = clipped(three_tokens(), **BOUNDS, kl_coef=0.2, kl_estimator=name)
+    expected = 0.2 * sum(w * v for w, v in zip(WEIGHTS, values, strict=True))
+    assert (penalised.loss - plain.loss).item() == pytest.approx(expected)
+    assert mean(penalised.metrics["kl"]) == pytest.approx(sum(values) / 3)
+
+    without, _ = gradients(three_tokens(), **BOUNDS)
+    with_kl, _ = gradients(three_tokens(), **BOUNDS, kl_coef=0.2, kl_estimator=name)
+    assert (with_kl - without).tolist() == pytest.approx(
+        [0.2 * w * s for w, s in zip(WEIGHTS, slopes, strict=True)], abs=1e-12
+    )
+
+
+def test_metrics_of_three_tokens_worked_by_hand() -> None:
+    metrics = clipped(three_tokens(), **BOUNDS, entropy_coef=0.1).metrics
+    assert metrics["policy_loss"].total.item() == pytest.approx(-1.225)
+    assert metrics["loss"].total.item() == pytest.approx(-1.225 - 0.175)
+    assert metrics["loss"].reduction is Reduction.SUM
+    assert mean(metrics["entropy"]) == pytest.approx(2.0)
+    assert mean(metrics["ratio"]) == pytest.approx((1.5 + 0.5 + 0.5) / 3)
+    assert mean(metrics["clip_fraction"]) == pytest.approx(2 / 3)
+    assert mean(metrics["approx_kl"]) == pytest.approx(
+        ((0.5 - math.log(1.5)) + 2 * (-0.5 + math.log(2))) / 3  # ratio - 1 - log ratio
+    )
+    assert mean(metrics["logprob_diff"]) == pytest.approx(2 * math.log(2) / 3)
+    assert metrics["logprob_diff_max"].total.item() == pytest.approx(math.log(2))
+    assert metrics["logprob_diff_max"].reduction is Reduction.MAX
+    assert not any(metric.total.requires_grad for metric in metrics.values())
+
+
+@pytest.mark.parametrize("poison", [7.0, math.inf, -math.inf, math.nan])
+def test_tokens_of_weight_zero_reach_neither_loss_nor_gradient_nor_metric(poison: float) -> None:
+    params = {**BOUNDS, "entropy_coef": 0.1, "kl_coef": 0.2}
+    alone = clipped(three_tokens(), **params)
+    among = clipped(with_idle_tokens(three_tokens(), poison=poison), **params)
+    assert among.loss.item() == alone.loss.item()
+    assert_equal_metrics(among, alone)
+    for wide, narrow in zip(
+        gradients(with_idle_tokens(three_tokens(), poison=poison), **params),
+        gradients(three_tokens(), **params),
+        strict=True,
+    ):
+        assert wide.tolist() == [0.0, *narrow.tolist(), 0.0]
+
+
+def assert_equal_metrics(left: LossResult, right: LossResult) -> None:
+    assert left.metrics.keys() == right.metrics.keys()
+    for name, metric in left.metrics.items():
+        assert (metric.total.item(), metric.weight.item()) == (
+            right.metrics[name].total.item(),
+            right.metrics[name].weight.item(),
+        ), name
+
+
+def test_a_filler_micro_batch_gives_a_loss_of_zero_that_has_a_gradient_of_zero() -> None:
+    inputs = three_tokens()
+    filler = LossInputs(
+        logprobs=inputs.logprobs,
+        entropy=inputs.entropy,
+        columns={**inputs.columns, "weights": torch.zeros(3, dtype=torch.float64)},
+    )
+    result = clipped(filler, entropy_coef=0.1)
+    result.loss.backward()
+    assert result.loss.item() == 0.0
+    assert inputs.logprobs.grad is not None
+    assert inputs.logprobs.grad.tolist() == [0.0, 0.0, 0.0]
+    assert {metric.total.item() for metric in result.metrics.values()} == {0.0}
+    assert {metric.weight.item() for metric in result.metrics.values()} == {0}
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_token_that_the_old_policy_thought_impossible_does_not_make_the_step_infinite(advantage: float) -> None:
+    inputs = LossInputs(
+        logprobs=torch.tensor([-1.0], requires_grad=True),
+        columns={
+            "weights": torch.ones(1),
+            "advantages": torch.tensor([advantage]),
+            "old_logprobs": torch.tensor([-91.0]),
+            "rollout_logprobs": torch.tensor([-91.0]),
+        },
+    )
+    loss = clipped(inputs).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert inputs.logprobs.grad is not None
+    assert inputs.logprobs.grad.tolist() == [0.0]
+
+
+def test_a_missing_column_or_entropy_is_named() -> None:
+    inputs = three_tokens()
+    with pytest.raises(ContractError, match="entropy_coef=0.1 and was given no entropy"):
+        clipped(LossInputs(logprobs=inputs.logprobs, columns=inputs.columns), entropy_coef=0.1)
+    columns = {name: column for name, column in inputs.columns.items() if name != "ref_logprobs"}
+    with pytest.raises(ContractError, match=r"needs the column 'ref_logprobs' \[T\]; got: advantages, old_logprobs"):
+        clipped(LossInputs(logprobs=inputs.logprobs, columns=columns), kl_coef=0.1)

@@ -1,0 +1,109 @@
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+from corerl.algorithms.losses import LossInputs, LossResult, clipped
+from corerl.algorithms.registry import loss_spec, resolve_loss
+from corerl.errors import ConfigError
+from corerl.types import LossSpec, Output
+
+
+def reinforce(inputs: LossInputs, *, entropy_coef: float = 0.0, offset: float) -> LossResult:
+    return LossResult((inputs.columns["weights"] * -inputs.logprobs).sum() + offset)
+
+
+def bare(inputs: LossInputs) -> LossResult:
+    return LossResult(inputs.logprobs.sum())
+
+
+def anything(inputs: LossInputs, **params: float) -> LossResult:
+    return LossResult(inputs.logprobs.sum() * params["clip_low"])
+
+
+def without_inputs(*, clip_low: float) -> LossResult:
+    return LossResult(torch.tensor(clip_low))
+
+
+@pytest.fixture(autouse=True)
+def my_losses() -> Iterator[None]:
+    """A user's module of losses, importable by name."""
+    module = ModuleType("my_losses")
+    for function in (reinforce, bare, anything, without_inputs):
+        setattr(module, function.__name__, function)
+    sys.modules["my_losses"] = module
+    yield
+    del sys.modules["my_losses"]
+
+
+def spec_of(loss: str, *, kl_coef: float = 0.0, entropy_coef: float = 0.0) -> LossSpec:
+    return loss_spec(
+        loss=loss, clip_low=0.2, clip_high=0.3, entropy_coef=entropy_coef, kl_coef=kl_coef, kl_estimator="k2"
+    )
+
+
+ONE_TOKEN = LossInputs(
+    logprobs=torch.tensor([-1.0]),
+    columns={
+        "weights": torch.tensor([0.5]),
+        "advantages": torch.tensor([2.0]),
+        "old_logprobs": torch.tensor([-3.0]),
+        "rollout_logprobs": torch.tensor([-3.0]),
+    },
+)
+
+
+def test_a_registered_loss_is_called_with_the_parameters_of_its_spec() -> None:
+    loss = resolve_loss(LossSpec(name="clipped", params={"clip_high": 0.5}))
+    assert loss(ONE_TOKEN).loss.item() == clipped(ONE_TOKEN, clip_high=0.5).loss.item() == -0.5 * 1.5 * 2.0
+
+
+def test_a_function_of_a_module_is_called_with_the_parameters_of_its_spec() -> None:
+    loss = resolve_loss(LossSpec(name="my_losses:reinforce", params={"offset": 3.0}))
+    assert loss(ONE_TOKEN).loss.item() == 0.5 * 1.0 + 3.0
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("cliped", {}, "unknown loss 'cliped'; known: clipped, or 'module:function'; did you mean 'clipped'?"),
+        ("no_such_module:f", {}, "cannot import 'no_such_module': ModuleNotFoundError"),
+        ("my_losses:reinforced", {}, "has no function 'reinforced'; did you mean 'reinforce'?"),
+        (
+            "clipped",
+            {"clip_hihg": 0.1},
+            "has no parameter 'clip_hihg'; it takes: clip_low, .*did you mean 'clip_high'?",
+        ),
+        ("my_losses:reinforce", {"entropy_coef": 0.1}, "needs a parameter 'offset', and was given: entropy_coef"),
+        ("my_losses:without_inputs", {"clip_low": 0.1}, "write it as .inputs, ., its parameters."),
+    ],
+)
+def test_what_cannot_be_resolved_is_named(name: str, params: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_loss(LossSpec(name=name, params=params))
+
+
+def test_the_spec_of_a_run_holds_all_fields_of_the_clipped_loss_and_asks_for_the_entropy() -> None:
+    assert spec_of("clipped", kl_coef=0.1) == LossSpec(
+        name="clipped",
+        params={"clip_low": 0.2, "clip_high": 0.3, "entropy_coef": 0.0, "kl_coef": 0.1, "kl_estimator": "k2"},
+        outputs=(Output.LOGPROBS, Output.ENTROPY),
+    )
+
+
+def test_a_loss_of_the_user_is_given_the_fields_that_it_takes() -> None:
+    assert spec_of("my_losses:bare").params == {}
+    assert set(spec_of("my_losses:anything").params) == {
+        "clip_low",
+        "clip_high",
+        "entropy_coef",
+        "kl_coef",
+        "kl_estimator",
+    }
+
+
+def test_a_coefficient_that_the_loss_would_leave_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match="algorithm.kl_coef=0.1, but loss 'my_losses:bare' has no such parameter"):
+        spec_of("my_losses:bare", kl_coef=0.1)

@@ -1,0 +1,53 @@
+import math
+
+import pytest
+
+from corerl.algorithms.schedules import learning_rate
+from corerl.errors import ConfigError
+
+
+def rates(decay: str, *, warmup_steps: int, total_steps: int, final_ratio: float = 0.1) -> list[float]:
+    return [
+        learning_rate(
+            warmup_steps=warmup_steps,
+            decay=decay,
+            final_ratio=final_ratio,
+            peak=2.0,
+            step=step,
+            total_steps=total_steps,
+        )
+        for step in range(total_steps)
+    ]
+
+
+def test_warm_up_begins_above_zero_and_ends_at_the_peak() -> None:
+    assert rates("constant", warmup_steps=4, total_steps=6) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+
+
+def test_linear_decay_falls_in_equal_steps_to_the_final_share_at_the_last_step() -> None:
+    assert rates("linear", warmup_steps=2, total_steps=6, final_ratio=0.2) == pytest.approx(
+        [1.0, 2.0, 1.6, 1.2, 0.8, 0.4]
+    )
+    assert rates("linear", warmup_steps=0, total_steps=3, final_ratio=0.5) == pytest.approx([2.0, 1.5, 1.0])
+
+
+def test_cosine_decay_is_half_way_in_the_middle_and_flat_at_both_ends() -> None:
+    got = rates("cosine", warmup_steps=0, total_steps=5, final_ratio=0.0)
+    root = math.sqrt(0.5)
+    assert got == pytest.approx([2.0, 1 + root, 1.0, 1 - root, 0.0])
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+def test_beyond_the_last_step_the_final_rate_stays(decay: str) -> None:
+    got = learning_rate(warmup_steps=0, decay=decay, final_ratio=0.1, peak=2.0, step=50, total_steps=10)
+    assert got == pytest.approx(0.2)
+
+
+def test_a_run_of_one_step_or_of_nothing_but_warm_up_never_divides_by_zero() -> None:
+    assert rates("linear", warmup_steps=0, total_steps=1) == [2.0]
+    assert rates("cosine", warmup_steps=3, total_steps=3) == pytest.approx([2 / 3, 4 / 3, 2.0])
+
+
+def test_an_unknown_decay_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="unknown decay 'cosin'; take one of constant, linear, cosine"):
+        rates("cosin", warmup_steps=0, total_steps=2)

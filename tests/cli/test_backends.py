@@ -1,0 +1,81 @@
+"""`corerl backends` lists what is there, what is wrong with it, and what could be there, without importing a backend."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corerl.cli.main import main
+
+BROKEN = "import a_library_that_is_not_there"
+SPEC = """
+from corerl.plugin.spec import BackendSpec
+SPEC = BackendSpec(implementation="nowhere:Code", config=object, api={api}, summary="a small backend")
+"""
+
+
+@pytest.fixture(autouse=True)
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {"good": SPEC.format(api=(1, 0)), "later": SPEC.format(api=(2, 0)), "bad": BROKEN}
+    for name, source in modules.items():
+        metadata = tmp_path / f"corerl_{name}-0.3.1.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: corerl-{name}\nVersion: 0.3.1\n")
+        (metadata / "entry_points.txt").write_text(f"[corerl.backends]\n{name} = cli_{name}:SPEC\n")
+        (tmp_path / f"cli_{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_the_table_shows_every_backend_with_its_state(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["backends"]) == 0
+    lines = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["NAME", "PACKAGE", "VERSION", "API", "STATUS"]
+    rows = {line[0]: line[1:] for line in lines[1:]}
+    assert rows["good"] == ["corerl-good", "0.3.1", "1.0", "ok: a small backend"]
+    assert rows["later"] == [
+        "corerl-later",
+        "0.3.1",
+        "2.0",
+        "incompatible: written for API 2.0, this corerl speaks 1.0",
+    ]
+    assert rows["bad"] == [
+        "corerl-bad",
+        "0.3.1",
+        "-",
+        "broken: ModuleNotFoundError: No module named 'a_library_that_is_not_there'",
+    ]
+    assert rows["megatron"] == ["-", "-", "-", "not installed: pip install 'corerl[megatron]'"]
+
+
+def test_json_holds_the_same_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["backends", "--json"]) == 0
+    rows: dict[str, Any] = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["good"] == {
+        "name": "good",
+        "distribution": "corerl-good",
+        "version": "0.3.1",
+        "value": "cli_good:SPEC",
+        "status": "ok",
+        "reason": "",
+        "api": [1, 0],
+        "summary": "a small backend",
+    }
+    assert rows["bad"]["status"] == "broken"
+    assert rows["megatron"] == {
+        "name": "megatron",
+        "status": "not installed",
+        "reason": "pip install 'corerl[megatron]'",
+    }
+
+
+def test_listing_loads_neither_torch_nor_ray() -> None:
+    program = (
+        "import sys\nfrom corerl.cli.backends import run\nfrom argparse import Namespace\n"
+        "run(Namespace(json=True))\nassert not {'torch', 'ray'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

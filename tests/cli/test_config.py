@@ -1,0 +1,110 @@
+"""`corerl config check|show`, from the command line to what is printed."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from corerl.cli.main import main
+from corerl.config.load import load_config
+
+SOUND = """
+extensions = []
+[backend]
+name = "plain"
+[model]
+tokenizer = "characters:0123456789"
+[model.config]
+model_type = "qwen3"
+[rollout]
+engine = "fake"
+"""
+
+
+@pytest.fixture
+def sound(tmp_path: Path) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(SOUND)
+    return str(path)
+
+
+def test_check_says_ok(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", sound]) == 0
+    assert capsys.readouterr() == (f"{sound}: ok\n", "")
+
+
+def test_check_reports_what_cannot_be_read(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", sound, "algorithm.clip_hihg=0.28", "run.steps=ten"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        (
+            "corerl: error: run.steps: expected integer, got string 'ten' (override run.steps=ten)\n"
+            "corerl: error: algorithm.clip_hihg: unknown key; did you mean 'clip_high'? "
+            "(override algorithm.clip_hihg=0.28)\n"
+        ),
+    )
+
+
+def test_check_reports_contradictions_and_plugin_tables_together(
+    sound: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "check", sound, "train.mini_batches=7", "backends.plain.no_such_option=1"]) == 2
+    out, err = capsys.readouterr()
+    first, second = err.splitlines()
+    assert out == ""
+    assert first == (
+        "corerl: error: rollout.prompts: 64 does not split into train.mini_batches=7 equal optimizer steps; "
+        "use a multiple of 7, such as 70"
+    )
+    assert second.startswith("corerl: error: backends.plain.no_such_option: unknown key; ")
+
+
+def test_check_names_an_unknown_backend(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", sound, "backend.name=plian"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("corerl: error: ") and "'plian'" in line and "plain" in line
+
+
+def test_check_notes_a_table_that_it_cannot_check(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", sound, "backends.not_installed.x=1"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{sound}: ok\n"
+    assert err.startswith("corerl: note: backends.not_installed is ignored: ") and err.count("\n") == 1
+
+
+def test_show_prints_a_valid_input_that_resolves_to_itself(
+    sound: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "show", sound, "algorithm.clip_high=0.28", "backends.not_installed.x=1"]) == 0
+    shown = capsys.readouterr().out
+    again = tmp_path / "again.toml"
+    again.write_text(shown)
+    config = load_config(again)
+    assert config.algorithm.clip_high == 0.28
+    assert config.train == load_config(sound).train
+    assert config.backends["not_installed"] == {"x": 1}
+    assert "plain" in config.backends and "fake" in config.engines  # every option of what is selected
+    assert main(["config", "show", str(again)]) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_show_can_explain_each_setting(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", sound]) == 0
+    bare = capsys.readouterr().out
+    assert main(["config", "show", "--help-texts", sound]) == 0
+    explained = capsys.readouterr().out
+    assert tomllib.loads(explained) == tomllib.loads(bare)
+    assert "# the ratio is clipped above 1 + clip_high\nclip_high = 0.2\n" in explained
+
+
+def test_checking_loads_neither_torch_nor_ray(sound: str) -> None:
+    program = (
+        "import sys\n"
+        "from corerl.cli.main import main\n"
+        f"assert main(['config', 'check', {sound!r}]) == 0\n"
+        "print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (finished.stdout, finished.stderr) == (f"{sound}: ok\n[]\n", "")

@@ -1,0 +1,125 @@
+"""The command itself: exit statuses, what goes to stderr, and how little `--help` loads."""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import corerl
+from corerl.cli import main as command
+from corerl.errors import ConfigError, HookFailed, PluginNotFound, SaveFailed
+
+
+class Failing(ModuleType):
+    """A subcommand `failing` that raises what it is given, or returns a status."""
+
+    def __init__(self, outcome: BaseException | int) -> None:
+        super().__init__("corerl.cli.failing")
+        self.outcome = outcome
+
+    def add_parser(self, subparsers: Any) -> None:
+        subparsers.add_parser("failing")
+
+    def run(self, args: argparse.Namespace) -> int:
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+@pytest.fixture
+def run_failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    def run(outcome: BaseException | int, *argv: str) -> int:
+        monkeypatch.setitem(sys.modules, "corerl.cli.failing", Failing(outcome))
+        monkeypatch.setattr(command, "COMMANDS", ("failing",))
+        return command.main(argv or ["failing"])
+
+    return run
+
+
+def hook_failed() -> HookFailed:
+    error = HookFailed("rank 1: train raised ValueError: boom")
+    error.details = "Traceback of rank 1"
+    return error
+
+
+def test_the_subcommands_status_is_the_exit_status(run_failing: Callable[..., int]) -> None:
+    assert (run_failing(0), run_failing(7)) == (0, 7)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ConfigError("a: b"), 2), (PluginNotFound("a: b"), 2), (SaveFailed("a: b"), 1)]
+)
+def test_an_error_is_one_line_and_its_status_says_whose_move_it_is(
+    run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str], error: Exception, status: int
+) -> None:
+    assert run_failing(error) == status
+    assert capsys.readouterr() == ("", "corerl: error: a: b\n")
+
+
+def test_each_problem_of_several_has_its_line(
+    run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_failing(ConfigError("a: b\nc: d")) == 2
+    assert capsys.readouterr().err == "corerl: error: a: b\ncorerl: error: c: d\n"
+
+
+def test_a_workers_traceback_is_hidden_until_it_is_asked_for(
+    run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CORERL_DEBUG", raising=False)
+    line = "corerl: error: rank 1: train raised ValueError: boom\n"
+    assert run_failing(hook_failed()) == 1
+    assert capsys.readouterr().err == line
+    for argv in (["--debug", "failing"], ["failing", "--debug"]):
+        assert run_failing(hook_failed(), *argv) == 1
+        shown = capsys.readouterr().err
+        assert "Traceback of rank 1\n" in shown and "raise self.outcome" in shown and shown.endswith(line)
+    monkeypatch.setenv("CORERL_DEBUG", "1")
+    assert run_failing(hook_failed()) == 1
+    assert "Traceback of rank 1\n" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_with_130(run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_failing(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "corerl: interrupted\n"
+
+
+def test_a_surprise_propagates(run_failing: Callable[..., int]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_failing(ZeroDivisionError())
+
+
+@pytest.mark.parametrize("argv", [[], ["no-such-command"], ["config"]])
+def test_a_wrong_command_line_ends_with_2(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(argv)
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--help"], ["train", "export", "config", "backends"]),
+        (["--version"], [f"corerl {corerl.__version__}"]),
+        (["train", "--help"], ["usage: corerl train"]),
+        (["config", "show", "--help"], ["usage: corerl config show", "--help-texts"]),
+    ],
+)
+def test_help_and_version_load_nothing_heavy(argv: list[str], expected: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from corerl.cli.main import main\n"
+        "try:\n"
+        f"    main({argv!r})\n"
+        "except SystemExit as ended:\n"
+        "    heavy = {'torch', 'ray', 'cattrs', 'transformers'} & set(sys.modules)\n"
+        "    sys.exit(f'loaded {heavy}' if heavy else ended.code)\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    for text in expected:
+        assert text in finished.stdout

@@ -1,0 +1,174 @@
+"""Contradictions between settings, each with one line that says what to do."""
+
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from corerl.config.check import problems, require_valid
+from corerl.config.schema import (
+    BackendChoice,
+    CheckpointConfig,
+    Config,
+    ExtensionChoice,
+    ModelConfig,
+    RewardConfig,
+    RoleChoice,
+    RolesConfig,
+    RolloutConfig,
+    TrainConfig,
+    WeightsConfig,
+)
+from corerl.errors import ConfigError
+
+MODEL = ModelConfig(config={"model_type": "qwen3"}, tokenizer="characters:0123")
+VALID = Config(backend=BackendChoice(name="plain"), model=MODEL)
+
+
+def actor(ranks: int, train: TrainConfig | None = None) -> RolesConfig:
+    return RolesConfig(actor=RoleChoice(ranks=ranks, train=train))
+
+
+def test_a_sound_configuration_has_no_problems(tmp_path: Path) -> None:
+    assert problems(VALID) == []
+    from_disk = evolve(
+        VALID,
+        model=ModelConfig(path=str(tmp_path)),
+        backend=BackendChoice(name="my-dist:mine"),
+        reward=RewardConfig(name="my.module:score"),
+        checkpoint=CheckpointConfig(resume=str(tmp_path)),
+    )
+    assert problems(from_disk) == []
+    require_valid(from_disk)
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        (
+            ModelConfig(),
+            (
+                "model.path: neither model.path nor model.config is given; set model.path to a Hugging Face directory, "
+                "or model.config to start from random weights"
+            ),
+        ),
+        (
+            ModelConfig(path=".", config={"model_type": "qwen3"}),
+            (
+                "model.config: given beside model.path='.'; keep model.path to train its weights, or model.config to "
+                "start from random ones"
+            ),
+        ),
+        (
+            ModelConfig(config={"hidden_size": 8}, tokenizer="characters:ab"),
+            "model.config.model_type: missing; name the architecture, such as 'qwen3'",
+        ),
+        (
+            ModelConfig(config={"model_type": "qwen3"}),
+            (
+                "model.tokenizer: empty, and model.config brings no tokenizer; set a tokenizer directory, or "
+                "'characters:ABC' for one token a character"
+            ),
+        ),
+        (
+            ModelConfig(config={"model_type": "qwen3"}, tokenizer="characters:"),
+            "model.tokenizer: 'characters:' lists no characters; write them behind it, as in 'characters:ABC'",
+        ),
+        (
+            ModelConfig(path="/no/such/model"),
+            "model.path: no directory '/no/such/model'; give a downloaded Hugging Face model directory",
+        ),
+    ],
+)
+def test_a_model_is_either_read_or_described(model: ModelConfig, line: str) -> None:
+    assert problems(evolve(VALID, model=model)) == [line]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "mini_batches", "ranks", "line"),
+    [
+        (
+            10,
+            4,
+            4,
+            1,
+            (
+                "rollout.prompts: 10 does not split into train.mini_batches=4 equal optimizer steps; "
+                "use a multiple of 4, such as 12"
+            ),
+        ),
+        (
+            # 5 prompts x 3 samples = 15 rows a step over 2 ranks: 2 x 3 x 3 = 18 would do, so prompts in steps of 2
+            5,
+            3,
+            1,
+            2,
+            (
+                "rollout.prompts: 5 x rollout.samples=3 / train.mini_batches=1 makes 15 samples an optimizer step, "
+                "which does not divide over roles.actor.ranks=2; use a multiple of 2, such as 6, or a number of ranks "
+                "that divides 15"
+            ),
+        ),
+        (
+            # 6 x 4 / 2 = 12 rows over 8 ranks: a step needs an even number of prompts, so a batch a multiple of 4
+            6,
+            4,
+            2,
+            8,
+            (
+                "rollout.prompts: 6 x rollout.samples=4 / train.mini_batches=2 makes 12 samples an optimizer step, "
+                "which does not divide over roles.actor.ranks=8; use a multiple of 4, such as 8, or a number of ranks "
+                "that divides 12"
+            ),
+        ),
+    ],
+)
+def test_what_does_not_divide_is_answered_with_a_multiple_that_does(
+    prompts: int, samples: int, mini_batches: int, ranks: int, line: str
+) -> None:
+    config = evolve(
+        VALID,
+        rollout=RolloutConfig(prompts=prompts, samples=samples),
+        train=TrainConfig(mini_batches=mini_batches),
+        roles=actor(ranks),
+    )
+    assert problems(config) == [line]
+    advised = int(line.split("such as ")[1].split(",")[0])
+    assert problems(evolve(config, rollout=RolloutConfig(prompts=advised, samples=samples))) == []
+
+
+def test_a_roles_own_train_table_is_the_one_that_counts() -> None:
+    config = evolve(VALID, train=TrainConfig(mini_batches=7), roles=actor(1, TrainConfig(mini_batches=3)))
+    assert problems(config) == [
+        (
+            "rollout.prompts: 64 does not split into roles.actor.train.mini_batches=3 equal optimizer steps; "
+            "use a multiple of 3, such as 66"
+        )
+    ]
+
+
+def test_a_group_of_one_teaches_nothing() -> None:
+    assert problems(evolve(VALID, rollout=RolloutConfig(samples=1))) == [
+        "rollout.samples: 1 leaves a sample nothing to compare with, so that every advantage is 0; use at least 2"
+    ]
+
+
+def test_all_contradictions_are_raised_together() -> None:
+    config = evolve(
+        VALID,
+        backend=BackendChoice(name=""),
+        reward=RewardConfig(name="module:function:more"),
+        weights=WeightsConfig(transport="two words"),
+        extensions=(ExtensionChoice(name="jsonl"), ExtensionChoice(name="jsonl")),
+        checkpoint=CheckpointConfig(resume="nver"),
+    )
+    with pytest.raises(ConfigError) as caught:
+        require_valid(config)
+    advice = "is no name; give the name of something installed, or 'package.module:attribute'"
+    assert caught.value.message.splitlines() == [
+        f"backend.name: '' {advice}",
+        f"reward.name: 'module:function:more' {advice}",
+        f"weights.transport: 'two words' {advice}",
+        "extensions: 'jsonl' stands there 2 times; keep one",
+        "checkpoint.resume: no directory 'nver'; give 'never', 'auto', or a checkpoint's directory",
+    ]

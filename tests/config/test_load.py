@@ -1,0 +1,242 @@
+"""From file and overrides to a Config and back, and every way in which that fails."""
+
+from pathlib import Path
+
+import pytest
+from attrs import evolve, field, frozen
+
+from corerl.config.load import dump_toml, load_config, to_plain
+from corerl.config.schema import (
+    BackendChoice,
+    Config,
+    ExtensionChoice,
+    ModelConfig,
+    OptimizerConfig,
+    RoleChoice,
+    RolesConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from corerl.errors import ConfigError
+
+SMALLEST = '[backend]\nname = "plain"\n'
+
+
+def write(directory: Path, text: str) -> Path:
+    path = directory / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def problems_of(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value.message.splitlines()
+
+
+def test_only_the_backend_must_be_given(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, SMALLEST)) == Config(backend=BackendChoice(name="plain"))
+
+
+def test_tables_become_classes_with_ints_as_floats_and_arrays_as_tuples(tmp_path: Path) -> None:
+    text = (
+        SMALLEST
+        + """
+        [model.config]
+        model_type = "qwen3"
+        hidden_size = 64
+        [train.optimizer]
+        lr = 1
+        betas = [0, 0.5]
+        [rollout]
+        stop = ["a", "b"]
+        [roles.actor.train]
+        epochs = 3
+        [[extensions]]
+        name = "profiler"
+        options = { every = 50 }
+        """
+    )
+    config = load_config(write(tmp_path, text))
+    assert config == Config(
+        backend=BackendChoice(name="plain"),
+        model=ModelConfig(config={"model_type": "qwen3", "hidden_size": 64}),
+        train=TrainConfig(optimizer=OptimizerConfig(lr=1.0, betas=(0.0, 0.5))),
+        rollout=RolloutConfig(stop=("a", "b")),
+        roles=RolesConfig(actor=RoleChoice(train=TrainConfig(epochs=3))),
+        extensions=(ExtensionChoice(name="profiler", options={"every": 50}),),
+    )
+    assert type(config.train.optimizer.lr) is float and type(config.train.optimizer.betas) is tuple
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("algorithm.clip_high=0.28", ("algorithm", "clip_high"), 0.28),
+        ("checkpoint.background=false", ("checkpoint", "background"), False),
+        ("rollout.stop=['x', 'y']", ("rollout", "stop"), ("x", "y")),
+        ("run.dir=runs/a b", ("run", "dir"), "runs/a b"),
+        ("run.dir='quoted'", ("run", "dir"), "quoted"),
+        ("run.dir=2024-05-01", ("run", "dir"), "2024-05-01"),
+        ("run.dir=", ("run", "dir"), ""),
+        ("run.dir=a=b", ("run", "dir"), "a=b"),
+        ("backends.mine.x=1", ("backends",), {"mine": {"x": 1}}),
+        ('backends."my.own".x=1', ("backends",), {"my.own": {"x": 1}}),
+        ("model.config={model_type='llama'}", ("model", "config"), {"model_type": "llama"}),
+        ("extensions=[]", ("extensions",), ()),
+        ("backend.name=other", ("backend", "name"), "other"),
+    ],
+)
+def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[str, ...], value: object) -> None:
+    changed: object = load_config(write(tmp_path, SMALLEST), [override])
+    for name in path:
+        changed = getattr(changed, name)
+    assert changed == value and type(changed) is type(value)
+
+
+def test_the_last_override_of_a_value_counts_and_its_neighbours_stay(tmp_path: Path) -> None:
+    path = write(tmp_path, SMALLEST + "[run]\nsteps = 1\nseed = 7\n")
+    run = load_config(path, ["run.steps=2", "run.steps=3"]).run
+    assert (run.steps, run.seed) == (3, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "bogus = 1",
+            (
+                "bogus: unknown key; known: run, cluster, model, backend, backends, engines, roles, train, algorithm, "
+                "data, reward, rollout, weights, eval, checkpoint, extensions"
+            ),
+        ),
+        ("[trian]", "trian: unknown key; did you mean 'train'?"),
+        ("[train]\nminibatches = 2", "train.minibatches: unknown key; did you mean 'mini_batches'?"),
+        ("run = 3", "run: expected table, got integer 3"),
+        ("[run]\nsteps = '10'", "run.steps: expected integer, got string '10'; leave out the quotes"),
+        ("[run]\nsteps = 1.9", "run.steps: expected integer, got number 1.9"),
+        ("[run]\nsteps = true", "run.steps: expected integer, got true"),
+        ("[run]\nseed = -1", "run.seed: must be at least 0, got -1"),
+        ("[run]\ndir = 2024-05-01", "run.dir: expected string, got date 2024-05-01; put it in quotes"),
+        (
+            "[checkpoint]\nexport = 'false'",
+            "checkpoint.export: expected true or false, got string 'false'; leave out the quotes",
+        ),
+        (
+            "[train.optimizer]\nlr = '1e-5'",
+            "train.optimizer.lr: expected number, got string '1e-5'; leave out the quotes",
+        ),
+        ("[train.optimizer]\nbetas = [0.9]", "train.optimizer.betas: expected array of 2, got 1"),
+        (
+            "[train.optimizer]\nbetas = [0.9, 1]",
+            "train.optimizer.betas: must each be at least 0 and below 1, got [0.9, 1.0]",
+        ),
+        ("[rollout]\nstop = 'ab'", "rollout.stop: expected array of strings, got string 'ab'"),
+        ("[rollout]\ntop_p = 0.0", "rollout.top_p: must be above 0 and at most 1, got 0.0"),
+        ("[rollout]\nmax_tokens = 0", "rollout.max_tokens: must be at least 1, got 0"),
+        ("[algorithm]\nkl_coef = -0.1", "algorithm.kl_coef: must be at least 0, got -0.1"),
+        (
+            "[algorithm]\nkl_estimator = 'k4'",
+            "algorithm.kl_estimator: expected one of 'k1', 'k2', 'k3', got string 'k4'",
+        ),
+        (
+            "[weights]\ndtype = 'bfloat6'",
+            (
+                "weights.dtype: expected one of 'float32', 'bfloat16', 'model', got string 'bfloat6'; "
+                "did you mean 'bfloat16'?"
+            ),
+        ),
+        ("[[extensions]]\nname = 'a'\noption = {}", "extensions[0].option: unknown key; did you mean 'options'?"),
+        (
+            "[[extensions]]\noptions = {}",
+            "extensions[0].name: required and missing; give string: an installed extension",
+        ),
+    ],
+)
+def test_each_kind_of_mistake_has_its_line(tmp_path: Path, text: str, line: str) -> None:
+    path = write(tmp_path, text + "\n")
+    assert problems_of(path, "backend.name=plain") == [line]
+
+
+def test_a_missing_backend_is_asked_for_by_its_full_path(tmp_path: Path) -> None:
+    assert problems_of(write(tmp_path, "")) == [
+        (
+            "backend.name: required and missing; give string: an installed training backend, 'distribution:name', "
+            "or 'package.module:SPEC'"
+        )
+    ]
+
+
+def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, "[backend]\nnmae = 'plain'\n[train]\nepochs = 0\nmini_batches = 0\n")
+    assert problems_of(path, "steps", "algorithm.clip_hihg=0.28", "run.steps=many") == [
+        "override 'steps': expected KEY=VALUE with a dotted key, such as run.steps=10",
+        "run.steps: expected integer, got string 'many' (override run.steps=many)",
+        (
+            "backend.name: required and missing; give string: an installed training backend, 'distribution:name', "
+            "or 'package.module:SPEC'"
+        ),
+        "backend.nmae: unknown key; did you mean 'name'?",
+        "train.mini_batches: must be at least 1, got 0",
+        "train.epochs: must be at least 1, got 0",
+        "algorithm.clip_hihg: unknown key; did you mean 'clip_high'? (override algorithm.clip_hihg=0.28)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("", "override '': expected KEY=VALUE with a dotted key, such as run.steps=10"),
+        ("=3", "override '=3': expected KEY=VALUE with a dotted key, such as run.steps=10"),
+        ("run..steps=3", "override 'run..steps=3': expected KEY=VALUE with a dotted key, such as run.steps=10"),
+        ("backend.name.x=3", "override 'backend.name.x=3': backend.name is no table; override it whole"),
+        ("run.dir.x=3", "run.dir: expected string, got a table (override run.dir.x=3)"),
+        ("rollout=3", "rollout: expected table, got integer 3 (override rollout=3)"),
+        ("rollout={prompt=1}", "rollout.prompt: unknown key; did you mean 'prompts'? (override rollout={prompt=1})"),
+    ],
+)
+def test_a_wrong_override_is_named(tmp_path: Path, override: str, line: str) -> None:
+    assert problems_of(write(tmp_path, SMALLEST), override) == [line]
+
+
+def test_a_file_that_is_missing_or_no_toml_is_named_with_the_line(tmp_path: Path) -> None:
+    assert problems_of(tmp_path / "no.toml") == [f"{tmp_path}/no.toml: no such file; give the path of a TOML file"]
+    assert problems_of(tmp_path) == [f"{tmp_path}: cannot be read (Is a directory); give the path of a TOML file"]
+    (broken,) = problems_of(write(tmp_path, "[run]\nsteps 3\n"))
+    assert broken.startswith(f"{tmp_path}/run.toml: is not TOML: ") and "line 2" in broken
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"a = '\xff'")
+    (unreadable,) = problems_of(binary, "nonsense")[:1]
+    assert unreadable.startswith(f"{binary}: is not UTF-8 text (invalid start byte at byte 5)")
+
+
+def test_a_dumped_config_loads_again_to_an_equal_one(tmp_path: Path) -> None:
+    overrides = [
+        "backends.mine={x=1, deep={names=['a', 'b']}}",
+        "backends.other.y='z'",
+        "engines.fake.delay=0.5",
+        "roles.actor.train.epochs=2",
+        "train.optimizer.lr=3e-7",
+        'run.dir="with \\"quotes\\" and ü"',
+        "rollout.stop=['\\n']",
+        "extensions=[{name='a', options={k=[1, 2]}}, {name='b'}]",
+    ]
+    config = load_config(write(tmp_path, SMALLEST), overrides)
+    again = write(tmp_path, dump_toml(config))
+    assert load_config(again) == config
+    assert dump_toml(load_config(again)) == dump_toml(config)
+
+
+@frozen(kw_only=True)
+class PluginOptions:
+    degree: int = 2
+    offload: bool | None = None
+    names: tuple[str, ...] = field(default=("a",))
+
+
+def test_a_plugins_own_class_is_written_as_its_table(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, SMALLEST))
+    resolved = evolve(config, backends={"plain": PluginOptions(), "other": {"x": 1}})
+    assert to_plain(resolved)["backends"] == {"plain": {"degree": 2, "names": ["a"]}, "other": {"x": 1}}
+    again = load_config(write(tmp_path, dump_toml(resolved)))
+    assert to_plain(again) == to_plain(resolved)

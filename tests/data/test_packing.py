@@ -1,0 +1,87 @@
+import numpy as np
+import pytest
+
+from corerl.data.packing import pack
+from corerl.data.plan import StepPlan
+from corerl.types import SampleBatch
+
+
+def three_samples() -> SampleBatch:
+    """Of 3, 2 and 4 tokens; read-only, as arrays are that come out of the object store."""
+    tokens = np.array([11, 12, 13, 21, 22, 31, 32, 33, 34])
+    batch = SampleBatch(
+        tokens=tokens,
+        offsets=np.array([0, 3, 5, 9]),
+        columns={
+            "loss_mask": np.array([False, True, True, False, True, False, False, True, True]),
+            "advantages": tokens.astype(np.float32) / 10,
+            "experts": np.stack([tokens, tokens + 100], axis=1),  # [N, 2]: a column need not be flat
+        },
+        rows={"group": np.array([0, 0, 1])},
+        temperature=0.7,
+    )
+    for array in (batch.tokens, batch.offsets, *batch.columns.values()):
+        array.setflags(write=False)
+    return batch
+
+
+def plan() -> StepPlan:
+    return StepPlan(
+        micro_batches=((np.array([2, 0]), np.array([1])), (np.array([1]), np.array([1]))),
+        filler=((False, True), (False, True)),
+        scales=np.array([0.25, 0.5, 0.125], dtype=np.float32),
+    )
+
+
+def test_sequences_are_laid_end_to_end_with_positions_of_their_own() -> None:
+    packed = pack(three_samples(), plan(), 0, sequence_multiple=1)
+    first, _ = packed.micro_batches
+    assert packed.count == 2
+    assert packed.temperature == 0.7
+    assert first.tokens.tolist() == [31, 32, 33, 34, 11, 12, 13]
+    assert first.positions.tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert first.cu_seqlens.tolist() == [0, 4, 7]
+    assert first.lengths.tolist() == [4, 3]
+    assert first.samples.tolist() == [2, 0]
+    assert first.columns["advantages"].tolist() == pytest.approx([3.1, 3.2, 3.3, 3.4, 1.1, 1.2, 1.3])
+    assert first.columns["experts"][:, 1].tolist() == [131, 132, 133, 134, 111, 112, 113]
+    assert first.columns["weights"].tolist() == [0.0, 0.0, 0.125, 0.125, 0.0, 0.25, 0.25]
+    assert first.columns["weights"].dtype == np.float32
+
+
+def test_padding_has_token_zero_and_zeros_in_every_column() -> None:
+    first, _ = pack(three_samples(), plan(), 0, sequence_multiple=4).micro_batches
+    assert first.tokens.tolist() == [31, 32, 33, 34, 11, 12, 13, 0]
+    assert first.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert first.cu_seqlens.tolist() == [0, 4, 8]
+    assert first.lengths.tolist() == [4, 3]
+    assert first.columns["weights"].tolist() == [0.0, 0.0, 0.125, 0.125, 0.0, 0.25, 0.25, 0.0]
+    assert first.columns["experts"][-1].tolist() == [0, 0]
+    assert not first.columns["loss_mask"][-1]
+
+
+def test_a_filler_keeps_its_tokens_and_counts_for_nothing() -> None:
+    _, filler = pack(three_samples(), plan(), 0, sequence_multiple=1).micro_batches
+    assert filler.tokens.tolist() == [21, 22]
+    assert filler.samples.tolist() == [-1]
+    assert filler.columns["weights"].tolist() == [0.0, 0.0]
+    assert filler.columns["loss_mask"].tolist() == [False, False]
+
+
+def test_a_rank_gets_its_own_share() -> None:
+    real, filler = pack(three_samples(), plan(), 1, sequence_multiple=1).micro_batches
+    assert (real.samples.tolist(), filler.samples.tolist()) == ([1], [-1])
+    assert real.columns["weights"].tolist() == [0.0, 0.5]
+
+
+def test_only_the_columns_that_are_asked_for_travel_with_the_weights() -> None:
+    first, _ = pack(three_samples(), plan(), 0, sequence_multiple=1, columns=("advantages",)).micro_batches
+    assert set(first.columns) == {"advantages", "weights"}
+    with pytest.raises(ValueError, match="no column 'values' in the rollout batch; it has: advantages, experts"):
+        pack(three_samples(), plan(), 0, sequence_multiple=1, columns=("values",))
+
+
+def test_micro_batches_can_be_gone_through_again() -> None:
+    packed = pack(three_samples(), plan(), 0, sequence_multiple=1)
+    once, again = ([m.tokens.tolist() for m in packed.micro_batches] for _ in range(2))
+    assert once == again == [[31, 32, 33, 34, 11, 12, 13], [21, 22]]

@@ -1,0 +1,196 @@
+"""Numbers are compared with plain Python loops over the same samples."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from corerl.data.plan import StepPlan, count_loss_tokens, plan_forward, plan_steps
+from corerl.errors import ConfigError, DataError
+from corerl.types import SampleBatch
+
+DEFAULTS: dict[str, Any] = {
+    "mini_batches": 1,
+    "epochs": 1,
+    "dp_size": 2,
+    "tokens_per_micro_batch": 32,
+    "sequence_multiple": 1,
+    "micro_batch_multiple": 1,
+    "aggregation": "token-mean",
+    "max_tokens": 16,
+    "seed": 3,
+}
+
+
+def batch_of(lengths: list[int], *, samples_per_group: int = 1, prompt: int = 1) -> SampleBatch:
+    """Samples whose first `prompt` tokens are not the policy's."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    mask = np.ones(offsets[-1], dtype=np.bool_)
+    for start, length in zip(offsets[:-1], lengths, strict=True):
+        mask[start : start + min(prompt, length)] = False
+    return SampleBatch(
+        tokens=np.arange(offsets[-1]),
+        offsets=offsets,
+        columns={"loss_mask": mask},
+        rows={"group": np.arange(len(lengths)) // samples_per_group},
+    )
+
+
+def random_batch(samples: int, *, samples_per_group: int = 1) -> SampleBatch:
+    lengths = np.random.default_rng(0).integers(2, 30, samples).tolist()
+    return batch_of(lengths, samples_per_group=samples_per_group)
+
+
+def real_samples(plan: StepPlan) -> list[int]:
+    return sorted(
+        int(sample)
+        for rank, filler in zip(plan.micro_batches, plan.filler, strict=True)
+        for members, fills in zip(rank, filler, strict=True)
+        if not fills
+        for sample in members
+    )
+
+
+def test_every_epoch_has_each_sample_once_and_groups_stay_together() -> None:
+    batch = random_batch(40, samples_per_group=4)
+    steps = plan_steps(batch, **{**DEFAULTS, "mini_batches": 3, "epochs": 2})
+    assert len(steps) == 6
+    for epoch in (steps[:3], steps[3:]):
+        assert sorted(sample for step in epoch for sample in real_samples(step)) == list(range(40))
+        assert [len(real_samples(step)) for step in epoch] == [16, 12, 12]
+        for step in epoch:
+            groups = batch.rows["group"][real_samples(step)]
+            assert np.bincount(groups)[np.unique(groups)].tolist() == [4] * len(np.unique(groups))
+
+
+def test_the_order_follows_from_the_seed_and_differs_between_epochs() -> None:
+    batch = random_batch(40, samples_per_group=4)
+    settings = {**DEFAULTS, "mini_batches": 2, "epochs": 2}
+    once, again, other = (
+        [real_samples(step) for step in plan_steps(batch, **{**settings, "seed": seed})] for seed in (3, 3, 4)
+    )
+    assert once == again
+    assert once != other
+    assert once[:2] != once[2:]
+
+
+def test_token_mean_weighs_all_loss_tokens_of_a_step_equally() -> None:
+    batch = batch_of([3, 6, 4, 2])
+    (step,) = plan_steps(batch, **DEFAULTS)
+    assert step.scales.tolist() == pytest.approx([1 / (2 + 5 + 3 + 1)] * 4)
+
+
+def test_sequence_mean_weighs_all_sequences_of_a_step_equally() -> None:
+    batch = batch_of([3, 6, 4, 2])
+    (step,) = plan_steps(batch, **{**DEFAULTS, "aggregation": "sequence-mean"})
+    assert step.scales.tolist() == pytest.approx([1 / (4 * 2), 1 / (4 * 5), 1 / (4 * 3), 1 / (4 * 1)])
+
+
+def test_a_sequence_without_a_loss_token_does_not_count_among_the_sequences() -> None:
+    (step,) = plan_steps(batch_of([3, 1, 4]), **{**DEFAULTS, "aggregation": "sequence-mean"})
+    assert step.scales.tolist() == pytest.approx([1 / (2 * 2), 0.0, 1 / (2 * 3)])
+
+
+def test_constant_length_weighs_every_token_by_the_longest_answer_allowed() -> None:
+    (step,) = plan_steps(batch_of([3, 6, 4, 2]), **{**DEFAULTS, "aggregation": "constant-length"})
+    assert step.scales.tolist() == pytest.approx([1 / (4 * 16)] * 4)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
+def test_weights_of_each_step_sum_to_one_and_are_zero_outside_of_it(aggregation: str) -> None:
+    batch = random_batch(40, samples_per_group=4)
+    for step in plan_steps(batch, **{**DEFAULTS, "mini_batches": 3, "aggregation": aggregation}):
+        weights = step.scales[batch.sample_of_token] * batch.columns["loss_mask"]
+        assert weights.sum() == pytest.approx(1.0, rel=1e-5)
+        assert np.flatnonzero(step.scales).tolist() == real_samples(step)
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_micro_batches_keep_to_the_budget_and_ranks_to_one_number(multiple: int) -> None:
+    batch = random_batch(60)
+    plan = plan_forward(batch, dp_size=3, tokens_per_micro_batch=64, sequence_multiple=multiple, micro_batch_multiple=4)
+    padded = [-(-int(length) // multiple) * multiple for length in batch.lengths]
+    assert real_samples(plan) == list(range(60))
+    assert len({len(rank) for rank in plan.micro_batches}) == 1
+    assert len(plan.micro_batches[0]) % 4 == 0
+    for rank in plan.micro_batches:
+        for members in rank:
+            assert sum(padded[sample] for sample in members) <= 64
+    assert not plan.scales.any()
+
+
+def test_packing_equals_first_fit_decreasing_sample_by_sample() -> None:
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        lengths, budget = rng.integers(1, 25, 40).tolist(), int(rng.integers(5, 50))
+        plan = plan_forward(
+            batch_of(lengths), dp_size=1, tokens_per_micro_batch=budget, sequence_multiple=1, micro_batch_multiple=1
+        )
+        bins: list[list[int]] = []
+        for sample in sorted(range(40), key=lambda sample: (-lengths[sample], sample)):
+            fitting = (held for held in bins if sum(lengths[s] for s in held) + lengths[sample] <= budget)
+            found = next(fitting, None)
+            if found is None:
+                bins.append([sample])
+            else:
+                found.append(sample)
+        assert [sorted(members.tolist()) for members in plan.micro_batches[0]] == [sorted(held) for held in bins]
+
+
+def test_a_sample_longer_than_the_budget_has_a_micro_batch_of_its_own() -> None:
+    plan = plan_forward(
+        batch_of([50, 3, 4]), dp_size=1, tokens_per_micro_batch=10, sequence_multiple=1, micro_batch_multiple=1
+    )
+    assert [sorted(members.tolist()) for members in plan.micro_batches[0]] == [[0], [1, 2]]
+
+
+def test_ranks_get_almost_equally_many_tokens() -> None:
+    batch = random_batch(400)
+    plan = plan_forward(batch, dp_size=4, tokens_per_micro_batch=64, sequence_multiple=1, micro_batch_multiple=1)
+    tokens = [
+        sum(
+            int(batch.lengths[members].sum())
+            for members, fills in zip(plan.micro_batches[rank], plan.filler[rank], strict=True)
+            if not fills
+        )
+        for rank in range(4)
+    ]
+    assert max(tokens) - min(tokens) <= 2
+    assert sum(tokens) == len(batch.tokens)
+
+
+def test_fewer_samples_than_ranks_are_filled_up_with_the_shortest_sample() -> None:
+    plan = plan_forward(
+        batch_of([9, 4]), dp_size=3, tokens_per_micro_batch=16, sequence_multiple=1, micro_batch_multiple=2
+    )
+    assert plan.filler == ((False, True), (False, True), (True, True))
+    assert [[members.tolist() for members in rank] for rank in plan.micro_batches] == [
+        [[0], [1]],
+        [[1], [1]],
+        [[1], [1]],
+    ]
+
+
+def test_loss_tokens_are_counted_per_sample_also_where_one_is_empty() -> None:
+    batch = SampleBatch(
+        tokens=np.zeros(5, dtype=np.int64),
+        offsets=np.array([0, 0, 3, 3, 5, 5]),
+        columns={"loss_mask": np.array([True, False, True, False, True])},
+        rows={"group": np.arange(5)},
+    )
+    assert count_loss_tokens(batch).tolist() == [0, 2, 0, 1, 0]
+
+
+def test_more_mini_batches_than_groups_are_refused() -> None:
+    with pytest.raises(ConfigError, match="train.mini_batches=3, but the rollout batch has 2 groups"):
+        plan_steps(batch_of([3, 3, 3, 3], samples_per_group=2), **{**DEFAULTS, "mini_batches": 3})
+
+
+def test_an_unknown_aggregation_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="unknown aggregation 'mean'; take one of token-mean, sequence-mean"):
+        plan_steps(batch_of([3]), **{**DEFAULTS, "aggregation": "mean"})
+
+
+def test_a_batch_without_samples_is_refused() -> None:
+    with pytest.raises(DataError, match="the rollout batch has no samples"):
+        plan_forward(batch_of([]), dp_size=1, tokens_per_micro_batch=8, sequence_multiple=1, micro_batch_multiple=1)

@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import pytest
+
+from corerl.errors import ModelError
+from corerl.models.tokenizer import load_tokenizer
+
+DIGITS = "characters:0123456789>s"
+
+
+def test_a_character_tokenizer_has_four_special_tokens_and_then_one_for_each_character():
+    tokenizer = load_tokenizer(tokenizer=DIGITS, path="")
+    assert len(tokenizer) == 16
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (
+        0,
+        1,
+        2,
+        3,
+    )
+    assert tokenizer("350>s")["input_ids"] == [1, 7, 9, 4, 14, 15]
+    assert tokenizer("350", add_special_tokens=False)["input_ids"] == [7, 9, 4]
+    assert tokenizer("3x")["input_ids"] == [1, 7, 3]
+
+
+def test_characters_are_joined_without_spaces_when_decoded_and_special_tokens_can_be_left_out():
+    tokenizer = load_tokenizer(tokenizer="characters:ab \n", path="")
+    ids = tokenizer("a b\nb")["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a b\nb"
+    assert tokenizer.decode([1, 4, 2], skip_special_tokens=False) == "<bos>a<eos>"
+
+
+def test_a_saved_character_tokenizer_loads_from_its_directory_and_encodes_alike(tmp_path: Path):
+    made = load_tokenizer(tokenizer=DIGITS, path="")
+    made.save_pretrained(tmp_path)
+    for loaded in (
+        load_tokenizer(tokenizer="", path=str(tmp_path)),
+        load_tokenizer(tokenizer=str(tmp_path), path="/nowhere"),
+    ):
+        assert loaded("35018>")["input_ids"] == made("35018>")["input_ids"]
+        assert loaded.decode([1, 4, 5, 2], skip_special_tokens=True) == "01"
+        assert loaded.eos_token_id == 2 and loaded.pad_token_id == 0
+
+
+def test_what_cannot_be_loaded_is_named_with_its_setting_and_with_what_was_found(tmp_path: Path):
+    with pytest.raises(ModelError, match="no tokenizer: set model.tokenizer"):
+        load_tokenizer(tokenizer="", path="")
+    with pytest.raises(ModelError, match="model.path='/nowhere/at/all' is no directory"):
+        load_tokenizer(tokenizer="", path="/nowhere/at/all")
+    (tmp_path / "notes.txt").write_text("no tokenizer")
+    with pytest.raises(ModelError, match="model.tokenizer=.*wanted tokenizer.json.*found notes.txt"):
+        load_tokenizer(tokenizer=str(tmp_path), path="")
+    with pytest.raises(ModelError, match="each only once"):
+        load_tokenizer(tokenizer="characters:aba", path="")

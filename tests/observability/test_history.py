@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from corerl.errors import DataError
+from corerl.observability.history import History, phases
+
+
+def test_the_file_of_a_killed_run_is_read_up_to_its_torn_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "a": 1.5}\n{"step": 1, "a": null}\n{"step": 2, "a": 7.0}\n{"st'
+    )
+    history = History.read(str(tmp_path), before=2)
+    steps, values = history.series("a")
+    assert steps == [0, 1]
+    assert values[0] == 1.5 and math.isnan(values[1])
+    assert history.series("b") == ([], [])
+
+
+@pytest.mark.parametrize("line", ["what?", "[1]", '{"a": 1}'])
+def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n' + line + "\n")
+    with pytest.raises(DataError) as caught:
+        History.read(str(tmp_path), before=9)
+    assert str(caught.value) == (
+        f"{tmp_path}/metrics.jsonl:2: {line!r} is no object with a step; mend or delete the line"
+    )
+
+
+def test_what_a_step_takes_of_late_counts_steps_without_the_phase_as_nothing() -> None:
+    history = History()
+    for step in range(10):
+        history.add(step, {"time/train": 2.0, "time/step": 3.0})
+    history.add(9, {"time/save": 6.0})
+    assert history.recent("time/train", 4) == 2.0
+    assert history.recent("time/save", 4) == 1.5
+    assert history.recent("time/train", 100) == 2.0
+    assert phases(history) == ["train", "save"]

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from corerl.observability.jsonl import Jsonl
+from corerl.observability.specs import JsonlOptions
+from corerl.plugin.events import StepFinished
+from tests.observability.run import STEPS, evaluated, finished, metrics, started, steps, whole
+
+
+def extension(run_dir: Path, *, samples: bool = True) -> Jsonl:
+    return Jsonl(options=JsonlOptions(samples=samples), run_dir=str(run_dir))
+
+
+def test_each_step_and_evaluation_is_one_flat_object(tmp_path: Path) -> None:
+    jsonl = extension(tmp_path)
+    for event in whole(str(tmp_path)):
+        jsonl.observe(event)
+    # Not closed: a reader sees every line as soon as it is written.
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 0, 1, 2, 2, 3, 4]
+    assert lines[1] == {"step": 0, **metrics(0)}
+    assert lines[-1] == {"step": 4, "eval/reward": 1.0, "eval/exact_match": 0.5}
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 7
+    assert samples[1] == {
+        "step": 0, "kind": "sampled", "prompt": "35018>", "response": "01358", "answer": "01358", "reward": 1.0
+    }  # fmt: skip
+    jsonl.shutdown("finished")
+
+
+@pytest.mark.parametrize("first_step", [0, 1, 2, 3])
+def test_a_resumed_run_ends_with_the_file_of_one_that_never_stopped(tmp_path: Path, first_step: int) -> None:
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    jsonl = extension(straight)
+    for event in whole(str(straight)):
+        jsonl.observe(event)
+    jsonl.shutdown("finished")
+
+    killed = extension(broken)
+    for event in [started(str(broken)), *steps(0, 3)]:
+        killed.observe(event)
+    killed.shutdown("killed")
+    with (broken / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rollout/rew')
+    resumed = extension(broken)
+    remaining = [*steps(first_step, STEPS), evaluated(STEPS), finished(str(broken))]
+    for event in [started(str(broken), first_step=first_step), *remaining]:
+        resumed.observe(event)
+    resumed.shutdown("finished")
+
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (broken / name).read_bytes() == (straight / name).read_bytes()
+
+
+def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
+    jsonl = extension(tmp_path, samples=False)
+    jsonl.observe(started(str(tmp_path)))
+    jsonl.observe(StepFinished(step=0, metrics={"a": math.nan, "b": -math.inf, "c": 2.0}))
+    jsonl.shutdown("finished")
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "a": null, "b": null, "c": 2.0}\n'
+    assert not (tmp_path / "samples.jsonl").exists()

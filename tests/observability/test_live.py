@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from attrs import evolve
+from rich.console import Console
+
+from corerl.observability.live import LiveView, summary
+from corerl.observability.story import Story
+from corerl.plugin.events import CheckpointSaved, PhaseStarted, Shown, StepFinished
+from tests.observability.run import STEPS, Clock, evaluated, finished, metrics, started, steps
+
+
+def terminal(width: int) -> Console:
+    return Console(record=True, force_terminal=True, width=width, height=24, file=io.StringIO(), _environ={})
+
+
+def screen(story: Story, width: int = 100) -> list[str]:
+    console = terminal(width)
+    console.print(LiveView(story, console).render())
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def middle(story: Story) -> None:
+    for event in [started("runs/small"), *steps(0, 3)]:
+        story.clock.now += 2.0  # type: ignore[attr-defined]
+        story.hear(event)
+
+
+def test_the_display_holds_the_numbers_of_the_newest_step() -> None:
+    story = Story(Clock())
+    middle(story)
+    lines = screen(story)
+    text = "\n".join(lines)
+    assert lines[0].split("  ")[0] == "qwen3 on plain, fake engine" and lines[0].endswith("runs/small")
+    assert lines[1].startswith("step 3/4 ") and "left" in lines[1] and "rollout 2.0 s" in lines[1]
+    assert lines[3].split() == ["reward", "0.500", "held-out", "reward", "0.500", "held-out", "exact", "0.250"]
+    assert lines[4].split() == ["loss", "-0.0300", "entropy", "1.500", "grad", "norm", "0.500"]
+    assert lines[5].split() == ["log-prob", "diff", "3.0e-06", "clipped", "-", "tokens/s", "12,346"]
+    assert "rollout         1.000 █████" in text and "train           2.000 ██████████" in text
+    assert "sampled in step 3" in lines
+    assert lines[-1].split() == ["35018>", "01358", "01358", "1.000"]
+
+
+@pytest.mark.parametrize("width", [80, 132])
+def test_it_fits_a_terminal(width: int) -> None:
+    story = Story(Clock())
+    middle(story)
+    every_phase = {f"time/{name}": 1.0 for name in ("reward", "forward", "update_weights", "save")}
+    long = [Shown(prompt="prompt\n" * 30, response="[bold]" * 30, answer="x" * 200, reward=0.0)] * 3
+    story.hear(StepFinished(step=3, metrics={**metrics(3), **every_phase}, shown=long))
+    lines = screen(story, width)
+    assert len(lines) <= 23
+    assert max(len(line) for line in lines) <= width
+    assert "[bold][bold]" in lines[-1]
+
+
+def test_preparation_shows_what_is_done_and_how_long_it_took() -> None:
+    clock = Clock()
+    story = Story(clock)
+    story.hear(PhaseStarted(name="starting ray", step=0))
+    clock.now = 3.25
+    story.hear(PhaseStarted(name="loading model", step=0))
+    clock.now = 4.25
+    lines = screen(story)
+    assert lines[1].endswith("loading model 1.0 s")
+    assert lines[2:] == ["  done  starting ray  3.2 s"]
+
+
+def test_the_summary_tells_start_and_end_before_and_after_and_where_things_are() -> None:
+    story = Story(Clock())
+    middle(story)
+    story.hear(evaluated(STEPS))
+    console = terminal(80)
+    console.print(summary(story, finished("runs/small")))
+    rows = [line.split() for line in console.export_text().splitlines()]
+    assert ["finished", "after", "4", "of", "4", "steps,", "1:15"] in rows
+    assert ["reward", "0.100", "0.500"] in rows
+    assert ["held-out", "exact", "match", "0.000", "0.500"] in rows
+    assert ["35018>", "01358", r"\x1b[31m9\n", "01358", "0.000", "->", "1.000"] in rows
+    assert ["metrics", "runs/small/metrics.jsonl"] in rows
+
+
+def test_the_display_ends_with_the_run_and_leaves_the_summary() -> None:
+    story, console = Story(Clock()), terminal(80)
+    view = LiveView(story, console)
+    for event in [started("runs/small"), *steps(0, STEPS), finished("runs/small")]:
+        view.hear(event)
+    view.hear(CheckpointSaved(step=STEPS, path="late"))  # does not bring the display back
+    view.close()
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor was hidden once and is back
+    assert text.rstrip().endswith("runs/small/export")
+
+
+def test_a_run_that_stops_before_its_second_look_at_the_prompts_has_a_summary_all_the_same() -> None:
+    story, console = Story(Clock()), terminal(80)
+    middle(story)
+    console.print(summary(story, evolve(finished("runs/small"), reason="interrupted", steps_done=3, after=())))
+    text = console.export_text()
+    assert "interrupted after 3 of 4 steps, 1:15" in text
+    assert "before" not in text

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import io
+
+from corerl.observability.plain import PlainView
+from corerl.observability.story import Story
+from corerl.plugin.events import Event, StepFinished
+from tests.observability.run import Clock, started, steps, whole
+
+
+def lines(events: list[Event], *, every: int) -> list[str]:
+    """What is printed when every step takes three seconds, and every other event one."""
+    clock, stream = Clock(), io.StringIO()
+    view = PlainView(Story(clock), stream, every=every)
+    for event in events:
+        clock.now += 3.0 if isinstance(event, StepFinished) else 1.0
+        view.hear(event)
+    view.close()
+    return stream.getvalue().splitlines()
+
+
+def test_the_whole_of_a_small_run() -> None:
+    assert lines(list(whole("runs/small")), every=3) == [
+        "[ 0:01] starting ray",
+        "[ 0:02] starting ranks",
+        "qwen3 on plain, fake engine",
+        "run directory: runs/small",
+        "note: no reference policy",
+        "    step  reward held-out  exact     loss entropy    grad lp diff   tok/s  left",
+        "     0/4            0.000  0.000",
+        "     1/4   0.100                  -0.0100   2.000   0.500 1.0e-06  12,346  0:09",
+        "     2/4            0.500  0.250",
+        "     3/4   0.500                  -0.0300   1.500   0.500 3.0e-06  12,346  0:04",
+        "     4/4   0.700                  -0.0400   1.250   0.500 4.0e-06  12,346  0:00",
+        "     4/4            1.000  0.500",
+        "checkpoint after step 4: runs/small/checkpoints/4",
+        "",
+        "finished after 4 of 4 steps, 1:15",
+        "",
+        "                           start       end",
+        "reward                     0.100     0.700",
+        "held-out reward            0.000     1.000",
+        "held-out exact match       0.000     0.500",
+        "loss                     -0.0100   -0.0400",
+        "entropy                    2.000     1.250",
+        "gradient norm              0.500     0.500",
+        "log-prob difference      1.0e-06   4.0e-06",
+        "response length              6.0       6.0",
+        "tokens/s                  12,346    12,346",
+        "",
+        "prompt              expected             before          after          reward",
+        r"35018>              01358           \x1b[31m9\n          01358  0.000 -> 1.000",
+        "",
+        "metrics  runs/small/metrics.jsonl",
+        "export   runs/small/export",
+    ]
+
+
+def test_a_resumed_run_says_so_and_prints_its_first_step() -> None:
+    printed = lines([started("runs/small", first_step=1), *steps(1, 2)], every=100)
+    assert printed[2] == "resumed after step 1 of 4"
+    assert printed[-1].split()[:2] == ["2/4", "0.300"]
+    assert printed[-1].split()[-1] == "0:06"  # two steps at three seconds, as time/step says
+
+
+def test_no_line_is_wider_than_eighty_characters() -> None:
+    assert max(len(line) for line in lines(list(whole("runs/small")), every=1)) <= 80

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from corerl.observability.text import duration, number, printable, shorten
+
+
+@pytest.mark.parametrize(
+    ("value", "metric", "text"),
+    [
+        (0.51249, "rollout/reward", "0.512"),
+        (-0.00123, "train/loss", "-0.0012"),
+        (9.12e-6, "rollout/logprob_diff", "9.1e-06"),
+        (12345.6, "perf/tokens_per_second", "12,346"),
+        (123456789.0, "train/grad_norm", "1.2e+08"),
+        (math.nan, "train/loss", "nan"),
+        (None, "train/loss", "-"),
+    ],
+)
+def test_a_number_reads_as_its_metric_is_read_best(value: float | None, metric: str, text: str) -> None:
+    assert number(value, metric) == text
+
+
+def test_durations_grow_hours_only_when_they_need_them() -> None:
+    assert [duration(seconds) for seconds in (6.6, 754, 10800)] == ["0:07", "12:34", "3:00:00"]
+
+
+def test_what_does_not_print_is_escaped_and_the_rest_stays() -> None:
+    assert printable("é\n\x1b[31m\ud800") == "é\\n\\x1b[31m\\ud800"
+
+
+def test_a_long_answer_is_cut_to_the_width_after_escaping() -> None:
+    assert shorten("ab\ncdefgh", 8) == "ab\\nc..."
+    assert shorten("abcdefgh", 8) == "abcdefgh"

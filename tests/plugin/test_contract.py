@@ -1,0 +1,304 @@
+"""Each way to break the contract of hooks is found when plugins are registered, with the message that its author reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import wraps
+from typing import Any
+
+import pluggy
+import pytest
+
+from corerl import hookimpl
+from corerl.errors import ContractError
+from corerl.plugin.contract import build_manager, call_each, check_backend
+
+
+class Backend:
+    """All required hooks, each an ordinary method."""
+
+    @hookimpl
+    def init(self, config: Any, context: Any) -> str:
+        return "init"
+
+    @hookimpl
+    def train(self, batch: Any, loss: Any, step: Any) -> str:
+        return "train"
+
+    @hookimpl
+    def forward(self, batch: Any, outputs: Any, weights: Any) -> str:
+        return "forward"
+
+    @hookimpl
+    def update_weights(self, sender: Any, version: Any) -> str:
+        return "update_weights"
+
+    @hookimpl
+    def save(self, path: Any, step: Any, background: Any) -> str:
+        return "save"
+
+    @hookimpl
+    def sleep(self, kinds: Any) -> str:
+        return "sleep"
+
+    @hookimpl
+    def wake_up(self, kinds: Any) -> str:
+        return "wake_up"
+
+
+def registered(*extensions: tuple[str, object], backend: object = None) -> pluggy.PluginManager:
+    manager = build_manager([("backend:mine", backend or Backend()), *extensions])
+    check_backend(manager, "backend:mine")
+    return manager
+
+
+def refusal(extension: object) -> str:
+    with pytest.raises(ContractError) as caught:
+        registered(("extension:t", extension))
+    return caught.value.message
+
+
+def test_a_backend_with_every_required_hook_is_accepted() -> None:
+    assert registered().hook.train(batch=1, loss=2, step=3) == "train"
+
+
+def test_a_wrapper_that_takes_fewer_arguments_and_one_of_a_newer_core_is_accepted() -> None:
+    class Newer:
+        @hookimpl(wrapper=True)
+        def train(self, step: int, future: int = 7) -> Iterator[None]:
+            result = yield
+            return (result, step, future)
+
+    assert registered(("extension:t", Newer())).hook.train(batch=1, loss=2, step=3) == ("train", 3, 7)
+
+
+def test_a_class_is_no_plugin() -> None:
+    assert refusal(Backend) == "extension:t is the class Backend, expected an instance; call it first"
+
+
+def test_an_extension_without_any_marked_method_is_refused() -> None:
+    class Unmarked:
+        def observe(self, event: Any) -> None: ...
+
+    assert refusal(Unmarked()) == (
+        "extension:t implements no hook; mark its methods with @hookimpl (from corerl import hookimpl)"
+    )
+
+
+def test_an_unknown_hook_is_answered_with_the_nearest_also_where_it_is_optional() -> None:
+    class Typo:
+        @hookimpl(wrapper=True)
+        def trian(self) -> Iterator[None]:
+            return (yield)
+
+    class OptionalTypo:
+        @hookimpl(wrapper=True, optionalhook=True)
+        def wakeup(self) -> Iterator[None]:
+            return (yield)
+
+    class Strange:
+        @hookimpl
+        def quench(self) -> None: ...
+
+    class OfANewerCore:
+        @hookimpl(optionalhook=True)
+        def quench(self) -> None: ...
+
+        @hookimpl
+        def observe(self, event: Any) -> None: ...
+
+    assert refusal(Typo()) == "extension:t implements unknown hook 'trian'; did you mean 'train'?"
+    assert refusal(OptionalTypo()) == "extension:t implements unknown hook 'wakeup'; did you mean 'wake_up'?"
+    assert refusal(Strange()) == (
+        "extension:t implements unknown hook 'quench'; "
+        "known hooks: init, train, forward, update_weights, save, sleep, wake_up, shutdown, observe"
+    )
+    registered(("extension:t", OfANewerCore()))
+
+
+def test_the_hook_that_specname_names_is_what_counts() -> None:
+    class Renamed:
+        @hookimpl(wrapper=True, specname="trane")
+        def around(self) -> Iterator[None]:
+            return (yield)
+
+    assert refusal(Renamed()) == "extension:t implements unknown hook 'trane'; did you mean 'train'?"
+
+
+def test_parameters_that_pluggy_cannot_fill_are_refused() -> None:
+    class KeywordOnly:
+        @hookimpl(wrapper=True)
+        def train(self, batch: Any, *, step: Any) -> Iterator[None]:
+            return (yield)
+
+    class PositionalOnly:
+        @hookimpl(wrapper=True)
+        def train(self, batch: Any, /) -> Iterator[None]:
+            return (yield)
+
+    class Star:
+        @hookimpl(wrapper=True)
+        def train(self, **everything: Any) -> Iterator[None]:
+            return (yield)
+
+    class Unknown:
+        @hookimpl(wrapper=True)
+        def train(self, batch: Any, index: Any) -> Iterator[None]:
+            return (yield)
+
+    both = "extension:t implements train{} for train(batch, loss, step): {}"
+    assert refusal(KeywordOnly()) == both.format(
+        "(batch, *, step)", "keyword-only parameter 'step' is never passed; move it before the '*'"
+    )
+    assert refusal(PositionalOnly()) == both.format(
+        "(batch, /)", "parameter 'batch' is positional-only; remove the '/'"
+    )
+    assert refusal(Star()) == both.format(
+        "(**everything)", "star parameter 'everything' receives nothing; name the arguments that you need"
+    )
+    assert refusal(Unknown()) == both.format(
+        "(batch, index)", "parameter 'index' is none of the hook's; rename it or give it a default"
+    )
+
+
+def test_a_decorator_does_not_hide_what_is_wrong_with_the_method_inside() -> None:
+    def logged(function: Any) -> Any:
+        @wraps(function)
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return inner
+
+    class Decorated:
+        @hookimpl(wrapper=True)
+        @logged
+        def train(self, *, batch: Any) -> Iterator[None]:
+            return (yield)
+
+    class Fine(Backend):
+        @hookimpl
+        @logged
+        def train(self, batch: Any, loss: Any, step: Any) -> str:
+            return f"decorated {step}"
+
+    assert "keyword-only parameter 'batch'" in refusal(Decorated())
+    assert registered(backend=Fine()).hook.train(batch=1, loss=2, step=3) == "decorated 3"
+
+
+def test_async_old_style_and_misdeclared_wrappers_are_refused() -> None:
+    class Async:
+        @hookimpl
+        async def observe(self, event: Any) -> None: ...
+
+    class OldStyle:
+        @hookimpl(hookwrapper=True)
+        def train(self) -> Iterator[None]:
+            yield
+
+    class NoYield:
+        @hookimpl(wrapper=True)
+        def train(self) -> None: ...
+
+    class NoWrapper:
+        @hookimpl
+        def train(self) -> Iterator[None]:
+            return (yield)
+
+    class First:
+        @hookimpl(wrapper=True, tryfirst=True)
+        def train(self) -> Iterator[None]:
+            return (yield)
+
+    class WrapsTheEnd:
+        @hookimpl(wrapper=True)
+        def shutdown(self, reason: str) -> Iterator[None]:
+            return (yield)
+
+    train = "extension:t implements train() for train(batch, loss, step): "
+    assert refusal(Async()) == (
+        "extension:t implements observe(event) for observe(event): "
+        "it is async, and nobody awaits a hook; make it an ordinary function"
+    )
+    assert refusal(OldStyle()) == (
+        train + "hookwrapper=True loses the backend's own error; write wrapper=True and 'return (yield)'"
+    )
+    assert refusal(NoYield()) == train + "a wrapper needs exactly one yield; write 'return (yield)'"
+    assert refusal(NoWrapper()) == train + "it yields without being a wrapper; write @hookimpl(wrapper=True)"
+    assert (
+        refusal(First()) == train + "tryfirst and trylast change the order that the config's list sets; leave them out"
+    )
+    assert refusal(WrapsTheEnd()) == (
+        "extension:t implements shutdown(reason) for shutdown(reason): "
+        "shutdown is called on each plugin by itself and cannot be wrapped; implement it without wrapper=True"
+    )
+
+
+def test_an_extension_may_not_answer_in_the_backends_place() -> None:
+    class Steals:
+        @hookimpl
+        def train(self, batch: Any) -> str:
+            return "stolen"
+
+    assert refusal(Steals()) == (
+        "extension:t implements train itself, which is for backend:mine alone; "
+        "an extension wraps: @hookimpl(wrapper=True), ending in 'return (yield)'"
+    )
+
+
+def test_a_backend_must_implement_each_required_hook_exactly_once() -> None:
+    class Forgets(Backend):
+        def save(self, path: Any, step: Any, background: Any) -> str:  # overriding loses the mark
+            return "save"
+
+    class Twice(Backend):
+        @hookimpl(specname="train")
+        def train_too(self, batch: Any) -> str:
+            return "train"
+
+    for backend, found in ((Forgets(), "save not at all"), (Twice(), "train 2 times")):
+        hook = found.partition(" ")[0]
+        arguments = {"save": "(path, step, background)", "train": "(batch, loss, step)"}[hook]
+        with pytest.raises(ContractError) as caught:
+            registered(backend=backend)
+        assert caught.value.message == (
+            f"backend:mine implements {found}, expected exactly one method without wrapper=True: {hook}{arguments}"
+        )
+
+
+def test_a_backend_does_not_observe() -> None:
+    class Curious(Backend):
+        @hookimpl
+        def observe(self, event: Any) -> None: ...
+
+    with pytest.raises(ContractError, match="backend:mine implements observe, which is for extensions"):
+        registered(backend=Curious())
+
+
+def test_one_name_stands_for_one_plugin() -> None:
+    class Watches:
+        @hookimpl
+        def observe(self, event: Any) -> None: ...
+
+    with pytest.raises(ContractError, match="extension:t is listed twice; list each extension once"):
+        registered(("extension:t", Watches()), ("extension:t", Watches()))
+
+
+def test_calling_each_reaches_all_and_yields_what_they_raised() -> None:
+    heard = []
+
+    class Watches:
+        def __init__(self, name: str, error: Exception | None = None) -> None:
+            self.name, self.error = name, error
+
+        @hookimpl
+        def observe(self, event: Any, future: str = "own default") -> None:
+            heard.append((self.name, event, future))
+            if self.error:
+                raise self.error
+
+    boom = ValueError("boom")
+    manager = registered(("extension:in", Watches("in")), ("extension:out", Watches("out", boom)))
+    assert list(call_each(manager, "observe", event=1)) == [("extension:out", boom)]
+    assert heard == [("out", 1, "own default"), ("in", 1, "own default")]
+    assert list(call_each(manager, "observe", skip={"extension:out"}, event=2)) == []
+    assert heard[2:] == [("in", 2, "own default")]

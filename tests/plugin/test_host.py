@@ -1,0 +1,463 @@
+"""The host around small backends that count their calls: order, states, residency, versions, results and errors."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterator, Set
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl import hookimpl
+from corerl.config.schema import ModelConfig, RoleConfig, TrainConfig, WeightsConfig
+from corerl.errors import (
+    ContractError,
+    CorerlError,
+    HookFailed,
+    ModelError,
+    NotResident,
+    SaveFailed,
+    WeightUpdateError,
+    WrongState,
+)
+from corerl.plugin.context import Context
+from corerl.plugin.events import Notice
+from corerl.plugin.host import BackendBase, PluginHost, State
+from corerl.types import (
+    ForwardResult,
+    InitResult,
+    LossSpec,
+    MemoryKind,
+    Output,
+    PackedBatch,
+    ParallelLayout,
+    SaveResult,
+    SleepResult,
+    Step,
+    TrainResult,
+    UpdateResult,
+    WakeResult,
+)
+
+CONTEXT = Context(role="actor", rank=1, world_size=2, local_rank=1, run_dir="runs/x")
+CONFIG = RoleConfig(
+    model=ModelConfig(),
+    train=TrainConfig(),
+    options=None,
+    weights=WeightsConfig(),
+    device="cpu",
+    seed=0,
+    timeout=1.0,
+)
+BATCH = PackedBatch(micro_batches=(), count=0)
+LOSS = LossSpec(name="clipped")
+STEP = Step(optimizer_step=12, rollout_step=3, lr=0.1)
+TRAINED = TrainResult(applied=True, metrics={}, grad_norm=1.5, tokens=8)
+EVERY = frozenset(MemoryKind)
+
+
+class Fake(BackendBase):
+    """Keeps a list of what it was asked; raises `errors[hook]` where there is one."""
+
+    def __init__(self, version: int = 0, **errors: BaseException) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.errors = errors
+        self.version = version
+
+    def note(self, hook: str, *arguments: Any) -> None:
+        self.calls.append((hook, *arguments))
+        if hook in self.errors:
+            raise self.errors[hook]
+
+    @hookimpl
+    def init(self, config: RoleConfig, context: Context) -> InitResult:
+        self.note("init", context.rank)
+        layout = ParallelLayout(rank=1, world_size=2, dp_rank=1, dp_size=2)
+        return InitResult(layout=layout, weights_version=self.version)
+
+    @hookimpl
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        self.note("train", step.optimizer_step)
+        return TRAINED
+
+    @hookimpl
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+        self.note("forward", outputs, weights)
+        return ForwardResult(samples=np.zeros(0, np.int64), offsets=np.zeros(1, np.int64), outputs={})
+
+    @hookimpl
+    def update_weights(self, sender: Any, version: int) -> UpdateResult:
+        self.note("update_weights", version)
+        return UpdateResult(version=version, bytes=10, seconds=0.1)
+
+    @hookimpl
+    def save(self, path: str, step: Step, background: bool) -> SaveResult:
+        self.note("save", path)
+        return SaveResult(path=path, bytes=10, complete=True)
+
+    @hookimpl
+    def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
+        self.note("sleep", kinds)
+        return SleepResult(freed_bytes=100 * len(kinds), residual_bytes=7)
+
+    @hookimpl
+    def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
+        self.note("wake_up", kinds)
+        return WakeResult(restored_bytes=100 * len(kinds))
+
+    @hookimpl
+    def shutdown(self, reason: str) -> None:
+        self.note("shutdown", reason)
+
+
+class Logs:
+    """An extension that notes when it is entered and left."""
+
+    def __init__(self, name: str, log: list[str], error: Exception | None = None) -> None:
+        self.name, self.log, self.error = name, log, error
+
+    @hookimpl(wrapper=True)
+    def train(self, step: Step) -> Iterator[None]:
+        self.log.append(f"{self.name}>")
+        result = yield
+        self.log.append(f"<{self.name}")
+        return result
+
+    @hookimpl
+    def observe(self, event: Notice) -> None:
+        self.log.append(f"{self.name} hears {event.text}")
+        if self.error:
+            raise self.error
+
+    @hookimpl
+    def shutdown(self, reason: str) -> None:
+        self.log.append(f"{self.name} ends")
+        if self.error:
+            raise self.error
+
+
+def ready(backend: Fake | None = None, *extensions: tuple[str, object]) -> tuple[PluginHost, Fake]:
+    backend = backend or Fake()
+    host = PluginHost(backend, name="mine", extensions=extensions, context=CONTEXT)
+    host.init(CONFIG, CONTEXT)
+    backend.calls.clear()
+    return host, backend
+
+
+# ---- building ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_hook_reaches_the_backend_with_its_arguments_and_returns_its_result() -> None:
+    host, backend = ready(Fake(version=3))
+    assert host.train(BATCH, LOSS, STEP) is TRAINED
+    assert host.forward(BATCH, (Output.LOGPROBS,), "ref").outputs == {}
+    assert host.update_weights(None, 3).version == 3
+    assert host.save("somewhere", STEP, False).path == "somewhere"
+    assert backend.calls == [
+        ("train", 12),
+        ("forward", (Output.LOGPROBS,), "ref"),
+        ("update_weights", 3),
+        ("save", "somewhere"),
+    ]
+
+
+def test_the_first_extension_of_the_list_is_outermost() -> None:
+    log: list[str] = []
+    host, _ = ready(None, ("a", Logs("a", log)), ("b", Logs("b", log)))
+    host.train(BATCH, LOSS, STEP)
+    assert log == ["a>", "b>", "<b", "<a"]
+
+
+def test_only_an_instance_that_extends_the_base_class_is_a_backend() -> None:
+    with pytest.raises(ContractError) as caught:
+        PluginHost(Logs("a", []), name="mine", context=CONTEXT)
+    assert caught.value.message == ("backend:mine is a Logs, which does not extend corerl.backend.Backend; subclass it")
+    with pytest.raises(ContractError, match="backend:mine is the class Fake, expected an instance; call it first"):
+        PluginHost(Fake, name="mine", context=CONTEXT)
+
+
+def test_the_contract_is_checked_when_the_host_is_built() -> None:
+    class Steals:
+        @hookimpl
+        def save(self, path: str) -> None: ...
+
+    with pytest.raises(ContractError, match="extension:thief implements save itself, which is for backend:mine alone"):
+        PluginHost(Fake(), name="mine", extensions=[("thief", Steals())], context=CONTEXT)
+
+
+def test_neither_host_nor_backend_can_be_pickled() -> None:
+    host, backend = ready()
+    with pytest.raises(ContractError, match="a PluginHost cannot be pickled; build it inside the worker"):
+        pickle.dumps(host)
+    with pytest.raises(ContractError, match="a Fake cannot be pickled; build it inside the worker"):
+        pickle.dumps(backend)
+
+
+# ---- states ------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_but_init_is_allowed_before_init_and_init_only_once() -> None:
+    backend = Fake()
+    host = PluginHost(backend, name="mine", context=CONTEXT)
+    with pytest.raises(WrongState) as caught:
+        host.train(BATCH, LOSS, STEP)
+    assert caught.value.message == "train on actor rank 1 is not allowed in state new: call init first"
+    assert backend.calls == []
+    host.init(CONFIG, CONTEXT)
+    with pytest.raises(
+        WrongState, match="init on actor rank 1 is not allowed in state ready: it is initialised already"
+    ):
+        host.init(CONFIG, CONTEXT)
+    assert backend.calls == [("init", 1)]
+
+
+@pytest.mark.parametrize("error", [ValueError("boom"), ModelError("no such tensor"), KeyboardInterrupt()])
+def test_whatever_leaves_train_leaves_only_shutdown(error: BaseException) -> None:
+    host, backend = ready(Fake(train=error))
+    with pytest.raises(HookFailed if isinstance(error, ValueError) else type(error)):
+        host.train(BATCH, LOSS, STEP)
+    assert host.state is State.FAILED
+    with pytest.raises(WrongState, match="init or train failed earlier, only shutdown is allowed"):
+        host.save("somewhere", STEP, False)
+    with pytest.raises(WrongState):
+        host.observe(Notice(text="hello"))
+    host.shutdown("failed")
+    assert [call[0] for call in backend.calls] == ["train", "shutdown"]
+
+
+def test_a_failing_init_leaves_only_shutdown() -> None:
+    host = PluginHost(Fake(init=ModelError("no such tensor")), name="mine", context=CONTEXT)
+    with pytest.raises(ModelError, match="no such tensor"):
+        host.init(CONFIG, CONTEXT)
+    assert host.state is State.FAILED
+
+
+@pytest.mark.parametrize("hook", ["forward", "update_weights", "save", "sleep", "wake_up"])
+def test_a_failure_elsewhere_leaves_the_host_ready(hook: str) -> None:
+    host, _ = ready(Fake(**{hook: ValueError("boom")}))
+    if hook == "wake_up":
+        host.sleep({MemoryKind.GRAD})
+    calls = {
+        "forward": lambda: host.forward(BATCH, (), ""),
+        "update_weights": lambda: host.update_weights(None, 1),
+        "save": lambda: host.save("somewhere", STEP, False),
+        "sleep": lambda: host.sleep(EVERY),
+        "wake_up": lambda: host.wake_up(EVERY),
+    }
+    with pytest.raises(HookFailed, match=f"{hook} failed"):
+        calls[hook]()
+    assert host.state is State.READY
+
+
+# ---- residency ---------------------------------------------------------------------------------------------------------
+
+
+def test_sleep_and_wake_up_are_idempotent_for_each_kind() -> None:
+    host, backend = ready()
+    host.sleep({MemoryKind.OPTIMIZER})
+    assert host.sleep({MemoryKind.OPTIMIZER, MemoryKind.GRAD}).freed_bytes == 100
+    assert host.sleep({MemoryKind.GRAD}) == SleepResult(freed_bytes=0, residual_bytes=7)
+    assert host.resident == {MemoryKind.PARAM, MemoryKind.MASTER}
+    assert host.wake_up({MemoryKind.GRAD, MemoryKind.PARAM}).restored_bytes == 100
+    assert host.wake_up({MemoryKind.GRAD}) == WakeResult(restored_bytes=0)
+    assert backend.calls == [
+        ("sleep", {MemoryKind.OPTIMIZER}),
+        ("sleep", {MemoryKind.GRAD}),
+        ("sleep", set()),
+        ("wake_up", {MemoryKind.GRAD}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hook", "needs"),
+    [
+        ("train", EVERY),
+        ("forward", {MemoryKind.PARAM}),
+        ("update_weights", {MemoryKind.PARAM}),
+        ("save", {MemoryKind.PARAM, MemoryKind.MASTER, MemoryKind.OPTIMIZER}),
+    ],
+)
+def test_a_hook_is_refused_exactly_where_a_kind_that_it_needs_sleeps(hook: str, needs: Set[MemoryKind]) -> None:
+    for kind in MemoryKind:
+        host, backend = ready()
+        host.sleep({kind})
+        backend.calls.clear()
+        calls = {
+            "train": lambda host=host: host.train(BATCH, LOSS, STEP),
+            "forward": lambda host=host: host.forward(BATCH, (), ""),
+            "update_weights": lambda host=host: host.update_weights(None, 1),
+            "save": lambda host=host: host.save("somewhere", STEP, False),
+        }
+        if kind in needs:
+            with pytest.raises(NotResident) as caught:
+                calls[hook]()
+            assert caught.value.message == (
+                f"{hook} on actor rank 1 needs memory that sleeps: {kind}; wake_up these kinds first"
+            )
+            assert backend.calls == []
+            assert host.state is State.READY
+        else:
+            calls[hook]()
+            assert len(backend.calls) == 1
+
+
+def test_kinds_whose_sleep_failed_must_be_woken_before_they_are_used() -> None:
+    host, backend = ready(Fake(sleep=RuntimeError("out of host memory")))
+    with pytest.raises(HookFailed):
+        host.sleep({MemoryKind.PARAM})
+    with pytest.raises(NotResident):
+        host.train(BATCH, LOSS, STEP)
+    host.wake_up({MemoryKind.PARAM})
+    assert backend.calls[-1] == ("wake_up", {MemoryKind.PARAM})
+    assert host.train(BATCH, LOSS, STEP) is TRAINED
+
+
+# ---- weight versions ---------------------------------------------------------------------------------------------------
+
+
+def test_versions_strictly_increase_from_the_one_that_was_loaded() -> None:
+    host, backend = ready(Fake(version=5))
+    with pytest.raises(WeightUpdateError) as caught:
+        host.update_weights(None, 4)
+    assert caught.value.message == (
+        "weights version 4 was refused on actor rank 1, expected 5 or more; versions strictly increase"
+    )
+    host.update_weights(None, 5)
+    host.update_weights(None, 8)
+    for repeated in (8, 7):
+        with pytest.raises(WeightUpdateError, match="expected 9 or more"):
+            host.update_weights(None, repeated)
+    assert backend.calls == [("update_weights", 5), ("update_weights", 8)]
+    assert host.state is State.READY
+
+
+def test_a_version_whose_update_failed_is_used_up() -> None:
+    host, _ = ready(Fake(update_weights=RuntimeError("connection reset")))
+    with pytest.raises(HookFailed):
+        host.update_weights(None, 1)
+    with pytest.raises(WeightUpdateError, match="expected 2 or more"):
+        host.update_weights(None, 1)
+
+
+# ---- results and errors ------------------------------------------------------------------------------------------------
+
+
+def test_a_wrapper_that_drops_the_result_is_found_with_the_call_chain() -> None:
+    class Drops:
+        @hookimpl(wrapper=True)
+        def train(self) -> Iterator[None]:
+            yield
+
+    host, _ = ready(None, ("log", Logs("a", [])), ("drop", Drops()))
+    with pytest.raises(ContractError) as caught:
+        host.train(BATCH, LOSS, STEP)
+    assert caught.value.message == (
+        "train() returned NoneType, expected TrainResult; "
+        "call chain: extension:log > extension:drop > backend:mine "
+        "(a wrapper with a bare yield drops the result: write return (yield))"
+    )
+    assert host.state is State.FAILED
+
+
+def test_a_backend_that_returns_something_else_is_found_without_blaming_wrappers() -> None:
+    class Wrong(Fake):
+        @hookimpl
+        def save(self, path: str, step: Step, background: bool) -> Any:
+            return path
+
+    host, _ = ready(Wrong())
+    with pytest.raises(ContractError) as caught:
+        host.save("somewhere", STEP, False)
+    assert caught.value.message == "save() returned str, expected SaveResult; call chain: backend:mine"
+
+
+def test_a_foreign_error_leaves_as_one_line_with_its_traceback_as_text_and_survives_pickling() -> None:
+    host, _ = ready(Fake(train=RuntimeError("CUDA error: out of memory\nCompile with something")))
+    before = time.time()
+    with pytest.raises(HookFailed) as caught:
+        host.train(BATCH, LOSS, STEP)
+    arrived = pickle.loads(pickle.dumps(caught.value))
+    assert arrived.message == (
+        "backend:mine, actor rank 1: train failed at optimizer step 12: RuntimeError: CUDA error: out of memory"
+    )
+    assert (arrived.hook, arrived.rank) == ("train", 1)
+    assert before <= arrived.raised_at <= time.time()
+    assert arrived.details.startswith("Traceback (most recent call last):")
+    assert "Compile with something" in arrived.details
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_backend_that_calls_exit_fails_instead_of_ending_the_worker() -> None:
+    host, _ = ready(Fake(forward=SystemExit(3)))
+    with pytest.raises(HookFailed, match="forward failed: SystemExit: 3"):
+        host.forward(BATCH, (), "")
+
+
+def test_a_corerl_error_passes_through_as_it_is() -> None:
+    error = SaveFailed("disk full")
+    host, _ = ready(Fake(save=error))
+    with pytest.raises(SaveFailed) as caught:
+        host.save("somewhere", STEP, True)
+    assert caught.value is error
+
+
+def test_what_a_worker_asks_of_its_backend_besides_hooks_is_guarded_alike() -> None:
+    host, _ = ready()
+    host.sleep({MemoryKind.PARAM})
+    entered = False
+    with pytest.raises(NotResident, match="snapshot on actor rank 1 needs memory that sleeps: param"):
+        with host.entering("snapshot", needs={MemoryKind.PARAM}):
+            entered = True
+    assert not entered
+    with pytest.raises(HookFailed, match="backend:mine, actor rank 1: snapshot failed: KeyError: 'ref'"):
+        with host.entering("snapshot"):
+            raise KeyError("ref")
+
+
+# ---- observers and the end ---------------------------------------------------------------------------------------------
+
+
+def test_an_observer_that_raises_is_heard_of_once_and_silences_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    log: list[str] = []
+    host, _ = ready(None, ("a", Logs("a", log, ValueError("full"))), ("b", Logs("b", log)))
+    host.observe(Notice(text="one"))
+    host.observe(Notice(text="two"))
+    assert log == ["a hears one", "b hears one", "b hears two"]
+    assert (
+        capsys.readouterr().err == "warning: extension:a is disabled, since observe(Notice) raised ValueError: full\n"
+    )
+
+
+def test_shutdown_ends_extensions_before_the_backend_each_once() -> None:
+    log: list[str] = []
+    host, backend = ready(None, ("a", Logs("a", log)), ("b", Logs("b", log)))
+    backend.calls = log  # type: ignore[assignment]  # one list, to see the order
+    host.shutdown("finished")
+    host.shutdown("finished")
+    assert log == ["a ends", "b ends", ("shutdown", "finished")]
+    assert host.state is State.CLOSED
+    with pytest.raises(WrongState, match="not allowed in state closed: it was shut down; start a new worker"):
+        host.train(BATCH, LOSS, STEP)
+
+
+def test_errors_of_shutdown_are_collected_into_one() -> None:
+    extension = Logs("a", [], ValueError("full"))
+    host, backend = ready(Fake(shutdown=SaveFailed("disk full")), ("a", extension))
+    with pytest.raises(CorerlError) as caught:
+        host.shutdown("finished")
+    assert caught.value.message == ("extension:a, actor rank 1: shutdown failed: ValueError: full; disk full")
+    assert backend.calls == [("shutdown", "finished")]
+    host, _ = ready(Fake(shutdown=SaveFailed("disk full")))
+    with pytest.raises(SaveFailed, match="^disk full$"):
+        host.shutdown("finished")
+
+
+def test_errors_of_shutdown_do_not_hide_an_earlier_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    host, _ = ready(Fake(train=ValueError("boom"), shutdown=SaveFailed("disk full")))
+    with pytest.raises(HookFailed):
+        host.train(BATCH, LOSS, evolve(STEP, optimizer_step=0))
+    host.shutdown("failed")
+    assert capsys.readouterr().err == "disk full\n"

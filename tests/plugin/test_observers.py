@@ -1,0 +1,122 @@
+"""Extensions made from a config: each in the process that its spec names, and none of them able to end the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from corerl import hookimpl
+from corerl.config.schema import ExtensionChoice
+from corerl.errors import ConfigError, ContractError, PluginBroken
+from corerl.plugin.events import Event, Notice
+from corerl.plugin.observers import Observers, extensions_for, load_observers, load_worker_extensions
+from corerl.plugin.registry import Kind, load
+from corerl.plugin.spec import Process
+
+Install = Callable[..., Path]
+
+CODE = """
+from corerl import hookimpl
+
+class Code:
+    def __init__(self, options, run_dir):
+        if options.every < 0:
+            raise ValueError("every is below 0")
+        self.options, self.run_dir = options, run_dir
+
+    @hookimpl
+    def observe(self, event):
+        print(self.run_dir, self.options.every, event.text)
+"""
+
+
+class Hears:
+    def __init__(self, name: str, log: list[str], error: Exception | None = None) -> None:
+        self.name, self.log, self.error = name, log, error
+
+    @hookimpl
+    def observe(self, event: Event) -> None:
+        self.log.append(self.name)
+        if self.error:
+            raise self.error
+
+    @hookimpl
+    def shutdown(self, reason: str) -> None:
+        self.log.append(f"{self.name} {reason}")
+        if self.error:
+            raise self.error
+
+
+@pytest.fixture
+def plugins(install: Install, extension_spec: str) -> None:
+    driver = extension_spec.replace("Process.WORKER", "Process.DRIVER")
+    install("corerl-wrap", {"extensions": {"wrap": "wrap_ob:SPEC"}}, wrap_ob=extension_spec, wrap_ob_code=CODE)
+    install("corerl-watch", {"extensions": {"watch": "watch_ob:SPEC"}}, watch_ob=driver, watch_ob_code=CODE)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_each_extension_is_made_where_its_spec_says_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    choices = [ExtensionChoice(name="wrap", options={"every": 3}), ExtensionChoice(name="watch", options={"every": 5})]
+    assert [choice.name for choice, _ in extensions_for(choices, Process.WORKER)] == ["wrap"]
+    load_observers(choices, "runs/x").emit(Notice(text="hello"))
+    assert capsys.readouterr().out == "runs/x 5 hello\n"
+    ((name, instance),) = load_worker_extensions(choices, "runs/x")
+    assert (name, instance.options.every) == ("wrap", 3)  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("plugins")
+def test_options_that_were_resolved_already_are_taken_as_they_are() -> None:
+    options = load(Kind.EXTENSIONS, "wrap").spec.config(every=9)
+    ((_, instance),) = load_worker_extensions([ExtensionChoice(name="wrap", options=options)], "runs/x")
+    assert instance.options is options  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("plugins")
+def test_an_extension_that_cannot_be_made_says_which_and_why() -> None:
+    with pytest.raises(PluginBroken) as caught:
+        load_worker_extensions([ExtensionChoice(name="wrap", options={"every": -1})], "runs/x")
+    assert caught.value.message == (
+        "extension 'wrap' (corerl-wrap 0.1.0) cannot be started: wrap_ob_code:Code(options, run_dir) raised "
+        "ValueError: every is below 0"
+    )
+    with pytest.raises(ConfigError, match=r"^extensions\.wrap\.options\.evry: unknown key"):
+        load_worker_extensions([ExtensionChoice(name="wrap", options={"evry": 1})], "runs/x")
+
+
+def test_observers_hear_in_the_order_of_the_list_and_one_that_raises_only_falls_silent(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log: list[str] = []
+    observers = Observers(
+        [("a", Hears("a", log)), ("b", Hears("b", log, OSError("disk full"))), ("c", Hears("c", log))]
+    )
+    observers.emit(Notice(text="one"))
+    observers.emit(Notice(text="two"))
+    assert log == ["a", "b", "c", "a", "c"]
+    assert capsys.readouterr().err == (
+        "warning: extension:b is disabled, since observe(Notice) raised OSError: disk full\n"
+    )
+
+
+def test_shutdown_reaches_every_observer_once_and_never_raises(capsys: pytest.CaptureFixture[str]) -> None:
+    log: list[str] = []
+    observers = Observers([("a", Hears("a", log, OSError("disk full"))), ("b", Hears("b", log))])
+    observers.shutdown("finished")
+    observers.shutdown("finished")
+    assert log == ["a finished", "b finished"]
+    assert capsys.readouterr().err == "warning: shutdown of extension:a raised OSError: disk full\n"
+
+
+def test_an_extension_of_the_driver_cannot_wrap_what_runs_in_workers() -> None:
+    class Wraps:
+        @hookimpl(wrapper=True)
+        def train(self) -> Iterator[None]:
+            return (yield)
+
+    with pytest.raises(ContractError) as caught:
+        Observers([("t", Wraps())])
+    assert caught.value.message == (
+        "extension:t implements train, which is called in workers only; its spec must say process=Process.WORKER"
+    )

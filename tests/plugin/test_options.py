@@ -1,0 +1,145 @@
+"""A config meets the plugins that it names: tables become classes, and what cannot run is said before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from corerl.config.schema import BackendChoice, ClusterInfo, Config, ExtensionChoice, RoleChoice, RolesConfig
+from corerl.errors import ConfigError, PluginNotFound, Unsupported
+from corerl.plugin.capabilities import Capability, not_implemented
+from corerl.plugin.options import (
+    backend_name,
+    check_capabilities,
+    check_spec,
+    merge_environments,
+    notes,
+    resolve_tables,
+)
+from corerl.plugin.registry import Kind, load
+
+Install = Callable[..., Path]
+
+
+@pytest.fixture
+def plugins(install: Install, backend_spec: str, extension_spec: str) -> None:
+    install("corerl-mine", {"backends": {"mine": "mine_o:SPEC"}}, mine_o=backend_spec)
+    install("corerl-other", {"backends": {"other": "other_o:SPEC"}}, other_o=backend_spec)
+    install("corerl-bad", {"backends": {"bad": "bad_o:SPEC"}}, bad_o="import a_library_that_is_not_there")
+    engine = backend_spec.replace("BackendSpec", "EngineSpec")
+    start, end = engine.index("    capabilities="), engine.index("    check=")
+    install("corerl-engine", {"engines": {"quick": "quick_o:SPEC"}}, quick_o=engine[:start] + engine[end:])
+    install("corerl-wrap", {"extensions": {"wrap": "wrap_o:SPEC"}}, wrap_o=extension_spec)
+
+
+def config(**changes: Any) -> Config:
+    base = Config(backend=BackendChoice(name="mine"), extensions=())
+    base = evolve(base, rollout=evolve(base.rollout, engine="quick"))
+    return evolve(base, **changes)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_selected_tables_become_the_plugins_own_classes_and_others_stay_as_they_are() -> None:
+    given = config(
+        backends={"mine": {"shards": 2}, "other": {"shards": 3}, "elsewhere": {"anything": 1}},
+        engines={},
+        extensions=(ExtensionChoice(name="wrap", options={"every": 5}),),
+    )
+    resolved = resolve_tables(given)
+    assert isinstance(resolved.backends["mine"], load(Kind.BACKENDS, "mine").spec.config)
+    assert resolved.backends["mine"].shards == 2
+    assert resolved.backends["other"] == {"shards": 3}
+    assert resolved.backends["elsewhere"] == {"anything": 1}
+    assert resolved.engines["quick"].shards == 1
+    assert resolved.extensions[0].options.every == 5
+    assert resolve_tables(resolved) == resolved
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_role_with_a_backend_of_its_own_selects_that_too() -> None:
+    given = config(roles=RolesConfig(actor=RoleChoice(backend="corerl-other:other")), backends={"other": {"shards": 4}})
+    assert backend_name(given, "actor") == "corerl-other:other"
+    assert backend_name(config(), "actor") == "mine"
+    resolved = resolve_tables(given)
+    assert (resolved.backends["mine"].shards, resolved.backends["other"].shards) == (1, 4)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_every_table_that_does_not_fit_is_reported_selected_or_not() -> None:
+    given = config(
+        backends={"mine": {"shard": 2}, "other": {"shards": "three"}},
+        engines={"quick": 3},
+        extensions=(ExtensionChoice(name="wrap", options={"evry": 5}),),
+    )
+    with pytest.raises(ConfigError) as caught:
+        resolve_tables(given)
+    lines = caught.value.message.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "backends.mine.shard",
+        "engines.quick",
+        "extensions[0].options.evry",
+        "backends.other.shards",
+    ]
+    assert lines[0] == "backends.mine.shard: unknown key; did you mean 'shards'?"
+
+
+@pytest.mark.usefixtures("plugins")
+def test_an_unknown_backend_is_not_taken_for_a_problem_of_a_table() -> None:
+    with pytest.raises(PluginNotFound, match="unknown backend 'mien'.*did you mean 'mine'"):
+        resolve_tables(config(backend=BackendChoice(name="mien")))
+
+
+@pytest.mark.usefixtures("plugins")
+def test_tables_that_nobody_can_check_are_noted() -> None:
+    given = config(backends={"mine": {}, "other": {}, "othr": {"shards": 1}, "bad": {}})
+    assert notes(given) == [
+        "backends.othr is ignored: no backend 'othr' is installed; did you mean 'other'?",
+        "backends.bad is ignored: backend 'bad' (corerl-bad 0.1.0) cannot be loaded from bad_o:SPEC: "
+        "ModuleNotFoundError: No module named 'a_library_that_is_not_there'; mend or reinstall corerl-bad",
+    ]
+    assert resolve_tables(given).backends["bad"] == {}
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_capability_that_is_missing_is_refused_with_who_asks_and_why_not() -> None:
+    spec = load(Kind.BACKENDS, "mine").spec
+    check_capabilities(spec, {Capability.SLEEP: "cluster.placement = 'colocated'"})  # not named: counts as full
+    with pytest.raises(Unsupported) as caught:
+        check_capabilities(spec, {Capability.CRITIC: "roles.critic"}, name="mine")
+    assert caught.value.message == (
+        "roles.critic asks for 'critic', which the backend 'mine' cannot do: no value head; "
+        "change that setting, or choose another backend"
+    )
+    later = evolve(spec, capabilities={Capability.MOE: not_implemented("experts are not sharded")})
+    with pytest.raises(Unsupported, match="which the backend 'mine' does not do yet: experts are not sharded"):
+        check_capabilities(later, {Capability.MOE: "model.config"}, name="mine")
+
+
+@pytest.mark.usefixtures("plugins")
+def test_problems_that_a_spec_finds_carry_the_dotted_path() -> None:
+    loaded = load(Kind.BACKENDS, "mine")
+    options = loaded.spec.config(shards=4)
+    check_spec(loaded, options, ClusterInfo(device="cpu", ranks=4))
+    with pytest.raises(ConfigError) as caught:
+        check_spec(loaded, options, ClusterInfo(device="cpu", ranks=2))
+    assert caught.value.message == "backends.mine.shards: 4 is more than 2 ranks"
+
+
+def test_environments_are_merged_and_preloaded_libraries_joined() -> None:
+    assert merge_environments(
+        ("backend mine", {"A": "1", "LD_PRELOAD": "one.so"}),
+        ("extension wrap", {"A": "1", "B": "2", "LD_PRELOAD": "two.so:one.so"}),
+    ) == {"A": "1", "B": "2", "LD_PRELOAD": "one.so:two.so"}
+
+
+def test_environments_that_contradict_each_other_are_refused_with_both_plugins() -> None:
+    with pytest.raises(ConfigError) as caught:
+        merge_environments(("backend mine", {"A": "1"}), ("extension wrap", {"A": "2"}))
+    assert caught.value.message == (
+        "environment variable A: backend mine wants '1', extension wrap wants '2'; "
+        "these two cannot share a process, choose one of them"
+    )

@@ -1,0 +1,206 @@
+"""What the registry finds among real metadata, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, PluginNotFound
+from corerl.plugin.registry import Installed, Kind, Status, installed, installed_names, load, load_implementation
+
+Install = Callable[..., Path]
+
+
+def listed(name: str) -> list[Installed]:
+    return [each for each in installed(Kind.BACKENDS) if each.name == name]
+
+
+def test_a_backend_is_found_by_its_name_alone_with_where_it_came_from(install: Install, backend_spec: str) -> None:
+    install("corerl-mine", {"backends": {"mine": "mine_a:SPEC"}}, version="0.3.1", mine_a=backend_spec)
+    loaded = load(Kind.BACKENDS, "mine")
+    assert (loaded.name, loaded.distribution, loaded.version, loaded.value) == (
+        "mine",
+        "corerl-mine",
+        "0.3.1",
+        "mine_a:SPEC",
+    )
+    assert loaded.spec.summary == "a small backend"
+    assert listed("mine") == [
+        Installed(
+            name="mine",
+            distribution="corerl-mine",
+            version="0.3.1",
+            value="mine_a:SPEC",
+            status=Status.OK,
+            api=(1, 0),
+            summary="a small backend",
+        )
+    ]
+
+
+def test_engines_and_extensions_are_other_groups(install: Install, backend_spec: str) -> None:
+    install("corerl-mine", {"backends": {"mine": "mine_b:SPEC"}}, mine_b=backend_spec)
+    assert "mine" not in installed_names(Kind.ENGINES)
+    with pytest.raises(PluginNotFound, match=r"unknown engine 'mine'; installed: "):
+        load(Kind.ENGINES, "mine")
+
+
+def test_one_distribution_found_at_two_places_is_one_plugin(install: Install, backend_spec: str) -> None:
+    for site in ("lib", "lib64"):
+        install("corerl-mine", {"backends": {"mine": "mine_c:SPEC"}}, site=site, mine_c=backend_spec)
+    assert len(listed("mine")) == 1
+    assert load(Kind.BACKENDS, "mine").distribution == "corerl-mine"
+
+
+def test_stale_metadata_without_entry_points_does_not_hide_the_plugin(install: Install, backend_spec: str) -> None:
+    install("corerl-mine", {"backends": {"mine": "mine_d:SPEC"}}, mine_d=backend_spec)
+    install("corerl-mine", {}, site="stale")  # later on disk, earlier on sys.path
+    assert load(Kind.BACKENDS, "mine").value == "mine_d:SPEC"
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_and_the_installed_ones(
+    install: Install, backend_spec: str
+) -> None:
+    install("corerl-mine", {"backends": {"sharded": "mine_e:SPEC"}}, mine_e=backend_spec)
+    with pytest.raises(PluginNotFound) as caught:
+        load(Kind.BACKENDS, "sharted")
+    known = ", ".join(installed_names(Kind.BACKENDS))
+    assert caught.value.message == f"unknown backend 'sharted'; installed: {known}; did you mean 'sharded'?"
+    assert "sharded" in known
+
+
+def test_a_first_party_backend_that_is_missing_is_answered_with_how_to_install_it() -> None:
+    assert "megatron" not in installed_names(Kind.BACKENDS), "this test needs an environment without it"
+    with pytest.raises(PluginNotFound, match=r"to install 'megatron': pip install 'corerl\[megatron\]'$"):
+        load(Kind.BACKENDS, "megatron")
+    with pytest.raises(PluginNotFound, match=r"did you mean 'megatron'\?; to install 'megatron': pip install"):
+        load(Kind.BACKENDS, "megatorn")
+
+
+def test_two_distributions_with_one_name_are_both_named_and_can_be_told_apart(
+    install: Install, backend_spec: str
+) -> None:
+    install("corerl-mine", {"backends": {"mine": "mine_f:SPEC"}}, mine_f=backend_spec)
+    install("other", {"backends": {"mine": "other_f:SPEC"}}, version="2.0", other_f=backend_spec)
+    with pytest.raises(PluginConflict) as caught:
+        load(Kind.BACKENDS, "mine")
+    assert caught.value.message == (
+        "backend 'mine' is offered by corerl-mine 0.1.0 and other 2.0; "
+        "choose one by writing 'corerl-mine:mine' or 'other:mine'"
+    )
+    assert load(Kind.BACKENDS, "other:mine").distribution == "other"
+    assert load(Kind.BACKENDS, "CoreRL_mine:mine").name == "mine"
+    assert [each.status for each in listed("mine")] == [Status.CONFLICT, Status.CONFLICT]
+
+
+def test_one_distribution_with_two_different_entry_points_of_one_name_must_be_installed_anew(
+    install: Install, backend_spec: str
+) -> None:
+    old = install("corerl-mine", {"backends": {"mine": "old_g:SPEC"}}, site="old", old_g=backend_spec)
+    new = install("corerl-mine", {"backends": {"mine": "new_g:SPEC"}}, site="new", new_g=backend_spec)
+    with pytest.raises(PluginConflict) as caught:
+        load(Kind.BACKENDS, "mine")
+    assert caught.value.message == (
+        f"backend 'mine' is offered twice by corerl-mine, as new_g:SPEC in {new} and old_g:SPEC in {old}; "
+        "uninstall corerl-mine until it is gone, then install it once"
+    )
+
+
+def test_a_broken_backend_says_its_real_cause_and_spoils_no_other(install: Install, backend_spec: str) -> None:
+    install("corerl-good", {"backends": {"good": "good_h:SPEC"}}, good_h=backend_spec)
+    install("corerl-bad", {"backends": {"bad": "bad_h:SPEC"}}, bad_h="import a_library_that_is_not_there")
+    with pytest.raises(PluginBroken) as caught:
+        load(Kind.BACKENDS, "bad")
+    assert caught.value.message == (
+        "backend 'bad' (corerl-bad 0.1.0) cannot be loaded from bad_h:SPEC: "
+        "ModuleNotFoundError: No module named 'a_library_that_is_not_there'; mend or reinstall corerl-bad"
+    )
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+    (bad,) = listed("bad")
+    assert (bad.status, bad.reason, bad.api) == (
+        Status.BROKEN,
+        "ModuleNotFoundError: No module named 'a_library_that_is_not_there'",
+        None,
+    )
+    assert load(Kind.BACKENDS, "good").name == "good"
+
+
+def test_a_spec_that_exits_at_import_is_broken_and_ends_nothing(install: Install) -> None:
+    install("corerl-bad", {"backends": {"bad": "bad_i:SPEC"}}, bad_i="import sys\nsys.exit(3)")
+    with pytest.raises(PluginBroken, match=r"bad_i:SPEC: SystemExit: 3; mend or reinstall corerl-bad"):
+        load(Kind.BACKENDS, "bad")
+
+
+def test_an_entry_point_that_names_something_else_than_a_spec_is_broken(install: Install) -> None:
+    install("corerl-bad", {"backends": {"bad": "bad_j:SPEC"}}, bad_j="SPEC = 3")
+    with pytest.raises(PluginBroken) as caught:
+        load(Kind.BACKENDS, "bad")
+    assert caught.value.message == (
+        "backend 'bad' (corerl-bad 0.1.0): bad_j:SPEC is a int, expected a BackendSpec; "
+        "its entry point must name the spec"
+    )
+
+
+@pytest.mark.parametrize("api", [(2, 0), (1, 1), (0, 9)])
+def test_a_backend_of_another_api_is_refused_with_both_versions(
+    install: Install, backend_spec: str, api: tuple[int, int]
+) -> None:
+    major, minor = api
+    install(
+        "corerl-mine",
+        {"backends": {"mine": "mine_k:SPEC"}},
+        mine_k=backend_spec.replace("(1, 0)", repr(api)),
+    )
+    with pytest.raises(PluginIncompatible) as caught:
+        load(Kind.BACKENDS, "mine")
+    assert caught.value.message == (
+        f"backend 'mine' (corerl-mine 0.1.0) was written for API {major}.{minor}, this corerl speaks 1.0; "
+        "install a release of corerl-mine for API 1.0, or the corerl that it was made for"
+    )
+    (mine,) = listed("mine")
+    assert (mine.status, mine.api) == (Status.INCOMPATIBLE, api)
+    assert mine.reason == f"written for API {major}.{minor}, this corerl speaks 1.0"
+
+
+def test_a_module_path_needs_no_installation(install: Install, backend_spec: str) -> None:
+    install("anything", {}, loose=backend_spec)
+    loaded = load(Kind.BACKENDS, "loose:SPEC")
+    assert (loaded.name, loaded.distribution, loaded.value) == ("loose:SPEC", "", "loose:SPEC")
+    with pytest.raises(PluginBroken, match=r"backend 'no\.such:SPEC' cannot be loaded .*: No module named 'no'$"):
+        load(Kind.BACKENDS, "no.such:SPEC")
+
+
+def test_a_misspelt_distribution_is_answered_with_the_nearest(install: Install, backend_spec: str) -> None:
+    install("corerl-mine", {"backends": {"mine": "mine_l:SPEC"}}, mine_l=backend_spec)
+    with pytest.raises(PluginNotFound, match=r"did you mean 'corerl-mine:mine'\?$"):
+        load(Kind.BACKENDS, "corerl-mien:mine")
+
+
+def test_the_implementation_is_imported_only_when_asked_for(install: Install, backend_spec: str) -> None:
+    install("corerl-mine", {"backends": {"mine": "mine_m:SPEC"}}, mine_m=backend_spec)
+    loaded = load(Kind.BACKENDS, "mine")
+    with pytest.raises(PluginBroken) as caught:
+        load_implementation(Kind.BACKENDS, loaded)
+    assert caught.value.message == (
+        "backend 'mine' (corerl-mine 0.1.0) cannot be loaded from mine_m_code:Code: "
+        "ModuleNotFoundError: No module named 'mine_m_code'; mend or reinstall corerl-mine"
+    )
+    install("corerl-mine-code", {}, mine_m_code="class Code: pass")
+    assert load_implementation(Kind.BACKENDS, loaded).__name__ == "Code"
+
+
+def test_damaged_metadata_of_an_unrelated_distribution_is_passed_over(install: Install, backend_spec: str) -> None:
+    site = install("corerl-mine", {"backends": {"mine": "mine_n:SPEC"}}, mine_n=backend_spec)
+    (site / "damaged-1.dist-info").mkdir()
+    (site / "damaged-1.dist-info" / "entry_points.txt").write_bytes(b"\xff\xfe[corerl.backends]\nno equals sign")
+    assert load(Kind.BACKENDS, "mine").name == "mine"
+
+
+def test_importing_the_registry_does_not_import_metadata_machinery() -> None:
+    program = "import corerl.plugin.registry, sys; print('torch' in sys.modules, 'ray' in sys.modules)"
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert finished.stdout.split() == ["False", "False"]

@@ -1,0 +1,84 @@
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from corerl.data.prompts import Prompt
+from corerl.errors import ConfigError, RewardError
+from corerl.rollout.rewards import resolve_reward, score
+from corerl.rollout.sampler import Rollout
+from corerl.types import SampleBatch
+
+SORT = Prompt(index=35018, text="35018>", answer="01358")
+
+
+@pytest.fixture
+def mine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """An importable module of the user's."""
+    module = ModuleType("my_rewards")
+    monkeypatch.setitem(__import__("sys").modules, "my_rewards", module)
+    return module
+
+
+def rollout(texts: list[str], groups: list[int], prompts: tuple[Prompt, ...]) -> Rollout:
+    batch = SampleBatch(
+        tokens=np.zeros(len(texts), dtype=np.int64),
+        offsets=np.arange(len(texts) + 1),
+        rows={"group": np.array(groups)},
+    )
+    return Rollout(batch=batch, prompts=prompts, texts=texts)
+
+
+@pytest.mark.parametrize(
+    ("response", "position", "exact"),
+    [("01358", 1.0, 1.0), ("01385", 3 / 5, 0.0), ("013", 3 / 5, 0.0), ("0135889", 5 / 7, 0.0), ("", 0.0, 0.0)],
+)
+def test_built_in_rewards_count_right_positions_over_the_longer_text_and_exact_answers(
+    response: str, position: float, exact: float
+) -> None:
+    assert resolve_reward("position-match", {})(SORT, response) == pytest.approx(position)
+    assert resolve_reward("exact-match", {})(SORT, response) == exact
+
+
+def test_scores_follow_the_samples_to_their_own_prompts() -> None:
+    other = Prompt(index=7, text="00007>", answer="00007")
+    both = rollout(["01358", "00007", "00007", "01357"], [0, 0, 1, 1], (SORT, other))
+    assert score(resolve_reward("exact-match", {}), both).tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_a_reward_of_ones_own_is_imported_and_given_its_options(mine: ModuleType) -> None:
+    mine.longer = lambda prompt, response, *, than: len(response) > than  # type: ignore[attr-defined]
+    reward = resolve_reward("my_rewards:longer", {"than": 3})
+    assert score(reward, rollout(["ab", "abcd"], [0, 0], (SORT,))).tolist() == [0.0, 1.0]
+
+
+def test_a_reward_that_raises_is_an_error_that_names_function_sample_and_cause(mine: ModuleType) -> None:
+    mine.parse = lambda prompt, response: int(response)  # type: ignore[attr-defined]
+    reward = resolve_reward("my_rewards:parse", {})
+    with pytest.raises(RewardError, match=r"'my_rewards:parse' raised ValueError: .*prompt 35018 \('35018>'\).*'1x'"):
+        score(reward, rollout(["12", "1x"], [0, 0], (SORT,)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1.0", [1.0]])
+def test_a_reward_that_is_no_finite_number_is_an_error_that_shows_it(mine: ModuleType, value: object) -> None:
+    mine.odd = lambda prompt, response: value  # type: ignore[attr-defined]
+    with pytest.raises(RewardError, match="returned .*, wanted a finite number, on prompt 35018"):
+        resolve_reward("my_rewards:odd", {})(SORT, "1")
+
+
+def test_a_built_in_reward_refuses_a_prompt_without_an_answer() -> None:
+    with pytest.raises(RewardError, match="has no answer to compare with"):
+        resolve_reward("position-match", {})(Prompt(index=0, text="hello", answer=""), "x")
+
+
+def test_unknown_names_imports_that_fail_and_options_that_do_not_fit_are_config_errors(mine: ModuleType) -> None:
+    mine.number = 3  # type: ignore[attr-defined]
+    for name, options, text in [
+        ("exact-mach", {}, "did you mean 'exact-match'"),
+        ("no_such_module:f", {}, "ModuleNotFoundError"),
+        ("my_rewards:absent", {}, "AttributeError"),
+        ("my_rewards:number", {}, "wanted a function"),
+        ("exact-match", {"strict": True}, "'strict'"),
+    ]:
+        with pytest.raises(ConfigError, match=text):
+            resolve_reward(name, options)

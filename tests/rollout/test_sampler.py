@@ -1,0 +1,109 @@
+import numpy as np
+import pytest
+
+from corerl.config.schema import RolloutConfig
+from corerl.data.prompts import Prompt
+from corerl.errors import ConfigError
+from corerl.models.tokenizer import load_tokenizer
+from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
+from corerl.rollout.sampler import Sampler, sampling_params
+
+TOKENIZER = load_tokenizer(
+    tokenizer="characters:0123456789>s", path=""
+)  # <pad> <bos> <eos> <unk> 0 = 4 ... 9 = 13 > = 14
+PARAMS = SamplingParams(temperature=0.5, max_tokens=3, stop_tokens=(2,))
+PROMPTS = [Prompt(index=40, text="21>", answer="12"), Prompt(index=8, text="5>", answer="5")]
+
+
+class Recorder:
+    """Answers with what it was told to, and keeps the requests."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.requests: list[GenerateRequest] = []
+
+    def __call__(self, request: GenerateRequest) -> Generation:
+        self.requests.append(request)
+        return self.generation
+
+
+FOUR = Generation(  # responses "12<eos>", "9<eos>", "5<eos>", "000"
+    tokens=np.array([5, 6, 2, 13, 2, 9, 2, 4, 4, 4]),
+    offsets=np.array([0, 3, 5, 7, 10]),
+    logprobs=-np.arange(1, 11, dtype=np.float32),
+    versions=np.array([3, 3, 3, 3, 3, 3, 3, 3, 4, 4]),
+    truncated=np.array([False, False, False, True]),
+)
+
+
+def test_every_array_of_a_rollout_of_two_prompts_and_two_samples_is_as_worked_out_by_hand() -> None:
+    engine = Recorder(FOUR)
+    rollout = Sampler(tokenizer=TOKENIZER, generate=engine, seed=0).sample(
+        PROMPTS, rollout_step=5, samples=2, params=PARAMS
+    )
+    request = engine.requests[0]
+    assert request.tokens.tolist() == [1, 6, 5, 14, 1, 6, 5, 14, 1, 9, 14, 1, 9, 14]
+    assert request.offsets.tolist() == [0, 4, 8, 11, 14]
+    batch = rollout.batch
+    assert batch.offsets.tolist() == [0, 7, 13, 18, 24]
+    assert batch.tokens.tolist() == [
+        *(1, 6, 5, 14, 5, 6, 2),
+        *(1, 6, 5, 14, 13, 2),
+        *(1, 9, 14, 9, 2),
+        *(1, 9, 14, 4, 4, 4),
+    ]
+    assert batch.columns["loss_mask"].astype(int).tolist() == [
+        *(0, 0, 0, 0, 1, 1, 1),
+        *(0, 0, 0, 0, 1, 1),
+        *(0, 0, 0, 1, 1),
+        *(0, 0, 0, 1, 1, 1),
+    ]
+    assert batch.columns["rollout_logprobs"].tolist() == [
+        *(0, 0, 0, 0, -1, -2, -3),
+        *(0, 0, 0, 0, -4, -5),
+        *(0, 0, 0, -6, -7),
+        *(0, 0, 0, -8, -9, -10),
+    ]
+    assert batch.columns["versions"].tolist() == [*[0] * 4, 3, 3, 3, *[0] * 4, 3, 3, *[0] * 3, 3, 3, *[0] * 3, 3, 4, 4]
+    assert {name: row.tolist() for name, row in batch.rows.items()} == {
+        "group": [0, 0, 1, 1],
+        "sample": [0, 1, 0, 1],
+        "prompt_length": [4, 4, 3, 3],
+        "response_length": [3, 2, 2, 3],
+        "truncated": [False, False, False, True],
+    }
+    assert batch.temperature == 0.5
+    assert rollout.texts == ["12", "9", "5", "000"]
+    assert rollout.prompts == tuple(PROMPTS)
+
+
+def keys(*, seed: int = 0, step: int = 0, prompts: list[Prompt] = PROMPTS) -> list[int]:
+    engine = Recorder(FOUR)
+    Sampler(tokenizer=TOKENIZER, generate=engine, seed=seed).sample(
+        prompts, rollout_step=step, samples=4 // len(prompts), params=PARAMS
+    )
+    return engine.requests[0].noise_keys.tolist()
+
+
+def test_noise_belongs_to_seed_step_prompt_and_sample_and_not_to_the_prompts_place_in_the_step() -> None:
+    here = keys()
+    assert len(set(here)) == 4
+    swapped = keys(prompts=PROMPTS[::-1])
+    assert swapped == here[2:] + here[:2]
+    assert not set(here) & set(keys(seed=1)) and not set(here) & set(keys(step=1))
+
+
+def test_a_prompt_that_comes_twice_in_a_step_draws_other_noise_the_second_time() -> None:
+    twice = keys(prompts=[PROMPTS[0], PROMPTS[0]])
+    assert len(set(twice)) == 4
+    assert twice[:2] == keys()[:2]
+
+
+def test_stop_texts_become_tokens_after_the_end_of_sequence() -> None:
+    config = RolloutConfig(temperature=0.7, top_p=0.9, max_tokens=7, stop=("s", ">"))
+    assert sampling_params(config, TOKENIZER) == SamplingParams(
+        temperature=0.7, top_p=0.9, max_tokens=7, stop_tokens=(2, 15, 14)
+    )
+    for text in ("12", "x"):
+        with pytest.raises(ConfigError, match=f"rollout.stop: '{text}'"):
+            sampling_params(RolloutConfig(stop=(text,)), TOKENIZER)

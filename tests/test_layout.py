@@ -1,0 +1,149 @@
+"""What holds for the tree as a whole: core names no backend, light imports stay light, tests mirror packages."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import corerl
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = ROOT / "corerl"
+BACKEND_NAMES = re.compile(r"megatron|fsdp|deepspeed|zero-?[123]\b", re.IGNORECASE)
+HINTS = ("plugin/registry.py", "INSTALL_HINTS")  # the one table that tells how to install what is not there
+
+
+def documentation_and_hints(tree: ast.Module, *, hints: str) -> set[int]:
+    """Line numbers of docstrings, and of the value given to the name `hints`."""
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        named: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            named = node.targets
+        elif isinstance(node, ast.AnnAssign):
+            named = [node.target]
+        is_hints = any(isinstance(target, ast.Name) and target.id == hints for target in named)
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and type(node.value.value) is str
+        if isinstance(node, ast.stmt) and (is_hints or is_text):
+            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
+
+
+def backend_names_in(text: str, *, hints: str = "") -> list[int]:
+    """Lines of a Python file that name a backend where only core's own words belong."""
+    allowed = documentation_and_hints(ast.parse(text), hints=hints)
+    return [
+        number
+        for number, line in enumerate(text.splitlines(), start=1)
+        if number not in allowed and BACKEND_NAMES.search(line)
+    ]
+
+
+def loaded_by(code: str, *watched: str) -> list[str]:
+    """Which of the watched packages a fresh interpreter has loaded after `code`."""
+    program = f"{code}\nimport json, sys\nprint('\\n' + json.dumps([m for m in {watched!r} if m in sys.modules]))"
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded: list[str] = json.loads(finished.stdout.splitlines()[-1])
+    return loaded
+
+
+def test_core_names_no_backend() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in sorted(CORE.rglob("*.py"))
+        for line in backend_names_in(
+            path.read_text(), hints=HINTS[1] if path.relative_to(CORE).as_posix() == HINTS[0] else ""
+        )
+    ]
+    assert found == []
+
+
+def test_the_search_for_backend_names_sees_code_and_comments_but_not_documentation() -> None:
+    text = '"""Runs under FSDP."""\nTABLE = {\n    "fsdp": "install",\n}\nif name == "megatron":\n    pass\n'
+    assert backend_names_in(text, hints="TABLE") == [5]
+    assert backend_names_in(text) == [3, 5]
+    assert backend_names_in("x = 1  # as DeepSpeed does\n") == [1]
+
+
+def test_import_corerl_loads_no_heavy_package() -> None:
+    assert loaded_by("import corerl", "torch", "ray", "transformers", "cattrs") == []
+
+
+def test_corerl_help_loads_no_heavy_package() -> None:
+    code = (
+        "from corerl.cli.main import main\ntry:\n    main(['--help'])\nexcept SystemExit as e:\n    assert e.code == 0"
+    )
+    assert loaded_by(code, "torch", "ray", "transformers", "cattrs") == []
+
+
+def test_reading_every_installed_spec_loads_neither_torch_nor_ray() -> None:
+    code = (
+        "from importlib.metadata import entry_points\n"
+        "for group in ('corerl.backends', 'corerl.engines', 'corerl.extensions'):\n"
+        "    for point in entry_points(group=group):\n"
+        "        point.load()"
+    )
+    assert loaded_by(code, "torch", "ray", "transformers") == []
+
+
+def test_config_loads_neither_torch_nor_ray() -> None:
+    assert loaded_by("import corerl.config.load", "torch", "ray", "transformers") == []
+
+
+def test_every_package_has_tests_at_the_same_place() -> None:
+    packages = [path.parent.name for path in CORE.glob("*/__init__.py")]
+    without = sorted(package for package in packages if not list((ROOT / "tests" / package).rglob("test_*.py")))
+    assert without == []
+
+
+def test_every_test_file_has_a_source_at_the_same_place_or_a_package_that_it_tests_as_a_whole() -> None:
+    packages = {"/".join(path.parent.relative_to(CORE).parts) for path in CORE.rglob("__init__.py")}
+    lost = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if (parent := "/".join(path.parent.relative_to(ROOT / "tests").parts)) not in packages | {"docs", "end_to_end"}
+        and parent
+    ]
+    assert lost == []
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        ("corerl.backends", {"plain", "fsdp"}),
+        ("corerl.engines", {"transformers", "fake"}),
+        ("corerl.extensions", {"console", "jsonl", "tensorboard", "curves"}),
+    ],
+)
+def test_what_is_built_in_enters_by_entry_points_like_any_plugin(group: str, expected: set[str]) -> None:
+    assert expected <= {point.name for point in entry_points(group=group)}
+
+
+def test_extras_name_plugins_of_this_minor_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    major, minor, _ = (int(part) for part in corerl.__version__.split("."))
+    for backend in ("fsdp", "megatron", "deepspeed"):
+        wanted = f"corerl-{backend}>={major}.{minor},<{major}.{minor + 1}"
+        assert project["optional-dependencies"][backend] == [wanted]
+
+
+def test_every_direct_dependency_is_pinned_in_the_constraints() -> None:
+    def name(requirement: str) -> str:
+        return re.split(r"[<>=\[ ]", requirement, maxsplit=1)[0].lower().replace("-", "_")
+
+    lines = (ROOT / "constraints-cpu.txt").read_text().splitlines()
+    pinned = {name(line) for line in lines if line and not line.startswith("#")}
+    assert all("==" in line for line in lines if line and not line.startswith("#"))
+    wanted: set[str] = set()
+    for file in (ROOT / "pyproject.toml", ROOT / "plugins/fsdp/pyproject.toml"):
+        project = tomllib.loads(file.read_text())["project"]
+        extras = project.get("optional-dependencies", {})
+        wanted |= {name(requirement) for requirement in project["dependencies"]}
+        wanted |= {name(requirement) for extra in ("test", "docs", "dev") for requirement in extras.get(extra, ())}
+    assert wanted - {"corerl"} <= pinned

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from corerl.errors import ModelError
+from corerl.weights.chunks import Chunk, fill, flat_range_boxes, holes, intersect, within
+
+
+class Memory:
+    """A source of tensors that lie in memory."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return tuple(self.tensors[name].shape) if name in self.tensors else None
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        tensor = self.tensors[name]
+        return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (1, 5), (5, 1), (3, 4), (2, 3, 4), (1, 1)])
+def test_the_boxes_of_a_flat_range_hold_its_elements_in_order(shape: tuple[int, ...]) -> None:
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    for start in range(whole.numel() + 1):
+        for stop in range(start, whole.numel() + 1):
+            boxes = flat_range_boxes(shape, start, stop)
+            zero = ((0,) * len(shape), shape)
+            got = [value for box in boxes for value in whole[within(box, zero)].reshape(-1).tolist()]
+            assert got == list(range(start, stop))
+            assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_intersection_is_the_box_that_both_cover() -> None:
+    assert intersect(((0, 2), (4, 4)), ((3, 0), (4, 3))) == ((3, 2), (1, 1))
+    assert intersect(((0,), (2,)), ((2,), (2,))) is None
+    assert intersect(((), ()), ((), ())) == ((), ())
+
+
+def test_fill_reads_each_box_and_counts_its_bytes() -> None:
+    source = Memory({"w": torch.arange(12.0).view(3, 4)})
+    view = torch.zeros(2, 2)
+    read = fill([Chunk("w", (3, 4), (1, 2), (2, 2), view)], source, what="memory")
+    assert view.tolist() == [[6, 7], [10, 11]] and read == 16
+
+
+def test_fill_names_a_missing_tensor_and_one_of_another_shape() -> None:
+    source = Memory({"w": torch.zeros(3, 4)})
+    with pytest.raises(ModelError, match=r"memory has no tensor 'v' of shape \[2\]"):
+        fill([Chunk("v", (2,), (0,), (2,), torch.zeros(2))], source, what="memory")
+    with pytest.raises(ModelError, match=r"memory holds 'w' as \[3, 4\], the model wants \[3, 5\]"):
+        fill([Chunk("w", (3, 5), (0, 0), (3, 5), torch.zeros(3, 5))], source, what="memory")
+
+
+def test_holes_are_elements_in_no_box_and_overlaps_and_strays_do_not_hide_them() -> None:
+    shapes = {"w": (4, 2)}
+    top, bottom = ((0, 0), (2, 2)), ((2, 0), (2, 2))
+    assert holes(shapes, [("w", bottom), ("w", top)]) == {}
+    assert holes(shapes, [("w", top)]) == {"w": 4}
+    assert holes(shapes, []) == {"w": 8}
+    assert holes(shapes, [("w", top), ("w", top)]) == {"w": -4}  # as many elements as the tensor has
+    assert holes(shapes, [("w", top), ("w", ((2, 1), (2, 2)))]) == {"w": -2}  # one column sticks out
+    assert holes({"s": ()}, [("s", ((), ()))]) == {}
+    assert holes({"s": ()}, [("s", ((), ())), ("s", ((), ()))]) == {"s": -1}

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import corerl
+from corerl.errors import ContractError
+from corerl.weights.chunks import Chunk
+from corerl.weights.gather import GatherPlan
+from corerl.weights.manifest import build_manifest
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two gloo ranks saw (see ranks.py)."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(corerl.__file__).parents[1]),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    script = Path(__file__).with_name("ranks.py")
+    store = tmp_path_factory.mktemp("store") / "store"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), "2", str(store)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    results = [process.communicate(timeout=120) for process in processes]
+    for process, (_, errors) in zip(processes, results, strict=True):
+        assert process.returncode == 0, errors
+    return [json.loads(output) for output, _ in results]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "receivers"),
+    [
+        ("sharded to root 0", [0]),
+        ("sharded to root 1", [1]),
+        ("sharded to all", [0, 1]),
+        ("staged to root 0", [0]),
+        ("staged to all", [0, 1]),
+    ],
+)
+def test_receivers_get_every_bucket_bit_for_bit(
+    reports: list[dict[str, Any]], scenario: str, receivers: list[int]
+) -> None:
+    for rank, report in enumerate(reports):
+        seen = report[scenario]
+        assert seen["buckets"] >= 3
+        expected = 2 * seen["buckets"] if rank in receivers else 0
+        assert (seen["received"], seen["right"]) == (expected, expected)
+
+
+def test_the_order_of_tensors_is_equal_on_all_ranks_and_first_appearance_rank_by_rank(
+    reports: list[dict[str, Any]],
+) -> None:
+    for report in reports:
+        assert report["sharded to all"]["order"] == ["embed", "norm", "q", "head", "scale"]
+        assert report["staged to all"]["order"] == ["embed", "q", "head", "norm", "scale"]
+
+
+def test_no_allocation_is_larger_than_two_buckets(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        for scenario in ("sharded to root 0", "sharded to all", "staged to root 0"):
+            assert report[scenario]["largest"] <= 2 * report[scenario]["bucket"]
+
+
+def test_wrong_chunks_are_refused_on_all_ranks_with_tensor_and_rank(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert "the chunks of rank(s) 0 leave 768 elements out of 'head', [64, 32]" in report["dropped"]
+        assert "the chunks of rank(s) 0, 1 hold 32 elements too many of 'norm', [32]" in report["doubled"]
+        assert "rank 1 holds 'head' as part of [24, 32], rank 0 as part of [64, 32]" in report["misshapen"]
+        assert (
+            "the chunks of rank 1 are wrong: 'head' has a view of shape [40, 32] for a box of [24, 32]"
+            in report["wrong view"]
+        )
+
+
+def test_a_single_process_gathers_without_torch_distributed() -> None:
+    whole = torch.randn(6, 4)
+    chunks = [
+        Chunk("w", (6, 4), (0, 0), (6, 1), whole[:, :1]),
+        Chunk("w", (6, 4), (0, 1), (6, 3), whole[:, 1:]),
+        Chunk("b", (), (), (), torch.tensor(3.0)),
+    ]
+    plan = GatherPlan.build(chunks, None)
+    (bucket,) = build_manifest(plan.shapes, dtype="bfloat16", bucket_bytes=1000).buckets
+    out = torch.empty(25, dtype=torch.bfloat16)
+    for root in (0, None):
+        got = plan.gather(bucket, out.zero_(), chunks=chunks, root=root, dtype=torch.bfloat16)
+        assert got is out
+        assert torch.equal(out, torch.cat([whole.reshape(-1), torch.tensor([3.0])]).to(torch.bfloat16))
+
+
+def test_fresh_chunks_of_the_same_boxes_are_what_is_sent() -> None:
+    def chunks(value: float) -> list[Chunk]:
+        return [Chunk("w", (3,), (0,), (3,), torch.full((3,), value))]
+
+    plan = GatherPlan.build(chunks(1.0), None)
+    (bucket,) = build_manifest(plan.shapes, dtype="float32", bucket_bytes=1000).buckets
+    got = plan.gather(bucket, chunks=chunks(2.0), root=None, dtype=torch.float32)
+    assert got is not None and got.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_hole_is_refused_in_a_single_process_as_well() -> None:
+    with pytest.raises(ContractError, match="leave 2 elements out of 'w'"):
+        GatherPlan.build([Chunk("w", (5,), (1,), (3,), torch.zeros(3))], None)

@@ -1,0 +1,288 @@
+"""Collective and disk: the same promises, kept between processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import corerl
+from corerl.errors import ConfigError
+from corerl.weights.checksum import bit_sum
+from corerl.weights.manifest import Bucket, Manifest, build_manifest
+from corerl.weights.transport import Address, WeightSender
+from corerl.weights.transports import open_receiver, open_sender
+from corerl.weights.transports.collective import CollectiveSender
+from corerl.weights.transports.disk import DiskSender
+from corerl.weights.transports.inprocess import InProcessSender
+
+SHAPES: list[tuple[str, tuple[int, ...]]] = [("embed", (16, 6)), ("norm", (6,)), ("layers.0.q", (8, 6)), ("scale", ())]
+BUCKET_BYTES = 200  # two or three buckets
+
+
+def manifest_of(dtype: str = "float32") -> Manifest:
+    return build_manifest(SHAPES, dtype=dtype, bucket_bytes=BUCKET_BYTES)
+
+
+def weights(seed: int, dtype: str = "float32") -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(getattr(torch, dtype)) for name, shape in SHAPES}
+
+
+def sums_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: bit_sum(tensor) for name, tensor in tensors.items()}
+
+
+def push(sender: WeightSender, tensors: Mapping[str, torch.Tensor], version: int, dtype: str = "float32") -> Any:
+    manifest = manifest_of(dtype)
+    sender.begin(manifest, version)
+    for bucket in manifest.buckets:
+        flat = torch.cat([tensors[entry.name].reshape(-1) for entry in bucket.entries])
+        sender.send(bucket, flat)
+    return sender.commit(version)
+
+
+class Peer:
+    """One engine process."""
+
+    def __init__(self, address: Address, index: int) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(Path(corerl.__file__).parents[1]),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, str(Path(__file__).with_name("peer.py")), json.dumps(attrs.asdict(address)), str(index)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        )
+
+    def order(self, version: int, act: str = "load", dtype: str = "float32", bucket_bytes: int = BUCKET_BYTES) -> None:
+        assert self.process.stdin is not None
+        line = {"version": version, "act": act, "dtype": dtype, "shapes": SHAPES, "bucket_bytes": bucket_bytes}
+        self.process.stdin.write(json.dumps(line) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class FlipsCollective(CollectiveSender):
+    """A wire that, once told to, flips the lowest bit of one element of every bucket."""
+
+    flips = False
+
+    def transmit(self, flat: torch.Tensor, digest: torch.Tensor) -> None:
+        if self.flips:
+            flat.view(torch.int32)[1] ^= 1
+        super().transmit(flat, digest)
+
+
+class FlipsDisk(DiskSender):
+    """A disk that does the same."""
+
+    flips = False
+
+    def transmit(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        if self.flips:
+            flat.view(torch.int32)[1] ^= 1
+        super().transmit(bucket, flat)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def loopback() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        yield
+
+
+@pytest.fixture(scope="module", params=["collective", "disk"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, loopback: None) -> Iterator[Any]:
+    """One run's address, sender and two engines, shared by the tests below: versions rise from test to test."""
+    address = Address(
+        transport=request.param,
+        engines=("engine-0", "engine-1"),
+        host="127.0.0.1",
+        port=free_port(),
+        path=str(tmp_path_factory.mktemp("updates")),
+        timeout=10.0,
+    )
+    peers = [Peer(address, index) for index in range(2)]
+    for peer in peers:
+        peer.answer()
+    sender = FlipsCollective(address) if address.transport == "collective" else FlipsDisk(address)
+    yield address, sender, peers
+    for peer in peers:
+        peer.close()
+    sender.close()
+
+
+def test_engines_hold_the_bits_that_were_sent_update_after_update(run: Any) -> None:
+    address, sender, peers = run
+    for version, dtype in ((1, "float32"), (2, "bfloat16"), (3, "float32")):
+        for peer in peers:
+            peer.order(version, dtype=dtype)
+        sent = weights(version, dtype)
+        assert push(sender, sent, version, dtype) == {"engine-0": "", "engine-1": ""}
+        for peer in peers:
+            assert peer.answer() == {"version": version, "error": "", "sums": sums_of(sent)}
+    left = sorted(path.name for path in Path(address.path).glob("v*"))
+    assert left == ([] if address.transport == "collective" else ["v00000003"])
+
+
+@pytest.mark.parametrize("act", ["refuse", "fail"])
+def test_an_engine_that_does_not_commit_is_reported_and_the_other_one_commits(run: Any, act: str) -> None:
+    _, sender, peers = run
+    version = {"refuse": 11, "fail": 12}[act]
+    reason = {"refuse": "this engine does not want it", "fail": "this engine cannot load it"}[act]
+    peers[0].order(version, act)
+    peers[1].order(version)
+    sent = weights(version)
+    assert push(sender, sent, version) == {"engine-0": reason, "engine-1": ""}
+    assert peers[0].answer()["error"] == reason
+    assert peers[1].answer() == {"version": version, "error": "", "sums": sums_of(sent)}
+
+
+def test_an_engine_that_failed_takes_part_again_in_the_next_update(run: Any) -> None:
+    _, sender, peers = run
+    sent = weights(13)
+    for peer in peers:
+        peer.order(13)
+    assert push(sender, sent, 13) == {"engine-0": "", "engine-1": ""}
+    assert [peer.answer()["sums"] for peer in peers] == [sums_of(sent)] * 2
+
+
+def test_an_engine_with_another_manifest_is_refused_before_it_loads(run: Any) -> None:
+    _, sender, peers = run
+    peers[0].order(14, bucket_bytes=10_000)
+    peers[1].order(14)
+    engines = push(sender, weights(14), 14)
+    assert "manifests differ" in engines["engine-0"] and engines["engine-1"] == ""
+    answer = peers[0].answer()
+    assert answer["version"] < 14 and "manifests differ" in answer["error"]
+    assert peers[1].answer()["version"] == 14
+
+
+def test_one_bit_flipped_in_transit_is_refused_and_the_version_stays(run: Any) -> None:
+    address, sender, peers = run
+    before = weights(20)
+    for peer in peers:
+        peer.order(20)
+    push(sender, before, 20)
+    [peer.answer() for peer in peers]
+
+    sender.flips = True
+    for peer in peers:
+        peer.order(21)
+    engines = push(sender, weights(21), 21)
+    sender.flips = False
+    for name, peer in zip(address.engines, peers, strict=True):
+        answer = peer.answer()
+        assert answer["version"] == 20 and answer["sums"] == sums_of(before)
+        assert "bucket 0 of version 21 was damaged on its way" in answer["error"]
+        assert engines[name] == answer["error"]
+
+
+def test_an_engine_that_never_comes_is_reported_within_the_timeout(tmp_path: Path, loopback: None) -> None:
+    for transport in ("collective", "disk"):
+        address = Address(
+            transport=transport, engines=("e",), host="127.0.0.1", port=free_port(), path=str(tmp_path), timeout=0.3
+        )
+        sender = open_sender(address)
+        started = time.monotonic()
+        engines = push(sender, weights(1), 1)
+        sender.close()
+        assert time.monotonic() - started < 3
+        assert "within 0.3 s" in engines["e"] or "in 0.3 s" in engines["e"]
+
+
+def test_an_engine_that_dies_during_the_broadcast_is_reported_and_the_others_commit_the_next_update(
+    loopback: None,
+) -> None:
+    address = Address(transport="collective", engines=("a", "b"), host="127.0.0.1", port=free_port(), timeout=3.0)
+    peers = [Peer(address, index) for index in range(2)]
+    sender = open_sender(address)
+    try:
+        [peer.answer() for peer in peers]
+        peers[0].order(1)
+        peers[1].order(1, "die")
+        assert push(sender, weights(1), 1)["b"] != ""
+        first = peers[0].answer()
+        assert first["version"] == (0 if first["error"] else 1)
+        peers[0].order(2)
+        engines = push(sender, weights(2), 2)
+        assert engines["a"] == "" and "did not join" in engines["b"]
+        assert peers[0].answer() == {"version": 2, "error": "", "sums": sums_of(weights(2))}
+    finally:
+        for peer in peers:
+            peer.close()
+        sender.close()
+
+
+def test_a_version_that_an_earlier_run_left_on_disk_is_not_read(tmp_path: Path) -> None:
+    address = Address(transport="disk", engines=("e",), path=str(tmp_path), timeout=0.2)
+    push(open_sender(address), weights(1), 5)  # nobody reads it: it stays
+    assert (tmp_path / "v00000005" / "manifest.json").exists()
+    receiver = open_receiver(address, index=0)
+    with pytest.raises(Exception, match="did not appear within 0.2 s"):
+        next(iter(receiver.buckets(manifest_of(), 5)))
+
+
+def test_a_disk_that_cannot_be_written_is_an_entry_for_every_engine_and_no_exception(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    address = Address(transport="disk", engines=("e", "f"), path=str(tmp_path / "file"), timeout=0.2)
+    engines = push(open_sender(address), weights(1), 1)
+    assert set(engines) == {"e", "f"} and all(reason.startswith("cannot write") for reason in engines.values())
+
+
+def test_a_store_that_cannot_be_opened_is_an_entry_for_every_engine_and_no_exception() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = Address(
+            transport="collective", engines=("e",), host="127.0.0.1", port=taken.getsockname()[1], timeout=1.0
+        )
+        assert push(open_sender(address), weights(1), 1)["e"].startswith("the collective failed")
+
+
+def test_the_in_process_sender_hands_over_every_tensor_and_reports_a_failing_load() -> None:
+    got: dict[str, torch.Tensor] = {}
+    sent = weights(1)
+
+    def load(tensors: Mapping[str, torch.Tensor]) -> None:
+        got.update({name: tensor.clone() for name, tensor in tensors.items()})
+
+    assert push(InProcessSender(load), sent, 1) == {"engine-0": ""}
+    assert sums_of(got) == sums_of(sent)
+
+    def broken(tensors: Mapping[str, torch.Tensor]) -> None:
+        raise RuntimeError("no room")
+
+    assert push(InProcessSender(broken, engine="mine"), sent, 2) == {"mine": "RuntimeError: no room"}
+
+
+def test_an_unknown_transport_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="unknown weight transport 'pigeon'; known: collective, disk"):
+        open_sender(Address(transport="pigeon", engines=()))
