@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from attrs import define
 
-from corerl.checkpoint.commit import begin, commit, retain
+from corerl.checkpoint.commit import begin, commit
+from corerl.checkpoint.format import DriverState
+from corerl.checkpoint.retention import retain
 from corerl.config.schema import CheckpointConfig
 from corerl.plugin.events import CheckpointSaved
 from corerl.plugin.observers import Observers
@@ -23,31 +24,30 @@ class Checkpoints:
     run_dir: Path
     config: CheckpointConfig
     roles: Mapping[str, TrainGroup]
-    config_data: Mapping[str, Any]  # the run's config as plain data, kept beside the weights
     observers: Observers
     newest: Path | None = None  # that is complete
     last_step: int = -1  # rollout step of the newest one begun
-    _pending: tuple[int, Path, dict[str, Any]] | None = None
+    _pending: tuple[Path, DriverState] | None = None
 
     def due(self, rollout_step: int) -> bool:
         return bool(self.config.every) and rollout_step % self.config.every == 0
 
-    def start(self, step: Step, driver_state: dict[str, Any], *, background: bool) -> None:
+    def start(self, step: Step, state: DriverState, *, background: bool) -> None:
         """Have all roles write; without `background` it is complete when this returns."""
         self.complete(wait=True)
-        partial = begin(self.run_dir, step.rollout_step)
+        partial = begin(self.run_dir, state.rollout_step)
         for name, group in self.roles.items():
             group.save(str(partial / name), step, background=background)
-        self._pending = (step.rollout_step, partial, driver_state)
-        self.last_step = step.rollout_step
+        self._pending = (partial, state)
+        self.last_step = state.rollout_step
         self.complete(wait=not background)
 
     def complete(self, *, wait: bool) -> None:
         """Make a save that all ranks have written visible. Raises SaveFailed where one could not be written."""
         if self._pending is None or not all([group.saved(wait=wait) for group in self.roles.values()]):
             return
-        step, partial, driver_state = self._pending
+        partial, state = self._pending
         self._pending = None
-        self.newest = commit(partial, driver_state)
+        self.newest = commit(partial, state)
         retain(self.run_dir, self.config.keep)
-        self.observers.emit(CheckpointSaved(step=step, path=str(self.newest)))
+        self.observers.emit(CheckpointSaved(step=state.rollout_step, path=str(self.newest)))

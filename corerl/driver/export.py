@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from corerl.checkpoint.commit import read_state
-from corerl.checkpoint.reader import CheckpointSource
+from corerl.checkpoint.reader import CheckpointSource, validate
 from corerl.config.load import structure
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
@@ -30,13 +29,14 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", replace: b
         if not replace:
             raise ModelError(f"{directory} exists already; remove it, or name another directory")
         shutil.rmtree(directory)
-    state = read_state(checkpoint)
-    model = structure(state["config"]["model"], ModelConfig, path="model")
-    dtype = DTYPES[state["config"]["train"]["precision"]]
+    state = validate(checkpoint)
+    model = structure(state.config["model"], ModelConfig, path="model")
+    dtype = DTYPES[state.config["train"]["precision"]]
     source = CheckpointSource(checkpoint / role, "master")
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, shape in source.shapes.items():
+        for name in source.names:
+            shape = source.shape(name) or ()
             yield name, source.read(name, (0,) * len(shape), shape).to(dtype)
 
     export_directory(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
-from corerl.checkpoint.commit import latest, read_state
+from corerl.checkpoint.format import DriverState
+from corerl.checkpoint.reader import validate
+from corerl.checkpoint.retention import latest
 from corerl.cluster.group import ProcessGroup
 from corerl.cluster.placement import Seat, Seating, arrange, seated
 from corerl.cluster.runtime import ray_session
@@ -130,12 +132,12 @@ def launch(config: Config) -> Iterator[Run]:
     """Start the processes of a run; however the block ends, none of them is left. Errors are told to the observers."""
     prepared = prepare(config)
     config = prepared.config
-    state = read_state(prepared.resume) if prepared.resume else {}
+    state = validate(prepared.resume) if prepared.resume else None
     prepared.run_dir.mkdir(parents=True, exist_ok=True)
     (prepared.run_dir / "config.toml").write_text(dump_toml(config))
     observers = load_observers(config.extensions, str(prepared.run_dir))
     started = time.perf_counter()
-    step = int(state.get("rollout_step", 0))
+    step = state.rollout_step if state else 0
     observers.emit(
         RunStarted(run_dir=str(prepared.run_dir), steps=config.run.steps, first_step=step, title=title(prepared))
     )
@@ -165,13 +167,13 @@ def launch(config: Config) -> Iterator[Run]:
 
 def _start(
     prepared: Prepared,
-    state: Mapping[str, Any],
+    state: DriverState | None,
     observers: Observers,
     stop: StopRequest,
     stack: contextlib.ExitStack,
 ) -> Run:
     config, seating = prepared.config, prepared.seating
-    step = int(state.get("rollout_step", 0))
+    step = state.rollout_step if state else 0
     observers.emit(PhaseStarted(name="starting Ray", step=step))
     stack.enter_context(
         ray_session(address=config.cluster.address, cpus=seating.bundles * seating.cpus_per_bundle)
@@ -210,7 +212,7 @@ def _start(
         steps=config.run.steps,
     )
     if state:
-        source.restore(state["position"])
+        source.restore(state.data)
     offload = config.cluster.offload
     run = Run(
         config=config,
@@ -232,7 +234,6 @@ def _start(
             run_dir=prepared.run_dir,
             config=config.checkpoint,
             roles={ACTOR: actor},
-            config_data=to_plain(config),
             newest=prepared.resume,
             last_step=step if state else -1,
             observers=observers,

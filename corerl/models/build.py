@@ -40,9 +40,10 @@ def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype, attention: st
     return model
 
 
-def _to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:  # a parameter, or None to keep this one; torch types its hooks as None
+def _to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
+    """The parameter on meta, or None where it stays as it is. (torch's stubs say that hooks return nothing.)"""
     if param is None or param.is_meta:
-        return None  # stays as it is: a tied parameter must remain the same object under both names
+        return None  # a tied parameter must remain the same object under both names
     return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 
 

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from attrs import asdict, frozen
 
 import corerl
-from corerl.config.schema import ExtensionChoice
-from corerl.plugin.observers import extensions_for
+from corerl.errors import PluginIncompatible
 from corerl.plugin.registry import Loaded
-from corerl.plugin.spec import Process
 from corerl.types import LossSpec
 
 
@@ -28,18 +26,15 @@ class Fingerprint:
     corerl: str  # version
 
 
-def fingerprint(loaded: Loaded, extensions: Sequence[ExtensionChoice], loss: LossSpec | None) -> Fingerprint:
-    """Of a backend, those of the chosen extensions that live in workers, and the loss."""
+def fingerprint(loaded: Loaded, extensions: Sequence[Loaded], loss: LossSpec | None) -> Fingerprint:
+    """Of a backend, the extensions that live in workers, and the loss."""
     return Fingerprint(
         backend=loaded.name,
         distribution=loaded.distribution,
         version=loaded.version,
         value=loaded.value,
         api=".".join(map(str, loaded.spec.api)),
-        extensions=tuple(
-            (each.name, each.distribution, each.version, each.value)
-            for _, each in extensions_for(extensions, Process.WORKER)
-        ),
+        extensions=tuple((each.name, each.distribution, each.version, each.value) for each in extensions),
         loss=loss.name if loss else "",
         corerl=corerl.__version__,
     )
@@ -49,3 +44,12 @@ def differences(a: Fingerprint, b: Fingerprint) -> list[str]:
     """One entry for each field that differs, `a`'s value first."""
     left, right = asdict(a), asdict(b)
     return [f"{name} {left[name]!r} against {right[name]!r}" for name in left if left[name] != right[name]]
+
+
+def require_same(driver: Fingerprint, own: Fingerprint, *, role: str, rank: int) -> None:
+    """Called in each worker. Raises PluginIncompatible where its plugins are not the driver's."""
+    if found := differences(driver, own):
+        raise PluginIncompatible(
+            f"{role} rank {rank} has other plugins than the driver (driver's first): {'; '.join(found)}; "
+            "install the same corerl and the same plugins on every node"
+        )

@@ -193,7 +193,7 @@ def _entries_of(distribution: Distribution, kind: Kind) -> Iterator[_Entry]:
         if not points:
             return
         name, version = distribution.metadata["Name"], distribution.version
-    except Exception:  # noqa: BLE001  -- someone else's damaged metadata; parsing it raises all sorts of errors
+    except Exception:  # someone else's damaged metadata; parsing it raises all sorts of errors
         return
     for point in points:
         yield _Entry(

@@ -1,4 +1,4 @@
-"""`corerl backends` lists what is there, what is wrong with it, and what could be there, without importing a backend."""
+"""`corerl backends` lists what is there, what is wrong with it, and what could be there; no backend is imported."""
 
 from __future__ import annotations
 

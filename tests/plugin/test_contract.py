@@ -1,8 +1,8 @@
-"""Each way to break the contract of hooks is found when plugins are registered, with the message that its author reads."""
+"""Each way to break the contract of hooks is found when plugins are registered, in words that its author can use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import wraps
 from typing import Any
 
@@ -65,7 +65,7 @@ def test_a_backend_with_every_required_hook_is_accepted() -> None:
 def test_a_wrapper_that_takes_fewer_arguments_and_one_of_a_newer_core_is_accepted() -> None:
     class Newer:
         @hookimpl(wrapper=True)
-        def train(self, step: int, future: int = 7) -> Iterator[None]:
+        def train(self, step: int, future: int = 7) -> Generator[None, str, Any]:
             result = yield
             return (result, step, future)
 

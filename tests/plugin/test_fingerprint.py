@@ -6,11 +6,12 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from attrs import evolve
 
 import corerl
-from corerl.config.schema import ExtensionChoice
-from corerl.plugin.fingerprint import Fingerprint, differences, fingerprint
+from corerl.errors import PluginIncompatible
+from corerl.plugin.fingerprint import Fingerprint, differences, fingerprint, require_same
 from corerl.plugin.registry import Kind, load
 from corerl.types import LossSpec
 
@@ -22,10 +23,8 @@ def test_a_fingerprint_says_where_everything_that_runs_in_a_worker_came_from(
 ) -> None:
     install("corerl-mine", {"backends": {"mine": "mine_fp:SPEC"}}, version="0.2", mine_fp=backend_spec)
     install("corerl-wrap", {"extensions": {"wrap": "wrap_fp:SPEC"}}, version="0.5", wrap_fp=extension_spec)
-    driver_spec = extension_spec.replace("Process.WORKER", "Process.DRIVER")
-    install("corerl-watch", {"extensions": {"watch": "watch_fp:SPEC"}}, watch_fp=driver_spec)
-    extensions = [ExtensionChoice(name="watch"), ExtensionChoice(name="wrap")]
-    own = fingerprint(load(Kind.BACKENDS, "mine"), extensions, LossSpec(name="clipped"))
+    wrap = load(Kind.EXTENSIONS, "wrap")
+    own = fingerprint(load(Kind.BACKENDS, "mine"), [wrap], LossSpec(name="clipped"))
     assert own == Fingerprint(
         backend="mine",
         distribution="corerl-mine",
@@ -52,7 +51,14 @@ def test_differences_name_the_field_and_both_values() -> None:
         corerl="0.1.0",
     )
     assert differences(driver, driver) == []
+    require_same(driver, driver, role="actor", rank=1)
     assert differences(driver, evolve(driver, version="0.3", extensions=(("wrap", "w", "1", "w:SPEC"),))) == [
         "version '0.2' against '0.3'",
         "extensions () against (('wrap', 'w', '1', 'w:SPEC'),)",
     ]
+    with pytest.raises(PluginIncompatible) as caught:
+        require_same(driver, evolve(driver, version="0.3"), role="actor", rank=1)
+    assert caught.value.message == (
+        "actor rank 1 has other plugins than the driver (driver's first): version '0.2' against '0.3'; "
+        "install the same corerl and the same plugins on every node"
+    )

@@ -64,7 +64,7 @@ class Fake(BackendBase):
 
     def __init__(self, version: int = 0, **errors: BaseException) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.errors = errors
+        self.errors: dict[str, BaseException] = errors
         self.version = version
 
     def note(self, hook: str, *arguments: Any) -> None:
@@ -147,7 +147,7 @@ def ready(backend: Fake | None = None, *extensions: tuple[str, object]) -> tuple
     return host, backend
 
 
-# ---- building ----------------------------------------------------------------------------------------------------------
+# ---- building --------------------------------------------------------------------------------------------------------
 
 
 def test_every_hook_reaches_the_backend_with_its_arguments_and_returns_its_result() -> None:
@@ -196,7 +196,7 @@ def test_neither_host_nor_backend_can_be_pickled() -> None:
         pickle.dumps(backend)
 
 
-# ---- states ------------------------------------------------------------------------------------------------------------
+# ---- states ----------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_but_init_is_allowed_before_init_and_init_only_once() -> None:
@@ -237,7 +237,8 @@ def test_a_failing_init_leaves_only_shutdown() -> None:
 
 @pytest.mark.parametrize("hook", ["forward", "update_weights", "save", "sleep", "wake_up"])
 def test_a_failure_elsewhere_leaves_the_host_ready(hook: str) -> None:
-    host, _ = ready(Fake(**{hook: ValueError("boom")}))
+    host, backend = ready()
+    backend.errors[hook] = ValueError("boom")
     if hook == "wake_up":
         host.sleep({MemoryKind.GRAD})
     calls = {
@@ -252,7 +253,7 @@ def test_a_failure_elsewhere_leaves_the_host_ready(hook: str) -> None:
     assert host.state is State.READY
 
 
-# ---- residency ---------------------------------------------------------------------------------------------------------
+# ---- residency -------------------------------------------------------------------------------------------------------
 
 
 def test_sleep_and_wake_up_are_idempotent_for_each_kind() -> None:
@@ -315,7 +316,7 @@ def test_kinds_whose_sleep_failed_must_be_woken_before_they_are_used() -> None:
     assert host.train(BATCH, LOSS, STEP) is TRAINED
 
 
-# ---- weight versions ---------------------------------------------------------------------------------------------------
+# ---- weight versions -------------------------------------------------------------------------------------------------
 
 
 def test_versions_strictly_increase_from_the_one_that_was_loaded() -> None:
@@ -342,7 +343,7 @@ def test_a_version_whose_update_failed_is_used_up() -> None:
         host.update_weights(None, 1)
 
 
-# ---- results and errors ------------------------------------------------------------------------------------------------
+# ---- results and errors ----------------------------------------------------------------------------------------------
 
 
 def test_a_wrapper_that_drops_the_result_is_found_with_the_call_chain() -> None:
@@ -417,7 +418,7 @@ def test_what_a_worker_asks_of_its_backend_besides_hooks_is_guarded_alike() -> N
             raise KeyError("ref")
 
 
-# ---- observers and the end ---------------------------------------------------------------------------------------------
+# ---- observers and the end -------------------------------------------------------------------------------------------
 
 
 def test_an_observer_that_raises_is_heard_of_once_and_silences_no_other(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""A config meets the plugins that it names: tables become classes, and what cannot run is said before anything starts."""
+"""A config meets the plugins that it names: tables become classes, and what cannot run is said at once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_selected_tables_become_the_plugins_own_classes_and_others_stay_as_they_
     assert resolved.backends["other"] == {"shards": 3}
     assert resolved.backends["elsewhere"] == {"anything": 1}
     assert resolved.engines["quick"].shards == 1
-    assert resolved.extensions[0].options.every == 5
+    assert resolved.extensions[0].options == load(Kind.EXTENSIONS, "wrap").spec.config(every=5)
     assert resolve_tables(resolved) == resolved
 
 
@@ -98,8 +98,10 @@ def test_tables_that_nobody_can_check_are_noted() -> None:
     given = config(backends={"mine": {}, "other": {}, "othr": {"shards": 1}, "bad": {}})
     assert notes(given) == [
         "backends.othr is ignored: no backend 'othr' is installed; did you mean 'other'?",
-        "backends.bad is ignored: backend 'bad' (corerl-bad 0.1.0) cannot be loaded from bad_o:SPEC: "
-        "ModuleNotFoundError: No module named 'a_library_that_is_not_there'; mend or reinstall corerl-bad",
+        (
+            "backends.bad is ignored: backend 'bad' (corerl-bad 0.1.0) cannot be loaded from bad_o:SPEC: "
+            "ModuleNotFoundError: No module named 'a_library_that_is_not_there'; mend or reinstall corerl-bad"
+        ),
     ]
     assert resolve_tables(given).backends["bad"] == {}
 

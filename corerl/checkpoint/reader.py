@@ -1,0 +1,118 @@
+"""Read a checkpoint, box by box: whatever parallelism wrote it, each rank reads exactly its share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from corerl.checkpoint.format import (
+    SavedBox,
+    index_file,
+    read_index,
+    tensor_file,
+)
+from corerl.errors import CheckpointError
+from corerl.weights.chunks import intersect, within
+
+
+class CheckpointSource:
+    """One key (master, exp_avg, exp_avg_sq) of one role's part, as a `TensorSource` in float32."""
+
+    def __init__(self, role_dir: str | Path, key: str) -> None:
+        self._directory = Path(role_dir)
+        self._key = key
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._boxes: dict[str, list[tuple[int, SavedBox]]] = {}  # name -> (rank that wrote it, box)
+        self._files: dict[int, Any] = {}  # open, by rank; opening maps the file and reads its header
+        self.bytes_read = 0
+        keys = set()
+        for rank in range(written_ranks(self._directory)):
+            for saved in read_index(self._directory, rank).boxes:
+                keys.add(saved.key)
+                if saved.key == key:
+                    self._shapes[saved.name] = saved.shape
+                    self._boxes.setdefault(saved.name, []).append((rank, saved))
+        if key not in keys:
+            raise CheckpointError(f"{role_dir} holds no {key!r}; it has {', '.join(sorted(keys)) or 'nothing'}")
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor that this key has."""
+        return dict(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._shapes.get(name)
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """[*sizes] float32 on the CPU. Raises CheckpointError where the files do not hold all of it."""
+        wanted = (tuple(offsets), tuple(sizes))
+        out = torch.empty(wanted[1])
+        found = 0
+        for rank, saved in self._boxes[name]:
+            common = intersect(wanted, saved.box)
+            if common is None:
+                continue
+            values = self._slice(rank, saved, within(common, saved.box))
+            self.bytes_read += values.numel() * values.element_size()
+            if common == wanted:
+                return values
+            out[within(common, wanted)] = values
+            found += values.numel()
+        if found != math.prod(wanted[1]):
+            raise CheckpointError(
+                f"{self._directory} holds {found} of the {math.prod(wanted[1])} elements of {name!r} at "
+                f"{list(wanted[0])}: it is damaged, resume from another checkpoint"
+            )
+        return out
+
+    def _slice(self, rank: int, saved: SavedBox, slices: tuple[slice, ...]) -> torch.Tensor:
+        path = self._directory / tensor_file(rank)
+        try:
+            if rank not in self._files:
+                self._files[rank] = safe_open(path, framework="pt")
+            handle = self._files[rank]
+            # A tensor without dims has nothing to slice.
+            values: torch.Tensor = handle.get_slice(saved.stored)[slices] if slices else handle.get_tensor(saved.stored)
+        except Exception as error:  # OSError, or the safetensors library's own
+            raise CheckpointError(f"{path} cannot be read ({error}): resume from another checkpoint") from error
+        return values
+
+
+def written_ranks(role_dir: str | Path) -> int:
+    """How many ranks wrote this role's part. Raises CheckpointError where none did."""
+    directory = Path(role_dir)
+    ranks = 0
+    while (directory / index_file(ranks)).exists():
+        ranks += 1
+    if not ranks:
+        raise CheckpointError(f"{directory} is no role's part of a checkpoint: {index_file(0)} is missing")
+    return ranks
+
+
+def read_extra(role_dir: str | Path, rank: int) -> dict[str, Any]:
+    """The extra state that `rank` staged, tensors on the CPU. Raises CheckpointError where no such rank wrote."""
+    directory = Path(role_dir)
+    index = read_index(directory, rank)
+    path = directory / tensor_file(rank)
+    try:
+        with safe_open(path, framework="pt") as handle:
+            extra: dict[str, Any] = _revive(index.extra, handle)
+    except Exception as error:  # OSError, or the safetensors library's own
+        raise CheckpointError(f"{path} cannot be read ({error}): resume from another checkpoint") from error
+    return extra
+
+
+def _revive(value: Any, handle: Any) -> Any:
+    match value:
+        case {"tensor": str() as stored, **rest} if not rest:
+            return handle.get_tensor(stored)
+        case dict():
+            return {key: _revive(item, handle) for key, item in value.items()}
+        case list():
+            return [_revive(item, handle) for item in value]
+    return value

@@ -1,0 +1,148 @@
+"""One rank's part of a checkpoint: staged on the host at once, written to disk now or in the background."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from attrs import frozen
+from safetensors.torch import save_file
+
+from corerl.checkpoint.format import (
+    RankIndex,
+    SavedBox,
+    publish,
+    stored_name,
+    temporary_name,
+    tensor_file,
+    write_index,
+)
+from corerl.errors import SaveFailed
+from corerl.weights.chunks import Chunk
+
+Job: TypeAlias = Callable[[], object]
+
+
+@frozen(eq=False)
+class Staged:
+    """Host copies that training no longer touches."""
+
+    tensors: dict[str, torch.Tensor]
+    index: RankIndex
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+def stage(state: Mapping[str, Sequence[Chunk]], extra: Mapping[str, Any]) -> Staged:
+    """Copy this rank's chunks (key -> chunks, replicas left out) as float32, and `extra`: mappings, sequences, tensors and
+    plain values. Blocks until the copies are done. Raises SaveFailed for a value that JSON cannot hold."""
+    tensors: dict[str, torch.Tensor] = {}
+    boxes: list[SavedBox] = []
+    devices: set[torch.device] = set()
+    for key, chunks in state.items():
+        for chunk in chunks:
+            if chunk.replica:
+                continue
+            stored = stored_name(key, chunk.name, chunk.offsets)
+            boxes.append(SavedBox(key, chunk.name, chunk.shape, chunk.offsets, chunk.sizes, stored))
+            if stored in tensors:
+                raise SaveFailed(f"two chunks of this rank hold {stored!r}: mark one of them as a replica")
+            tensors[stored] = _host_copy(chunk.view, torch.float32)
+            devices.add(chunk.view.device)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    plain = _plain(extra, tensors, "extra")
+    return Staged(tensors, RankIndex(boxes=boxes, extra=plain))
+
+
+def write(staged: Staged, directory: Path, rank: int) -> int:
+    """Into `directory`, a role's part of a partial checkpoint; returns the bytes written. The index comes last: where it
+    is, the tensors are. Raises SaveFailed."""
+    path = directory / tensor_file(rank)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_name(path)
+        save_file(staged.tensors, temporary)
+        publish(temporary, path)
+        return path.stat().st_size + write_index(directory, rank, staged.index)
+    except Exception as error:  # OSError, or the safetensors library's own
+        raise SaveFailed(f"cannot write {path}: {error}; earlier checkpoints are untouched") from error
+
+
+class BackgroundWriter:
+    """At most one job in flight, on a thread of its own. A failure is kept, and raised once by the next call that looks.
+
+    `run` does the job on that thread.
+    """
+
+    def __init__(self, run: Callable[[Job], object] = lambda job: job()) -> None:
+        self._run = run
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def submit(self, job: Job) -> None:
+        """Start `job`, after the one before has ended. Raises SaveFailed where that one failed; `job` is not started."""
+        self.wait()
+        # A daemon: what it leaves half-written stays invisible, while a hanging disk must not keep the process alive.
+        self._thread = threading.Thread(target=self._work, args=(job,), name="checkpoint-writer", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is in flight. Raises SaveFailed where the last job failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._raise_kept()
+
+    def idle(self) -> bool:
+        """Whether nothing is in flight. Raises SaveFailed where the last job failed."""
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        self._raise_kept()
+        return True
+
+    def close(self) -> None:
+        """Let the last job finish. Raises SaveFailed where it failed."""
+        self.wait()
+
+    def _work(self, job: Job) -> None:
+        try:
+            self._run(job)
+        except BaseException as error:  # raised where someone listens
+            self._error = error
+
+    def _raise_kept(self) -> None:
+        error, self._error = self._error, None
+        if error is None:
+            return
+        message = error.message if isinstance(error, SaveFailed) else f"{type(error).__name__}: {error}"
+        raise SaveFailed(f"the background save failed: {message}") from error
+
+
+def _host_copy(view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    host = torch.empty(tuple(view.shape), dtype=dtype, pin_memory=view.device.type == "cuda")
+    return host.copy_(view.detach(), non_blocking=True)
+
+
+def _plain(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
+    """`value` as JSON holds it, its tensors taken out under names of their own."""
+    match value:
+        case torch.Tensor():
+            stored = f"extra/{sum(name.startswith('extra/') for name in tensors)}"
+            tensors[stored] = value.detach().to("cpu", copy=True).contiguous()
+            return {"tensor": stored}
+        case Mapping():
+            if set(value) == {"tensor"} or not all(isinstance(key, str) for key in value):
+                raise SaveFailed(f"{where} is a mapping with keys other than strings, or with 'tensor' alone: rename it")
+            return {key: _plain(item, tensors, f"{where}[{key!r}]") for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item, tensors, f"{where}[{i}]") for i, item in enumerate(value)]
+        case None | bool() | int() | float() | str():
+            return value
+    raise SaveFailed(f"{where} is a {type(value).__name__}; a checkpoint holds plain data and tensors, never objects")

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from roles import KEYS, STATE, cut, whole
+
+import corerl
+from corerl.checkpoint.commit import begin, commit, latest, read_state, retain
+from corerl.checkpoint.reader import CheckpointSource
+from corerl.checkpoint.writer import stage, write
+from corerl.errors import CheckpointError, SaveFailed
+from corerl.weights.chunks import Chunk
+
+
+def save(run_dir: Path, step: int, *, world: int = 2, seed: int = 0) -> Path:
+    partial = begin(run_dir, step)
+    for rank in range(world):
+        write(stage(cut(rank, world, whole(seed)), {}), partial / "actor", rank)
+    return commit(partial, {**STATE, "rollout_step": step})
+
+
+def test_a_checkpoint_is_invisible_until_it_is_complete(tmp_path: Path) -> None:
+    partial = begin(tmp_path, 50)
+    for rank in range(2):
+        write(stage(cut(rank, 2, whole()), {}), partial / "actor", rank)
+        assert latest(tmp_path) is None
+    path = commit(partial, STATE, ranks={"actor": 2})
+    assert path == tmp_path / "checkpoints" / "step-00000050" == latest(tmp_path)
+    assert not partial.exists()
+    assert read_state(path) == STATE
+
+
+def test_the_newest_complete_checkpoint_is_the_latest(tmp_path: Path) -> None:
+    assert latest(tmp_path) is None
+    save(tmp_path, 100)
+    nine = save(tmp_path, 9)
+    assert latest(tmp_path) == tmp_path / "checkpoints" / "step-00000100"
+    begin(tmp_path, 150)
+    file = tmp_path / "checkpoints" / "step-00000100" / "actor" / "rank-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert latest(tmp_path) == nine
+
+
+def test_a_save_of_the_same_step_replaces_the_earlier_one(tmp_path: Path) -> None:
+    save(tmp_path, 5, seed=0)
+    path = save(tmp_path, 5, seed=1)
+    read = CheckpointSource(path / "actor", "master").read("embed", (0, 0), (6, 4))
+    assert torch.equal(read, whole(1)["master"]["embed"])
+    assert [p.name for p in path.parent.iterdir()] == ["step-00000005"]
+
+
+def test_a_checkpoint_whose_replacement_was_interrupted_still_counts(tmp_path: Path) -> None:
+    path = save(tmp_path, 5)
+    set_aside = path.rename(path.with_suffix(".replaced"))
+    assert latest(tmp_path) == set_aside
+
+
+def broken(run_dir: Path, change: str) -> Path:
+    """A partial checkpoint of two ranks with one fault."""
+    partial = begin(run_dir, 60)
+    for rank in range(2):
+        state = cut(rank, 2, whole())
+        avg = state["exp_avg"]
+        norm = next(i for i, chunk in enumerate(avg) if chunk.name == "norm")
+        if rank == 1 and change == "dropped":
+            del avg[norm]
+        elif rank == 1 and change == "doubled":
+            avg[norm] = Chunk("norm", (4,), (0,), (2,), torch.zeros(2))
+        elif rank == 1 and change == "reshaped":
+            avg[norm] = Chunk("norm", (5,), (2,), (2,), torch.zeros(2))
+        elif change == "nowhere":
+            state["exp_avg"] = [chunk for chunk in avg if chunk.name != "norm"]
+        if rank == 1 and change == "missing rank":
+            continue
+        write(stage(state, {}), partial / "actor", rank)
+    return partial
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("dropped", r"actor: 2 elements are missing in 'exp_avg' of 'norm', \[4\]"),
+        ("doubled", r"actor: 2 elements are there twice or astray in 'exp_avg' of 'norm', \[4\]"),
+        ("reshaped", r"actor: rank 1 saved 'norm' as part of \[5\], another rank as part of \[4\]"),
+        ("nowhere", r"actor: 4 elements are missing in 'exp_avg' of 'norm', \[4\]"),
+        ("missing rank", r"actor: 12 elements are missing in 'master' of 'embed', \[6, 4\]"),
+    ],
+)
+def test_a_checkpoint_that_does_not_hold_every_element_once_is_refused(
+    tmp_path: Path, change: str, message: str
+) -> None:
+    earlier = save(tmp_path, 50)
+    partial = broken(tmp_path, change)
+    with pytest.raises(SaveFailed, match=message):
+        commit(partial, STATE)
+    assert latest(tmp_path) == earlier
+
+
+def test_a_rank_or_role_that_did_not_write_is_refused_where_their_number_is_known(tmp_path: Path) -> None:
+    partial = begin(tmp_path, 1)
+    write(stage(cut(0, 1, whole()), {}), partial / "actor", 0)
+    with pytest.raises(SaveFailed, match="rank-00001.json is missing"):
+        commit(partial, STATE, ranks={"actor": 2})
+    with pytest.raises(SaveFailed, match="critic/rank-00000.json is missing"):
+        commit(partial, STATE, ranks={"actor": 1, "critic": 1})
+    with pytest.raises(SaveFailed, match="no role has written to it"):
+        commit(begin(tmp_path, 2), STATE)
+    assert latest(tmp_path) is None
+
+
+def test_a_state_that_json_cannot_hold_fails_the_save(tmp_path: Path) -> None:
+    partial = begin(tmp_path, 1)
+    write(stage(cut(0, 1, whole()), {}), partial / "actor", 0)
+    with pytest.raises(SaveFailed, match="not JSON serializable"):
+        commit(partial, {"position": {1, 2}})
+    assert latest(tmp_path) is None
+
+
+def test_what_cannot_be_resumed_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"no checkpoint at {tmp_path / 'nowhere'}"):
+        read_state(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="was never completed"):
+        read_state(begin(tmp_path, 3))
+    path = save(tmp_path, 5)
+    (path / "actor" / "rank-00001.json").unlink()
+    with pytest.raises(CheckpointError, match=r"actor/rank-00001.json is missing: the checkpoint is damaged"):
+        read_state(path)
+    (path / "checkpoint.json").write_text('{"format": "other-2"}')
+    with pytest.raises(CheckpointError, match="has format 'other-2', this CoreRL reads 'corerl-checkpoint-1'"):
+        read_state(path)
+    (path / "checkpoint.json").write_text('{"format"')
+    with pytest.raises(CheckpointError, match=r"checkpoint.json cannot be read"):
+        read_state(path)
+    (path / "checkpoint.json").unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoint.json is missing"):
+        read_state(path)
+
+
+def test_retention_keeps_the_newest_and_clears_what_was_given_up(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    begin(tmp_path, 2)  # a save that was interrupted, long ago
+    begin(tmp_path, 5)  # one that is being written
+    assert retain(tmp_path, 0) == [tmp_path / "checkpoints" / "step-00000002.partial"]
+    begin(tmp_path, 1)
+    retain(tmp_path, 2)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000003", "step-00000004", "step-00000005.partial"]
+
+
+def test_retention_never_counts_a_damaged_checkpoint_as_kept(tmp_path: Path) -> None:
+    good = save(tmp_path, 1)
+    damaged = save(tmp_path, 2)
+    (damaged / "checkpoint.json").unlink()
+    retain(tmp_path, 1)
+    assert latest(tmp_path) == good
+
+
+@pytest.mark.parametrize("moment", ["step-*.partial/actor/.rank-00000*", "step-*.partial/actor/rank-00000.json"])
+def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before_as_the_latest(
+    tmp_path: Path, moment: str
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(corerl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    script = Path(__file__).with_name("saver.py")
+    with subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        done = int(process.stdout.readline())  # one is complete
+        while not list((tmp_path / "checkpoints").glob(moment)):
+            assert process.poll() is None
+        process.kill()
+    newest = latest(tmp_path)
+    assert newest is not None
+    step = read_state(newest)["rollout_step"]
+    assert step >= done
+    source = CheckpointSource(newest / "actor", "master")
+    assert torch.equal(source.read("w", (499_990, 0), (20, 2)), torch.full((20, 2), float(step)))
+    assert list((tmp_path / "checkpoints").glob("step-*.partial"))  # what was half done is there, and is not taken
+
+
+def test_all_keys_of_a_committed_checkpoint_are_read_back_bit_for_bit(tmp_path: Path) -> None:
+    path = save(tmp_path, 7, world=3)
+    for key in KEYS:
+        source = CheckpointSource(path / "actor", key)
+        for name, shape in source.shapes.items():
+            assert torch.equal(source.read(name, (0,) * len(shape), shape), whole()[key][name])

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from roles import cut, whole
+from safetensors.torch import load_file
+
+from corerl.checkpoint.format import SavedBox, stored_name
+from corerl.checkpoint.reader import read_extra
+from corerl.checkpoint.writer import BackgroundWriter, Job, stage, write
+from corerl.errors import SaveFailed
+from corerl.weights.chunks import Chunk
+
+
+def test_what_is_staged_no_longer_changes_with_the_model(tmp_path: Path) -> None:
+    view = torch.arange(4.0)
+    extra = {"rng": torch.arange(3)}
+    staged = stage({"master": [Chunk("w", (4,), (0,), (4,), view)]}, extra)
+    view.fill_(-1)
+    extra["rng"].fill_(-1)
+    write(staged, tmp_path, 0)
+    assert load_file(tmp_path / "rank-00000.safetensors")["master/w@0"].tolist() == [0, 1, 2, 3]
+    assert read_extra(tmp_path, 0)["rng"].tolist() == [0, 1, 2]
+
+
+def test_values_are_stored_as_float32_and_replicas_are_left_out(tmp_path: Path) -> None:
+    chunks = [
+        Chunk("w", (4, 2), (2, 0), (2, 2), torch.full((2, 2), 0.5, dtype=torch.bfloat16)),
+        Chunk("b", (2,), (0,), (2,), torch.zeros(2), replica=True),
+    ]
+    staged = stage({"exp_avg": chunks}, {})
+    written = write(staged, tmp_path, 3)
+    stored = load_file(tmp_path / "rank-00003.safetensors")
+    assert list(stored) == ["exp_avg/w@2,0"]
+    assert stored["exp_avg/w@2,0"].dtype == torch.float32 and stored["exp_avg/w@2,0"].tolist() == [[0.5] * 2] * 2
+    assert staged.bytes == 16
+    assert written == sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert json.loads((tmp_path / "rank-00003.json").read_text())["boxes"] == [
+        {"key": "exp_avg", "name": "w", "shape": [4, 2], "offsets": [2, 0], "sizes": [2, 2], "stored": "exp_avg/w@2,0"}
+    ]
+
+
+def test_the_view_of_a_parameter_can_be_staged() -> None:
+    staged = stage({"master": [Chunk("w", (2,), (0,), (2,), torch.nn.Parameter(torch.ones(2)))]}, {})
+    assert staged.tensors["master/w@0"].tolist() == [1, 1] and not staged.tensors["master/w@0"].requires_grad
+
+
+def test_stored_names_are_unique_per_box() -> None:
+    for rank in range(3):
+        state = cut(rank, 3, whole())
+        names = [stored_name(key, c.name, c.offsets) for key, chunks in state.items() for c in chunks]
+        assert len(set(names)) == len(names)
+    assert stored_name("master", "scale", ()) == "master/scale@"
+    assert SavedBox("k", "n", [1], [0], [1], "s").box == ((0,), (1,))  # type: ignore[arg-type]
+
+
+def test_extra_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    extra: dict[str, Any] = {
+        "adam_step": 3,
+        "scale": 0.1,
+        "name": "x",
+        "nothing": None,
+        "rank/rng": torch.tensor([1, 2], dtype=torch.uint8),
+        "nested": {"list": [1, {"t": torch.tensor(0.25, dtype=torch.bfloat16)}]},
+    }
+    write(stage({}, extra), tmp_path, 0)
+    read = read_extra(tmp_path, 0)
+    assert {name: read[name] for name in ("adam_step", "scale", "name", "nothing")} == {
+        "adam_step": 3,
+        "scale": 0.1,
+        "name": "x",
+        "nothing": None,
+    }
+    assert torch.equal(read["rank/rng"], extra["rank/rng"])
+    assert read["nested"]["list"][0] == 1
+    assert torch.equal(read["nested"]["list"][1]["t"], extra["nested"]["list"][1]["t"])
+
+
+def test_an_object_in_the_extra_state_is_refused_by_its_place() -> None:
+    with pytest.raises(SaveFailed, match=r"extra\['a'\]\[1\] is a set; a checkpoint holds plain data"):
+        stage({}, {"a": [1, {2}]})
+
+
+def test_a_box_that_one_rank_holds_twice_is_refused() -> None:
+    chunk = Chunk("w", (2,), (0,), (2,), torch.ones(2))
+    with pytest.raises(SaveFailed, match="two chunks of this rank hold 'master/w@0'"):
+        stage({"master": [chunk, chunk]}, {})
+
+
+def test_a_directory_that_cannot_be_written_is_a_failed_save(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SaveFailed, match="earlier checkpoints are untouched"):
+        write(stage({}, {}), tmp_path / "file", 0)
+
+
+def test_a_held_background_writer_does_not_hold_the_caller() -> None:
+    release, done = threading.Event(), []
+
+    def held(job: Job) -> object:
+        release.wait(10)
+        return job()
+
+    writer = BackgroundWriter(run=held)
+    writer.submit(lambda: done.append(1))
+    assert not writer.idle() and done == []
+    release.set()
+    writer.wait()
+    assert writer.idle() and done == [1]
+
+
+def test_the_next_job_starts_after_the_one_before() -> None:
+    order: list[str] = []
+    release = threading.Event()
+    writer = BackgroundWriter()
+
+    def first() -> None:
+        release.wait(10)
+        order.append("first")
+
+    writer.submit(first)
+    threading.Timer(0.05, release.set).start()
+    writer.submit(lambda: order.append("second"))
+    writer.close()
+    assert order == ["first", "second"]
+
+
+@pytest.mark.parametrize("look", ["submit", "wait", "idle", "close"])
+def test_a_background_failure_is_raised_once_by_the_next_call(look: str) -> None:
+    writer = BackgroundWriter()
+    done: list[int] = []
+
+    def fails() -> None:
+        raise OSError("disk full")
+
+    writer.submit(fails)
+    while writer._thread is not None and writer._thread.is_alive():
+        pass
+    with pytest.raises(SaveFailed, match="the background save failed: OSError: disk full"):
+        writer.submit(lambda: done.append(1)) if look == "submit" else getattr(writer, look)()
+    assert done == []
+    writer.submit(lambda: done.append(2))
+    writer.wait()
+    assert done == [2]

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from corerl.errors import ModelError, WrongState
+from corerl.memory.snapshots import Snapshots
+from corerl.weights.chunks import Chunk
+
+
+def rank_of_two() -> tuple[torch.Tensor, list[Chunk]]:
+    """The lower half of a [4, 2] tensor in flat storage, and a replica."""
+    storage = torch.arange(6.0)
+    chunks = [
+        Chunk("w", (4, 2), (2, 0), (2, 2), storage[:4].view(2, 2)),
+        Chunk("b", (2,), (0,), (2,), storage[4:], replica=True),
+    ]
+    return storage, chunks
+
+
+class Counting:
+    """A source of ones that remembers which boxes were read."""
+
+    def __init__(self) -> None:
+        self.read_boxes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return {"w": (4, 2), "b": (2,)}.get(name)
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        self.read_boxes.append((name, tuple(offsets), tuple(sizes)))
+        return torch.ones(tuple(sizes))
+
+
+def test_a_swap_shows_the_snapshot_and_leaves_the_weights_as_they_were() -> None:
+    storage, chunks = rank_of_two()
+    snapshots = Snapshots()
+    snapshots.create("reference", chunks)
+    storage += 10
+    with snapshots.swapped("reference", chunks):
+        assert storage.tolist() == [0, 1, 2, 3, 4, 5]
+    assert storage.tolist() == [10, 11, 12, 13, 14, 15]
+
+
+def test_an_exception_within_a_swap_leaves_the_weights_as_they_were() -> None:
+    storage, chunks = rank_of_two()
+    snapshots = Snapshots()
+    snapshots.create("reference", chunks)
+    storage += 10
+    with pytest.raises(ZeroDivisionError), snapshots.swapped("reference", chunks):
+        1 / 0  # noqa: B018
+    assert storage.tolist() == [10, 11, 12, 13, 14, 15]
+
+
+def test_what_is_written_within_a_swap_reaches_neither_weights_nor_snapshot() -> None:
+    storage, chunks = rank_of_two()
+    snapshots = Snapshots()
+    snapshots.create("reference", chunks)
+    for _ in range(2):
+        with snapshots.swapped("reference", chunks):
+            assert storage.tolist() == [0, 1, 2, 3, 4, 5]
+            storage.fill_(-1.0)
+    assert storage.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_refreshed_snapshot_holds_the_current_weights() -> None:
+    storage, chunks = rank_of_two()
+    snapshots = Snapshots()
+    snapshots.create("old", chunks)
+    storage += 1
+    snapshots.refresh("old", chunks)
+    storage += 1
+    with snapshots.swapped("old", chunks):
+        assert storage.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_loading_reads_this_ranks_boxes_alone_and_leaves_the_weights() -> None:
+    storage, chunks = rank_of_two()
+    snapshots, source = Snapshots(), Counting()
+    assert snapshots.load("reference", chunks, source) == 6 * 4
+    assert source.read_boxes == [("w", (2, 0), (2, 2)), ("b", (0,), (2,))]
+    assert storage.tolist() == [0, 1, 2, 3, 4, 5]
+    with snapshots.swapped("reference", chunks):
+        assert storage.tolist() == [1.0] * 6
+
+
+def test_a_source_that_does_not_fit_leaves_the_earlier_snapshot() -> None:
+    storage, chunks = rank_of_two()
+    snapshots = Snapshots()
+    snapshots.create("reference", chunks)
+    other = [Chunk("v", (2,), (0,), (2,), torch.zeros(2)), *chunks]
+    with pytest.raises(ModelError, match="snapshot 'reference' has no tensor 'v'"):
+        snapshots.load("reference", other, Counting())
+    storage += 1
+    with snapshots.swapped("reference", chunks):
+        assert storage.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    _, chunks = rank_of_two()
+    snapshots = Snapshots()
+    with pytest.raises(WrongState, match="no snapshot 'ref'; known: none"):
+        snapshots.refresh("ref", chunks)
+    snapshots.create("reference", chunks)
+    snapshots.create("old", chunks)
+    assert snapshots.names == ["old", "reference"]
+    with pytest.raises(WrongState, match="no snapshot 'ref'; known: old, reference"), snapshots.swapped("ref", chunks):
+        pass
+    snapshots.drop("old")
+    with pytest.raises(WrongState, match="known: reference"):
+        snapshots.drop("old")

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from corerl.errors import ModelError
+from corerl.models.build import build_on_meta, materialize
+from corerl.testing.models import KINDS, tiny_config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_on_meta_and_buffers_are_those_of_transformers(kind: str) -> None:
+    model = build_on_meta(tiny_config(kind), dtype=torch.bfloat16, attention="sdpa")
+    wanted = AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.bfloat16)
+    assert {name: (p.shape, p.dtype, p.is_meta) for name, p in model.named_parameters()} == {
+        name: (p.shape, torch.bfloat16, True) for name, p in wanted.named_parameters()
+    }
+    buffers = dict(model.named_buffers())
+    assert buffers.keys() == dict(wanted.named_buffers()).keys()
+    for name, buffer in wanted.named_buffers():
+        assert torch.equal(buffers[name], buffer) and buffers[name].dtype == buffer.dtype
+
+
+def test_models_built_afterwards_are_real_again_and_the_config_is_untouched() -> None:
+    config = tiny_config("qwen3")
+    model = build_on_meta(config, dtype=torch.float32, attention="sdpa")
+    assert config.use_cache and not model.config.use_cache
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("qwen3-tied", True), ("qwen3", False)])
+def test_materialized_parameters_keep_their_ties(kind: str, tied: bool) -> None:
+    model = build_on_meta(tiny_config(kind), dtype=torch.float32, attention="sdpa")
+    new = {name: nn.Parameter(torch.randn(p.shape)) for name, p in model.named_parameters()}
+    materialize(model, new)
+    assert all(param is new[name] for name, param in model.named_parameters())
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert embedding is new["model.embed_tokens.weight"]
+    assert (head is embedding) == tied
+
+
+def test_parameters_that_do_not_fit_are_refused() -> None:
+    model = build_on_meta(tiny_config("qwen3"), dtype=torch.float32, attention="sdpa")
+    new = {name: nn.Parameter(torch.zeros(p.shape)) for name, p in model.named_parameters()}
+    with pytest.raises(ModelError, match="missing .*'model.norm.weight'"):
+        materialize(model, {name: p for name, p in new.items() if name != "model.norm.weight"})
+    with pytest.raises(ModelError, match=r"model.norm.weight is \[3\], the model wants \[64\]"):
+        materialize(model, {**new, "model.norm.weight": nn.Parameter(torch.zeros(3))})
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_model_that_keeps_weights_in_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Qwen3ForCausalLM
+
+    built = Qwen3ForCausalLM.__init__
+
+    def with_buffer(self: Qwen3ForCausalLM, config: object) -> None:
+        built(self, config)
+        self.register_buffer("correction", torch.zeros(3))
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "__init__", with_buffer)
+    with pytest.raises(ModelError, match="keeps weights in buffers \\(correction"):
+        build_on_meta(tiny_config("qwen3"), dtype=torch.float32, attention="sdpa")
+
+
+def test_a_loaded_model_has_the_weights_that_transformers_loads(tiny_model: Path, load) -> None:  # type: ignore[no-untyped-def]
+    loaded, wanted = load(tiny_model, "sdpa"), AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    assert loaded.state_dict().keys() == wanted.state_dict().keys()
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name

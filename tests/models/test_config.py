@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from corerl.config.schema import ModelConfig
+from corerl.errors import ModelError
+from corerl.models.config import hf_config
+from corerl.testing.models import tiny_fields
+
+
+def test_a_directory_and_its_fields_give_the_same_config(tiny_models: dict[str, Path]) -> None:
+    from_path = hf_config(ModelConfig(path=str(tiny_models["qwen3-moe"])))
+    from_fields = hf_config(ModelConfig(config=tiny_fields("qwen3-moe")))
+    differing = {
+        name for name, value in from_fields.to_diff_dict().items() if from_path.to_diff_dict().get(name, value) != value
+    }
+    assert not differing
+    assert from_fields.architectures == from_path.architectures == ["Qwen3MoeForCausalLM"]
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere.*is no directory"):
+        hf_config(ModelConfig(path=str(tmp_path / "nowhere")))
+
+
+def test_a_directory_without_config_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "weights.bin").touch()
+    with pytest.raises(ModelError, match=r"no config\.json, found weights\.bin"):
+        hf_config(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", r"config\.json is no JSON"),
+        ("[1]", "holds a list"),
+        ("{}", "names no model_type"),
+        (json.dumps({"model_type": "qwen33"}), "'qwen33' is unknown.*did you mean 'qwen3'"),
+        (json.dumps({"model_type": "qwen3", "hidden_size": "wide"}), "hidden_size"),
+        (json.dumps({"model_type": "t5"}), "'t5' is no causal language model"),
+    ],
+)
+def test_a_config_that_cannot_be_read_says_why(tmp_path: Path, text: str, expected: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=expected) as caught:
+        hf_config(ModelConfig(path=str(tmp_path)))
+    assert "\n" not in caught.value.message
+
+
+def test_a_misspelt_field_is_answered_with_the_nearest() -> None:
+    fields = {**tiny_fields("qwen3"), "hiden_size": 64}
+    with pytest.raises(ModelError, match=r"model\.config\.hiden_size is no field.*'hidden_size'"):
+        hf_config(ModelConfig(config=fields))
+
+
+def test_older_names_of_fields_are_taken() -> None:
+    config = hf_config(ModelConfig(config={**tiny_fields("qwen3"), "rope_theta": 5e5}))
+    assert config.rope_parameters["rope_theta"] == 5e5
+
+
+def test_a_model_of_nothing_says_what_to_set() -> None:
+    with pytest.raises(ModelError, match=r"set model\.path.*or model\.config"):
+        hf_config(ModelConfig())

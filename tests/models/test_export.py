@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from corerl.config.schema import ModelConfig
+from corerl.errors import SaveFailed
+from corerl.models.config import hf_config
+from corerl.models.export import export_directory
+from corerl.models.names import hf_boxes
+from corerl.models.readers import INDEX, SINGLE
+from corerl.models.tokenizer import character_tokenizer
+
+
+def stream(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every HF tensor through one buffer that is used again, as a weight stream hands them out."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    params, buffer = dict(model.named_parameters()), torch.empty(97 * 64)
+    for name, boxes in hf_boxes(model).items():
+        for box in boxes:
+            view = box.view(params[name].detach())
+            yield box.name, buffer[: view.numel()].view(view.shape).copy_(view)
+    buffer.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("shard_bytes", [100_000, 2**30])
+def test_an_export_loads_in_transformers_without_a_missing_or_unexpected_key(
+    tiny_model: Path, tmp_path: Path, shard_bytes: int
+) -> None:
+    path, tokenizer = tmp_path / "hf", character_tokenizer("abc")
+    config = hf_config(ModelConfig(path=str(tiny_model)))
+    written = export_directory(
+        path, config=config, tokenizer=tokenizer, tensors=stream(tiny_model), shard_bytes=shard_bytes
+    )
+    loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    wanted = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    assert loaded.dtype == torch.float32 and loaded.config.architectures == [type(wanted).__name__]
+    assert loaded.state_dict().keys() == wanted.state_dict().keys()
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in wanted.state_dict().items())
+    assert AutoTokenizer.from_pretrained(path).encode("cab") == tokenizer.encode("cab")
+
+    files = list(path.glob("*.safetensors"))
+    assert written == sum(t.numel() * 4 for file in files for t in load_file(file).values())
+    assert (path / INDEX).exists() == (len(files) > 1) == (shard_bytes < written)
+    assert (path / SINGLE).exists() == (len(files) == 1)
+    assert all(sum(t.numel() * 4 for t in load_file(file).values()) <= shard_bytes for file in files)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf"]
+
+
+def test_an_export_that_fails_leaves_the_earlier_one_as_it_was(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    config, path = hf_config(ModelConfig(path=str(tiny_models["qwen3"]))), tmp_path / "hf"
+    export_directory(path, config=config, tokenizer=None, tensors=[("a", torch.ones(2))])
+
+    def full_disk() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.zeros(2)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(SaveFailed, match="could not be exported to .*No space left"):
+        export_directory(path, config=config, tokenizer=None, tensors=full_disk(), shard_bytes=1)
+    assert torch.equal(load_file(path / SINGLE)["a"], torch.ones(2))
+    export_directory(path, config=config, tokenizer=None, tensors=[("a", torch.zeros(2))])
+    assert torch.equal(load_file(path / SINGLE)["a"], torch.zeros(2))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf"]

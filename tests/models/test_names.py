@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
+
+from corerl.errors import ModelError
+from corerl.models.build import build_on_meta
+from corerl.models.names import HFBox, dtensor_boxes, hf_boxes, hf_shapes, local_chunks
+from corerl.testing.models import KINDS, tiny_config
+from corerl.weights.chunks import holes
+
+
+def on_disk(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def test_views_of_the_parameters_are_the_tensors_on_disk_bit_for_bit(tiny_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    boxes, wanted = hf_boxes(model), on_disk(tiny_model)
+    params = dict(model.named_parameters())
+    views = {box.name: box.view(params[name].detach()) for name, found in boxes.items() for box in found}
+    assert views.keys() == wanted.keys()
+    assert all(torch.equal(views[name], tensor) for name, tensor in wanted.items())
+    assert hf_shapes(boxes) == {name: tuple(tensor.shape) for name, tensor in views.items()}
+    storages = {p.untyped_storage().data_ptr() for p in params.values()}
+    assert all(view.untyped_storage().data_ptr() in storages for view in views.values())
+
+
+def test_a_fused_expert_parameter_is_a_gate_and_an_up_box_for_each_expert() -> None:
+    boxes = hf_boxes(build_on_meta(tiny_config("qwen3-moe"), dtype=torch.float32, attention="sdpa"))
+    fused = {box.name: box for box in boxes["model.layers.1.mlp.experts.gate_up_proj"]}
+    assert len(fused) == 16
+    prefix = "model.layers.1.mlp.experts.3"
+    assert fused[f"{prefix}.gate_proj.weight"].box == ((3, 0, 0), (1, 32, 64))
+    assert fused[f"{prefix}.up_proj.weight"].box == ((3, 32, 0), (1, 32, 64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_of_any_cut_cover_every_tensor_once_and_hold_its_values(kind: str) -> None:
+    torch.manual_seed(0)
+    model = build_on_meta(tiny_config(kind), dtype=torch.float32, attention="sdpa")
+    boxes = hf_boxes(model)
+    shapes = hf_shapes(boxes)
+    wanted = {name: torch.randn(shape) for name, shape in shapes.items()}
+    chunks = []
+    for name, param in model.named_parameters():
+        full = torch.full(param.shape, torch.nan)
+        for box in boxes[name]:
+            box.view(full).copy_(wanted[box.name])
+        # every dim in three uneven parts: no cut falls on an expert's or a projection's edge
+        cuts = [[0, size // 3, size // 2 + 1, size] if size > 3 else [0, size] for size in param.shape]
+        for corner in itertools.product(*(itertools.pairwise(c) for c in cuts)):
+            offsets, sizes = [low for low, _ in corner], [high - low for low, high in corner]
+            local = full[tuple(slice(low, high) for low, high in corner)]
+            chunks += local_chunks(boxes[name], offsets, sizes, local, replica=True)
+    assert holes(shapes, [(chunk.name, chunk.box) for chunk in chunks]) == {}
+    for chunk in chunks:
+        part = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        assert chunk.shape == shapes[chunk.name] and chunk.replica
+        assert torch.equal(chunk.view, wanted[chunk.name][part])
+
+
+def test_writing_to_a_chunk_writes_the_parameter() -> None:
+    transposed = HFBox("w", (3, 1, 2), (1, 4, 0), (2, None, 0))  # dims swapped, one of size 1, at column 4
+    local = torch.zeros(2, 5, 3)
+    (chunk,) = local_chunks([transposed], (0, 0, 1), (2, 5, 3), local)
+    chunk.view.copy_(torch.arange(6).view(3, 1, 2))
+    assert chunk.box == ((0, 0, 0), (2, 1, 1))
+
+
+def test_a_local_tensor_of_another_shape_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"is \[2\], wanted \[3\]"):
+        local_chunks([HFBox("w", (4,), (0,), (0,))], (0,), (3,), torch.zeros(2))
+
+
+class Doubled:
+    """A stand-in for transformers' way back to its files."""
+
+    def __init__(self, change: str) -> None:
+        self.change = change
+
+    def __call__(self, model: object, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        name = "model.layers.0.mlp.up_proj.weight"
+        match self.change:
+            case "computed":
+                state[name] = state[name] * 2
+            case "flattened":
+                state[name] = state[name].flatten()
+            case "dropped":
+                state[name] = state[name][1:]
+            case "doubled":
+                state["again"] = state[name][:1]
+        return state
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("computed", "is computed from"),
+        ("flattened", "is computed from"),
+        ("dropped", "do not cover"),
+        ("doubled", "do not cover"),
+    ],
+)
+def test_what_is_no_exact_cover_by_boxes_is_refused(
+    change: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corerl.models.names.revert_weight_conversion", Doubled(change))
+    with pytest.raises(ModelError, match=expected):
+        hf_boxes(build_on_meta(tiny_config("llama"), dtype=torch.float32, attention="sdpa"))
+
+
+@contextmanager
+def rank_of(rank: int, world_size: int) -> Iterator[None]:
+    """A process group in which this process is `rank`; local placement needs no other process."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "placements", "shape"),
+    [
+        ((4,), [Shard(0)], (8, 3)),
+        ((4,), [Shard(0)], (5, 3)),  # 2, 2, 1, 0
+        ((4,), [Shard(1)], (3, 10)),
+        ((2, 2), [Replicate(), Shard(0)], (5, 2)),
+        ((2, 2), [Shard(0), Shard(0)], (7, 2)),
+        ((2, 2), [Shard(1), Shard(0)], (5, 7)),
+        ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)], (8, 2)),
+        ((2, 2), [_StridedShard(0, split_factor=2), Shard(1)], (8, 6)),
+    ],
+)
+def test_boxes_of_a_sharded_tensor_are_where_torch_puts_its_values(
+    mesh_shape: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...]
+) -> None:
+    full = torch.arange(torch.Size(shape).numel()).view(shape)
+    copies = torch.zeros(shape, dtype=torch.int64)
+    for rank in range(4):
+        with rank_of(rank, 4):
+            mesh = init_device_mesh("cpu", mesh_shape)
+            local = full
+            for axis, placement in enumerate(placements):
+                if not placement.is_replicate():
+                    pieces, _ = placement._split_tensor(local, mesh.size(axis), with_padding=False)
+                    local = pieces[mesh.get_coordinate()[axis]]
+            tensor = DTensor.from_local(
+                local.contiguous(), mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+            )
+            boxes = dtensor_boxes(tensor)
+            for offsets, sizes, view in boxes:
+                part = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+                assert torch.equal(view, full[part])
+                assert view.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
+                copies[part] += 1
+    replicas = 2 if any(placement.is_replicate() for placement in placements) else 1
+    assert torch.equal(copies, torch.full(shape, replicas))
+
+
+def test_the_views_may_be_of_another_tensor_of_the_same_shape() -> None:
+    with rank_of(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        param = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)], src_data_rank=None)
+        moment = torch.ones(2, 2)
+        ((offsets, sizes, view),) = dtensor_boxes(param, moment)
+        view.add_(1)
+    assert (offsets, sizes) == ((2, 0), (2, 2))
+    assert torch.equal(moment, torch.full((2, 2), 2.0))
+
+
+def test_a_plain_tensor_is_one_box_and_a_partial_sum_none() -> None:
+    ((offsets, sizes, view),) = dtensor_boxes(torch.nn.Parameter(torch.ones(2, 3)))
+    assert (offsets, sizes, view.requires_grad) == ((0, 0), (2, 3), False)
+    with rank_of(0, 2):
+        partial = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()], run_check=False)
+        with pytest.raises(ModelError, match="partial sum"):
+            dtensor_boxes(partial)

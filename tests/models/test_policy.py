@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from corerl.errors import ModelError
+from corerl.models.attention import PACKED
+from corerl.models.build import build_on_meta
+from corerl.models.policy import CausalPolicy
+from corerl.ops.attention import PackedSequences
+from corerl.testing.models import tiny_config
+from corerl.types import Output
+
+Load = Callable[[Path, str], PreTrainedModel]
+
+LENGTHS = [12, 5, 1, 12, 31]
+TEMPERATURE = 0.7
+
+
+def batch() -> tuple[torch.Tensor, PackedSequences, torch.Tensor]:
+    tokens = torch.randint(3, 97, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
+    return tokens, PackedSequences.of(bounds, "cpu"), positions
+
+
+def reference(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each sequence on its own through transformers' whole model, then softmax by the book."""
+    logprobs, entropy = [], []
+    for part in tokens.split(LENGTHS):
+        log_p = (model(part[None], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        zero = torch.zeros(1)
+        logprobs.append(torch.cat([zero, log_p.gather(-1, part[1:, None]).squeeze(-1)]))
+        entropy.append(torch.cat([zero, -(log_p.exp() * log_p).sum(-1)]))
+    return torch.cat(logprobs), torch.cat(entropy)
+
+
+def test_packed_logprobs_entropy_and_gradients_are_those_of_each_sequence_alone(tiny_model: Path, load: Load) -> None:
+    tokens, packing, positions = batch()
+    policy = CausalPolicy(load(tiny_model, PACKED)).train()
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager").train()
+    got = policy(tokens, packing, positions, TEMPERATURE, (Output.LOGPROBS, Output.ENTROPY))
+    logprobs, entropy = reference(plain, tokens)
+    torch.testing.assert_close(got[Output.LOGPROBS], logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got[Output.ENTROPY], entropy, rtol=0, atol=1e-5)
+
+    weights = torch.rand(2, len(tokens), generator=torch.Generator().manual_seed(2))
+    (got[Output.LOGPROBS] @ weights[0] + got[Output.ENTROPY] @ weights[1]).backward()
+    (logprobs @ weights[0] + entropy @ weights[1]).backward()
+    wanted = dict(plain.named_parameters())
+    for name, param in policy.model.named_parameters():
+        grad = wanted[name].grad
+        assert param.grad is not None and float((param.grad - grad).norm()) <= 1e-5 * float(grad.norm()), name
+
+
+def test_outputs_are_exactly_zero_at_sequence_starts_and_nowhere_else(tiny_models: dict[str, Path], load: Load) -> None:
+    tokens, packing, positions = batch()
+    policy = CausalPolicy(load(tiny_models["qwen3-tied"], PACKED))
+    with torch.no_grad():
+        got = policy(tokens, packing, positions, 1.0, (Output.LOGPROBS, Output.ENTROPY))
+        alone = policy(tokens, packing, positions, 1.0, (Output.ENTROPY,))
+    for values in got.values():
+        assert torch.equal(values == 0, positions == 0)
+    assert alone.keys() == {Output.ENTROPY}
+    assert torch.equal(alone[Output.ENTROPY], got[Output.ENTROPY])
+
+
+def test_a_batch_of_single_tokens_gives_zeros_and_zero_gradients(tiny_models: dict[str, Path], load: Load) -> None:
+    policy = CausalPolicy(load(tiny_models["qwen3"], PACKED))
+    packing = PackedSequences.of(torch.arange(4), "cpu")
+    zeros = torch.zeros(3, dtype=torch.long)
+    got = policy(zeros + 5, packing, zeros, 1.0, (Output.LOGPROBS,))[Output.LOGPROBS]
+    got.sum().backward()
+    assert torch.equal(got, torch.zeros(3))
+    head = policy.model.get_output_embeddings().weight
+    assert torch.equal(head.grad, torch.zeros_like(head))
+
+
+def test_values_are_refused() -> None:
+    policy = CausalPolicy(build_on_meta(tiny_config("qwen3"), dtype=torch.float32, attention=PACKED))
+    tokens, packing, positions = batch()
+    with pytest.raises(ModelError, match="a policy has no values"):
+        policy(tokens, packing, positions, 1.0, (Output.VALUES,))
+
+
+def test_a_model_that_does_more_than_full_attention_and_a_head_is_refused() -> None:
+    scaled = tiny_config("qwen3")
+    scaled.final_logit_softcapping = 30.0
+    with pytest.raises(ModelError, match=r"changes its logits by final_logit_softcapping=30\.0"):
+        CausalPolicy(build_on_meta(scaled, dtype=torch.float32, attention=PACKED))
+    sliding = type(scaled)(**{**tiny_config("qwen3").to_dict(), "layer_types": ["sliding_attention"] * 4})
+    with pytest.raises(ModelError, match="layers of sliding_attention"):
+        CausalPolicy(build_on_meta(sliding, dtype=torch.float32, attention=PACKED))
+    with pytest.raises(ModelError, match="built with 'sdpa' attention, wanted 'corerl_packed'"):
+        CausalPolicy(build_on_meta(tiny_config("qwen3"), dtype=torch.float32, attention="sdpa"))

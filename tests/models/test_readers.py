@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from corerl.errors import ModelError
+from corerl.models.build import build_on_meta
+from corerl.models.names import hf_boxes, local_chunks
+from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
+from corerl.testing.models import tiny_config
+from corerl.weights.chunks import fill
+
+
+def test_two_ranks_read_half_of_the_bytes_each_and_never_a_whole_model(tiny_models: dict[str, Path]) -> None:
+    directory = tiny_models["qwen3-moe"]
+    model = build_on_meta(tiny_config("qwen3-moe"), dtype=torch.float32, attention="sdpa")
+    boxes = hf_boxes(model)
+    total = sum(4 * p.numel() for p in model.parameters())
+    read = []
+    for rank in range(2):
+        source = SafetensorsSource(directory)
+        expected = 0
+        for name, param in model.named_parameters():
+            size = -(-param.shape[0] // 2)
+            start, stop = size * rank, min(size * (rank + 1), param.shape[0])
+            local = torch.empty(stop - start, *param.shape[1:])
+            expected += local.numel() * 4
+            offsets = (start, *(0,) * (param.dim() - 1))
+            fill(local_chunks(boxes[name], offsets, tuple(local.shape), local), source, what=str(directory))
+        assert source.bytes_read == expected
+        assert source.largest_read <= 49 * 64 * 4  # half of the embedding, the largest tensor
+        read.append(source.bytes_read)
+    assert sum(read) == total
+    assert abs(read[0] - read[1]) / total < 0.01  # the vocabulary is odd
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_box_is_that_part_of_the_tensor(tiny_models: dict[str, Path], tmp_path: Path, sharded: bool) -> None:
+    directory = tiny_models["llama"]
+    whole = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+    if not sharded:
+        save_file(whole, tmp_path / SINGLE)
+        directory = tmp_path
+    source = SafetensorsSource(directory)
+    name = "model.layers.2.mlp.gate_proj.weight"
+    assert source.shape(name) == (96, 64)
+    assert torch.equal(source.read(name, (10, 5), (7, 9)), whole[name][10:17, 5:14])
+    assert (source.bytes_read, source.largest_read) == (7 * 9 * 4, 7 * 9 * 4)
+
+
+def test_a_tied_head_is_on_no_disk_and_not_asked_for(tiny_models: dict[str, Path]) -> None:
+    source = SafetensorsSource(tiny_models["qwen3-tied"])
+    assert source.shape("lm_head.weight") is None
+    boxes = hf_boxes(build_on_meta(tiny_config("qwen3-tied"), dtype=torch.float32, attention="sdpa"))
+    assert "lm_head.weight" not in boxes
+    assert all(source.shape(box.name) == box.shape for found in boxes.values() for box in found)
+
+
+def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="gone.*is no directory"):
+        SafetensorsSource(tmp_path / "gone")
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ModelError, match=r"no weights: wanted model\.safetensors or .*, found pytorch_model\.bin"):
+        SafetensorsSource(tmp_path)
+    (tmp_path / SINGLE).write_bytes(b"\xff" * 100)
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
+        SafetensorsSource(tmp_path)
+    save_file({"a": torch.zeros(2)}, tmp_path / SINGLE)
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "other.safetensors", "b": "model.safetensors"}}')
+    with pytest.raises(ModelError, match=r"other\.safetensors is missing, though .*index\.json names it"):
+        SafetensorsSource(tmp_path).shape("a")
+    with pytest.raises(ModelError, match=r"model\.safetensors lacks 'b'"):
+        SafetensorsSource(tmp_path).shape("b")
+    (tmp_path / INDEX).write_text("{}")
+    with pytest.raises(ModelError, match=r"index\.json is damaged"):
+        SafetensorsSource(tmp_path)

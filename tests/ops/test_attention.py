@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from corerl.ops.attention import PackedSequences, packed_attention
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
+LAYOUTS = {
+    "equal": [8, 8, 8],
+    "similar": [20, 3, 19, 1, 18, 4, 3, 0, 20],
+    "one": [13],
+    "hundreds": list(np.random.default_rng(0).integers(1, 30, 300)),
+}
+
+
+def by_the_book(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scale: float) -> torch.Tensor:
+    """Softmax over all T x T scores, all but those of earlier tokens of the same sequence struck out."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
+    visible = (sequence[:, None] == sequence[None]).tril()
+    scores = torch.einsum("thd,uhd->htu", q, k) * scale
+    return torch.einsum("htu,uhd->thd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+
+
+def qkv(tokens: int, kv_heads: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(tokens, heads, 16, generator=generator).to(device, dtype).requires_grad_()
+        for heads in (4, kv_heads, kv_heads)
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_attention_and_its_gradients_are_those_of_a_block_mask(layout: str, kv_heads: int, device: str) -> None:
+    lengths = [int(n) for n in LAYOUTS[layout]]
+    inputs = qkv(sum(lengths), kv_heads, device, torch.float32)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    got = packed_attention(*inputs, PackedSequences.of(bounds, device), 0.3)
+    wanted = by_the_book(*inputs, lengths, 0.3)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    direction = torch.randn(got.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    for mine, theirs in zip(
+        torch.autograd.grad(got, inputs, direction), torch.autograd.grad(wanted, inputs, direction), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_packed_kernel_is_as_close_to_float32_as_a_block_mask_in_bfloat16(kv_heads: int) -> None:
+    lengths = [20, 3, 19, 1, 64]
+    inputs = qkv(sum(lengths), kv_heads, "cuda", torch.bfloat16)
+    packing = PackedSequences.of(np.concatenate([[0], np.cumsum(lengths)]), "cuda")
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    wanted = by_the_book(*exact, lengths, 0.25)
+    got = packed_attention(*inputs, packing, 0.25)
+    assert float((got.float() - wanted).norm() / wanted.norm()) < 0.01
+    direction = torch.randn_like(got)
+    for mine, theirs in zip(
+        torch.autograd.grad(got, inputs, direction), torch.autograd.grad(wanted, exact, direction.float()), strict=True
+    ):
+        assert float((mine.float() - theirs).norm() / theirs.norm()) < 0.02
+
+
+def test_continuations_are_all_tokens_but_the_first_of_each_sequence() -> None:
+    packing = PackedSequences.of(torch.tensor([0, 3, 3, 4, 6]), "cpu")
+    assert packing.continuations.tolist() == [1, 2, 5]
+    assert (packing.tokens, packing.longest) == (6, 3)
+    assert packing.cu_seqlens.dtype == torch.int32
+
+
+@pytest.mark.parametrize("bounds", [[1, 3], [0, 4, 2], []])
+def test_bounds_that_are_none_are_refused(bounds: list[int]) -> None:
+    with pytest.raises(ValueError, match="cu_seqlens must begin with 0 and never decrease"):
+        PackedSequences.of(torch.tensor(bounds, dtype=torch.int64), "cpu")
+
+
+def test_tokens_that_the_packing_does_not_know_are_refused() -> None:
+    q = torch.zeros(5, 1, 4)
+    with pytest.raises(ValueError, match="have 5, 5, 5 tokens, their packing says 4"):
+        packed_attention(q, q, q, PackedSequences.of(torch.tensor([0, 4]), "cpu"))
+
+
+def test_no_token_at_all_is_fine() -> None:
+    q = torch.zeros(0, 2, 4)
+    assert packed_attention(q, q, q, PackedSequences.of(torch.tensor([0]), "cpu")).shape == (0, 2, 4)

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from corerl.ops.logprobs import token_logprobs
+
+
+def inputs(tokens: int, vocab: int, dtype: torch.dtype, bias: bool) -> list[torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(tokens, 8), (vocab, 8), (vocab,)]
+    made = [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+    return [made[0], made[1], made[2] if bias else None]
+
+
+def targets(tokens: int, vocab: int) -> torch.Tensor:
+    return torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(1))
+
+
+def by_the_book(
+    hidden: Any, weight: Any, bias: Any, y: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    log_p = (torch.nn.functional.linear(hidden, weight, bias).float() / temperature).log_softmax(-1)
+    return log_p.gather(-1, y[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def test_three_tokens_by_hand() -> None:
+    # logits 0, 2 at temperature 2 are 0, 1: p = 1/(1+e), e/(1+e) = 0.268941, 0.731059
+    hidden, weight = torch.ones(3, 1), torch.tensor([[0.0], [2.0]])
+    logprobs, entropy = token_logprobs(
+        hidden, weight, torch.tensor([0, 1, 1]), temperature=2.0, with_entropy=True, chunk_tokens=2
+    )
+    assert entropy is not None
+    torch.testing.assert_close(logprobs, torch.tensor([-1.3132617, -0.3132617, -0.3132617]))
+    torch.testing.assert_close(entropy, torch.full((3,), 0.5822031))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100, None])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_values_and_gradients_equal_log_softmax_of_all_logits(
+    with_entropy: bool, bias: bool, chunk: int | None
+) -> None:
+    given, y = inputs(10, 33, torch.float32, bias), targets(10, 33)
+    leaves = [x for x in given if x is not None]
+    hidden, weight, b = given
+    assert hidden is not None and weight is not None
+    logprobs, entropy = token_logprobs(
+        hidden, weight, y, bias=b, temperature=1.7, with_entropy=with_entropy, chunk_tokens=chunk
+    )
+    wanted_logprobs, wanted_entropy = by_the_book(hidden, weight, b, y, 1.7)
+    torch.testing.assert_close(logprobs, wanted_logprobs, rtol=0, atol=1e-6)
+    w = torch.rand(2, 10, generator=torch.Generator().manual_seed(2))
+    got, wanted = logprobs @ w[0], wanted_logprobs @ w[0]
+    assert (entropy is not None) == with_entropy
+    if entropy is not None:
+        torch.testing.assert_close(entropy, wanted_entropy, rtol=0, atol=1e-6)
+        got, wanted = got + entropy @ w[1], wanted + wanted_entropy @ w[1]
+    for mine, theirs in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(wanted, leaves), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_is_that_of_finite_differences() -> None:
+    hidden, weight, bias = inputs(5, 7, torch.float64, True)
+    y = targets(5, 7)
+
+    def function(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+        return token_logprobs(hidden, weight, y, bias=bias, temperature=0.6, with_entropy=True, chunk_tokens=2)
+
+    assert torch.autograd.gradcheck(function, (hidden, weight, bias))
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, weight, _ = inputs(6, 9, torch.float32, False)
+    assert hidden is not None and weight is not None
+    token_logprobs(hidden, weight.detach(), targets(6, 9), temperature=1.0)[0].sum().backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor of each dtype that any operator made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.elements[leaf.dtype] = max(self.elements.get(leaf.dtype, 0), leaf.untyped_storage().nbytes() // 4)
+        return out
+
+
+def test_no_float32_tensor_ever_has_the_size_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, vocab, chunk = 256, 500, 16
+    monkeypatch.setattr("corerl.ops.logprobs.LOGITS", chunk * vocab)
+    hidden, weight, _ = inputs(tokens, vocab, torch.bfloat16, False)
+    assert hidden is not None and weight is not None
+    with Largest() as largest:
+        logprobs, entropy = token_logprobs(hidden, weight, targets(tokens, vocab), temperature=0.9, with_entropy=True)
+        assert entropy is not None
+        (logprobs.sum() + entropy.sum()).backward()
+    assert largest.elements[torch.float32] == chunk * vocab < tokens * vocab / 10
+    assert logprobs.dtype == torch.float32 and weight.grad is not None and weight.grad.dtype == torch.bfloat16
+
+
+def test_the_weights_gradient_is_summed_in_float32_over_chunks() -> None:
+    # Each token adds the same small gradient: summed in bfloat16 the sum would stop growing at 256 times its size.
+    tokens = 2048
+    hidden = torch.ones(tokens, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    y = torch.zeros(tokens, dtype=torch.long)
+    token_logprobs(hidden, weight, y, temperature=1.0, chunk_tokens=1)[0].sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.flatten().tolist() == [tokens / 2, -tokens / 2]
+
+
+def test_no_token_gives_nothing_and_zero_gradients() -> None:
+    hidden, weight, _ = inputs(0, 5, torch.float32, False)
+    assert hidden is not None and weight is not None
+    logprobs, _ = token_logprobs(hidden, weight, targets(0, 5), temperature=1.0)
+    logprobs.sum().backward()
+    assert logprobs.shape == (0,) and weight.grad is not None and not weight.grad.any()
