@@ -1,4 +1,4 @@
-"""The driver's side: a directory that no one sees, one rename once all roles are complete; the newest, and which may go."""
+"""The driver's side: an invisible directory, one rename once all roles are complete; which is newest, which may go."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ NAME = re.compile(rf"step-(\d+)({re.escape(PARTIAL)}|{re.escape(REPLACED)})?")
 
 
 def begin(run_dir: str | Path, step: int) -> Path:
-    """An empty directory for the checkpoint of `step`, invisible to `latest`. Each rank writes to its role's subdirectory.
-    Raises SaveFailed."""
+    """An empty directory for the checkpoint of `step`, invisible to `latest`. Each rank writes to its role's
+    subdirectory. Raises SaveFailed."""
     partial = step_dir(run_dir, step).with_suffix(PARTIAL)
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of a save that was interrupted
@@ -72,8 +72,8 @@ def commit(partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int] 
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """The driver's state of a complete checkpoint. Raises CheckpointError where it is missing, half-written, damaged or of
-    another format."""
+    """The driver's state of a complete checkpoint. Raises CheckpointError where it is missing, half-written, damaged
+    or of another format."""
     directory = Path(path)
     if directory.name.endswith(PARTIAL):
         raise CheckpointError(f"{directory} was never completed: resume from one whose name has no {PARTIAL!r}")
@@ -96,8 +96,8 @@ def latest(run_dir: str | Path) -> Path | None:
 
 
 def retain(run_dir: str | Path, keep: int) -> list[Path]:
-    """Remove complete checkpoints but the newest `keep` (0 keeps all), and partial ones no newer than the newest complete
-    one, which no save can still be writing. Returns what was removed. Called after a commit."""
+    """Remove complete checkpoints but the newest `keep` (0 keeps all), and partial ones no newer than the newest
+    complete one, which no save can still be writing. Returns what was removed. Called after a commit."""
     complete = [path for path in _committed(run_dir) if _is_complete(path)]
     removed = complete[keep:] if keep else []
     if complete:
@@ -135,8 +135,11 @@ def _check_role(directory: Path, role: str, ranks: int) -> None:
     for key, found in boxes.items():
         # Over the names of all keys: a moment that no rank has saved must not pass for one that is not needed.
         for name, missing in holes(shapes, found).items():
-            fault = f"{missing} elements are missing" if missing > 0 else f"{-missing} elements are there twice or astray"
-            raise SaveFailed(f"{role}: {fault} in {key!r} of {name!r}, {list(shapes[name])}: its chunks are wrong")
+            fault = "are missing" if missing > 0 else "are there twice or astray"
+            raise SaveFailed(
+                f"{role}: {abs(missing)} elements {fault} in {key!r} of {name!r}, {list(shapes[name])}: "
+                "its chunks are wrong"
+            )
 
 
 def _committed(run_dir: str | Path) -> list[Path]:

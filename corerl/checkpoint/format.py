@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,19 @@ PARTIAL = ".partial"
 REPLACED = ".replaced"  # the complete checkpoint of the same step, while a new one takes its place
 
 
+def _ints(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
 @frozen
 class SavedBox:
     """One box of one HF tensor in a rank's file."""
 
     key: str  # master, exp_avg, exp_avg_sq
     name: str
-    shape: tuple[int, ...] = field(converter=tuple)  # of the whole HF tensor
-    offsets: tuple[int, ...] = field(converter=tuple)
-    sizes: tuple[int, ...] = field(converter=tuple)
+    shape: tuple[int, ...] = field(converter=_ints)  # of the whole HF tensor
+    offsets: tuple[int, ...] = field(converter=_ints)
+    sizes: tuple[int, ...] = field(converter=_ints)
     stored: str  # its name in the safetensors file
 
     @property

@@ -39,8 +39,8 @@ class Staged:
 
 
 def stage(state: Mapping[str, Sequence[Chunk]], extra: Mapping[str, Any]) -> Staged:
-    """Copy this rank's chunks (key -> chunks, replicas left out) as float32, and `extra`: mappings, sequences, tensors and
-    plain values. Blocks until the copies are done. Raises SaveFailed for a value that JSON cannot hold."""
+    """Copy this rank's chunks (key -> chunks, replicas left out) as float32, and `extra`: mappings, sequences, tensors
+    and plain values. Blocks until the copies are done. Raises SaveFailed for a value that JSON cannot hold."""
     tensors: dict[str, torch.Tensor] = {}
     boxes: list[SavedBox] = []
     devices: set[torch.device] = set()
@@ -62,8 +62,10 @@ def stage(state: Mapping[str, Sequence[Chunk]], extra: Mapping[str, Any]) -> Sta
 
 
 def write(staged: Staged, directory: Path, rank: int) -> int:
-    """Into `directory`, a role's part of a partial checkpoint; returns the bytes written. The index comes last: where it
-    is, the tensors are. Raises SaveFailed."""
+    """Into `directory`, a role's part of a partial checkpoint; returns the bytes written. Raises SaveFailed.
+
+    The index comes last: where it is, the tensors are.
+    """
     path = directory / tensor_file(rank)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -76,7 +78,7 @@ def write(staged: Staged, directory: Path, rank: int) -> int:
 
 
 class BackgroundWriter:
-    """At most one job in flight, on a thread of its own. A failure is kept, and raised once by the next call that looks.
+    """At most one job in flight, on a thread of its own. A failure is kept, and raised once, by the next call.
 
     `run` does the job on that thread.
     """
@@ -87,7 +89,7 @@ class BackgroundWriter:
         self._error: BaseException | None = None
 
     def submit(self, job: Job) -> None:
-        """Start `job`, after the one before has ended. Raises SaveFailed where that one failed; `job` is not started."""
+        """Start `job` once the one before has ended. Raises SaveFailed, and starts nothing, where that one failed."""
         self.wait()
         # A daemon: what it leaves half-written stays invisible, while a hanging disk must not keep the process alive.
         self._thread = threading.Thread(target=self._work, args=(job,), name="checkpoint-writer", daemon=True)
@@ -139,7 +141,9 @@ def _plain(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
             return {"tensor": stored}
         case Mapping():
             if set(value) == {"tensor"} or not all(isinstance(key, str) for key in value):
-                raise SaveFailed(f"{where} is a mapping with keys other than strings, or with 'tensor' alone: rename it")
+                raise SaveFailed(
+                    f"{where} is a mapping with keys other than strings, or with 'tensor' alone: rename it"
+                )
             return {key: _plain(item, tensors, f"{where}[{key!r}]") for key, item in value.items()}
         case list() | tuple():
             return [_plain(item, tensors, f"{where}[{i}]") for i, item in enumerate(value)]

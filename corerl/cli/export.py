@@ -15,7 +15,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from corerl.checkpoint.retention import latest
+    from corerl.checkpoint.commit import latest
     from corerl.driver.export import export
 
     checkpoint = Path(args.checkpoint)

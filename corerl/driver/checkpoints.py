@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from attrs import define
 
-from corerl.checkpoint.commit import begin, commit
-from corerl.checkpoint.format import DriverState
-from corerl.checkpoint.retention import retain
+from corerl.checkpoint.commit import begin, commit, retain
 from corerl.config.schema import CheckpointConfig
 from corerl.plugin.events import CheckpointSaved
 from corerl.plugin.observers import Observers
@@ -27,19 +26,19 @@ class Checkpoints:
     observers: Observers
     newest: Path | None = None  # that is complete
     last_step: int = -1  # rollout step of the newest one begun
-    _pending: tuple[Path, DriverState] | None = None
+    _pending: tuple[Path, Mapping[str, Any]] | None = None
 
     def due(self, rollout_step: int) -> bool:
         return bool(self.config.every) and rollout_step % self.config.every == 0
 
-    def start(self, step: Step, state: DriverState, *, background: bool) -> None:
-        """Have all roles write; without `background` it is complete when this returns."""
+    def start(self, step: Step, state: Mapping[str, Any], *, background: bool) -> None:
+        """Have all roles write, beside the driver's own `state`; without `background` it is complete on return."""
         self.complete(wait=True)
-        partial = begin(self.run_dir, state.rollout_step)
+        partial = begin(self.run_dir, step.rollout_step)
         for name, group in self.roles.items():
             group.save(str(partial / name), step, background=background)
         self._pending = (partial, state)
-        self.last_step = state.rollout_step
+        self.last_step = step.rollout_step
         self.complete(wait=not background)
 
     def complete(self, *, wait: bool) -> None:
@@ -48,6 +47,6 @@ class Checkpoints:
             return
         partial, state = self._pending
         self._pending = None
-        self.newest = commit(partial, state)
+        self.newest = commit(partial, state, ranks={role: len(group.layouts) for role, group in self.roles.items()})
         retain(self.run_dir, self.config.keep)
-        self.observers.emit(CheckpointSaved(step=state.rollout_step, path=str(self.newest)))
+        self.observers.emit(CheckpointSaved(step=state["rollout_step"], path=str(self.newest)))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from corerl.checkpoint.reader import CheckpointSource, validate
+from corerl.checkpoint.commit import read_state
+from corerl.checkpoint.reader import CheckpointSource
 from corerl.config.load import structure
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
@@ -29,14 +30,13 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", replace: b
         if not replace:
             raise ModelError(f"{directory} exists already; remove it, or name another directory")
         shutil.rmtree(directory)
-    state = validate(checkpoint)
-    model = structure(state.config["model"], ModelConfig, path="model")
-    dtype = DTYPES[state.config["train"]["precision"]]
+    config = read_state(checkpoint)["config"]
+    model = structure(config["model"], ModelConfig, path="model")
+    dtype = DTYPES[config["train"]["precision"]]
     source = CheckpointSource(checkpoint / role, "master")
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in source.names:
-            shape = source.shape(name) or ()
+        for name, shape in source.shapes.items():
             yield name, source.read(name, (0,) * len(shape), shape).to(dtype)
 
     export_directory(

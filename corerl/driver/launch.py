@@ -10,9 +10,7 @@ from typing import Any
 
 from attrs import frozen
 
-from corerl.checkpoint.format import DriverState
-from corerl.checkpoint.reader import validate
-from corerl.checkpoint.retention import latest
+from corerl.checkpoint.commit import latest, read_state
 from corerl.cluster.group import ProcessGroup
 from corerl.cluster.placement import Seat, Seating, arrange, seated
 from corerl.cluster.runtime import ray_session
@@ -132,12 +130,12 @@ def launch(config: Config) -> Iterator[Run]:
     """Start the processes of a run; however the block ends, none of them is left. Errors are told to the observers."""
     prepared = prepare(config)
     config = prepared.config
-    state = validate(prepared.resume) if prepared.resume else None
+    state = read_state(prepared.resume) if prepared.resume else {}
     prepared.run_dir.mkdir(parents=True, exist_ok=True)
     (prepared.run_dir / "config.toml").write_text(dump_toml(config))
     observers = load_observers(config.extensions, str(prepared.run_dir))
     started = time.perf_counter()
-    step = state.rollout_step if state else 0
+    step = state.get("rollout_step", 0)
     observers.emit(
         RunStarted(run_dir=str(prepared.run_dir), steps=config.run.steps, first_step=step, title=title(prepared))
     )
@@ -167,13 +165,13 @@ def launch(config: Config) -> Iterator[Run]:
 
 def _start(
     prepared: Prepared,
-    state: DriverState | None,
+    state: dict[str, Any],
     observers: Observers,
     stop: StopRequest,
     stack: contextlib.ExitStack,
 ) -> Run:
     config, seating = prepared.config, prepared.seating
-    step = state.rollout_step if state else 0
+    step = state.get("rollout_step", 0)
     observers.emit(PhaseStarted(name="starting Ray", step=step))
     stack.enter_context(
         ray_session(address=config.cluster.address, cpus=seating.bundles * seating.cpus_per_bundle)
@@ -212,7 +210,7 @@ def _start(
         steps=config.run.steps,
     )
     if state:
-        source.restore(state.data)
+        source.restore(state["source"])
     offload = config.cluster.offload
     run = Run(
         config=config,

@@ -13,7 +13,6 @@ from attrs import define, field, frozen
 
 from corerl.algorithms.advantages import broadcast, group_advantages
 from corerl.algorithms.schedules import learning_rate
-from corerl.checkpoint.format import DriverState
 from corerl.cluster.objects import share
 from corerl.config.load import to_plain
 from corerl.config.schema import Config, TrainConfig
@@ -237,15 +236,12 @@ class Run:
                 self._start_save(background=self.config.checkpoint.background)
 
     def _start_save(self, *, background: bool) -> None:
-        state = DriverState(
-            roles={role: len(group.layouts) for role, group in self.checkpoints.roles.items()},
-            rollout_step=self.rollout_step,
-            optimizer_step=self.optimizer_step,
-            weights_version=self.weights_version - 1,
-            data=self.source.position,
-            config=to_plain(self.config),
-            seed=self.config.run.seed,
-        )
+        state = {
+            "rollout_step": self.rollout_step,
+            "optimizer_step": self.optimizer_step,
+            "source": self.source.position,
+            "config": to_plain(self.config),
+        }
         self.checkpoints.start(self.step, state, background=background)
 
     def finish(self) -> Summary:

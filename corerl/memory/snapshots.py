@@ -13,8 +13,8 @@ from corerl.weights.chunks import Chunk, TensorSource, fill
 
 
 class Snapshots:
-    """Each rank keeps its own chunks only. Chunks must be given in the same order every time; replicas count like others,
-    since a swap has to reach every view."""
+    """Each rank keeps its own chunks only. Chunks must be given in the same order every time; replicas count like
+    others, since a swap has to reach every view."""
 
     def __init__(self) -> None:
         self._kept: dict[str, list[torch.Tensor]] = {}  # per name one host copy for each chunk
@@ -30,8 +30,10 @@ class Snapshots:
         self._kept[name] = kept
 
     def load(self, name: str, chunks: Sequence[Chunk], source: TensorSource) -> int:
-        """Keep `source`'s tensors in the views' dtypes, reading this rank's boxes alone; returns the bytes read. The views
-        are not touched. Raises ModelError where the source does not fit; an earlier snapshot of that name then stays."""
+        """Keep `source`'s tensors in the views' dtypes, reading this rank's boxes alone; returns the bytes read.
+
+        The views are not touched. Raises ModelError where the source does not fit; an earlier snapshot then stays.
+        """
         kept = _host_copies(chunks)
         boxes = [evolve(chunk, view=host) for chunk, host in zip(chunks, kept, strict=True)]
         read = fill(boxes, source, what=f"the source of snapshot {name!r}")

@@ -22,8 +22,8 @@ class Sleeping:
 
 
 class StorageSleeper:
-    """Storages are resized in place (`untyped_storage().resize_`), so parameters, optimizer state and aliases keep their
-    identity. Each storage counts once, and for the kind that was released first."""
+    """Storages are resized in place (`untyped_storage().resize_`), so parameters, optimizer state and aliases keep
+    their identity. Each storage counts once, and for the kind that was released first."""
 
     def __init__(self) -> None:
         self._asleep: dict[MemoryKind, list[Sleeping]] = {}
@@ -32,8 +32,8 @@ class StorageSleeper:
     def release(self, kind: MemoryKind, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes freed; 0 where `kind` sleeps already. Gradients are dropped, the rest is copied to the host first.
 
-        Tensors of 0 dims (step counters) stay. Nothing is freed where a copy fails. The freed memory goes to the device's
-        caching allocator.
+        Tensors of 0 dims (step counters) stay. Nothing is freed where a copy fails. The freed memory goes to the
+        device's caching allocator.
         """
         if kind in self._asleep:
             return 0

@@ -1,4 +1,4 @@
-"""Two checksums of bits: of a buffer that travels (order counts), and of a tensor that may lie in pieces (it does not)."""
+"""Two sums over bits: of a buffer that travels (order counts), and of a tensor that may lie in pieces (it does not)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def checksum(flat: torch.Tensor) -> int:
         elif piece.data_ptr() % 8 or piece.storage_offset() % 8:
             piece = piece.clone()  # 8-byte words need 8-byte alignment
         words = piece.view(torch.int64)
-        # Folding the upper half into the lower one: without it, exchanging two words that differ in their sign bit alone
+        # Folds the upper half into the lower one: without it, exchanging two words that differ in their sign bit alone
         # would go unnoticed, since all weights are odd and their differences even.
         mixed = words ^ ((words >> 32) & 0xFFFFFFFF)
         total = total * MULTIPLIER + (mixed * weights[: words.numel()]).sum()

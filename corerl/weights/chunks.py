@@ -1,4 +1,4 @@
-"""Which boxes of which Hugging Face tensors a rank holds: what loading, streaming, saving and resharding are made of."""
+"""Which boxes of which Hugging Face tensors a rank holds: what loading, streaming and resharding are made of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which weights travel: every HF tensor once, in buckets, equal on all ranks whatever their parallelism."""
+"""The order in which weights travel: every HF tensor once, in buckets, equal on all ranks of any parallelism."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from attrs import field, frozen
+from attrs import frozen
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ class Manifest:
     """Plain data; receivers need nothing else to know what comes next."""
 
     dtype: str  # of every bucket, as torch names it: float32, bfloat16
-    buckets: tuple[Bucket, ...] = field(converter=tuple)
+    buckets: tuple[Bucket, ...]
 
     @property
     def names(self) -> list[str]:
@@ -67,7 +67,7 @@ class Manifest:
 
 
 def build_manifest(shapes: Iterable[tuple[str, tuple[int, ...]]], *, dtype: str, bucket_bytes: int) -> Manifest:
-    """Cut (name, shape) pairs, in the order given, into buckets of at most `bucket_bytes`; a larger tensor gets its own."""
+    """Cut (name, shape) pairs, in their order, into buckets of at most `bucket_bytes`; a larger tensor gets its own."""
     item = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
     buckets: list[Bucket] = []
     entries: list[Entry] = []

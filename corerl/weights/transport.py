@@ -69,7 +69,7 @@ class WeightReceiver(ABC):
     def acknowledge(self, version: int, error: str) -> None:
         """Tell the sender how it went; "" means that this engine has committed `version`.
 
-        Called once an update, whatever happened: after `buckets` ended or raised, or instead of it to refuse the update.
+        Called once an update, whatever happened: after `buckets` ended or raised, or instead of it to refuse.
         Raises WeightUpdateError where the sender cannot be told.
         """
 

@@ -18,7 +18,7 @@ def whole(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def cut(rank: int, world: int, tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, list[Chunk]]:
-    """Each tensor's elements in equal flat ranges over the ranks, as ZeRO does; `scale` a replica but on the last rank."""
+    """Each tensor's elements in equal flat ranges over the ranks; `scale` a replica but on the last rank."""
     return {
         key: [
             Chunk(

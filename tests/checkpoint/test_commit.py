@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from roles import KEYS, STATE, cut, whole
 
 import corerl
 from corerl.checkpoint.commit import begin, commit, latest, read_state, retain
@@ -15,6 +14,7 @@ from corerl.checkpoint.reader import CheckpointSource
 from corerl.checkpoint.writer import stage, write
 from corerl.errors import CheckpointError, SaveFailed
 from corerl.weights.chunks import Chunk
+from tests.checkpoint.roles import KEYS, STATE, cut, whole
 
 
 def save(run_dir: Path, step: int, *, world: int = 2, seed: int = 0) -> Path:

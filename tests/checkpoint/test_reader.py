@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from roles import KEYS, SHAPES, cut, whole
 
 from corerl.checkpoint.reader import CheckpointSource, read_extra, written_ranks
 from corerl.checkpoint.writer import stage, write
 from corerl.errors import CheckpointError, ModelError
 from corerl.weights.chunks import Chunk, fill
+from tests.checkpoint.roles import KEYS, SHAPES, cut, whole
 
 
 def save(directory: Path, world: int) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from roles import cut, whole
 from safetensors.torch import load_file
 
 from corerl.checkpoint.format import SavedBox, stored_name
@@ -15,6 +14,7 @@ from corerl.checkpoint.reader import read_extra
 from corerl.checkpoint.writer import BackgroundWriter, Job, stage, write
 from corerl.errors import SaveFailed
 from corerl.weights.chunks import Chunk
+from tests.checkpoint.roles import cut, whole
 
 
 def test_what_is_staged_no_longer_changes_with_the_model(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_stored_names_are_unique_per_box() -> None:
         names = [stored_name(key, c.name, c.offsets) for key, chunks in state.items() for c in chunks]
         assert len(set(names)) == len(names)
     assert stored_name("master", "scale", ()) == "master/scale@"
-    assert SavedBox("k", "n", [1], [0], [1], "s").box == ((0,), (1,))  # type: ignore[arg-type]
+    assert SavedBox("k", "n", [1], [0], [1], "s").box == ((0,), (1,))
 
 
 def test_extra_state_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -23,7 +23,13 @@ from corerl.weights.manifest import build_manifest
 def tensors() -> dict[str, torch.Tensor]:
     """The whole model, equal in every process."""
     generator = torch.Generator().manual_seed(7)
-    shapes: dict[str, tuple[int, ...]] = {"embed": (64, 32), "norm": (32,), "q": (48, 32), "scale": (), "head": (64, 32)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed": (64, 32),
+        "norm": (32,),
+        "q": (48, 32),
+        "scale": (),
+        "head": (64, 32),
+    }
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 

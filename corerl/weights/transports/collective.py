@@ -1,8 +1,7 @@
 """Buckets by broadcast: one process group of the sending trainer rank and the engines, kept open between updates.
 
-The group (gloo on CPU, NCCL on GPUs) is built directly on a TCP store, so it is independent of torch.distributed's default
-group, whether there is one or not. The store also carries what must not hang: who takes part in an update, and how it
-went. For update `v` and engine `i`:
+The group (gloo on CPU, NCCL on GPUs) is built directly on a TCP store, with or without a default group.
+The store also carries what must not hang: who takes part in an update, and how it went. For update `v`, engine `i`:
 
     v/ready/i   engine -> sender   its manifest's digest and the group it is in; or that it refuses
     v/go/i      sender -> engine   the group and its members; or why the engine is left out
@@ -27,8 +26,8 @@ from corerl.weights.checksum import checksum
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address, WeightReceiver, WeightSender
 
-# NCCL's watchdog ends the process when a collective outlives the group's timeout. Waiting gives up earlier than that, and
-# the trainer survives an engine's death.
+# NCCL's watchdog ends the process when a collective outlives the group's timeout. Waiting gives up before that, and the
+# trainer survives an engine's death.
 WATCHDOG_MARGIN = 60.0
 BROKEN_GRACE = 10.0  # seconds for the engines' reports once the group is known to be broken: they see it as well
 
@@ -126,7 +125,7 @@ class CollectiveSender(WeightSender):
         return self._store
 
     def _collect_ready(self, store: dist.Store, manifest: Manifest, version: int) -> dict[int, int]:
-        """The engines that take part, and the generation of the group each is in; the reasons of the others are kept."""
+        """The engines that take part, with the generation of the group each is in; why others do not is kept."""
         ready: dict[int, int] = {}
         deadline = time.monotonic() + self._address.timeout
         for index, name in enumerate(self._address.engines):
@@ -157,9 +156,7 @@ class CollectiveSender(WeightSender):
         for index in members:
             _put(store, f"{version}/go/{index}", {"generation": self._generation, "members": members})
         if members and not reusable:
-            self._group = _Group(
-                self._address, store, generation=self._generation, rank=0, size=len(members) + 1
-            )
+            self._group = _Group(self._address, store, generation=self._generation, rank=0, size=len(members) + 1)
 
     def _break(self, error: Exception) -> None:
         self._broken = f"the collective failed: {_first_line(error)}"

@@ -61,9 +61,19 @@ class Peer:
             "PYTHONPATH": str(Path(corerl.__file__).parents[1]),
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, str(Path(__file__).with_name("peer.py")), json.dumps(attrs.asdict(address)), str(index)]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("peer.py")),
+            json.dumps(attrs.asdict(address)),
+            str(index),
+        ]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
         )
 
     def order(self, version: int, act: str = "load", dtype: str = "float32", bucket_bytes: int = BUCKET_BYTES) -> None:
