@@ -49,7 +49,7 @@ $(DEV): $(RUNTIME)
 setup: $(DEV) ## create or update the environment with everything below in it
 
 quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and watch the reward climb
-	$(BIN)/corerl train examples/quickstart.toml $(ARGS)
+	$(BIN)/corerl train examples/quickstart.toml run.dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 test: $(DEV) ## every test that passes without a GPU
 	$(BIN)/python -m pytest $(ARGS)

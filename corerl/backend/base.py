@@ -26,8 +26,8 @@ from corerl.models.config import hf_config
 from corerl.models.random import RandomSource
 from corerl.models.readers import SafetensorsSource
 from corerl.plugin.context import Context
-from corerl.plugin.host import BackendBase
 from corerl.plugin.hookspecs import Hooks, hookimpl
+from corerl.plugin.host import BackendBase
 from corerl.types import (
     ForwardResult,
     InitResult,
@@ -83,7 +83,7 @@ class Backend(BackendBase, ABC):
         for name in HOOKS & vars(cls).keys():
             hookimpl(vars(cls)[name])
 
-    # ---- what a backend writes -----------------------------------------------------------------------------------------
+    # ---- what a backend writes --------------------------------------------------------------------------------------
 
     @abstractmethod
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
@@ -115,7 +115,7 @@ class Backend(BackendBase, ABC):
     def adam_step(self) -> int:
         """Applied optimizer steps: what Adam's bias correction counts."""
 
-    # ---- what a backend may add ----------------------------------------------------------------------------------------
+    # ---- what a backend may add -------------------------------------------------------------------------------------
 
     def extra_state(self) -> Extra:
         """This rank's state that is none of the above; read again only at the same world size by the same backend."""
@@ -148,7 +148,7 @@ class Backend(BackendBase, ABC):
         shapes = {chunk.name: chunk.shape for chunk in self.local_state(StateKey.PARAM)}
         return RandomSource(hf_config(self.config.model), shapes, seed=self.config.seed)
 
-    # ---- hooks made of these -------------------------------------------------------------------------------------------
+    # ---- hooks made of these ----------------------------------------------------------------------------------------
 
     @hookimpl
     def init(self, config: RoleConfig, context: Context) -> InitResult:
@@ -219,7 +219,7 @@ class Backend(BackendBase, ABC):
     def shutdown(self, reason: str) -> None:
         self._writer.close()
 
-    # ---- what the worker asks of a backend besides its hooks ------------------------------------------------------------
+    # ---- what the worker asks of a backend besides its hooks --------------------------------------------------------
 
     def saved(self, wait: bool) -> bool:
         """Whether the last background save is written; waits for it where asked. Raises SaveFailed where it failed."""

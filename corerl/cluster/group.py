@@ -47,7 +47,7 @@ class ProcessGroup:
     def __len__(self) -> int:
         return len(self.names)
 
-    # ---- calls ---------------------------------------------------------------------------------------------------------
+    # ---- calls ------------------------------------------------------------------------------------------------------
 
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Pending:
         """Construct each process's object with arguments of its own."""
@@ -106,7 +106,7 @@ class ProcessGroup:
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
 
-    # ---- inside --------------------------------------------------------------------------------------------------------
+    # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _outcome(self, ref: Any, member: int, method: str) -> Outcome:
         name = self.names[member]

@@ -197,7 +197,8 @@ def _start(
         port=port,
         path=str(prepared.run_dir / "weights"),
         device=prepared.device if config.cluster.placement == "disaggregated" else "cpu",
-        timeout=config.cluster.timeout,
+        # Shorter than a collective of the ranks: those that gather must not give up while the sender waits for an engine.
+        timeout=config.cluster.timeout / 2,
     )
     sampler = Sampler(tokenizer=prepared.tokenizer, generate=fleet.generate, seed=config.run.seed)
     source = Synchronous(

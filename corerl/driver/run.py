@@ -87,7 +87,7 @@ class Run:
     _after: tuple[Shown, ...] = ()
     _evaluation: dict[str, float] = field(factory=dict)
 
-    # ---- where it stands -----------------------------------------------------------------------------------------------
+    # ---- where it stands --------------------------------------------------------------------------------------------
 
     @property
     def train_config(self) -> TrainConfig:
@@ -119,7 +119,7 @@ class Run:
         with self.phases(name):
             yield
 
-    # ---- from samples to optimizer steps -------------------------------------------------------------------------------
+    # ---- from samples to optimizer steps ----------------------------------------------------------------------------
 
     def with_advantages(self, scored: Scored) -> SampleBatch:
         """The samples with everything the loss reads: advantages, old and, with a KL penalty, reference log-probs."""
@@ -164,11 +164,13 @@ class Run:
             seed=self.config.run.seed * 1_000_003 + self.rollout_step,
         )
 
-    # ---- weights and memory --------------------------------------------------------------------------------------------
+    # ---- weights and memory -----------------------------------------------------------------------------------------
 
     def push_weights(self) -> None:
         """All engines serve the actor's weights when this returns. Raises WeightUpdateError where one does not."""
         with self.phase("update_weights"):
+            if self.offload:
+                self.fleet.wake_up()
             sending = self.actor.update_weights_async(self.address, self.weights_version)
             receiving = self.fleet.receive_async(self.manifest, self.weights_version, self.address)
             result = self.actor.wait_update(sending)
@@ -182,17 +184,18 @@ class Run:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Ranks and engines that share devices: inside, the ranks' memory is resident; outside, it sleeps."""
+        """Where ranks and engines share devices they take turns: inside, the ranks are resident and the engines' weights
+        sleep until new ones are pushed; outside, the ranks sleep."""
         if self.offload:
-            with self.phases("wake_up"):
+            with self.phase("wake_up"):
+                self.fleet.sleep()
                 self.actor.wake_up()
         yield
         if self.offload:
-            with self.phases("sleep"):
-                self.checkpoints.complete(wait=True)
+            with self.phase("sleep"):
                 self.actor.sleep()
 
-    # ---- what the user sees and keeps ----------------------------------------------------------------------------------
+    # ---- what the user sees and keeps -------------------------------------------------------------------------------
 
     def report(self, scored: Scored, samples: SampleBatch, results: Sequence[GroupTrainResult]) -> None:
         now = time.perf_counter()

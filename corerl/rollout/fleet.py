@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from corerl.rollout.engine import GenerateRequest, Generation, Received
 from corerl.rollout.pool import split
 from corerl.rollout.service import EngineAssignment
+from corerl.types import MemoryKind
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
@@ -53,6 +54,14 @@ class EngineFleet:
 
     def wait_received(self, pending: Any) -> dict[str, Received]:
         return dict(zip(self.names, self.processes.wait(pending), strict=True))
+
+    def sleep(self) -> int:
+        """Free the weights' memory; returns bytes. Nothing is served until fresh weights have followed `wake_up`."""
+        return sum(self.processes.wait(self.processes.start("sleep", frozenset({MemoryKind.PARAM}))))
+
+    def wake_up(self) -> int:
+        """Take the weights' memory again; idempotent."""
+        return sum(self.processes.wait(self.processes.start("wake_up", frozenset({MemoryKind.PARAM}))))
 
     def close(self) -> None:
         """End the replicas."""

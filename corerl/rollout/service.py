@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from attrs import frozen
@@ -11,6 +11,7 @@ from corerl.config.load import structure
 from corerl.config.schema import ModelConfig
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received
+from corerl.types import MemoryKind
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
@@ -49,6 +50,12 @@ class EngineService:
 
     def resume(self) -> None:
         self.engine.resume()
+
+    def sleep(self, kinds: Set[MemoryKind]) -> int:
+        return self.engine.sleep(kinds)
+
+    def wake_up(self, kinds: Set[MemoryKind]) -> int:
+        return self.engine.wake_up(kinds)
 
     def close(self) -> None:
         self.engine.close()

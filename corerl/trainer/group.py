@@ -60,7 +60,7 @@ class TrainGroup:
         processes = ProcessGroup(names, "corerl.trainer.worker:Worker", seats, environment)
         return cls(processes, plan)
 
-    # ---- training ------------------------------------------------------------------------------------------------------
+    # ---- training ---------------------------------------------------------------------------------------------------
 
     def init(self) -> InitResult:
         """Let the ranks meet, build, load and resume. Raises ContractError where they disagree on where they stand."""
@@ -127,7 +127,7 @@ class TrainGroup:
     ) -> dict[Output, FloatArray]:
         return scatter(self.processes.wait(pending), outputs, of, role=self.role)
 
-    # ---- weights -------------------------------------------------------------------------------------------------------
+    # ---- weights ----------------------------------------------------------------------------------------------------
 
     def manifest(self) -> Manifest:
         manifests: list[Manifest] = self.processes.call("manifest")
@@ -158,7 +158,7 @@ class TrainGroup:
     def snapshot(self, name: str) -> Snapshot:
         return Snapshot(self.processes, name)
 
-    # ---- checkpoints ---------------------------------------------------------------------------------------------------
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, path: str, step: Step, *, background: bool) -> int:
         """Write this role's part into the directory `path`; returns bytes. See `saved` for when it is there."""
@@ -169,7 +169,7 @@ class TrainGroup:
         """Whether all ranks' last background save is written; raises SaveFailed where one failed."""
         return all(self.processes.call("saved", wait))
 
-    # ---- memory --------------------------------------------------------------------------------------------------------
+    # ---- memory -----------------------------------------------------------------------------------------------------
 
     def sleep(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> tuple[int, int]:
         """Returns bytes freed, and bytes that the ranks still hold."""

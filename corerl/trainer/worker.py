@@ -83,7 +83,7 @@ class Worker:
         self._store: dist.TCPStore | None = None
         self._owns_process_group = False
 
-    # ---- the beginning and the end -------------------------------------------------------------------------------------
+    # ---- the beginning and the end ----------------------------------------------------------------------------------
 
     def rendezvous(self, host: str) -> int:
         """Rank 0 only: open the store where all ranks meet, on a free port; returns the port."""
@@ -122,7 +122,7 @@ class Worker:
             if self._owns_process_group:
                 dist.destroy_process_group()
 
-    # ---- verbs ---------------------------------------------------------------------------------------------------------
+    # ---- verbs ------------------------------------------------------------------------------------------------------
 
     def train(self, samples: SampleBatch, plan: StepPlan, loss: LossSpec, step: Step) -> TrainResult:
         """This rank packs its own share; the rollout batch is read where it lies."""
@@ -166,7 +166,7 @@ class Worker:
         with self.host.entering("snapshot", needs=needs):
             getattr(self.backend, f"{action}_snapshot")(name, **arguments)
 
-    # ---- inside --------------------------------------------------------------------------------------------------------
+    # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _pack(self, samples: SampleBatch, plan: StepPlan) -> Any:
         layout = self.backend.layout

@@ -80,7 +80,8 @@ class CollectiveSender(WeightSender):
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         if self._group is None:
             return
-        flat = flat.contiguous()
+        # Where trainer and engine share a GPU, NCCL cannot join them, and the buffers of the wire are on the CPU.
+        flat = flat.to(self._address.device).contiguous()
         digest = torch.tensor([checksum(flat)], dtype=torch.int64, device=flat.device)
         try:
             self.transmit(flat, digest)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+
 from corerl.backend import Backend, StateKey
 from corerl.backend.adamw import adamw, moments, set_adam_step
 from corerl.config.schema import RoleConfig
@@ -22,8 +24,6 @@ from corerl.types import (
     TrainResult,
 )
 from corerl.weights.chunks import Chunk
-from torch.distributed.device_mesh import init_device_mesh
-
 from corerl_fsdp.build import build_policy, reshard
 from corerl_fsdp.chunks import shard_chunks
 from corerl_fsdp.shards import LocalShards

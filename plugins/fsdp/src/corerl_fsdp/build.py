@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import torch
-from corerl.models.attention import PACKED
-from corerl.models.build import build_on_meta, materialize
-from corerl.models.policy import CausalPolicy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
+
+from corerl.models.attention import PACKED
+from corerl.models.build import build_on_meta, materialize
+from corerl.models.policy import CausalPolicy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

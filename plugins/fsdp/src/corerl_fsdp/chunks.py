@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
+
 from corerl.models.names import HFBox, dtensor_boxes, local_chunks
 from corerl.weights.chunks import Chunk
-from torch.distributed.tensor import DTensor
 
 
 def shard_chunks(

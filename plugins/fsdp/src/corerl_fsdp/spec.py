@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from corerl.plugin.capabilities import Capability, not_implemented
 from corerl.plugin.spec import BackendSpec
-
 from corerl_fsdp.config import FsdpConfig
 
 SPEC = BackendSpec(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+
 from corerl.algorithms.metrics import MetricSum
 from corerl.algorithms.registry import resolve_loss
 from corerl.backend.adamw import set_lr
@@ -12,7 +13,6 @@ from corerl.backend.batches import OutputCollector, to_device
 from corerl.models.policy import CausalPolicy
 from corerl.ops.clip import grad_norm, scale_grads
 from corerl.types import ForwardResult, LossSpec, Output, PackedBatch, TrainResult
-
 from corerl_fsdp.build import reshard
 from corerl_fsdp.shards import LocalShards
 
