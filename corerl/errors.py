@@ -19,7 +19,7 @@
         PluginError                     finding and loading plugins
           PluginNotFound, PluginConflict, PluginBroken, PluginIncompatible
 
-Each takes one message, so that each survives pickling on its way through Ray; what else it knows is set as an attribute.
+Each takes one message, so that each survives pickling on its way through Ray; what else it knows is an attribute.
 """
 
 from __future__ import annotations

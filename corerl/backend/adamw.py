@@ -9,19 +9,24 @@ import torch
 from corerl.config.schema import OptimizerConfig
 
 
-def adamw(params: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]], config: OptimizerConfig,
-          *, fused: bool) -> torch.optim.AdamW:
-    """AdamW with `weight_decay` on matrices alone; `shapes` are those of the whole tensors, since a shard of a matrix and
-    a norm may look alike. Parameters of no elements on this rank are left out."""
+def adamw(
+    params: Mapping[str, torch.nn.Parameter],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: OptimizerConfig,
+    *,
+    fused: bool,
+) -> torch.optim.AdamW:
+    """AdamW with `weight_decay` on matrices alone. Parameters of no elements on this rank are left out.
+
+    `shapes` are those of the whole tensors, since a shard of a matrix and a norm may look alike.
+    """
     held = {name: param for name, param in params.items() if param.numel()}
     groups = [
         {"params": [p for name, p in held.items() if len(shapes[name]) >= 2], "weight_decay": config.weight_decay},
         {"params": [p for name, p in held.items() if len(shapes[name]) < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=not fused, fused=fused
-    )
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=not fused, fused=fused)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -1,7 +1,8 @@
 """What every backend extends: all hooks of the contract, made of a few primitives that only the backend can answer.
 
-A subclass writes `build`, `train`, `forward`, `local_state`, `tensors` and `after_load`. From these come sharded loading,
-resume, save (in the background too), the weight stream, snapshots, sleep and wake_up; each may be overridden.
+A subclass writes `build`, `train`, `forward`, `local_state`, `tensors`, `after_load` and `adam_step`. From these come
+sharded loading, resume, save (in the background too), the weight stream, snapshots, sleep and wake_up; each may be
+overridden.
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ Extra: TypeAlias = Mapping[str, torch.Tensor | bool | int | float | str]
 
 
 class StateKey(StrEnum):
-    """What `local_state` can be asked for. MASTER is the most precise copy of a parameter: `param` itself where there is
-    no other. Together the last three are a training checkpoint."""
+    """What `local_state` can be asked for; together the last three are a training checkpoint.
+
+    MASTER is the most precise copy of a parameter: `param` itself where there is no other.
+    """
 
     PARAM = "param"
     MASTER = "master"

@@ -32,7 +32,7 @@ class DeviceBatch:
 
 
 def to_device(micro: MicroBatch, device: torch.device) -> DeviceBatch:
-    """Copy a micro-batch to `device`. Its arrays may be read-only views of the object store, so they are always copied."""
+    """Copy a micro-batch to `device`; always a copy, since its arrays may be read-only views of the object store."""
 
     def tensor(array: Array) -> torch.Tensor:
         return torch.tensor(array, device=device)

@@ -14,8 +14,8 @@ from corerl.cluster.placement import Seat
 from corerl.cluster.process import Outcome, spawn
 from corerl.errors import CorerlError, WorkerDied
 
-# After a first failure the others get this long to fail too, so that the cause can be told from its consequences: a rank
-# whose neighbour vanished reports a broken connection, and may do so before the neighbour's death is noticed.
+# After a first failure the others get this long to fail too, so that the cause can be told from its consequences: a
+# rank whose neighbour vanished reports a broken connection, and may do so before the neighbour's death is noticed.
 GRACE_SECONDS = 3.0
 
 
@@ -31,7 +31,9 @@ class Pending:
 class ProcessGroup:
     """Equal processes with names such as `actor rank 0`."""
 
-    def __init__(self, names: Sequence[str], target: str, seats: Sequence[Seat], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, names: Sequence[str], target: str, seats: Sequence[Seat], environment: Mapping[str, str]
+    ) -> None:
         if len(names) != len(seats):
             raise CorerlError(f"{len(names)} processes for {len(seats)} seats; give each process one")
         self.names = list(names)
@@ -55,10 +57,15 @@ class ProcessGroup:
         refs = [actor.construct.remote(*args) for actor, args in zip(self._actors, arguments, strict=True)]
         return Pending("start", tuple(range(len(self))), tuple(refs))
 
-    def address(self, member: int) -> tuple[str, int]:
+    def free_address(self, member: int) -> tuple[str, int]:
         """The member's machine as others reach it, and a port that is free there now."""
-        host, port = ray.get(self._actors[member].address.remote())
+        host, port = ray.get(self._actors[member].free_address.remote())
         return str(host), int(port)
+
+    def listen(self, member: int) -> tuple[str, int, int]:
+        """(host, port, file descriptor there) of a socket on which the member's process listens already."""
+        host, port, descriptor = ray.get(self._actors[member].listen.remote())
+        return str(host), int(port), int(descriptor)
 
     def start(self, method: str, *args: Any) -> Pending:
         """Call `method` with the same arguments in all processes. Object references among `args` are resolved there."""
@@ -72,7 +79,9 @@ class ProcessGroup:
     def start_some(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Pending:
         """Call `method` in the named members only."""
         if not self._alive:
-            raise WorkerDied(f"{self.names[0].rsplit(' ', 1)[0]}: the group has ended, {method} cannot be called any more")
+            raise WorkerDied(
+                f"{self.names[0].rsplit(' ', 1)[0]}: the group has ended, {method} cannot be called any more"
+            )
         refs = tuple(self._actors[member].call.remote(method, *args) for member, args in arguments.items())
         return Pending(method, tuple(arguments), refs)
 

@@ -64,8 +64,9 @@ def arrange(*, ranks: int, engines: int, placement: str, cuda: bool) -> Seating:
 
 @contextlib.contextmanager
 def seated(seating: Seating, *, timeout: float) -> Iterator[tuple[list[Seat], list[Seat]]]:
-    """Reserve the bundles; yields the seats of ranks and of engines, bundles sorted by (node, device), and gives them back.
+    """Reserve the bundles, and give them back at the end; yields the seats of ranks and of engines.
 
+    Bundles are taken in the order of (node, device). `timeout`: seconds to wait until the cluster has them free.
     Raises CorerlError where the cluster has too little: what is there, what is asked.
     """
     bundle = {"CPU": seating.cpus_per_bundle}
@@ -103,10 +104,7 @@ def physical_order(group: PlacementGroup, *, gpus: bool) -> list[int]:
     bundles = sorted(nodes)
     if not gpus:
         return sorted(bundles, key=lambda index: (nodes[index], index))
-    probes = {
-        index: _gpu_of_bundle.options(**Seat(group, index, 0.0, 1.0).options()).remote()  # type: ignore[attr-defined]
-        for index in bundles
-    }
+    probes = {index: _gpu_of_bundle.options(**Seat(group, index, 0.0, 1.0).options()).remote() for index in bundles}
     devices = {index: ray.get(probe) for index, probe in probes.items()}
     return sorted(bundles, key=lambda index: (nodes[index], devices[index]))
 

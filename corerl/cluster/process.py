@@ -45,11 +45,19 @@ class Process:
     def pid(self) -> int:
         return os.getpid()
 
-    def address(self) -> tuple[str, int]:
+    def free_address(self) -> tuple[str, int]:
         """This machine as others reach it, and a port that is free now."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def listen(self) -> tuple[str, int, int]:
+        """(host, port, file descriptor) of a socket that listens already, for code in this process to take over: so no one
+        can take the port between its choice and its use."""
+        listening = socket.socket()
+        listening.bind(("", 0))
+        listening.listen()
+        return ray.util.get_node_ip_address(), listening.getsockname()[1], listening.detach()
 
     def construct(self, *args: Any) -> Outcome:
         def make() -> None:
@@ -71,6 +79,6 @@ class Process:
 def spawn(name: str, target: str, *, options: dict[str, object], environment: dict[str, str]) -> Any:
     """Start a process with `environment` set before it imports anything; returns its actor handle at once."""
     actor = ray.remote(Process)
-    return actor.options(  # type: ignore[attr-defined]
-        max_restarts=0, max_task_retries=0, runtime_env={"env_vars": environment}, **options
-    ).remote(name, target)
+    return actor.options(max_restarts=0, max_task_retries=0, runtime_env={"env_vars": environment}, **options).remote(
+        name, target
+    )

@@ -14,7 +14,7 @@ from corerl.errors import CorerlError
 
 @contextlib.contextmanager
 def ray_session(*, address: str, cpus: float) -> Iterator[None]:
-    """Start Ray on this machine with `cpus` logical CPUs, or connect to `address`; shut it down, or leave it, at the end.
+    """Start Ray on this machine with `cpus` logical CPUs, and shut it down at the end; or join, and leave, `address`.
 
     Raises CorerlError in one line where Ray cannot start or the cluster does not answer.
     """

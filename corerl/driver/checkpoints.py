@@ -43,7 +43,10 @@ class Checkpoints:
 
     def complete(self, *, wait: bool) -> None:
         """Make a save that all ranks have written visible. Raises SaveFailed where one could not be written."""
-        if self._pending is None or not all([group.saved(wait=wait) for group in self.roles.values()]):
+        if self._pending is None:
+            return
+        written = [group.saved(wait=wait) for group in self.roles.values()]  # every role is asked, whatever one says
+        if not all(written):
             return
         partial, state = self._pending
         self._pending = None

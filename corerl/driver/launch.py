@@ -1,4 +1,4 @@
-"""From a config to a running `Run`: everything that can be wrong is checked before Ray starts, and all of it ends with it."""
+"""From a config to a running `Run`: what can be wrong is checked before Ray starts, and all processes end with it."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def resolve_device(device: str) -> str:
 
 
 def resume_from(config: Config, run_dir: Path) -> Path | None:
-    """The checkpoint that the run goes on from. Raises ConfigError rather than train over the checkpoints of another."""
+    """The checkpoint that the run goes on from. Raises ConfigError rather than train over another run's checkpoints."""
     resume = config.checkpoint.resume
     newest = latest(run_dir)
     if resume == "auto":
@@ -173,13 +173,9 @@ def _start(
     config, seating = prepared.config, prepared.seating
     step = state.get("rollout_step", 0)
     observers.emit(PhaseStarted(name="starting Ray", step=step))
-    stack.enter_context(
-        ray_session(address=config.cluster.address, cpus=seating.bundles * seating.cpus_per_bundle)
-    )
+    stack.enter_context(ray_session(address=config.cluster.address, cpus=seating.bundles * seating.cpus_per_bundle))
     rank_seats, engine_seats = stack.enter_context(seated(seating, timeout=60.0))
-    observers.emit(
-        PhaseStarted(name=f"starting {len(rank_seats)} ranks and {len(engine_seats)} engines", step=step)
-    )
+    observers.emit(PhaseStarted(name=f"starting {len(rank_seats)} ranks and {len(engine_seats)} engines", step=step))
     actor = TrainGroup.launch(prepared.actor, rank_seats, rank_environment(prepared))
     stack.callback(actor.processes.kill)
     fleet = make_fleet(prepared, engine_seats)
@@ -189,7 +185,7 @@ def _start(
     fleet.wait_started(engines_starting)
     if config.algorithm.kl_coef:
         actor.snapshot(REFERENCE).load()
-    host, port = actor.processes.address(0)
+    host, port = actor.processes.free_address(0)
     address = Address(
         transport=config.weights.transport,
         engines=fleet.names,
@@ -293,6 +289,7 @@ def title(prepared: Prepared) -> str:
     config = prepared.config
     model = Path(config.model.path).name if config.model.path else f"{config.model.config['model_type']} from scratch"
     return (
-        f"{config.algorithm.name} on {config.data.source}: {model}, {config.roles.actor.ranks} "
-        f"{prepared.actor.backend.name} ranks, {config.rollout.replicas} {prepared.engine.name} engines, {prepared.device}"
+        f"{config.algorithm.name} on {config.data.source}: {model}, "
+        f"{config.roles.actor.ranks} {prepared.actor.backend.name} ranks, "
+        f"{config.rollout.replicas} {prepared.engine.name} engines, {prepared.device}"
     )

@@ -275,6 +275,4 @@ class Run:
                 artifacts=artifacts,
             )
         )
-        return Summary(
-            reason=reason, run_dir=self.run_dir, steps_done=self.rollout_step, evaluation=self._evaluation
-        )
+        return Summary(reason=reason, run_dir=self.run_dir, steps_done=self.rollout_step, evaluation=self._evaluation)

@@ -25,7 +25,7 @@ class Processes(Protocol):
 
 
 class EngineFleet:
-    """Replicas `engine-0`, `engine-1`, ... A sample depends on its noise key alone, never on the replica that drew it."""
+    """Replicas `engine-0`, `engine-1`, ... A sample depends on its noise key, never on the replica that drew it."""
 
     def __init__(self, processes: Processes, assignments: Sequence[EngineAssignment]) -> None:
         self.processes = processes

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from attrs import evolve
 
 from corerl.config.schema import ModelConfig, OptimizerConfig, RoleConfig, TrainConfig, WeightsConfig
@@ -91,8 +90,7 @@ def make_worker(
             fingerprint=fingerprint(loaded, [], LOSS),
         )
     )
-    worker.join("127.0.0.1", 0 if dist.is_initialized() else worker.rendezvous("127.0.0.1"))
-    worker.init()
+    worker.init("127.0.0.1", 0)
     return worker
 
 

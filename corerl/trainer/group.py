@@ -1,4 +1,4 @@
-"""A role's ranks as one object on the driver: a dozen verbs, each blocking, `train` and `forward` also without waiting."""
+"""A role's ranks as one object on the driver: a dozen verbs, each blocking, those that take long also as `*_async`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,14 @@ class GroupTrainResult:
     tokens: int  # over all dp ranks
 
 
+@frozen(eq=False)
+class PendingInit:
+    """Ranks that are starting; `TrainGroup.wait_init` turns this into their InitResult."""
+
+    constructing: Pending
+    initialising: Pending
+
+
 class TrainGroup:
     """`TrainGroup.launch(plan, seats, environment)`, then `init`. A rank that fails ends the group with its error."""
 
@@ -64,11 +72,17 @@ class TrainGroup:
 
     def init(self) -> InitResult:
         """Let the ranks meet, build, load and resume. Raises ContractError where they disagree on where they stand."""
-        self.processes.wait(self.processes.construct([(assignment,) for assignment in self.plan.assignments]))
-        host, _ = self.processes.address(0)
-        port = self.processes.wait(self.processes.start_some("rendezvous", {0: (host,)}))[0]
-        self.processes.call("join", host, port)
-        results: list[InitResult] = self.processes.call("init")
+        return self.wait_init(self.init_async())
+
+    def init_async(self) -> PendingInit:
+        constructing = self.processes.construct([(assignment,) for assignment in self.plan.assignments])
+        host, port, listening = self.processes.listen(0)
+        meeting = [(host, port, listening if rank == 0 else None) for rank in range(len(self.processes))]
+        return PendingInit(constructing, self.processes.start_each("init", meeting))
+
+    def wait_init(self, pending: PendingInit) -> InitResult:
+        self.processes.wait(pending.constructing)
+        results: list[InitResult] = self.processes.wait(pending.initialising)
         self.layouts = [result.layout for result in results]
         for rank, result in enumerate(results):
             for what in ("optimizer_step", "weights_version"):
@@ -117,9 +131,7 @@ class TrainGroup:
         """Columns [N] aligned with the tokens of `of`, the batch that `samples` is or refers to."""
         return self.wait_forward(self.forward_async(samples, plan, outputs, weights=weights), outputs, of=of)
 
-    def forward_async(
-        self, samples: Any, plan: StepPlan, outputs: tuple[Output, ...], *, weights: str = ""
-    ) -> Pending:
+    def forward_async(self, samples: Any, plan: StepPlan, outputs: tuple[Output, ...], *, weights: str = "") -> Pending:
         return self.processes.start("forward", samples, plan, outputs, weights)
 
     def wait_forward(
@@ -133,7 +145,9 @@ class TrainGroup:
         manifests: list[Manifest] = self.processes.call("manifest")
         if any(manifest != manifests[0] for manifest in manifests):
             self.processes.kill()
-            raise ContractError(f"{self.role}: ranks disagree on the manifest; their chunk maps differ in order or shape")
+            raise ContractError(
+                f"{self.role}: ranks disagree on the manifest; their chunk maps differ in order or shape"
+            )
         return manifests[0]
 
     def update_weights(self, address: Address, version: int) -> UpdateResult:

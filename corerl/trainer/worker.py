@@ -1,4 +1,4 @@
-"""What each rank runs: a plain class that resolves its backend by name, joins its group, and passes verbs to the host."""
+"""What each rank runs: a plain class that finds its backend by name, joins its group, and passes verbs to the host."""
 
 from __future__ import annotations
 
@@ -80,37 +80,14 @@ class Worker:
         )
         self.sender: WeightSender | None = None
         self._address: Address | None = None
-        self._store: dist.TCPStore | None = None
         self._owns_process_group = False
 
     # ---- the beginning and the end ----------------------------------------------------------------------------------
 
-    def rendezvous(self, host: str) -> int:
-        """Rank 0 only: open the store where all ranks meet, on a free port; returns the port."""
-        self._store = self._open_store(host, 0, master=True)
-        return int(self._store.port)
-
-    def join(self, host: str, port: int) -> None:
-        """Enter the process group of the role; returns when all ranks have."""
-        if dist.is_initialized():
-            if dist.get_world_size() != self.context.world_size:
-                raise RuntimeError(
-                    f"this process is in a group of {dist.get_world_size()}, the role has {self.context.world_size} ranks"
-                )
-            return
-        if self.config.device == "cuda":
-            torch.cuda.set_device(self.context.local_rank)
-        store = self._store or self._open_store(host, port, master=False)
-        dist.init_process_group(
-            "gloo" if self.config.device == "cpu" else "cpu:gloo,cuda:nccl",
-            store=store,
-            rank=self.context.rank,
-            world_size=self.context.world_size,
-            timeout=timedelta(seconds=self.config.timeout),
-        )
-        self._owns_process_group = True
-
-    def init(self) -> InitResult:
+    def init(self, host: str, port: int, listening: int | None = None) -> InitResult:
+        """Meet the other ranks at rank 0's address, then build, load and resume. Rank 0 takes over the socket `listening`
+        where one listens at that address already; a port of 0 will do for a single rank."""
+        self._join(host, port, listening)
         return self.host.init(config=self.config, context=self.context)
 
     def shutdown(self, reason: str) -> None:
@@ -128,9 +105,7 @@ class Worker:
         """This rank packs its own share; the rollout batch is read where it lies."""
         return self.host.train(batch=self._pack(samples, plan), loss=loss, step=step)
 
-    def forward(
-        self, samples: SampleBatch, plan: StepPlan, outputs: tuple[Output, ...], weights: str
-    ) -> ForwardResult:
+    def forward(self, samples: SampleBatch, plan: StepPlan, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
         return self.host.forward(batch=self._pack(samples, plan), outputs=outputs, weights=weights)
 
     def manifest(self) -> Manifest:
@@ -172,12 +147,31 @@ class Worker:
         layout = self.backend.layout
         return pack(samples, plan, layout.dp_rank, sequence_multiple=layout.sequence_multiple)
 
-    def _open_store(self, host: str, port: int, *, master: bool) -> dist.TCPStore:
-        return dist.TCPStore(
+    def _join(self, host: str, port: int, listening: int | None) -> None:
+        if dist.is_initialized():
+            if dist.get_world_size() != self.context.world_size:
+                raise WrongState(
+                    f"this process is in a group of {dist.get_world_size()} already, and {self.context.role} has "
+                    f"{self.context.world_size} ranks; start a process of its own for each rank"
+                )
+            return
+        timeout = timedelta(seconds=self.config.timeout)
+        if self.config.device == "cuda":
+            torch.cuda.set_device(self.context.local_rank)
+        store = dist.TCPStore(
             host,
             port,
             world_size=self.context.world_size,
-            is_master=master,
-            timeout=timedelta(seconds=self.config.timeout),
+            is_master=self.context.rank == 0,
+            timeout=timeout,
             wait_for_workers=False,
+            master_listen_fd=listening,
         )
+        dist.init_process_group(
+            "gloo" if self.config.device == "cpu" else "cpu:gloo,cuda:nccl",
+            store=store,
+            rank=self.context.rank,
+            world_size=self.context.world_size,
+            timeout=timeout,
+        )
+        self._owns_process_group = True

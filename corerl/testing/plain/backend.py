@@ -43,7 +43,7 @@ class PlainBackend(Backend):
                 for name, param in self.model.named_parameters()
             },
         )
-        self.model.to(self.device)
+        self.model.to(self.device)  # type: ignore[arg-type]  # transformers' decorator hides its parameters
         self.params = dict(self.model.named_parameters())
         shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         self.optimizer = adamw(self.params, shapes, config.train.optimizer, fused=False)

@@ -28,7 +28,7 @@ def build_policy(
         reshard_after_forward=reshard_after_forward,
     )
     materialize(policy.model, {name: allocate(param, device) for name, param in policy.model.named_parameters()})
-    # Its load hook is where FSDP takes over replaced parameters and pads uneven shards; later it would move their memory.
+    # In its load hook FSDP takes over replaced parameters and pads uneven shards; later it would move their memory.
     policy.load_state_dict({}, strict=False)
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -36,9 +36,7 @@ def build_policy(
     return policy
 
 
-def shard(
-    policy: CausalPolicy, *, mesh: DeviceMesh, mixed: MixedPrecisionPolicy, reshard_after_forward: bool
-) -> None:
+def shard(policy: CausalPolicy, *, mesh: DeviceMesh, mixed: MixedPrecisionPolicy, reshard_after_forward: bool) -> None:
     """One unit a decoder layer, one for an untied embedding, and the root: final norm and head.
 
     The root stays gathered from forward to backward, so log-probs can be computed straight from the head's weight in

@@ -14,7 +14,7 @@ from corerl.weights.chunks import Chunk
 def shard_chunks(
     params: Mapping[str, DTensor], values: Mapping[str, torch.Tensor], boxes: Mapping[str, Sequence[HFBox]]
 ) -> list[Chunk]:
-    """Chunks of `values`, one tensor a parameter, each shaped as that parameter's local shard (its weights or a moment)."""
+    """Chunks of `values`: for each parameter a tensor of its local shard's shape, its weights or a moment."""
     chunks: list[Chunk] = []
     for name, param in params.items():
         if name not in values:

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 class LocalShards:
     """`params[name]` is a plain parameter that shares its storage with the shard of the DTensor of that name.
 
-    AdamW is element-wise, so stepping the shards is stepping the whole; and per-tensor work costs what it costs in plain
-    torch, which small models notice.
+    AdamW is element-wise, so stepping the shards is stepping the whole; and work on a tensor costs what it costs in
+    plain torch, which small models notice.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -19,7 +19,7 @@ class LocalShards:
         for name, param in module.named_parameters():
             assert isinstance(param, DTensor)
             self.dtensors[name] = param
-            self.params[name] = nn.Parameter(param.detach().to_local())
+            self.params[name] = nn.Parameter(param.to_local().detach())
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -30,6 +30,7 @@ class LocalShards:
         """Point each plain parameter at its DTensor's gradient."""
         for name, dtensor in self.dtensors.items():
             grad = dtensor.grad
+            assert grad is None or isinstance(grad, DTensor)
             self.params[name].grad = None if grad is None else grad.to_local()
 
     def drop_grads(self) -> None:

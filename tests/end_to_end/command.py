@@ -1,0 +1,186 @@
+"""The command `corerl` as a user starts it, in a session of its own: watched, sent signals, and searched for leftovers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "CORERL_TEST_RUN"  # in the environment of the command, and so of every process that comes of it
+STARTS_WITHIN = 240.0  # seconds, against hangs: processes start, import and meet
+ENDS_WITHIN = 30.0  # seconds in which a run has ended after a fault, a second signal, or its driver's death
+
+SMALL = """
+backend.name = "fsdp"
+run.steps = 6
+cluster.device = "cpu"
+roles.actor.ranks = 2
+extensions = [{ name = "jsonl" }]
+
+[model]
+tokenizer = "characters:0123456789>s"
+[model.config]
+model_type = "qwen3"
+vocab_size = 16
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 8
+max_position_embeddings = 64
+tie_word_embeddings = true
+initializer_range = 0.08
+bos_token_id = 1
+eos_token_id = 2
+pad_token_id = 0
+
+[data]
+source = "sort-digits"
+held_out = 16
+
+[rollout]
+prompts = 8
+samples = 4
+max_tokens = 7
+
+[train]
+mini_batches = 2
+[train.optimizer]
+lr = 2e-3
+[train.schedule]
+warmup_steps = 2
+decay = "linear"
+
+[eval]
+every = 3
+
+[checkpoint]
+every = 2
+keep = 0
+"""
+
+
+def write_small(directory: Path) -> Path:
+    """The quickstart's task in a size that takes seconds, two ranks and one engine; returns the file."""
+    path = directory / "small.toml"
+    path.write_text(SMALL)
+    return path
+
+
+class Command:
+    """`corerl ARGUMENTS`, started at once. Use it as a context: whatever is left of it is killed at the end."""
+
+    def __init__(self, *arguments: str | Path, logs: Path) -> None:
+        self.mark = uuid.uuid4().hex
+        self._paths = (logs / f"{self.mark}.out", logs / f"{self.mark}.err")
+        environment = {
+            **{name: value for name, value in os.environ.items() if name != "CORERL_DEBUG"},
+            MARK: self.mark,
+            "PYTHONPATH": str(ROOT),  # where the tests' own backends are found, by the workers too
+            "OMP_NUM_THREADS": "1",
+        }
+        with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
+            self.process = subprocess.Popen(
+                [Path(sys.executable).with_name("corerl"), *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def out(self) -> str:
+        return self._paths[0].read_text()
+
+    @property
+    def err(self) -> str:
+        return self._paths[1].read_text()
+
+    def processes(self) -> list[int]:
+        """Every process that comes of the command and is there now, the command itself included."""
+        entry = f"{MARK}={self.mark}".encode()
+        found = []
+        for directory in Path("/proc").iterdir():
+            try:
+                if directory.name.isdigit() and entry in (directory / "environ").read_bytes().split(b"\0"):
+                    found.append(int(directory.name))
+            except OSError:  # it has ended meanwhile, or is another user's
+                continue
+        return found
+
+    def finish(self, within: float = STARTS_WITHIN) -> int:
+        """Wait for the exit status."""
+        try:
+            return self.process.wait(timeout=within)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {within:g} s\n{self.out}\n{self.err}") from None
+
+    def until(self, condition: Callable[[], Any], what: str, within: float = STARTS_WITHIN) -> Any:
+        """Wait until `condition` gives something true, and return it."""
+        deadline = time.monotonic() + within
+        while True:
+            if found := condition():
+                return found
+            assert self.process.poll() is None, f"ended before {what}\n{self.out}\n{self.err}"
+            assert time.monotonic() < deadline, f"not {what} within {within:g} s\n{self.out}\n{self.err}"
+            time.sleep(0.01)
+
+    def interrupt_terminal(self) -> None:
+        """Ctrl-C: SIGINT to the whole foreground process group, as a terminal sends it."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def assert_nothing_is_left(self) -> None:
+        deadline = time.monotonic() + ENDS_WITHIN
+        while left := self.processes():
+            assert time.monotonic() < deadline, f"still there: {[_command_line(pid) for pid in left]}"
+            time.sleep(0.05)
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode().strip()[:200]}"
+    except OSError:
+        return str(pid)
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The complete lines of metrics.jsonl; none where there is no file yet."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def steps_done(run_dir: Path) -> int:
+    """Rollout steps that metrics.jsonl tells of."""
+    return sum("train/loss" in line for line in metrics(run_dir))
+
+
+def numbers(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what a clock measured."""
+    return [
+        {name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))}
+        for line in metrics(run_dir)
+    ]
+
+
+def overrides(**values: str | int | float | Sequence[str]) -> list[str]:
+    """`run__dir="x"` as `run.dir="x"`."""
+    return [f"{name.replace('__', '.')}={json.dumps(value)}" for name, value in values.items()]
