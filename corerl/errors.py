@@ -20,6 +20,7 @@
           PluginNotFound, PluginConflict, PluginBroken, PluginIncompatible
 
 Each takes one message, so that each survives pickling on its way through Ray; what else it knows is an attribute.
+A plugin may derive its own: outside its process they arrive as the nearest of these.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class CorerlError(Exception):
     """Base of all errors of CoreRL."""
 
     exit_status = 1
+    details: str = ""  # of one that left a worker: its traceback there, as text
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -39,12 +41,11 @@ class CorerlError(Exception):
 
 
 class HookFailed(CorerlError):
-    """A hook raised. `details` holds the original traceback as text, since foreign exceptions may not unpickle."""
+    """A hook raised something that is no error of CoreRL, and that may not unpickle: `details` tells of it."""
 
     hook: str = ""
     rank: int = -1
     raised_at: float = 0.0  # time.time() on the worker's clock; orders the failures of one group
-    details: str = ""
 
 
 class WorkerDied(CorerlError):

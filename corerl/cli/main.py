@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CorerlError as error:
         if args.debug or os.environ.get("CORERL_DEBUG") == "1":
             traceback.print_exc()
-            if details := getattr(error, "details", ""):
-                print(details, file=sys.stderr)
+            if error.details:
+                print(error.details, file=sys.stderr)
         for line in error.message.splitlines():
             print(f"corerl: error: {line}", file=sys.stderr)
         return error.exit_status

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 from attrs import frozen
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 
 from corerl.cluster.placement import Seat
 from corerl.cluster.process import Outcome, spawn
@@ -59,13 +59,15 @@ class ProcessGroup:
 
     def free_address(self, member: int) -> tuple[str, int]:
         """The member's machine as others reach it, and a port that is free there now."""
-        host, port = ray.get(self._actors[member].free_address.remote())
-        return str(host), int(port)
+        ref = self._actors[member].free_address.remote()
+        address: tuple[str, int] = self.wait(Pending("free_address", (member,), (ref,)))[0]
+        return address
 
     def listen(self, member: int) -> tuple[str, int, int]:
         """(host, port, file descriptor there) of a socket on which the member's process listens already."""
-        host, port, descriptor = ray.get(self._actors[member].listen.remote())
-        return str(host), int(port), int(descriptor)
+        ref = self._actors[member].listen.remote()
+        address: tuple[str, int, int] = self.wait(Pending("listen", (member,), (ref,)))[0]
+        return address
 
     def start(self, method: str, *args: Any) -> Pending:
         """Call `method` with the same arguments in all processes. Object references among `args` are resolved there."""
@@ -123,10 +125,13 @@ class ProcessGroup:
             outcome: Outcome = ray.get(ref)
             return outcome
         except RayActorError as error:
-            reason = str(error).strip().splitlines()[-1]
-            return Outcome(error=WorkerDied(f"{name}: its process died during {method} ({reason})"), ended=0.0)
-        except RayTaskError as error:
-            return Outcome(error=CorerlError(f"{name}: {method}: {error}"), ended=time.time())
+            died = WorkerDied(f"{name}: its process died during {method}: {_last_line(error)}")
+            died.details = str(error)
+            return Outcome(error=died, ended=0.0)
+        except RayError as error:  # the result cannot be pickled here, or not be unpickled there
+            lost = CorerlError(f"{name}: {method} gave a result that did not arrive: {_last_line(error)}")
+            lost.details = str(error)
+            return Outcome(error=lost, ended=time.time())
 
     def _first(self, failed: Mapping[int, Outcome], called: int) -> CorerlError:
         # A death has no time of its own and is never a consequence, so it comes first; then whoever failed earliest.
@@ -141,3 +146,8 @@ class ProcessGroup:
     def _check_lengths(self, method: str, arguments: Sequence[Any]) -> None:
         if len(arguments) != len(self):
             raise CorerlError(f"{method}: {len(arguments)} sets of arguments for {len(self)} processes")
+
+
+def _last_line(error: RayError) -> str:
+    """Ray's errors end with what is new."""
+    return str(error).strip().splitlines()[-1].strip()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import ray
 from attrs import frozen
@@ -80,7 +80,8 @@ def seated(seating: Seating, *, timeout: float) -> Iterator[tuple[list[Seat], li
                 f"the cluster has no room: it has {there}, the run asks for {seating.bundles} bundles of {bundle}; "
                 "use fewer ranks or engines, or a larger cluster"
             )
-        order = physical_order(group, gpus=bool(seating.gpus_per_bundle))
+        nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+        order = physical_order(nodes, gpus_of_bundles(group, nodes) if seating.gpus_per_bundle else {})
 
         def seats(places: Sequence[int]) -> list[Seat]:
             return [
@@ -98,15 +99,15 @@ def seated(seating: Seating, *, timeout: float) -> Iterator[tuple[list[Seat], li
         remove_placement_group(group)
 
 
-def physical_order(group: PlacementGroup, *, gpus: bool) -> list[int]:
-    """Bundle indices sorted by (node, GPU), so that neighbouring ranks are neighbours in the machine."""
-    nodes = placement_group_table(group)["bundles_to_node_id"]
-    bundles = sorted(nodes)
-    if not gpus:
-        return sorted(bundles, key=lambda index: (nodes[index], index))
+def physical_order(nodes: Mapping[int, str], gpus: Mapping[int, int]) -> list[int]:
+    """Bundles sorted by (node, GPU), so that neighbouring ranks are neighbours in the machine; both maps by bundle."""
+    return sorted(nodes, key=lambda bundle: (nodes[bundle], gpus.get(bundle, 0), bundle))
+
+
+def gpus_of_bundles(group: PlacementGroup, bundles: Iterable[int]) -> dict[int, int]:
+    """Ask a process on each bundle which GPU of its machine it was given."""
     probes = {index: _gpu_of_bundle.options(**Seat(group, index, 0.0, 1.0).options()).remote() for index in bundles}
-    devices = {index: ray.get(probe) for index, probe in probes.items()}
-    return sorted(bundles, key=lambda index: (nodes[index], devices[index]))
+    return {index: ray.get(probe) for index, probe in probes.items()}
 
 
 @ray.remote

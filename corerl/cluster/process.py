@@ -25,12 +25,19 @@ class Outcome:
 
 
 def portable(error: BaseException, where: str) -> CorerlError:
-    """`error` itself where it is one of ours, else one of ours that tells of it, traceback as text."""
+    """`error` itself where it is one of ours; else one of ours that tells of it. Either way with its traceback as text.
+
+    What a plugin derives from ours becomes the nearest of ours: its class need not be known outside, nor unpickle.
+    """
+    failed: CorerlError
     if isinstance(error, CorerlError):
-        return error
-    failed = HookFailed(f"{where}: {type(error).__name__}: {error}")
-    failed.details = "".join(traceback.format_exception(error))
-    failed.raised_at = time.time()
+        ours = next(kind for kind in type(error).__mro__ if kind.__module__ == CorerlError.__module__)
+        failed = error if type(error) is ours else ours(str(error))
+        failed.details = error.details
+    else:
+        failed = HookFailed(f"{where}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        failed.raised_at = time.time()
+    failed.details = failed.details or f"{where}\n" + "".join(traceback.format_exception(error))
     return failed
 
 
@@ -45,19 +52,27 @@ class Process:
     def pid(self) -> int:
         return os.getpid()
 
-    def free_address(self) -> tuple[str, int]:
+    def free_address(self) -> Outcome:
         """This machine as others reach it, and a port that is free now."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def listen(self) -> tuple[str, int, int]:
-        """(host, port, file descriptor) of a socket that listens already, for code in this process to take over: so no one
-        can take the port between its choice and its use."""
-        listening = socket.socket()
-        listening.bind(("", 0))
-        listening.listen()
-        return ray.util.get_node_ip_address(), listening.getsockname()[1], listening.detach()
+        def find() -> tuple[str, int]:
+            with socket.socket() as probe:
+                probe.bind(("", 0))
+                return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+        return self._outcome("free_address", find)
+
+    def listen(self) -> Outcome:
+        """(host, port, file descriptor) of a socket that listens already, for code in this process to take over: so no
+        one can take the port between its choice and its use."""
+
+        def find() -> tuple[str, int, int]:
+            listening = socket.socket()
+            listening.bind(("", 0))
+            listening.listen()
+            return ray.util.get_node_ip_address(), listening.getsockname()[1], listening.detach()
+
+        return self._outcome("listen", find)
 
     def construct(self, *args: Any) -> Outcome:
         def make() -> None:

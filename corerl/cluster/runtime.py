@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 
 import ray
@@ -21,11 +23,15 @@ def ray_session(*, address: str, cpus: float) -> Iterator[None]:
     # Ray else warns about a change of default that does not concern us.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         if address:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="corerl")
         else:
+            # When the driver is killed, raylet and workers end with it; Ray's agents first seek the lost server this long.
+            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
             ray.init(
+                address="local",  # never a cluster that someone else has started here
                 num_cpus=max(1, int(-(-cpus // 1))),
                 include_dashboard=False,
                 log_to_driver=False,
@@ -36,6 +42,10 @@ def ray_session(*, address: str, cpus: float) -> Iterator[None]:
     except (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError) as error:
         where = f"connect to the Ray cluster at {address}" if address else "start Ray on this machine"
         raise CorerlError(f"cannot {where}: {error}") from error
+    finally:
+        # ray.init puts its own handler in the place of whoever waits for the signal, and that one aborts the process.
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:

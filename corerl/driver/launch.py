@@ -1,128 +1,35 @@
-"""From a config to a running `Run`: what can be wrong is checked before Ray starts, and all processes end with it."""
+"""From a config to a running `Run`, in processes that all end with it."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from attrs import frozen
-
-from corerl.checkpoint.commit import latest, read_state
+from corerl.checkpoint.commit import read_state
 from corerl.cluster.group import ProcessGroup
-from corerl.cluster.placement import Seat, Seating, arrange, seated
+from corerl.cluster.placement import Seat, seated
 from corerl.cluster.runtime import ray_session
-from corerl.config.check import require_valid
 from corerl.config.load import dump_toml, to_plain
 from corerl.config.schema import ClusterInfo, Config
-from corerl.data.prompts import PromptSource, PromptStream, load_prompts
+from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import Checkpoints
+from corerl.driver.prepare import ACTOR, Prepared, prepare, title
 from corerl.driver.run import REFERENCE, Run
 from corerl.driver.stop import StopRequest
-from corerl.errors import ConfigError
-from corerl.models.config import hf_config
-from corerl.models.tokenizer import load_tokenizer
 from corerl.observability.timing import Phases
 from corerl.plugin.events import Notice, PhaseStarted, RunFinished, RunStarted
 from corerl.plugin.observers import Observers, load_observers
-from corerl.plugin.options import check_spec, merge_environments, notes, resolve_tables
-from corerl.plugin.registry import Kind, Loaded, load
-from corerl.rollout.engine import EngineContext, SamplingParams
+from corerl.plugin.options import merge_environments, notes
+from corerl.rollout.engine import EngineContext
 from corerl.rollout.fleet import EngineFleet
-from corerl.rollout.rewards import Reward, resolve_reward
-from corerl.rollout.sampler import Sampler, sampling_params
+from corerl.rollout.sampler import Sampler
 from corerl.rollout.service import EngineAssignment
 from corerl.rollout.sources import Synchronous
-from corerl.trainer.assign import RolePlan, plan_role
 from corerl.trainer.group import TrainGroup
 from corerl.weights.transport import Address
-
-ACTOR = "actor"
-
-
-@frozen(kw_only=True)
-class Prepared:
-    """All that a run is before its first process: nothing here has touched Ray or a device."""
-
-    config: Config  # plugins' tables resolved
-    device: str
-    run_dir: Path
-    resume: Path | None
-    actor: RolePlan
-    engine: Loaded
-    seating: Seating
-    tokenizer: Any
-    prompts: PromptSource
-    reward: Reward
-    params: SamplingParams
-
-
-def prepare(config: Config) -> Prepared:
-    """Resolve and check everything that can be checked without a process. Raises UserError."""
-    config = resolve_tables(config)
-    require_valid(config)
-    device = resolve_device(config.cluster.device)
-    run_dir = Path(config.run.dir).absolute()
-    resume = resume_from(config, run_dir)
-    hf_config(config.model)
-    tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
-    engine = load(Kind.ENGINES, config.rollout.engine)
-    check_spec(engine, config.engines[engine.name], ClusterInfo(device=device, ranks=config.rollout.replicas))
-    data = config.data
-    return Prepared(
-        config=config,
-        device=device,
-        run_dir=run_dir,
-        resume=resume,
-        actor=plan_role(
-            ACTOR, config, device=device, run_dir=str(run_dir), resume=str(resume / ACTOR) if resume else ""
-        ),
-        engine=engine,
-        seating=arrange(
-            ranks=config.roles.actor.ranks,
-            engines=config.rollout.replicas,
-            placement=config.cluster.placement,
-            cuda=device == "cuda",
-        ),
-        tokenizer=tokenizer,
-        prompts=load_prompts(
-            source=data.source,
-            prompt_key=data.prompt_key,
-            answer_key=data.answer_key,
-            held_out=data.held_out,
-            seed=config.run.seed,
-        ),
-        reward=resolve_reward(config.reward.name, config.reward.options),
-        params=sampling_params(config.rollout, tokenizer),
-    )
-
-
-def resolve_device(device: str) -> str:
-    """`auto` takes cuda where torch sees one; raises ConfigError where cuda is asked for and there is none."""
-    import torch
-
-    there = torch.cuda.is_available()
-    if device == "cuda" and not there:
-        raise ConfigError("cluster.device: 'cuda', and torch sees no CUDA device here; use 'cpu' or 'auto'")
-    return "cuda" if there and device != "cpu" else "cpu"
-
-
-def resume_from(config: Config, run_dir: Path) -> Path | None:
-    """The checkpoint that the run goes on from. Raises ConfigError rather than train over another run's checkpoints."""
-    resume = config.checkpoint.resume
-    newest = latest(run_dir)
-    if resume == "auto":
-        return newest
-    if resume != "never":
-        return Path(resume).absolute()
-    if newest is not None:
-        raise ConfigError(
-            f"run.dir: {run_dir} already holds a run ({newest.name}); go on with it by checkpoint.resume=auto, "
-            "or give another run.dir"
-        )
-    return None
 
 
 @contextlib.contextmanager
@@ -193,7 +100,7 @@ def _start(
         port=port,
         path=str(prepared.run_dir / "weights"),
         device=prepared.device if config.cluster.placement == "disaggregated" else "cpu",
-        # Shorter than a collective of the ranks: those that gather must not give up while the sender waits for an engine.
+        # Less than the ranks' own: those that gather must not give up while the sender waits for an engine.
         timeout=config.cluster.timeout / 2,
     )
     sampler = Sampler(tokenizer=prepared.tokenizer, generate=fleet.generate, seed=config.run.seed)
@@ -245,7 +152,12 @@ def _start(
 
 def process_environment(prepared: Prepared) -> dict[str, str]:
     """What every process of a run is given before it imports anything."""
-    environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        # A loss or a backend of the user's own, 'module:name', is found where the driver finds it.
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
+    }
     if prepared.device == "cpu":
         environment["OMP_NUM_THREADS"] = "1"  # one core a process: more threads than cores fight each other
         if not prepared.config.cluster.address:
@@ -283,13 +195,3 @@ def make_fleet(prepared: Prepared, seats: list[Seat]) -> EngineFleet:
     )
     names = [assignment.context.name for assignment in assignments]
     return EngineFleet(ProcessGroup(names, "corerl.rollout.service:EngineService", seats, environment), assignments)
-
-
-def title(prepared: Prepared) -> str:
-    config = prepared.config
-    model = Path(config.model.path).name if config.model.path else f"{config.model.config['model_type']} from scratch"
-    return (
-        f"{config.algorithm.name} on {config.data.source}: {model}, "
-        f"{config.roles.actor.ranks} {prepared.actor.backend.name} ranks, "
-        f"{config.rollout.replicas} {prepared.engine.name} engines, {prepared.device}"
-    )

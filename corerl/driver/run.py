@@ -184,8 +184,8 @@ class Run:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Where ranks and engines share devices they take turns: inside, the ranks are resident and the engines' weights
-        sleep until new ones are pushed; outside, the ranks sleep."""
+        """Where ranks and engines share devices they take turns: inside, the ranks are resident and the engines'
+        weights sleep until new ones are pushed; outside, the ranks sleep."""
         if self.offload:
             with self.phase("wake_up"):
                 self.fleet.sleep()

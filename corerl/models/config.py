@@ -18,8 +18,9 @@ from corerl.errors import ModelError
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
 
-# Fields of older configs that transformers still takes and turns into `rope_parameters`, whatever the model type.
-LEGACY = frozenset({"rope_theta", "rope_scaling", "torch_dtype", "model_type", "partial_rotary_factor"})
+# Fields that a config takes though its class does not declare them: older names, which become `rope_parameters` and
+# `dtype`, and head_dim, which the modeling code of some models (Qwen3-MoE) reads where it is there.
+UNDECLARED = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "head_dim"})
 
 
 def hf_config(model: ModelConfig) -> PreTrainedConfig:
@@ -76,7 +77,7 @@ def _from_fields(given: Mapping[str, Any]) -> PreTrainedConfig:
     except Exception as error:  # each config class raises whatever its own checks do
         raise ModelError(f"model.config is no {model_type} config: {_line(error)}") from error
     # transformers keeps fields that it does not know without a word, and a misspelt one would train another model.
-    known = {name for name in vars(default) if not name.startswith("_")} | set(default.attribute_map) | LEGACY
+    known = {name for name in vars(default) if not name.startswith("_")} | set(default.attribute_map) | UNDECLARED
     for name in fields:
         if name not in known:
             raise ModelError(f"model.config.{name} is no field of a {model_type} config{_nearest(name, known)}")

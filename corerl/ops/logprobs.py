@@ -63,8 +63,8 @@ class _TokenLogprobs(torch.autograd.Function):
             normalizer[part] = norm
             logprobs[part] = chosen - norm
             if with_entropy:
-                p = (z - norm[:, None]).exp_()
-                entropy[part] = norm - p.mul_(z).sum(-1)
+                log_p = z.sub_(norm[:, None])
+                entropy[part] = -log_p.exp().mul_(log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.temperature, ctx.with_entropy, ctx.chunk = temperature, with_entropy, chunk
         if not with_entropy:

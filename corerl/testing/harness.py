@@ -1,25 +1,41 @@
-"""A backend on made-up samples, without Ray: the same worker that a run starts, driven in this process."""
+"""One rank of a backend on made-up samples, without Ray: the same worker that a run starts, driven by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import evolve
+import torch.distributed as dist
+from attrs import evolve, field, frozen
 
+from corerl.backend.base import SAVED, StateKey
 from corerl.config.schema import ModelConfig, OptimizerConfig, RoleConfig, TrainConfig, WeightsConfig
-from corerl.data.plan import StepPlan, plan_forward, plan_steps
+from corerl.data.packing import pack
+from corerl.data.plan import plan_forward, plan_steps
 from corerl.plugin.context import Context
 from corerl.plugin.fingerprint import fingerprint
 from corerl.plugin.registry import Kind, load
 from corerl.trainer.worker import Assignment, Worker
-from corerl.types import FloatArray, LossSpec, Output, SampleBatch, Step
+from corerl.types import (
+    Array,
+    FloatArray,
+    ForwardResult,
+    InitResult,
+    LossSpec,
+    Output,
+    PackedBatch,
+    SampleBatch,
+    Step,
+    TrainResult,
+)
 
 LOSS = LossSpec(
     name="clipped",
-    params={"clip_low": 0.2, "clip_high": 0.28, "entropy_coef": 0.01, "kl_coef": 0.0, "kl_estimator": "k3"},
+    params={"clip_low": 0.2, "clip_high": 0.28, "entropy_coef": 0.01, "kl_coef": 0.05, "kl_estimator": "k3"},
     outputs=(Output.LOGPROBS, Output.ENTROPY),
 )
 TRAIN = TrainConfig(
@@ -28,7 +44,27 @@ TRAIN = TrainConfig(
 )
 
 
-def make_samples(seed: int, *, samples: int = 8, vocab: int = 97, temperature: float = 1.0) -> SampleBatch:
+@frozen(kw_only=True)
+class Setup:
+    """What a rank needs to know to start a worker; plain data, equal on all ranks."""
+
+    backend: str
+    model: str  # a Hugging Face directory; empty starts random from `fields`
+    fields: Mapping[str, Any] = field(factory=dict)  # of a Hugging Face config
+    train: TrainConfig = TRAIN
+    options: Mapping[str, Any] = field(factory=dict)  # the backend's own
+    weights: WeightsConfig = WeightsConfig(bucket_bytes=2**14)
+    sequence_multiple: int = 1  # pads sequences beyond what the backend asks for
+
+    def packed_by(self, tokens_per_micro_batch: int, *, sequence_multiple: int = 1) -> Setup:
+        train = evolve(self.train, tokens_per_micro_batch=tokens_per_micro_batch)
+        return evolve(self, train=train, sequence_multiple=sequence_multiple)
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+def make_samples(seed: int, *, samples: int = 9, vocab: int = 97, temperature: float = 0.8) -> SampleBatch:
     """Samples of 4 to 23 random tokens, in groups of two, with log-probs and advantages that mean nothing but differ."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(4, 24, samples)
@@ -41,14 +77,15 @@ def make_samples(seed: int, *, samples: int = 8, vocab: int = 97, temperature: f
         return np.where(mask, values, 0.0).astype(np.float32)
 
     total = int(offsets[-1])
-    old = column(-np.log(vocab) + 0.3 * rng.standard_normal(total))
+    old = -np.log(vocab) + 0.3 * rng.standard_normal(total)
     return SampleBatch(
         tokens=rng.integers(3, vocab, total),
         offsets=offsets,
         columns={
             "loss_mask": mask,
-            "rollout_logprobs": old,
-            "old_logprobs": old,
+            "rollout_logprobs": column(old),
+            "old_logprobs": column(old),
+            "ref_logprobs": column(old + 0.3 * rng.standard_normal(total)),
             "advantages": column(np.repeat(rng.standard_normal(samples), lengths)),
             "versions": np.zeros(total, dtype=np.int64),
         },
@@ -57,98 +94,128 @@ def make_samples(seed: int, *, samples: int = 8, vocab: int = 97, temperature: f
     )
 
 
-def make_worker(
-    backend: str,
-    model: ModelConfig | str | Path,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    train: TrainConfig = TRAIN,
-    options: Mapping[str, Any] | None = None,
-    resume: str = "",
-    bucket_bytes: int = 2**14,
-    run_dir: str = "",
-) -> Worker:
-    """A worker that has joined and is initialised. With several ranks the process must be in their group already."""
-    loaded = load(Kind.BACKENDS, backend)
+def samples_at(step: int) -> SampleBatch:
+    """The batch of optimizer step `step`: the same for every backend and world size."""
+    return make_samples(1000 + step)
+
+
+def step_at(number: int) -> Step:
+    """A learning rate that is another one at every step, so that a backend that keeps its first one is seen."""
+    return Step(optimizer_step=number, rollout_step=number, lr=1e-3 * 0.95**number)
+
+
+# ---- the worker ------------------------------------------------------------------------------------------------------
+
+
+def make_worker(setup: Setup, *, resume: str = "") -> Worker:
+    """A worker that is not initialised yet; its rank and world size are this process's."""
+    loaded = load(Kind.BACKENDS, setup.backend)
+    several = dist.is_initialized()
+    context = Context(
+        role="actor",
+        rank=dist.get_rank() if several else 0,
+        world_size=dist.get_world_size() if several else 1,
+        local_rank=0,
+        run_dir="",
+    )
     config = RoleConfig(
-        model=model if isinstance(model, ModelConfig) else ModelConfig(path=str(model)),
-        train=train,
-        options=dict(options or {}),
-        weights=WeightsConfig(bucket_bytes=bucket_bytes),
+        model=ModelConfig(path=setup.model, config=setup.fields),
+        train=setup.train,
+        options=dict(setup.options),
+        weights=setup.weights,
         device="cpu",
         seed=0,
         timeout=60.0,
         resume=resume,
     )
-    worker = Worker(
+    return Worker(
         Assignment(
-            context=Context(role="actor", rank=rank, world_size=world_size, local_rank=0, run_dir=run_dir),
-            backend=backend,
+            context=context,
+            backend=setup.backend,
             config=config,
             loss=LOSS,
             fingerprint=fingerprint(loaded, [], LOSS),
         )
     )
-    worker.init("127.0.0.1", 0)
-    return worker
 
 
-def plans(worker: Worker, samples: SampleBatch, *, mini_batches: int = 1, seed: int = 0) -> list[StepPlan]:
+def start(setup: Setup, *, resume: str = "") -> tuple[Worker, InitResult]:
+    """A worker that is initialised."""
+    worker = make_worker(setup, resume=resume)
+    return worker, worker.init("127.0.0.1", 0)
+
+
+@contextmanager
+def running(setup: Setup, *, resume: str = "") -> Iterator[Worker]:
+    """`start`, and shut down in the end."""
+    worker, _ = start(setup, resume=resume)
+    yield worker
+    worker.shutdown("the check is done")
+
+
+def packed_for_training(worker: Worker, setup: Setup, samples: SampleBatch) -> PackedBatch:
+    """This rank's share of one optimizer step over all samples."""
     layout = worker.backend.layout
-    return plan_steps(
+    multiple = math.lcm(setup.sequence_multiple, layout.sequence_multiple)
+    (plan,) = plan_steps(
         samples,
-        mini_batches=mini_batches,
+        mini_batches=1,
         epochs=1,
         dp_size=layout.dp_size,
-        tokens_per_micro_batch=worker.config.train.tokens_per_micro_batch,
-        sequence_multiple=layout.sequence_multiple,
+        tokens_per_micro_batch=setup.train.tokens_per_micro_batch,
+        sequence_multiple=multiple,
         micro_batch_multiple=layout.micro_batch_multiple,
         aggregation="token-mean",
         max_tokens=32,
-        seed=seed,
+        seed=0,
     )
+    return pack(samples, plan, layout.dp_rank, sequence_multiple=multiple)
 
 
-def step_at(number: int, lr: float = 1e-3) -> Step:
-    return Step(optimizer_step=number, rollout_step=number, lr=lr)
+def train(worker: Worker, setup: Setup, number: int, *, samples: SampleBatch | None = None) -> TrainResult:
+    """Optimizer step `number`, on its own samples unless others are given."""
+    batch = packed_for_training(worker, setup, samples or samples_at(number))
+    return worker.host.train(batch=batch, loss=LOSS, step=step_at(number))
 
 
-def train_steps(
-    worker: Worker, numbers: Sequence[int], *, loss: LossSpec = LOSS, samples: int = 8
-) -> list[dict[str, float]]:
-    """One optimizer step for each number, each on samples made from it; this rank's part of the loss, and the norm."""
-    trace = []
-    for number in numbers:
-        batch = make_samples(1000 + number, samples=samples)
-        result = worker.train(batch, plans(worker, batch)[0], loss, step_at(number))
-        trace.append(
-            {"loss": result.metrics["loss"].value, "grad_norm": result.grad_norm, "applied": float(result.applied)}
-        )
-    return trace
-
-
-def total_trace(ranks: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:
-    """The ranks' traces as the driver sees them: losses summed over dp, norms equal."""
-    together = []
-    for parts in zip(*ranks, strict=True):
-        assert len({part["grad_norm"] for part in parts}) == 1, f"ranks disagree on the norm: {parts}"
-        together.append({**parts[0], "loss": sum(part["loss"] for part in parts)})
-    return together
-
-
-def logprobs(worker: Worker, samples: SampleBatch, *, weights: str = "") -> Any:
-    """This rank's ForwardResult over all samples of the batch that are its own."""
+def forward(worker: Worker, setup: Setup, samples: SampleBatch, *, weights: str = "") -> ForwardResult:
+    """Log-probs and entropy of this rank's share of the samples."""
     layout = worker.backend.layout
+    multiple = math.lcm(setup.sequence_multiple, layout.sequence_multiple)
     plan = plan_forward(
         samples,
         dp_size=layout.dp_size,
-        tokens_per_micro_batch=worker.config.train.tokens_per_micro_batch,
-        sequence_multiple=layout.sequence_multiple,
+        tokens_per_micro_batch=setup.train.tokens_per_micro_batch,
+        sequence_multiple=multiple,
         micro_batch_multiple=layout.micro_batch_multiple,
     )
-    return worker.forward(samples, plan, (Output.LOGPROBS, Output.ENTROPY), weights)
+    batch = pack(samples, plan, layout.dp_rank, sequence_multiple=multiple)
+    return worker.host.forward(batch=batch, outputs=(Output.LOGPROBS, Output.ENTROPY), weights=weights)
 
 
-def with_optimizer(train: TrainConfig, **changes: Any) -> TrainConfig:
-    return evolve(train, optimizer=evolve(train.optimizer, **changes))
+# ---- what a rank holds -----------------------------------------------------------------------------------------------
+
+
+@frozen(kw_only=True, eq=False)
+class Box:
+    """A copy of one chunk that is this rank's to save."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]
+    values: Array
+
+
+State = Mapping[str, list[Box]]  # StateKey -> this rank's boxes
+
+
+def state_of(worker: Worker) -> dict[str, list[Box]]:
+    """Masters, moments and what forward reads, copied."""
+    return {
+        key.value: [
+            Box(name=chunk.name, shape=chunk.shape, offsets=chunk.offsets, values=chunk.view.detach().float().cpu().numpy().copy())
+            for chunk in worker.backend.local_state(key)
+            if not chunk.replica
+        ]
+        for key in (*SAVED, StateKey.PARAM)
+    }

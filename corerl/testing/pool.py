@@ -1,38 +1,68 @@
-"""Rank processes that live for a whole test run: starting torch is what makes distributed tests slow, so do it once.
+"""Where the ranks of a test run: in this process, or in processes that live for a whole test run, since starting torch
+is what makes distributed tests slow.
 
     pool = RankPool(2)
-    results = pool.run("package.module:function", *args)     # function(*args) on every rank, results in rank order
+    results = pool.run(function, *args)     # function(*args) on every rank, results in rank order
 """
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 TIMEOUT_SECONDS = 240.0  # against hangs; no test should come near it
+PRELOAD = ["corerl.testing.scenarios"]  # imported once, before ranks are forked
 
 
 class RankFailed(Exception):
     """A rank raised, died, or did not answer; holds its traceback as text."""
 
 
+class Ranks(Protocol):
+    """Processes in one gloo group, ready to be told what to do."""
+
+    world_size: int
+
+    def run(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Call `function(*args)` on every rank, where torch.distributed is initialised; the results in rank order."""
+
+
+class OneRank:
+    """This process as the only rank of a group that lasts for one `run`."""
+
+    world_size = 1
+
+    def run(self, function: Callable[..., T], *args: Any) -> list[T]:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            return [function(*args)]
+        finally:
+            dist.destroy_process_group()
+
+
 class RankPool:
-    """`world_size` processes in one gloo group. A failure ends them; the next `run` starts new ones."""
+    """`world_size` processes in one gloo group, started by the first `run`. A failure ends them all; the next `run`
+    starts new ones."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def run(self, function: str, *args: Any) -> list[Any]:
-        """Call "module:function" with picklable `args` on all ranks. Raises RankFailed with the first rank's traceback."""
+    def run(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """`function` must be importable by its name. Raises RankFailed with the traceback of the rank that raised first;
+        ranks that wait for it are not waited for."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:
@@ -41,15 +71,15 @@ class RankPool:
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while len(results) < self.world_size:
             waiting = [rank for rank in range(self.world_size) if rank not in results]
-            ready = multiprocessing.connection.wait(
-                [self._pipes[rank] for rank in waiting], timeout=max(0.0, deadline - time.monotonic())
-            )
+            ready = wait([self._pipes[rank] for rank in waiting], timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.close()
-                raise RankFailed(f"{function}: ranks {waiting} did not answer within {TIMEOUT_SECONDS:.0f} s")
+                raise RankFailed(
+                    f"{function.__qualname__}: ranks {waiting} did not answer within {TIMEOUT_SECONDS:.0f} s"
+                )
             for rank in waiting:
                 if self._pipes[rank] in ready:
-                    results[rank] = self._receive(rank, function)
+                    results[rank] = self._receive(rank, function.__qualname__)
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
@@ -61,7 +91,8 @@ class RankPool:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -103,8 +134,8 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
             function, args = pipe.recv()
         except EOFError:
             return  # the test run is over
-        module, _, name = function.partition(":")
         try:
-            pipe.send((True, getattr(importlib.import_module(module), name)(*args)))
+            answer = (True, function(*args))
         except Exception:
-            pipe.send((False, traceback.format_exc()))
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)

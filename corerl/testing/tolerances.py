@@ -17,3 +17,7 @@ GRAD_NORM = Tolerance(1e-5)
 LOGPROBS = Tolerance(0.0, 1e-5)  # against transformers
 WEIGHTS_L2 = 1e-5  # relative, after ten steps; never the largest element: Adam amplifies rounding where gradients vanish
 ENGINE_LOGPROBS = 1e-4  # trainer against engine right after an update
+
+# bfloat16, the mean over ten steps
+BFLOAT16_LOSS = 2e-2
+BFLOAT16_GRAD_NORM = 5e-2

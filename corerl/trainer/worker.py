@@ -16,6 +16,7 @@ from corerl.config.load import structure
 from corerl.config.schema import ExtensionChoice, RoleConfig
 from corerl.data.packing import pack
 from corerl.data.plan import StepPlan
+from corerl.errors import WrongState
 from corerl.plugin.context import Context
 from corerl.plugin.fingerprint import Fingerprint, fingerprint, require_same
 from corerl.plugin.host import PluginHost
@@ -85,8 +86,8 @@ class Worker:
     # ---- the beginning and the end ----------------------------------------------------------------------------------
 
     def init(self, host: str, port: int, listening: int | None = None) -> InitResult:
-        """Meet the other ranks at rank 0's address, then build, load and resume. Rank 0 takes over the socket `listening`
-        where one listens at that address already; a port of 0 will do for a single rank."""
+        """Meet the other ranks at rank 0's address, then build, load and resume. Rank 0 takes over the socket
+        `listening` where one listens at that address already; a port of 0 will do for a single rank."""
         self._join(host, port, listening)
         return self.host.init(config=self.config, context=self.context)
 

@@ -76,8 +76,12 @@ def test_writing_to_a_chunk_writes_the_parameter() -> None:
     transposed = HFBox("w", (3, 1, 2), (1, 4, 0), (2, None, 0))  # dims swapped, one of size 1, at column 4
     local = torch.zeros(2, 5, 3)
     (chunk,) = local_chunks([transposed], (0, 0, 1), (2, 5, 3), local)
-    chunk.view.copy_(torch.arange(6).view(3, 1, 2))
-    assert chunk.box == ((0, 0, 0), (2, 1, 1))
+    # the box is rows 1 and 2, columns 0 to 2; here are rows 0 and 1, columns 1 to 3
+    assert chunk.box == ((1, 0, 0), (2, 1, 1))
+    chunk.view.copy_(torch.tensor([5.0, 6.0]).view(2, 1, 1))
+    expected = torch.zeros(2, 5, 3)
+    expected[1, 4, :2] = torch.tensor([5.0, 6.0])
+    assert torch.equal(local, expected)
 
 
 def test_a_local_tensor_of_another_shape_is_refused() -> None:

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+from corerl.ops.clip import grad_norm, scale_grads
+
+
+def plain_params() -> list[nn.Parameter]:
+    params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))]
+    params[0].grad, params[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([[0.0, 4.0], [12.0, 0.0]])
+    return params  # 3, 4, 12: norm 13; the last has no gradient
+
+
+def test_the_norm_is_that_of_all_gradients_together() -> None:
+    assert float(grad_norm(plain_params())) == 13.0
+    assert float(grad_norm([])) == 0.0
+
+
+def test_the_norm_is_taken_in_float32() -> None:
+    param = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
+    param.grad = torch.full((4096,), 1.0078125, dtype=torch.bfloat16)
+    assert float(grad_norm([param])) == pytest.approx(64 * 1.0078125, rel=1e-6)
+
+
+@pytest.mark.parametrize(("bound", "norm_after"), [(6.5, 6.5), (100.0, 13.0), (0.0, 13.0)])
+def test_gradients_are_scaled_down_to_the_bound_and_never_up(bound: float, norm_after: float) -> None:
+    params = plain_params()
+    scale_grads(params, bound, grad_norm(params))
+    assert float(grad_norm(params)) == pytest.approx(norm_after, rel=1e-6)
+    assert params[0].grad is not None and float(params[0].grad[0]) == pytest.approx(3 * norm_after / 13, rel=1e-6)
+    assert params[2].grad is None
+
+
+def on_ranks(world_size: int, body: Callable[[int], None]) -> None:
+    """Run `body(rank)` on threads that are ranks of one process group, with real collectives between them."""
+    errors: list[BaseException] = []
+    store = dist.HashStore()
+
+    def rank_thread(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+            body(rank)
+        except BaseException as error:
+            errors.append(error)
+            threaded.ProcessLocalGroup.exception_handle(error)  # wakes the others
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    threaded._install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        threaded._uninstall_threaded_pg()
+        threaded.ProcessLocalGroup.reset()
+    if errors:
+        raise errors[0]
+
+
+def sharded(full: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
+    """Each rank's part of a tensor that all of them know."""
+    local = full
+    for axis, placement in enumerate(placements):
+        if not placement.is_replicate():
+            pieces, _ = placement._split_tensor(local, mesh.size(axis), with_padding=False)
+            local = pieces[mesh.get_local_rank(axis)]
+    return DTensor.from_local(local.clone(), mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+
+
+def test_gradients_on_several_meshes_sharded_and_replicated_count_once_each() -> None:
+    layouts: list[tuple[str, list[Placement]]] = [
+        ("grid", [Shard(0), Shard(1)]),
+        ("grid", [Replicate(), Shard(0)]),
+        ("grid", [_StridedShard(0, split_factor=2), Shard(0)]),
+        ("line", [Shard(0)]),  # 5 rows over 4 ranks: 2, 2, 1, 0
+        ("line", [Replicate()]),
+        ("plain", []),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    fulls = [torch.randn(5 if where == "line" else 8, 6, generator=generator) for where, _ in layouts]
+    wanted = torch.cat([full.flatten() for full in fulls]).norm()
+    norms, after = [torch.zeros(()) for _ in range(4)], [torch.zeros(()) for _ in range(4)]
+
+    def body(rank: int) -> None:
+        meshes = {"grid": init_device_mesh("cpu", (2, 2)), "line": init_device_mesh("cpu", (4,))}
+        params = []
+        for (where, placements), full in zip(layouts, fulls, strict=True):
+            grad = full.clone() if where == "plain" else sharded(full, meshes[where], placements)
+            param = nn.Parameter(torch.zeros_like(grad))
+            param.grad = grad
+            params.append(param)
+        absent = nn.Parameter(sharded(torch.zeros(4, 2), meshes["line"], [Shard(0)]))
+        if rank == 2:  # a gradient on one rank alone must not hang the others
+            absent.grad = torch.zeros_like(absent)
+        params.append(absent)
+        norms[rank] = grad_norm(params)
+        scale_grads(params, 1.0, norms[rank])
+        after[rank] = grad_norm(params)
+
+    on_ranks(4, body)
+    for norm, scaled in zip(norms, after, strict=True):
+        torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0)
+        torch.testing.assert_close(scaled, torch.ones(()), rtol=1e-5, atol=0)
+
+
+def test_a_gradient_that_is_still_a_partial_sum_is_refused() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        param = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()], src_data_rank=None))
+        param.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
+        with pytest.raises(ValueError, match="partial sum"):
+            grad_norm([param])
+
+    on_ranks(2, body)
