@@ -125,7 +125,11 @@ class ProcessGroup:
             outcome: Outcome = ray.get(ref)
             return outcome
         except RayActorError as error:
-            died = WorkerDied(f"{name}: its process died during {method}: {_last_line(error)}")
+            detail = _last_line(error).rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
+            died = WorkerDied(
+                f"{name}: its process died during {method} ({detail.rstrip('.')}); where no one killed it, "
+                "the machine's log (dmesg: out of memory?) and Ray's (/tmp/ray/session_latest/logs) may say why"
+            )
             died.details = str(error)
             return Outcome(error=died, ended=0.0)
         except RayError as error:  # the result cannot be pickled here, or not be unpickled there
@@ -140,7 +144,7 @@ class ProcessGroup:
         assert error is not None
         if len(failed) > 1:
             others = ", ".join(self.names[index] for index in sorted(failed) if index != member)
-            error.add_note(f"after it {len(failed) - 1} of {called} others failed too: {others}")
+            error.add_note(f"after it {len(failed) - 1} of {called - 1} others failed too: {others}")
         return error
 
     def _check_lengths(self, method: str, arguments: Sequence[Any]) -> None:

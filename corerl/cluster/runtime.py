@@ -6,12 +6,13 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 
 import ray
 
-from corerl.errors import CorerlError
+from corerl.errors import ConfigError, CorerlError
 
 
 @contextlib.contextmanager
@@ -20,15 +21,17 @@ def ray_session(*, address: str, cpus: float) -> Iterator[None]:
 
     Raises CorerlError in one line where Ray cannot start or the cluster does not answer.
     """
+    _require_listening(address)
     # Ray else warns about a change of default that does not concern us.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # no control codes around what Ray itself has to say
     handler = signal.getsignal(signal.SIGTERM)
     try:
         if address:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="corerl")
         else:
-            # When the driver is killed, raylet and workers end with it; Ray's agents first seek the lost server this long.
+            # Workers end with a driver that is killed; Ray's own agents first look for their server, by default 60 s.
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
             ray.init(
                 address="local",  # never a cluster that someone else has started here
@@ -50,3 +53,17 @@ def ray_session(*, address: str, cpus: float) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_listening(address: str) -> None:
+    """Raises ConfigError where nobody listens at `address`: Ray itself asks again and again for many minutes."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon:
+        return  # empty, or a name such as "auto", which Ray answers at once
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"cluster.address: no Ray cluster at {address!r} ({error}); give the host:port that `ray start --head` "
+            "printed, or leave it empty to start Ray on this machine"
+        ) from error

@@ -28,6 +28,7 @@ from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.service import EngineAssignment
 from corerl.rollout.sources import Synchronous
+from corerl.trainer.assign import offloads
 from corerl.trainer.group import TrainGroup
 from corerl.weights.transport import Address
 
@@ -115,7 +116,6 @@ def _start(
     )
     if state:
         source.restore(state["source"])
-    offload = config.cluster.offload
     run = Run(
         config=config,
         run_dir=prepared.run_dir,
@@ -140,8 +140,7 @@ def _start(
             last_step=step if state else -1,
             observers=observers,
         ),
-        offload=config.cluster.placement == "colocated"
-        and (offload == "always" or (offload == "auto" and prepared.device == "cuda")),
+        offload=offloads(config, prepared.device),
         optimizer_step=init.optimizer_step,
         rollout_step=step,
         weights_version=init.weights_version,

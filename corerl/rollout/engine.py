@@ -1,4 +1,4 @@
-"""What a rollout engine is: prompts in, sampled tokens out with their log-probs and the weights version that drew them."""
+"""What a rollout engine is: prompts in, sampled tokens out with their log-probs and weights version."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class FakeEngine(Engine):
             drawn = hash_keys(np.repeat(keys, params.max_tokens), np.tile(np.arange(params.max_tokens), rows))
             tokens = (drawn % self._vocab).reshape(rows, params.max_tokens)
             # Not the log of anything, and different at every token, so that a column out of line is seen.
-            logprobs = -((drawn >> 8) % 1024).reshape(tokens.shape).astype(np.float32) / 256
+            logprobs = (-((drawn >> 8) % 1024) / 256).astype(np.float32).reshape(tokens.shape)
         stopped = np.isin(tokens, params.stop_tokens)
         finished = stopped.any(axis=1)
         sizes = np.where(finished, stopped.argmax(axis=1) + 1, params.max_tokens)
@@ -42,7 +42,7 @@ class FakeEngine(Engine):
             offsets=np.concatenate([[0], np.cumsum(sizes)]),
             logprobs=logprobs[chosen],
             versions=np.full(sizes.sum(), version, dtype=np.int64),
-            truncated=~finished,
+            truncated=np.logical_not(finished),
         )
 
     def pause(self) -> None:

@@ -96,7 +96,7 @@ def _imported(name: str) -> Callable[..., Any]:
         raise ConfigError(f"reward.name={name!r} cannot be imported ({type(error).__name__}: {error})") from error
     if not callable(function):
         raise ConfigError(f"reward.name={name!r} is {function!r}, wanted a function of (prompt, response)")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def score(reward: Callable[[Prompt, str], float], rollout: Rollout) -> FloatArray:

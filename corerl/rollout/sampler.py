@@ -72,7 +72,7 @@ class Sampler:
         return Rollout(
             batch=batch,
             prompts=tuple(prompts),
-            texts=self._tokenizer.batch_decode(responses, skip_special_tokens=True),
+            texts=self._tokenizer.batch_decode([ids.tolist() for ids in responses], skip_special_tokens=True),
         )
 
     def _encode(self, prompts: Sequence[Prompt]) -> tuple[IntArray, IntArray]:

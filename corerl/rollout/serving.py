@@ -1,6 +1,7 @@
 """Whether an engine may answer now: paused or running, and under which version of the weights, if any.
 
-no weights --update commits--> serving version v --update fails, or weights sleep--> serves nothing --update commits--> ...
+It starts without weights and serves a version once its update has committed. After an update that failed, or once its
+weights slept, it serves nothing until another update commits.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Serving:
 
     @contextmanager
     def generating(self) -> Iterator[int]:
-        """Wait while paused, then hold the weights still; gives their version. Raises EngineFailed where there are none."""
+        """Wait while paused, then hold the weights still; gives their version. Raises EngineFailed without weights."""
         while True:
             self._open.wait()
             with self._busy:
@@ -91,7 +92,7 @@ class Serving:
                     for bucket, flat in receiver.buckets(manifest, version) if not error else ():
                         load(bucket, flat)
                         received += flat.numel() * flat.element_size()
-                except Exception as failure:
+                except Exception as failure:  # whatever it is, the sender must hear of it
                     error = _line(failure)
                 receiver.acknowledge(version, error)
             except Exception as failure:  # the connection itself; what was wrong before it weighs more

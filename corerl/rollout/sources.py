@@ -117,7 +117,7 @@ def evaluate(
 def exact_share(rollout: Rollout) -> float | None:
     """The share of samples that equal their prompt's answer, among prompts that have one."""
     prompts = [rollout.prompts[group] for group in rollout.batch.rows["group"]]
-    matches = [exact_match(prompt, text) for prompt, text in zip(prompts, rollout.texts) if prompt.answer]
+    matches = [exact_match(prompt, text) for prompt, text in zip(prompts, rollout.texts, strict=True) if prompt.answer]
     return sum(matches) / len(matches) if matches else None
 
 
@@ -130,5 +130,5 @@ def shown(rollout: Rollout, rewards: FloatArray, count: int) -> tuple[Shown, ...
             answer=rollout.prompts[group].answer,
             reward=float(rewards[row]),
         )
-        for row, group in zip(first, rollout.batch.rows["group"][first])
+        for row, group in zip(first, rollout.batch.rows["group"][first], strict=True)
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from corerl.config.schema import ModelConfig
@@ -33,11 +35,12 @@ class TransformersEngine(Engine):
         )
         # Left as they are: nothing is served before the first update has overwritten every parameter.
         empty = {
-            name: torch.nn.Parameter(torch.empty_like(parameter, device=self._device), requires_grad=False)
+            name: nn.Parameter(torch.empty_like(parameter, device=self._device), requires_grad=False)
             for name, parameter in self._model.named_parameters()
         }
         materialize(self._model, empty)
-        self._model.to(self._device).eval()  # the buffers
+        self._model.eval()
+        nn.Module.to(self._model, self._device)  # the buffers
         # `generate` fills what its argument leaves open from here: a model's own defaults (top_k, penalties, a second
         # end of sequence) would bend the distribution that is recorded.
         self._model.generation_config = GenerationConfig()
@@ -46,7 +49,7 @@ class TransformersEngine(Engine):
         self._asleep = False
         self._serving = Serving(context.name, context.index)
 
-    # ---- sampling ------------------------------------------------------------------------------------------------------
+    # ---- sampling ----------------------------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest) -> Generation:
         size = self._options.batch_size
@@ -67,7 +70,8 @@ class TransformersEngine(Engine):
         tokens = np.full(mask.shape, PAD, dtype=np.int64)
         tokens[mask] = request.tokens
         draw = Draw(torch.tensor(request.noise_keys, device=self._device), params)
-        sequences = self._model.generate(
+        generate: Any = self._model.generate  # its decorator hides that it can be called
+        sequences = generate(
             input_ids=torch.tensor(tokens, device=self._device),
             attention_mask=torch.tensor(mask, dtype=torch.int64, device=self._device),
             logits_processor=LogitsProcessorList([draw]),
@@ -89,7 +93,7 @@ class TransformersEngine(Engine):
             offsets=np.concatenate([[0], np.cumsum(sizes)]),
             logprobs=torch.stack(draw.logprobs, dim=1).cpu().numpy()[chosen],
             versions=np.full(sizes.sum(), version, dtype=np.int64),
-            truncated=~finished,
+            truncated=np.logical_not(finished),
         )
 
     def pause(self) -> None:
@@ -98,7 +102,7 @@ class TransformersEngine(Engine):
     def resume(self) -> None:
         self._serving.resume()
 
-    # ---- weights -------------------------------------------------------------------------------------------------------
+    # ---- weights -----------------------------------------------------------------------------------------------------
 
     def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
         return self._serving.receive(manifest, version, address, check=self._check, load=self._load)

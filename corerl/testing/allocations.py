@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from attrs import define
+from torch._C._profiler import _ExperimentalConfig
 
 
 @define
@@ -20,12 +21,13 @@ class Allocations:
 
 @contextmanager
 def allocations(*, maps: Collection[int] = ()) -> Iterator[Allocations]:
-    """Watches this thread, and what C++ allocates in it, such as the buffers of collectives.
+    """Watches all threads, and what C++ allocates: a collective's buffer may be freed by a thread of its own.
 
     `maps` are sizes that are not memory: those of files that safetensors maps, which torch reports as allocations too.
     """
     found = Allocations()
-    with torch.autograd.profiler.profile(use_cpu=True, profile_memory=True) as profile:
+    config = _ExperimentalConfig(profile_all_threads=True)
+    with torch.autograd.profiler.profile(use_cpu=True, profile_memory=True, experimental_config=config) as profile:
         yield found
     results = profile.kineto_results
     assert results is not None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from attrs import evolve, field, frozen
 
@@ -38,9 +39,11 @@ LOSS = LossSpec(
     params={"clip_low": 0.2, "clip_high": 0.28, "entropy_coef": 0.01, "kl_coef": 0.05, "kl_estimator": "k3"},
     outputs=(Output.LOGPROBS, Output.ENTROPY),
 )
+# No value is a default, so that one that does not arrive is seen. eps is far above the rounding of gradients: with 1e-8, a
+# single gradient of 1e-9 that is all rounding moves its weight by a good part of the learning rate.
 TRAIN = TrainConfig(
     tokens_per_micro_batch=64,
-    optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=0.5),
+    optimizer=OptimizerConfig(lr=1e-3, betas=(0.85, 0.97), eps=1e-5, weight_decay=0.1, clip_norm=0.5),
 )
 
 
@@ -65,7 +68,10 @@ class Setup:
 
 
 def make_samples(seed: int, *, samples: int = 9, vocab: int = 97, temperature: float = 0.8) -> SampleBatch:
-    """Samples of 4 to 23 random tokens, in groups of two, with log-probs and advantages that mean nothing but differ."""
+    """Samples of 4 to 23 random tokens, in groups of two, with log-probs and advantages that mean nothing but differ.
+
+    Advantages have both signs and a mean, so that a loss is no small difference of large sums.
+    """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(4, 24, samples)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -86,7 +92,7 @@ def make_samples(seed: int, *, samples: int = 9, vocab: int = 97, temperature: f
             "rollout_logprobs": column(old),
             "old_logprobs": column(old),
             "ref_logprobs": column(old + 0.3 * rng.standard_normal(total)),
-            "advantages": column(np.repeat(rng.standard_normal(samples), lengths)),
+            "advantages": column(np.repeat(0.8 + rng.standard_normal(samples), lengths)),
             "versions": np.zeros(total, dtype=np.int64),
         },
         rows={"group": np.arange(samples) // 2},
@@ -213,9 +219,15 @@ def state_of(worker: Worker) -> dict[str, list[Box]]:
     """Masters, moments and what forward reads, copied."""
     return {
         key.value: [
-            Box(name=chunk.name, shape=chunk.shape, offsets=chunk.offsets, values=chunk.view.detach().float().cpu().numpy().copy())
+            Box(name=chunk.name, shape=chunk.shape, offsets=chunk.offsets, values=_copied(chunk.view))
             for chunk in worker.backend.local_state(key)
             if not chunk.replica
         ]
         for key in (*SAVED, StateKey.PARAM)
     }
+
+
+def _copied(view: torch.Tensor) -> Array:
+    # Cloned first: a storage that numpy has seen once cannot be resized any more, and could not sleep.
+    copied: Array = view.detach().float().cpu().clone().numpy()
+    return copied

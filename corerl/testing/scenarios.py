@@ -248,7 +248,7 @@ class SavedInBackground:
     complete: bool  # said when the save began
     while_held: bool  # said while the writer was held
     when_released: bool
-    files_while_held: list[str]
+    files_while_held: list[str]  # of this rank
     at_save: State
     after_step: State  # of the step that was trained while the writer was held
 
@@ -270,7 +270,7 @@ def save_in_background(setup: Setup, directory: str) -> SavedInBackground:
         while_held = worker.saved(False)
         train(worker, setup, 1)
         after_step = state_of(worker)
-        files = [path.name for path in Path(directory).glob("*")]
+        files = [path.name for path in Path(directory).glob(f"*{worker.context.rank:05d}*")]
         release.set()
         return SavedInBackground(
             complete=saved.complete,

@@ -25,7 +25,7 @@ class RolePlan:
     role: str
     backend: Loaded
     assignments: tuple[Assignment, ...]  # one a rank
-    environment: dict[str, str]
+    environment: dict[str, str]  # that the backend asks for; the run adds its own
     loss: LossSpec
 
 
@@ -94,9 +94,17 @@ def needed(config: Config, cluster: ClusterInfo, precision: str) -> dict[Capabil
         needs[Capability.BFLOAT16] = "train.precision = 'bfloat16'"
     if config.algorithm.kl_coef:
         needs[Capability.SNAPSHOTS] = f"algorithm.kl_coef = {config.algorithm.kl_coef}, whose reference is a snapshot"
+    if offloads(config, cluster.device):
+        needs[Capability.SLEEP] = f"cluster.offload = '{config.cluster.offload}' with colocated engines"
     if config.checkpoint.background:
         needs[Capability.SAVE_BACKGROUND] = "checkpoint.background = true"
     transport = {"collective": Capability.UPDATE_COLLECTIVE, "disk": Capability.UPDATE_DISK}
     if config.weights.transport in transport:
         needs[transport[config.weights.transport]] = f"weights.transport = '{config.weights.transport}'"
     return needs
+
+
+def offloads(config: Config, device: str) -> bool:
+    """Whether ranks and engines share devices, and take turns in their memory."""
+    offload = config.cluster.offload
+    return config.cluster.placement == "colocated" and (offload == "always" or (offload == "auto" and device == "cuda"))

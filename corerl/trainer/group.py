@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from corerl.cluster.group import Pending, ProcessGroup
 from corerl.cluster.placement import Seat
@@ -53,7 +53,10 @@ class PendingInit:
 
 
 class TrainGroup:
-    """`TrainGroup.launch(plan, seats, environment)`, then `init`. A rank that fails ends the group with its error."""
+    """The ranks of one role: `TrainGroup.launch(plan, seats, environment)`, then `init`, then the other verbs.
+
+    A rank that fails ends the group with its error; whatever is called after that raises WorkerDied.
+    """
 
     def __init__(self, processes: ProcessGroup, plan: RolePlan) -> None:
         self.processes = processes
@@ -109,7 +112,9 @@ class TrainGroup:
         return self.wait_train(self.train_async(samples, plan, loss, step))
 
     def train_async(self, samples: Any, plan: StepPlan, loss: LossSpec, step: Step) -> Pending:
-        return self.processes.start("train", samples, plan, loss, step)
+        pending = self.processes.start("train", samples, plan, loss, step)
+        # Said of a rank that dies in it, and so cannot say where.
+        return evolve(pending, method=f"train at optimizer step {step.optimizer_step}")
 
     def wait_train(self, pending: Pending) -> GroupTrainResult:
         results: list[TrainResult] = self.processes.wait(pending)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 from collections.abc import Mapping, Set
 from datetime import timedelta
 from typing import Any
@@ -16,12 +17,12 @@ from corerl.config.load import structure
 from corerl.config.schema import ExtensionChoice, RoleConfig
 from corerl.data.packing import pack
 from corerl.data.plan import StepPlan
-from corerl.errors import WrongState
+from corerl.errors import PluginBroken, PluginNotFound, WrongState
 from corerl.plugin.context import Context
 from corerl.plugin.fingerprint import Fingerprint, fingerprint, require_same
 from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_worker_extensions
-from corerl.plugin.registry import Kind, load, load_implementation
+from corerl.plugin.registry import Kind, Loaded, load, load_implementation
 from corerl.types import (
     ForwardResult,
     InitResult,
@@ -58,8 +59,8 @@ class Worker:
 
     def __init__(self, assignment: Assignment) -> None:
         self.context = assignment.context
-        loaded = load(Kind.BACKENDS, assignment.backend)
-        extensions = [load(Kind.EXTENSIONS, choice.name) for choice in assignment.extensions]
+        loaded = self._load(Kind.BACKENDS, assignment.backend)
+        extensions = [self._load(Kind.EXTENSIONS, choice.name) for choice in assignment.extensions]
         require_same(
             assignment.fingerprint,
             fingerprint(loaded, extensions, assignment.loss),
@@ -143,6 +144,16 @@ class Worker:
             getattr(self.backend, f"{action}_snapshot")(name, **arguments)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _load(self, kind: Kind, name: str) -> Loaded:
+        """Raises PluginNotFound or PluginBroken where this machine lacks what the driver has."""
+        try:
+            return load(kind, name)
+        except (PluginNotFound, PluginBroken) as error:
+            raise type(error)(
+                f"{self.context.role} rank {self.context.rank} on {socket.gethostname()}: {error.message}; "
+                f"the driver could load this {kind.noun}: it must be installed on every node"
+            ) from error
 
     def _pack(self, samples: SampleBatch, plan: StepPlan) -> Any:
         layout = self.backend.layout

@@ -103,7 +103,7 @@ def test_a_wrong_command_line_ends_with_2(argv: list[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--help"], ["train", "export", "config", "backends"]),
+        (["--help"], ["train", "export", "config", "backends", "engines", "extensions"]),
         (["--version"], [f"corerl {corerl.__version__}"]),
         (["train", "--help"], ["usage: corerl train"]),
         (["config", "show", "--help"], ["usage: corerl config show", "--help-texts"]),

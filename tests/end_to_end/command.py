@@ -1,4 +1,4 @@
-"""The command `corerl` as a user starts it, in a session of its own: watched, sent signals, and searched for leftovers."""
+"""The command `corerl` as a user starts it: watched, sent signals, and searched for what it leaves behind."""
 
 from __future__ import annotations
 

@@ -1,0 +1,16 @@
+"""`corerl engines [--json]`: the rollout engines that are installed, and why some will not run."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from corerl.cli.plugins import add_listing, list_plugins
+
+
+def add_parser(subparsers: Any) -> None:
+    add_listing(subparsers, "engines", "rollout engines")
+
+
+def run(args: argparse.Namespace) -> int:
+    return list_plugins("engines", args)

@@ -1,0 +1,48 @@
+"""What `corerl backends`, `engines` and `extensions` have in common: plugins of one kind, and why some will not run."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from corerl.plugin.registry import Installed
+
+
+def add_listing(subparsers: Any, kind: str, what: str) -> None:
+    """The command `kind`; `what` are these plugins in words."""
+    parser = subparsers.add_parser(kind, help=f"list the {what} that are installed, and their state")
+    parser.add_argument("--json", action="store_true", help="as a JSON array, for programs")
+
+
+def list_plugins(kind: str, args: argparse.Namespace) -> int:
+    """Print every plugin of `kind`, a value of `Kind`, and those that could be installed."""
+    from corerl.plugin.registry import INSTALL_HINTS, Kind, installed
+
+    found = installed(Kind(kind))
+    names = {each.name for each in found}
+    missing = {name: hint for name, hint in INSTALL_HINTS[Kind(kind)].items() if name not in names}
+    print(_json(found, missing) if args.json else _text(found, missing))
+    return 0
+
+
+def _json(found: list[Installed], missing: dict[str, str]) -> str:
+    import json
+
+    from attrs import asdict
+
+    rows = [asdict(each) for each in found]
+    rows += [{"name": name, "status": "not installed", "reason": hint} for name, hint in missing.items()]
+    return json.dumps(rows, indent=2)
+
+
+def _text(found: list[Installed], missing: dict[str, str]) -> str:
+    """Columns as wide as their widest cell; the last one, which may be a sentence, is left as it is."""
+    rows = [("NAME", "PACKAGE", "VERSION", "API", "STATUS")]
+    for each in found:
+        api = ".".join(map(str, each.api)) if each.api else "-"
+        status = f"{each.status}: {each.reason}" if each.reason else f"{each.status}: {each.summary}"
+        rows.append((each.name, each.distribution, each.version, api, status))
+    rows += [(name, "-", "-", "-", f"not installed: {hint}") for name, hint in missing.items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows)

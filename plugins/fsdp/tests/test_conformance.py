@@ -1,0 +1,5 @@
+from corerl.testing.checks import BackendChecks
+
+
+class TestFsdp(BackendChecks):
+    backend_name = "fsdp"

@@ -1,0 +1,62 @@
+"""A backend's training steps against those of `tests.reference`: subclass it with the backend's name."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from corerl.plugin.capabilities import FULL, Capability, Grade
+from corerl.plugin.registry import Kind, load
+from corerl.testing.checks import CASES, PACKINGS, STEPS, Runs, Tensors, weights_apart
+from corerl.testing.harness import samples_at, step_at
+from corerl.testing.tolerances import GRAD_NORM, LOSS, WEIGHTS_L2
+from tests import reference
+
+
+@cache
+def bare_run(directory: Path) -> reference.BareRun:
+    batches = [samples_at(number) for number in range(STEPS)]
+    return reference.train(
+        directory,
+        [list(reference.sequences(batch.tokens, batch.offsets, batch.columns)) for batch in batches],
+        [step_at(number).lr for number in range(STEPS)],
+        batches[0].temperature,
+    )
+
+
+def module_tensors(found: Tensors) -> Tensors:
+    """Tensors of a file, by the names of transformers' modules: a layer's experts lie in two of them."""
+    import numpy as np
+
+    together: Tensors = {name: value for name, value in found.items() if ".experts." not in name}
+    for prefix in {name.partition(".experts.")[0] for name in found.keys() - together.keys()}:
+        experts = range(sum(name.startswith(f"{prefix}.experts.") for name in found) // 3)
+
+        def stacked(projection: str, prefix: str = prefix, experts: range = experts) -> np.ndarray:
+            return np.stack([found[f"{prefix}.experts.{expert}.{projection}.weight"] for expert in experts])
+
+        gate_up = np.concatenate([stacked("gate_proj"), stacked("up_proj")], axis=1)
+        together[f"{prefix}.experts.gate_up_proj"] = gate_up
+        together[f"{prefix}.experts.down_proj"] = stacked("down_proj")
+    return together
+
+
+class BareLoopChecks:
+    backend_name: ClassVar[str]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        assert metafunc.cls is not None
+        several = load(Kind.BACKENDS, metafunc.cls.backend_name).spec.capabilities.get(Capability.MULTI_RANK, FULL)
+        sizes = [1, 2] if several.grade is Grade.FULL else [1]
+        metafunc.parametrize("world_size", sizes, ids="on {} rank(s)".format)
+
+    @pytest.mark.parametrize(("kind", "packing"), CASES)
+    def test_training_follows_a_loop_in_bare_torch(self, runs: Runs, world_size: int, kind: str, packing: str) -> None:
+        found = runs.trained(self.backend_name, world_size, kind, PACKINGS[packing])
+        wanted = bare_run(runs.models[kind])
+        assert found.losses == pytest.approx(wanted.losses, rel=LOSS.relative, abs=LOSS.absolute)
+        assert found.grad_norms == pytest.approx(wanted.grad_norms, rel=GRAD_NORM.relative)
+        assert weights_apart(module_tensors(found.state["master"]), wanted.weights) < WEIGHTS_L2

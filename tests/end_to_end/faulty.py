@@ -1,0 +1,32 @@
+"""A backend that fails as it is told to, named in a config as 'tests.end_to_end.faulty:SPEC'."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import evolve, frozen
+
+from corerl.config.schema import option
+from corerl_fsdp.config import FsdpConfig
+from corerl_fsdp.spec import SPEC as FSDP
+
+NAME = "tests.end_to_end.faulty:SPEC"
+
+
+@frozen(kw_only=True)
+class FaultyConfig(FsdpConfig):
+    hook: Literal["", "init", "train", "save"] = option("where it fails; empty never", default="")
+    how: Literal["raise", "kill", "wait"] = option(
+        "raise ValueError, SIGKILL itself, or wait for a file `go` in the run directory", default="raise"
+    )
+    rank: int = option("the rank that fails", default=1)
+    step: int = option("the rollout step at which it fails, in train and save", default=0)
+
+
+SPEC = evolve(FSDP, implementation="tests.end_to_end.faulty_backend:FaultyBackend", config=FaultyConfig)
+
+
+def fault(hook: str, how: str, *, step: int = 0) -> list[str]:
+    """The overrides of a run whose rank 1 fails."""
+    table = f'backends."{NAME}"'
+    return [f"backend.name={NAME}", f"{table}.hook={hook}", f"{table}.how={how}", f"{table}.step={step}"]

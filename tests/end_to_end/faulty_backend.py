@@ -1,0 +1,46 @@
+"""FSDP, but for one rank that raises, dies or waits in one hook; a file `fault` in the run directory says when."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from corerl.checkpoint.writer import BackgroundWriter
+from corerl.config.schema import RoleConfig
+from corerl.plugin.context import Context
+from corerl.types import LossSpec, PackedBatch, ParallelLayout, SaveResult, Step, TrainResult
+from corerl_fsdp.backend import FsdpBackend
+
+
+class FaultyBackend(FsdpBackend):
+    def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
+        if config.options.hook == "init" and config.options.rank == context.rank:
+            self.fail()
+        return super().build(config, context)
+
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        if self.fails_in("train", step):
+            self.fail()
+        return super().train(batch, loss, step)
+
+    def save(self, path: str, step: Step, background: bool) -> SaveResult:
+        if self.fails_in("save", step):  # in the background, while training goes on
+            self._writer = BackgroundWriter(run=lambda job: self.fail())
+        return super().save(path, step, background)
+
+    def fails_in(self, hook: str, step: Step) -> bool:
+        options = self.config.options
+        return (options.hook, options.rank, options.step) == (hook, self.context.rank, step.rollout_step)
+
+    def fail(self) -> None:
+        (Path(self.context.run_dir) / "fault").touch()
+        match self.config.options.how:
+            case "raise":
+                raise ValueError("a fault\nthat was asked for")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "wait":
+                while not (Path(self.context.run_dir) / "go").exists():
+                    time.sleep(0.01)

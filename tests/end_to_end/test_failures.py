@@ -1,0 +1,69 @@
+"""A rank that fails ends the run with its own error, and a second signal ends it at once; no process of it stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from corerl.checkpoint.commit import latest
+from tests.end_to_end.command import ENDS_WITHIN, Command, steps_done, write_small
+from tests.end_to_end.faulty import NAME, fault
+
+# A checkpoint after every step, complete before the next: what a failure must not cost.
+SAVED = ["checkpoint.every=1", "checkpoint.background=false"]
+
+
+def fail(tmp_path: Path, *arguments: str) -> Command:
+    """A run that has ended by the fault, and of which nothing is left."""
+    command = Command("train", write_small(tmp_path), f"run.dir={tmp_path}/run", *SAVED, *arguments, logs=tmp_path)
+    with command:
+        command.until((tmp_path / "run/fault").exists, "at its fault")
+        assert command.finish(within=ENDS_WITHIN) == 1
+        command.assert_nothing_is_left()
+    assert command.out == ""
+    return command
+
+
+def test_a_rank_that_raises_in_train_ends_the_run_with_its_error_and_keeps_the_checkpoints(tmp_path: Path) -> None:
+    command = fail(tmp_path, *fault("train", "raise", step=1))
+    assert command.err == (
+        f"corerl: error: backend:{NAME}, actor rank 1: train failed at optimizer step 2: ValueError: a fault\n"
+    )
+    assert steps_done(tmp_path / "run") == 1
+    assert latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000001"
+
+
+def test_a_rank_that_is_killed_in_train_is_named_with_its_step(tmp_path: Path) -> None:
+    command = fail(tmp_path, *fault("train", "kill", step=1))
+    (line,) = command.err.splitlines()
+    assert line.startswith("corerl: error: actor rank 1: its process died during train at optimizer step 2 (")
+    assert latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000001"
+
+
+def test_a_rank_that_raises_in_init_ends_the_run_with_its_error_and_debug_shows_where(tmp_path: Path) -> None:
+    command = fail(tmp_path, *fault("init", "raise"), "--debug")
+    lines = command.err.splitlines()
+    assert lines[-1] == f"corerl: error: backend:{NAME}, actor rank 1: init failed: ValueError: a fault"
+    assert "ValueError: a fault" in lines[:-1] and "that was asked for" in lines[:-1]
+    assert any("faulty_backend.py" in line and "in fail" in line for line in lines)
+
+
+def test_a_rank_that_is_killed_in_init_is_named(tmp_path: Path) -> None:
+    command = fail(tmp_path, *fault("init", "kill"))
+    (line,) = command.err.splitlines()
+    assert line.startswith("corerl: error: actor rank 1: its process died during init (")
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ["train", write_small(tmp_path), f"run.dir={run_dir}", *SAVED, *fault("train", "wait", step=1)]
+    with Command(*arguments, "extensions=[{name='console'}]", logs=tmp_path) as command:
+        command.until((run_dir / "fault").exists, "in the middle of its second step, which does not end")
+        os.kill(command.process.pid, signal.SIGTERM)
+        command.until(lambda: "SIGTERM: finishing this step" in command.out, "told of the first signal")
+        os.kill(command.process.pid, signal.SIGTERM)
+        assert command.finish(within=ENDS_WITHIN) == 130
+        command.assert_nothing_is_left()
+    assert command.err == "corerl: interrupted\n"
+    assert latest(run_dir) == run_dir / "checkpoints/step-00000001"

@@ -1,0 +1,117 @@
+"""A run that was stopped or killed goes on as if nothing had happened: same numbers, same weights, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from corerl.checkpoint.commit import latest
+from corerl.testing import tolerances
+from tests.end_to_end.command import Command, numbers, steps_done
+from tests.end_to_end.conftest import Finished
+from tests.end_to_end.faulty import fault
+
+LAST = "checkpoints/step-00000006/actor"
+
+
+def assert_same_as(uninterrupted: Finished, run_dir: Path) -> None:
+    """Every number of every step and evaluation, every weight and moment, and the exported model."""
+    assert numbers(run_dir) == numbers(uninterrupted.run_dir)
+    for path in (f"{LAST}/rank-00000.safetensors", f"{LAST}/rank-00001.safetensors", "model/model.safetensors"):
+        found, wanted = load_file(run_dir / path), load_file(uninterrupted.run_dir / path)
+        assert found.keys() == wanted.keys()
+        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def test_after_ctrl_c_the_step_is_finished_and_saved_and_a_resumed_run_equals_the_uninterrupted_one(
+    uninterrupted: Finished, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ["train", uninterrupted.config, *uninterrupted.overrides, f"run.dir={run_dir}"]
+    with Command(*arguments, *fault("train", "wait", step=2), logs=tmp_path) as command:
+        command.until((run_dir / "fault").exists, "in the middle of its third step")
+        command.interrupt_terminal()
+        command.until(lambda: "SIGINT" in command.out, "told of the signal")
+        (run_dir / "go").touch()
+        assert (command.finish(), command.err) == (0, "")
+        command.assert_nothing_is_left()
+    assert steps_done(run_dir) == 3
+    assert latest(run_dir) == run_dir / "checkpoints/step-00000003"
+    assert numbers(run_dir) == numbers(uninterrupted.run_dir)[: len(numbers(run_dir))]
+    lines = command.out.splitlines()
+    assert "note: SIGINT: finishing this step, then saving; once more stops at once and saves nothing" in lines
+    assert any(line.startswith("interrupted after 3 of 6 steps, ") for line in lines)
+    assert not (run_dir / "model").exists()
+
+    # The file that the run has written is a valid input; only the backend that waited is replaced.
+    resume = ["checkpoint.resume=auto", "backend.name=fsdp"]
+    with Command("train", run_dir / "config.toml", *resume, logs=tmp_path) as command:
+        assert (command.finish(), command.err) == (0, "")
+    assert "resumed after step 3 of 6" in command.out.splitlines()
+    assert_same_as(uninterrupted, run_dir)
+
+
+def test_a_run_killed_during_a_save_and_again_between_two_steps_equals_the_uninterrupted_one(
+    uninterrupted: Finished, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ["train", uninterrupted.config, *uninterrupted.overrides, f"run.dir={run_dir}"]
+
+    # Rank 1 never ends its part of the save after step 4, in the background, while step 5 is trained.
+    with Command(*arguments, *fault("save", "wait", step=4), logs=tmp_path) as command:
+        command.until(lambda: steps_done(run_dir) >= 5, "through the step after the save began")
+        partial = run_dir / "checkpoints/step-00000004.partial"
+        command.until((partial / "actor/rank-00000.safetensors").exists, "done with rank 0's part of the save")
+        assert not (partial / "actor/rank-00001.safetensors").exists()
+        os.kill(command.process.pid, signal.SIGKILL)
+        assert command.finish() == -signal.SIGKILL
+        command.assert_nothing_is_left()
+    assert latest(run_dir) == run_dir / "checkpoints/step-00000002"
+
+    # Killed again after step 3, before the optimizer step of the next one.
+    (run_dir / "fault").unlink()
+    with Command(*arguments, "checkpoint.resume=auto", *fault("train", "wait", step=3), logs=tmp_path) as command:
+        command.until((run_dir / "fault").exists, "in its fourth step")
+        assert "resumed after step 2 of 6" in command.out.splitlines()
+        assert steps_done(run_dir) == 3
+        os.kill(command.process.pid, signal.SIGKILL)
+        assert command.finish() == -signal.SIGKILL
+        command.assert_nothing_is_left()
+    assert latest(run_dir) == run_dir / "checkpoints/step-00000002"
+
+    with Command(*arguments, "checkpoint.resume=auto", logs=tmp_path) as command:
+        assert (command.finish(), command.err) == (0, "")
+    assert "resumed after step 2 of 6" in command.out.splitlines()
+    assert not partial.exists()
+    assert_same_as(uninterrupted, run_dir)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks_and_engines_another_transport_and_placement(
+    uninterrupted: Finished, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    changes = ["roles.actor.ranks=1", "rollout.replicas=2", "weights.transport=disk", "cluster.placement=disaggregated"]
+    checkpoint = uninterrupted.run_dir / "checkpoints/step-00000004"
+    resume = [f"run.dir={run_dir}", f"checkpoint.resume={checkpoint}"]
+    with Command("train", uninterrupted.config, *uninterrupted.overrides, *resume, *changes, logs=tmp_path) as command:
+        assert (command.finish(), command.err) == (0, "")
+
+    def of(directory: Path) -> dict[int, dict[str, Any]]:
+        return {line["step"]: line for line in numbers(directory) if "train/loss" in line}
+
+    found, wanted = of(run_dir), of(uninterrupted.run_dir)
+    assert list(found) == [4, 5]
+    for step, line in found.items():
+        for sampled in ("rollout/reward", "rollout/tokens", "rollout/truncated", "train/lr"):
+            assert line[sampled] == wanted[step][sampled]
+        for name, tolerance in (("loss", tolerances.LOSS), ("grad_norm", tolerances.GRAD_NORM)):
+            assert line[f"train/{name}"] == pytest.approx(
+                wanted[step][f"train/{name}"], rel=tolerance.relative, abs=tolerance.absolute
+            )
+        assert line["rollout/logprob_diff_max"] <= tolerances.ENGINE_LOGPROBS

@@ -1,0 +1,123 @@
+"""What one run of the quickstart's task, scaled down, writes and prints."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from corerl.checkpoint.reader import CheckpointSource
+from corerl.cli.main import main
+from corerl.config.load import load_config
+from corerl.plugin.options import resolve_tables
+from corerl.testing import tolerances
+from tests.end_to_end.command import metrics
+from tests.end_to_end.conftest import Finished
+
+STEPS = 6
+ROLLOUT = ["reward", "reward_std", "response_length", "truncated", "tokens", "exact_match"]
+TRAIN = ["loss", "policy_loss", "entropy", "kl", "ratio", "clip_fraction", "approx_kl", "grad_norm", "lr", "tokens"]
+TIMES = ["rollout", "reward", "forward", "train", "update_weights", "step"]
+
+
+def of_steps(run_dir: Path) -> list[dict[str, Any]]:
+    return [line for line in metrics(run_dir) if "train/loss" in line]
+
+
+def held_out_answers(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "held-out" and line["step"] == step]
+
+
+def test_the_resolved_config_is_a_valid_input_and_says_the_same(
+    uninterrupted: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = uninterrupted.run_dir / "config.toml"
+    assert main(["config", "check", str(written)]) == 0
+    assert capsys.readouterr() == (f"{written}: ok\n", "")
+    given = load_config(uninterrupted.config, [*uninterrupted.overrides, f"run.dir={uninterrupted.run_dir}"])
+    assert resolve_tables(load_config(written)) == resolve_tables(given)
+
+
+def test_metrics_tell_of_every_step_and_every_evaluation(uninterrupted: Finished) -> None:
+    steps = of_steps(uninterrupted.run_dir)
+    assert [line["step"] for line in steps] == list(range(STEPS))
+    wanted = [f"rollout/{name}" for name in [*ROLLOUT, "logprob_diff", "logprob_diff_max"]]
+    wanted += [f"train/{name}" for name in [*TRAIN, "skipped_steps"]]
+    wanted += [f"time/{name}" for name in TIMES] + ["perf/tokens_per_second"]
+    assert all(set(wanted) <= set(line) for line in steps)
+    assert [line["train/skipped_steps"] for line in steps] == [0.0] * STEPS
+    evaluations = [line for line in metrics(uninterrupted.run_dir) if "eval/reward" in line]
+    assert [line["step"] for line in evaluations] == [0, 3, 6]
+    assert all({"eval/exact_match", "eval/response_length"} <= set(line) for line in evaluations)
+
+
+def test_trainer_and_engine_agree_on_the_logprobs_after_every_update(uninterrupted: Finished) -> None:
+    worst = [line["rollout/logprob_diff_max"] for line in of_steps(uninterrupted.run_dir)]
+    assert len(worst) == STEPS and max(worst) <= tolerances.ENGINE_LOGPROBS
+
+
+def test_the_reference_policy_is_the_one_that_training_began_with(uninterrupted: Finished) -> None:
+    # With k1, the mean of log(p / p_ref). Its like for the old policy follows from the mean ratio and from k3.
+    steps = of_steps(uninterrupted.run_dir)
+    from_old = [line["train/ratio"] - 1.0 - line["train/approx_kl"] for line in steps]
+    moved = [line["train/kl"] - old for line, old in zip(steps, from_old, strict=True)]
+    assert moved[0] == pytest.approx(0.0, abs=1e-6)  # in the first step the old policy is the reference
+    assert min(abs(each) for each in moved[1:]) > 1e-4
+    for line in steps:
+        parts = line["train/policy_loss"] + 0.1 * line["train/kl"] - 0.01 * line["train/entropy"]
+        assert line["train/loss"] == pytest.approx(parts, rel=1e-4)
+
+
+def test_tensorboard_shows_the_numbers_of_metrics_jsonl(uninterrupted: Finished) -> None:
+    accumulator = EventAccumulator(str(uninterrupted.run_dir / "tensorboard"))
+    accumulator.Reload()
+    for name in ("train/loss", "rollout/reward", "rollout/logprob_diff", "eval/exact_match"):
+        shown = [(event.step, event.value) for event in accumulator.Scalars(name)]
+        told = [(line["step"], line[name]) for line in metrics(uninterrupted.run_dir) if name in line]
+        assert shown == [(step, pytest.approx(value, rel=1e-6)) for step, value in told]
+
+
+def test_curves_are_drawn(uninterrupted: Finished) -> None:
+    png = (uninterrupted.run_dir / "curves.png").read_bytes()
+    assert png[:8] == b"\x89PNG\r\n\x1a\n" and png[-8:-4] == b"IEND"
+
+
+def test_what_is_printed_to_a_file_has_no_control_codes_and_ends_with_what_is_where(uninterrupted: Finished) -> None:
+    out, run_dir = uninterrupted.out, uninterrupted.run_dir
+    assert uninterrupted.err == ""
+    assert [character for character in out if not character.isprintable() and character != "\n"] == []
+    lines = out.splitlines()
+    assert lines[0] == "grpo on sort-digits: qwen3 from scratch, 2 fsdp ranks, 1 transformers engines, cpu"
+    assert any(re.fullmatch(r"finished after 6 of 6 steps, .*", line) for line in lines)
+    answers = held_out_answers(run_dir, 6)
+    assert len(answers) == 3
+    for answer in answers:
+        assert any(line.startswith(answer["prompt"]) and answer["response"] in line for line in lines)
+    assert lines[-3:] == [
+        f"run directory  {run_dir}",
+        f"checkpoint     {run_dir}/checkpoints/step-00000006",
+        f"model          {run_dir}/model",
+    ]
+
+
+def test_the_exported_model_is_the_checkpoint_and_answers_as_the_engine_did(uninterrupted: Finished) -> None:
+    run_dir = uninterrupted.run_dir
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "model", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "model", local_files_only=True)
+    source = CheckpointSource(run_dir / "checkpoints/step-00000006/actor", "master")
+    weights = dict(model.named_parameters())
+    assert weights.keys() == source.shapes.keys()  # the embedding is tied, so both have it once
+    for name, shape in source.shapes.items():
+        assert torch.equal(weights[name], source.read(name, (0,) * len(shape), shape)), name
+    for answer in held_out_answers(run_dir, 6):
+        prompt = tokenizer(answer["prompt"], return_tensors="pt")
+        tokens = model.generate(**prompt, do_sample=False, max_new_tokens=7, pad_token_id=0)
+        response = tokens[0, prompt["input_ids"].shape[1] :]
+        assert tokenizer.decode(response, skip_special_tokens=True) == answer["response"]

@@ -1,0 +1,295 @@
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+from corerl.config.schema import ModelConfig
+from corerl.errors import EngineFailed
+from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
+from corerl.rollout.engines import TransformersConfig
+from corerl.rollout.noise import noise_keys
+from corerl.rollout.pool import LocalPool
+from corerl.rollout.transformers_engine import TransformersEngine, keep_top_p
+from corerl.types import MemoryKind
+from tests.rollout.models import (
+    MOE,
+    TIED,
+    UNTIED,
+    VOCAB,
+    context,
+    hf_tensors,
+    plain_logprobs,
+    random_model,
+    sequences,
+    update,
+)
+
+PARAMS = SamplingParams(temperature=0.8, max_tokens=6, stop_tokens=(2, 9))
+PARAM = frozenset({MemoryKind.PARAM})
+
+
+def engine(fields: Mapping[str, Any], *, index: int = 0, batch_size: int = 512) -> TransformersEngine:
+    return TransformersEngine(ModelConfig(config=fields), TransformersConfig(batch_size=batch_size), context(index))
+
+
+def request(rows: int, params: SamplingParams = PARAMS, *, step: int = 0) -> GenerateRequest:
+    """Prompts of 1 to 7 tokens, so that nearly every row is padded."""
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(1, 8, size=rows)
+    return GenerateRequest(
+        tokens=rng.integers(4, VOCAB, size=lengths.sum()),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        noise_keys=noise_keys(0, step, np.arange(rows), np.zeros(rows, dtype=np.int64)),
+        params=params,
+    )
+
+
+def same_prompt(rows: int, params: SamplingParams) -> GenerateRequest:
+    """One prompt, `rows` samples."""
+    prompt = np.array([1, 5, 8])
+    return GenerateRequest(
+        tokens=np.tile(prompt, rows),
+        offsets=np.arange(rows + 1) * len(prompt),
+        noise_keys=noise_keys(0, 0, np.zeros(rows, dtype=np.int64), np.arange(rows)),
+        params=params,
+    )
+
+
+def assert_same_samples(a: Generation, b: Generation) -> None:
+    assert a.tokens.tolist() == b.tokens.tolist()
+    assert a.offsets.tolist() == b.offsets.tolist()
+    assert a.truncated.tolist() == b.truncated.tolist()
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformersEngine, Any]:
+    """An engine at version 3 of a plain model's weights, and that model; nobody changes the engine."""
+    model = random_model(TIED, seed=1)
+    served = engine(TIED)
+    (received,) = update(
+        [served], hf_tensors(model, tmp_path_factory.mktemp("hf")), version=3, path=tmp_path_factory.mktemp("w")
+    )
+    assert received.error == "" and received.version == 3
+    return served, model
+
+
+@pytest.mark.parametrize("fields", [TIED, UNTIED, MOE], ids=["tied", "untied", "moe"])
+def test_recorded_logprobs_are_those_of_a_plain_forward_pass_of_each_sequence(
+    fields: Mapping[str, Any], tmp_path: Path
+) -> None:
+    model = random_model(fields, seed=1)
+    tensors = hf_tensors(model, tmp_path / "hf")
+    served = engine(fields)
+    (received,) = update([served], tensors, version=0, path=tmp_path / "weights")
+    assert received.error == ""
+    assert received.bytes == sum(tensor.numel() * 4 for tensor in tensors.values())
+    asked = request(24)
+    generation = served.generate(asked)
+    for prompt, response, logprobs in sequences(asked, generation):
+        expected = plain_logprobs(model, prompt + response, PARAMS.temperature)[len(prompt) - 1 :]
+        torch.testing.assert_close(
+            torch.tensor(logprobs), expected.gather(1, torch.tensor(response)[:, None])[:, 0], atol=1e-5, rtol=0
+        )
+
+
+def test_what_is_drawn_depends_neither_on_the_batch_size_nor_on_the_number_of_engines(tmp_path: Path) -> None:
+    tensors = hf_tensors(random_model(TIED, seed=1), tmp_path / "hf")
+    engines = [engine(TIED), engine(TIED, index=1, batch_size=5), engine(TIED, index=2, batch_size=1)]
+    assert [received.error for received in update(engines, tensors, version=1, path=tmp_path / "w")] == ["", "", ""]
+    asked = request(31)
+    whole = engines[0].generate(asked)
+    assert_same_samples(whole, engines[1].generate(asked))
+    assert_same_samples(whole, engines[2].generate(asked))
+    assert_same_samples(whole, LocalPool(engines).generate(asked))
+    assert (
+        whole.tokens.tolist()
+        != engines[0].generate(evolve(asked, noise_keys=request(31, step=1).noise_keys)).tokens.tolist()
+    )
+
+
+def test_a_sample_ends_with_its_first_stop_token_or_is_truncated_at_max_tokens(
+    tied: tuple[TransformersEngine, Any],
+) -> None:
+    served, _ = tied
+    asked = request(200)
+    generation = served.generate(asked)
+    endings = {True: 0, False: 0}
+    for (_, response, _), truncated in zip(sequences(asked, generation), generation.truncated, strict=True):
+        assert not set(response[:-1]) & {2, 9}
+        assert truncated == (response[-1] not in {2, 9})
+        assert len(response) == 6 if truncated else 1 <= len(response) <= 6
+        endings[bool(truncated)] += 1
+    assert min(endings.values()) > 10
+    assert generation.versions.tolist() == [3] * len(generation.tokens)
+    endless = served.generate(evolve(asked, params=evolve(PARAMS, stop_tokens=())))
+    assert np.diff(endless.offsets).tolist() == [6] * 200 and endless.truncated.all()
+
+
+def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Cells that expect fewer than 5 are joined into one."""
+    expected = probabilities * counts.sum()
+    rare = expected < 5
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    return float(((counts - expected) ** 2 / expected.clamp(min=1)).sum())
+
+
+def test_samples_are_distributed_as_the_softmax_of_logits_over_temperature(
+    tied: tuple[TransformersEngine, Any],
+) -> None:
+    served, model = tied
+    params = SamplingParams(temperature=1.5, max_tokens=2)
+    tokens = torch.from_numpy(served.generate(same_prompt(6000, params)).tokens).view(-1, 2)
+    first = plain_logprobs(model, [1, 5, 8, 0], 1.5)[-1].exp().double()
+    assert chi_square(torch.bincount(tokens[:, 0], minlength=VOCAB).double(), first) < 37.7  # 99.9 %, 15 degrees
+    likeliest = int(first.argmax())
+    then = tokens[tokens[:, 0] == likeliest, 1]
+    second = plain_logprobs(model, [1, 5, 8, likeliest, 0], 1.5)[-1].exp().double()
+    assert chi_square(torch.bincount(then, minlength=VOCAB).double(), second) < 37.7
+
+
+def test_top_p_draws_from_the_renormalised_nucleus_and_records_the_whole_distributions_logprobs(
+    tied: tuple[TransformersEngine, Any],
+) -> None:
+    served, model = tied
+    params = SamplingParams(temperature=1.5, top_p=0.7, max_tokens=1)
+    asked = same_prompt(4000, params)
+    generation = served.generate(asked)
+    full = plain_logprobs(model, [1, 5, 8, 0], 1.5)[-1]
+    probabilities = full.exp().double()
+    nucleus, held = [], 0.0
+    for token in probabilities.argsort(descending=True).tolist():
+        nucleus.append(token)
+        held += float(probabilities[token])
+        if held >= 0.7:
+            break
+    assert 1 < len(nucleus) < VOCAB
+    assert set(generation.tokens.tolist()) == set(nucleus)
+    kept = torch.zeros(VOCAB, dtype=torch.float64)
+    kept[nucleus] = probabilities[nucleus] / held
+    counts = torch.bincount(torch.from_numpy(generation.tokens), minlength=VOCAB).double()
+    assert chi_square(counts, kept) < 37.7
+    np.testing.assert_allclose(generation.logprobs, full[torch.from_numpy(generation.tokens)], atol=1e-5, rtol=0)
+
+
+def test_the_nucleus_is_the_smallest_set_that_holds_top_p() -> None:
+    logprobs = torch.tensor([[0.1, 0.5, 0.3, 0.1], [0.97, 0.01, 0.01, 0.01]]).log()
+    for top_p, expected in [
+        (0.4, [[False, True, False, False], [True, False, False, False]]),
+        (0.6, [[False, True, True, False], [True, False, False, False]]),
+        (1.0, [[True] * 4, [True] * 4]),
+    ]:
+        assert keep_top_p(logprobs, top_p).isfinite().tolist() == expected
+
+
+def test_greedy_takes_the_likeliest_token_whatever_the_noise(tied: tuple[TransformersEngine, Any]) -> None:
+    served, model = tied
+    asked = request(12, evolve(PARAMS, greedy=True))
+    generation = served.generate(asked)
+    for prompt, response, _ in sequences(asked, generation):
+        expected = plain_logprobs(model, prompt + response)[len(prompt) - 1 :].argmax(dim=-1)
+        assert response == expected.tolist()
+    assert_same_samples(generation, served.generate(evolve(asked, noise_keys=asked.noise_keys + 1)))
+
+
+def test_defaults_that_a_model_brings_for_generation_do_not_bend_its_distribution(
+    tied: tuple[TransformersEngine, Any], tmp_path: Path
+) -> None:
+    served, model = tied
+    asked = request(16)
+    directory = tmp_path / "model"
+    tensors = hf_tensors(model, directory)
+    (directory / "generation_config.json").write_text(
+        '{"do_sample": true, "top_k": 1, "temperature": 0.1, "repetition_penalty": 3.0, "eos_token_id": [4, 5, 6, 7]}'
+    )
+    from_directory = TransformersEngine(ModelConfig(path=str(directory)), TransformersConfig(), context())
+    (received,) = update([from_directory], tensors, version=3, path=tmp_path / "w")
+    assert received.error == ""
+    assert_same_samples(served.generate(asked), from_directory.generate(asked))
+
+
+def test_nothing_is_served_before_weights_arrive_nor_after_an_update_broke_off_until_one_commits(
+    tmp_path: Path,
+) -> None:
+    model = random_model(UNTIED, seed=1)
+    tensors = hf_tensors(model, tmp_path / "hf")
+    served = engine(UNTIED)
+    with pytest.raises(EngineFailed, match="engine-0 serves nothing: no weights have arrived yet"):
+        served.generate(request(2))
+    update([served], tensors, version=1, path=tmp_path / "w")
+    before = served.generate(request(4))
+
+    missing = dict(tensors)
+    del missing["model.norm.weight"]
+    unknown = {**tensors, "value_head.weight": torch.zeros(1, 32)}
+    misshapen = {**tensors, "model.norm.weight": torch.zeros(31)}
+    for wrong, text in [
+        (missing, "1 of the model's .* are not sent, the first is 'model.norm.weight'"),
+        (unknown, "1 tensors are not the model's, the first is 'value_head.weight'"),
+        (misshapen, r"'model.norm.weight' is sent as \[31\], the model wants \[32\]"),
+    ]:
+        (received,) = update([served], wrong, version=2, path=tmp_path / "w")
+        assert received.bytes == 0
+        with pytest.raises(EngineFailed, match=text):
+            served.generate(request(2))
+    (received,) = update([served], tensors, version=2, path=tmp_path / "w")
+    assert received.error == ""
+    assert_same_samples(served.generate(request(4)), before)
+
+
+def test_a_version_that_is_not_above_the_current_one_is_refused_and_the_engine_goes_on_serving(tmp_path: Path) -> None:
+    old = hf_tensors(random_model(TIED, seed=1), tmp_path / "old")
+    new = hf_tensors(random_model(TIED, seed=2), tmp_path / "new")
+    served = engine(TIED)
+    update([served], old, version=5, path=tmp_path / "w")
+    before = served.generate(request(4))
+    for version in (5, 4):
+        (received,) = update([served], new, version=version, path=tmp_path / "w")
+        assert received.bytes == 0
+        assert received.error == f"version {version} is not above 5, which engine-0 holds"
+        assert_same_samples(served.generate(request(4)), before)
+    update([served], new, version=6, path=tmp_path / "w")
+    after = served.generate(request(4))
+    assert after.tokens.tolist() != before.tokens.tolist()
+    assert set(after.versions.tolist()) == {6}
+
+
+def test_sleep_frees_every_parameter_once_and_waking_asks_for_fresh_weights(tmp_path: Path) -> None:
+    model = random_model(TIED, seed=1)
+    tensors = hf_tensors(model, tmp_path / "hf")
+    size = sum(tensor.numel() * 4 for tensor in tensors.values())  # a tied embedding is in the file once
+    served = engine(TIED)
+    update([served], tensors, version=1, path=tmp_path / "w")
+    before = served.generate(request(4))
+    assert served.sleep({MemoryKind.OPTIMIZER}) == 0
+    assert served.sleep(PARAM) == size and served.sleep(PARAM) == 0
+    with pytest.raises(EngineFailed, match="its weights were put to sleep"):
+        served.generate(request(2))
+    (received,) = update([served], tensors, version=2, path=tmp_path / "w")
+    assert received.error == "the engine's weights sleep; wake it up first"
+    assert served.wake_up(PARAM) == size and served.wake_up(PARAM) == 0
+    with pytest.raises(EngineFailed, match="have not arrived since it woke up"):
+        served.generate(request(2))
+    (received,) = update([served], tensors, version=2, path=tmp_path / "w")
+    assert received.error == ""
+    assert_same_samples(served.generate(request(4)), before)
+
+
+def test_a_paused_engine_holds_requests_back_until_it_is_resumed(tmp_path: Path) -> None:
+    served = engine(TIED)
+    update([served], hf_tensors(random_model(TIED, seed=1), tmp_path / "hf"), version=1, path=tmp_path / "w")
+    served.pause()
+    answers: list[Generation] = []
+    waiting = threading.Thread(target=lambda: answers.append(served.generate(request(2))))
+    waiting.start()
+    waiting.join(timeout=0.3)
+    assert waiting.is_alive() and not answers
+    served.resume()
+    waiting.join(timeout=20)
+    assert len(answers) == 1
