@@ -1,3 +1,7 @@
 """What tests of core and of plugins share."""
 
+import pytest
+
 pytest_plugins = ["corerl.testing.fixtures"]
+
+pytest.register_assert_rewrite("tests.bare_loop")

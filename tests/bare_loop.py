@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
 
+import numpy as np
 import pytest
 
-from corerl.plugin.capabilities import FULL, Capability, Grade
-from corerl.plugin.registry import Kind, load
-from corerl.testing.checks import CASES, PACKINGS, STEPS, Runs, Tensors, weights_apart
+from corerl.testing.checks import CASES, PACKINGS, STEPS, OnRanks, Runs, Tensors, weights_apart
 from corerl.testing.harness import samples_at, step_at
 from corerl.testing.tolerances import GRAD_NORM, LOSS, WEIGHTS_L2
 from tests import reference
@@ -29,8 +27,6 @@ def bare_run(directory: Path) -> reference.BareRun:
 
 def module_tensors(found: Tensors) -> Tensors:
     """Tensors of a file, by the names of transformers' modules: a layer's experts lie in two of them."""
-    import numpy as np
-
     together: Tensors = {name: value for name, value in found.items() if ".experts." not in name}
     for prefix in {name.partition(".experts.")[0] for name in found.keys() - together.keys()}:
         experts = range(sum(name.startswith(f"{prefix}.experts.") for name in found) // 3)
@@ -44,15 +40,7 @@ def module_tensors(found: Tensors) -> Tensors:
     return together
 
 
-class BareLoopChecks:
-    backend_name: ClassVar[str]
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        assert metafunc.cls is not None
-        several = load(Kind.BACKENDS, metafunc.cls.backend_name).spec.capabilities.get(Capability.MULTI_RANK, FULL)
-        sizes = [1, 2] if several.grade is Grade.FULL else [1]
-        metafunc.parametrize("world_size", sizes, ids="on {} rank(s)".format)
-
+class BareLoopChecks(OnRanks):
     @pytest.mark.parametrize(("kind", "packing"), CASES)
     def test_training_follows_a_loop_in_bare_torch(self, runs: Runs, world_size: int, kind: str, packing: str) -> None:
         found = runs.trained(self.backend_name, world_size, kind, PACKINGS[packing])

@@ -1,11 +1,12 @@
 """The training step written out by hand with torch and transformers alone: what every backend has to come out at.
 
-Nothing here is CoreRL's: each sequence passes through the model by itself, all of its logits are kept, and the objective
-is spelled term by term.
+Nothing here is CoreRL's: each sequence passes through the model by itself, all of its logits are kept, and the
+objective is spelled term by term.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +84,7 @@ def objective(model: Any, sequence: Sample, temperature: float) -> torch.Tensor:
 
 def sequences(tokens: np.ndarray, offsets: np.ndarray, columns: Mapping[str, np.ndarray]) -> Iterator[Sample]:
     """Ragged arrays cut into their samples."""
-    for start, end in zip(offsets[:-1], offsets[1:], strict=True):
+    for start, end in itertools.pairwise(offsets.tolist()):
 
         def part(name: str, start: int = start, end: int = end) -> torch.Tensor:
             return torch.tensor(columns[name][start:end])

@@ -81,9 +81,7 @@ class ProcessGroup:
     def start_some(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Pending:
         """Call `method` in the named members only."""
         if not self._alive:
-            raise WorkerDied(
-                f"{self.names[0].rsplit(' ', 1)[0]}: the group has ended, {method} cannot be called any more"
-            )
+            raise WorkerDied(f"{self.names[0]} and its group have ended; {method} cannot be called any more")
         refs = tuple(self._actors[member].call.remote(method, *args) for member, args in arguments.items())
         return Pending(method, tuple(arguments), refs)
 

@@ -45,8 +45,11 @@ class Seating:
         return 1.0 / (self.ranks.count(bundle) + self.engines.count(bundle))
 
 
-def arrange(*, ranks: int, engines: int, placement: str, cuda: bool) -> Seating:
-    """`colocated`: engines share the ranks' bundles, spread evenly. `disaggregated`: each engine has its own."""
+def arrange(*, ranks: int, engines: int, placement: str, cpus: float, gpus: float) -> Seating:
+    """`colocated`: engines share the ranks' bundles, spread evenly. `disaggregated`: each engine has its own.
+
+    A bundle is `cpus` and `gpus`: what one process takes of a machine when it has its place to itself.
+    """
     if placement == "colocated":
         bundles = max(ranks, engines)
         engine_seats = tuple(index * bundles // engines for index in range(engines))
@@ -57,8 +60,8 @@ def arrange(*, ranks: int, engines: int, placement: str, cuda: bool) -> Seating:
         ranks=tuple(range(ranks)),
         engines=engine_seats,
         bundles=bundles,
-        cpus_per_bundle=1.0,
-        gpus_per_bundle=1.0 if cuda else 0.0,
+        cpus_per_bundle=cpus,
+        gpus_per_bundle=gpus,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,15 +23,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def export(checkpoint: Path, directory: Path, *, role: str = "actor", replace: bool = False) -> Path:
     """Write `role`'s weights in the precision it was trained in, with its config and tokenizer; returns `directory`.
 
+    What `replace` allows to replace stays until the new one is complete.
     Raises ModelError where `directory` exists already and `replace` does not allow to put another in its place.
     """
-    if directory.exists():
-        if not replace:
-            raise ModelError(f"{directory} exists already; remove it, or name another directory")
-        shutil.rmtree(directory)
+    if directory.exists() and not replace:
+        raise ModelError(f"{directory} exists already; remove it, or name another directory")
     config = read_state(checkpoint)["config"]
     model = structure(config["model"], ModelConfig, path="model")
-    dtype = DTYPES[config["train"]["precision"]]
+    train = config["roles"][role].get("train") or config["train"]
+    dtype = DTYPES[train["precision"]]
     source = CheckpointSource(checkpoint / role, "master")
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,9 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
 
-from corerl.checkpoint.commit import read_state
 from corerl.cluster.group import ProcessGroup
 from corerl.cluster.placement import Seat, seated
 from corerl.cluster.runtime import ray_session
@@ -19,6 +17,7 @@ from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.prepare import ACTOR, Prepared, prepare, title
 from corerl.driver.run import REFERENCE, Run
 from corerl.driver.stop import StopRequest
+from corerl.errors import ConfigError
 from corerl.observability.timing import Phases
 from corerl.plugin.events import Notice, PhaseStarted, RunFinished, RunStarted
 from corerl.plugin.observers import Observers, load_observers
@@ -38,9 +37,14 @@ def launch(config: Config) -> Iterator[Run]:
     """Start the processes of a run; however the block ends, none of them is left. Errors are told to the observers."""
     prepared = prepare(config)
     config = prepared.config
-    state = read_state(prepared.resume) if prepared.resume else {}
-    prepared.run_dir.mkdir(parents=True, exist_ok=True)
-    (prepared.run_dir / "config.toml").write_text(dump_toml(config))
+    state = prepared.state
+    try:
+        prepared.run_dir.mkdir(parents=True, exist_ok=True)
+        (prepared.run_dir / "config.toml").write_text(dump_toml(config))
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir: cannot write to {prepared.run_dir} ({error.strerror}); give another directory"
+        ) from error
     observers = load_observers(config.extensions, str(prepared.run_dir))
     started = time.perf_counter()
     step = state.get("rollout_step", 0)
@@ -53,7 +57,7 @@ def launch(config: Config) -> Iterator[Run]:
     try:
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(StopRequest(lambda text: observers.emit(Notice(text=text))))
-            run = _start(prepared, state, observers, stop, stack)
+            run = _start(prepared, observers, stop, stack)
             yield run
             run.actor.shutdown("finished")
             run.fleet.close()
@@ -73,12 +77,11 @@ def launch(config: Config) -> Iterator[Run]:
 
 def _start(
     prepared: Prepared,
-    state: dict[str, Any],
     observers: Observers,
     stop: StopRequest,
     stack: contextlib.ExitStack,
 ) -> Run:
-    config, seating = prepared.config, prepared.seating
+    config, seating, state = prepared.config, prepared.seating, prepared.state
     step = state.get("rollout_step", 0)
     observers.emit(PhaseStarted(name="starting Ray", step=step))
     stack.enter_context(ray_session(address=config.cluster.address, cpus=seating.bundles * seating.cpus_per_bundle))

@@ -5,15 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from attrs import frozen
+from transformers import PreTrainedConfig
 
-from corerl.checkpoint.commit import latest
+from corerl.checkpoint.commit import latest, read_state
+from corerl.checkpoint.reader import CheckpointSource
 from corerl.cluster.placement import Seating, arrange
 from corerl.config.check import require_valid
 from corerl.config.schema import ClusterInfo, Config
-from corerl.data.prompts import PromptSource, load_prompts
-from corerl.errors import ConfigError
+from corerl.data.prompts import PromptSource, PromptStream, load_prompts
+from corerl.errors import CheckpointError, ConfigError
+from corerl.models.build import build_on_meta
 from corerl.models.config import hf_config
+from corerl.models.names import hf_boxes
 from corerl.models.tokenizer import load_tokenizer
 from corerl.plugin.options import check_spec, resolve_tables
 from corerl.plugin.registry import Kind, Loaded, load
@@ -32,7 +37,8 @@ class Prepared:
     config: Config  # plugins' tables resolved
     device: str
     run_dir: Path
-    resume: Path | None
+    resume: Path | None  # a checkpoint that fits this run
+    state: dict[str, Any]  # the driver's part of it; empty where the run begins
     actor: RolePlan
     engine: Loaded
     seating: Seating
@@ -49,34 +55,43 @@ def prepare(config: Config) -> Prepared:
     device = resolve_device(config.cluster.device)
     run_dir = Path(config.run.dir).absolute()
     resume = resume_from(config, run_dir)
-    hf_config(config.model)
+    state = read_state(resume) if resume else {}
+    model = hf_config(config.model)
+    if resume:
+        require_same_model(resume, model)
     tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
     engine = load(Kind.ENGINES, config.rollout.engine)
-    check_spec(engine, config.engines[engine.name], ClusterInfo(device=device, ranks=config.rollout.replicas))
+    engines = ClusterInfo(device=device, ranks=config.rollout.replicas)
+    check_spec(engine, config.engines[engine.name], engines)
+    actor = plan_role(ACTOR, config, device=device, run_dir=str(run_dir), resume=str(resume / ACTOR) if resume else "")
+    resources = (actor.resources, engine.spec.resources(config.engines[engine.name], engines))
     data = config.data
+    prompts = load_prompts(
+        source=data.source,
+        prompt_key=data.prompt_key,
+        answer_key=data.answer_key,
+        held_out=data.held_out,
+        seed=config.run.seed,
+    )
+    if state:
+        PromptStream(prompts, config.run.seed).restore(state["source"]["prompts"])  # raises where it does not fit
     return Prepared(
         config=config,
         device=device,
         run_dir=run_dir,
         resume=resume,
-        actor=plan_role(
-            ACTOR, config, device=device, run_dir=str(run_dir), resume=str(resume / ACTOR) if resume else ""
-        ),
+        state=state,
+        actor=actor,
         engine=engine,
         seating=arrange(
             ranks=config.roles.actor.ranks,
             engines=config.rollout.replicas,
             placement=config.cluster.placement,
-            cuda=device == "cuda",
+            cpus=max(each.cpus for each in resources),
+            gpus=max(each.gpus for each in resources),
         ),
         tokenizer=tokenizer,
-        prompts=load_prompts(
-            source=data.source,
-            prompt_key=data.prompt_key,
-            answer_key=data.answer_key,
-            held_out=data.held_out,
-            seed=config.run.seed,
-        ),
+        prompts=prompts,
         reward=resolve_reward(config.reward.name, config.reward.options),
         params=sampling_params(config.rollout, tokenizer),
     )
@@ -93,19 +108,33 @@ def resolve_device(device: str) -> str:
 
 
 def resume_from(config: Config, run_dir: Path) -> Path | None:
-    """The checkpoint that the run goes on from. Raises ConfigError rather than train over another run's checkpoints."""
+    """The checkpoint that the run goes on from. Raises ConfigError rather than train over other checkpoints."""
     resume = config.checkpoint.resume
     newest = latest(run_dir)
     if resume == "auto":
         return newest
-    if resume != "never":
-        return Path(resume).absolute()
-    if newest is not None:
+    chosen = None if resume == "never" else Path(resume).absolute()
+    # Retention would take what is there for this run's own, and the next resume would go on from whatever is newest.
+    if newest is not None and (chosen is None or chosen.resolve() != newest.resolve()):
         raise ConfigError(
             f"run.dir: {run_dir} already holds a run ({newest.name}); go on with it by checkpoint.resume=auto, "
             "or give another run.dir"
         )
-    return None
+    return chosen
+
+
+def require_same_model(checkpoint: Path, model: PreTrainedConfig) -> None:
+    """Raises CheckpointError where the checkpoint lacks a tensor of the model, or has it in another shape."""
+    held = CheckpointSource(checkpoint / ACTOR, "master").shapes
+    built = build_on_meta(model, dtype=torch.float32, attention="eager")
+    for box in (box for boxes in hf_boxes(built).values() for box in boxes):
+        found = held.get(box.name)
+        if found != box.shape:
+            what = "lacks" if found is None else f"has {list(found)} for"
+            raise CheckpointError(
+                f"{checkpoint} {what} {box.name!r}, this run's model wants {list(box.shape)}; "
+                "resume with the [model] that it was trained with, or give another run.dir and start anew"
+            )
 
 
 def title(prepared: Prepared) -> str:

@@ -1,41 +1,56 @@
-"""How much memory a block of code asks for: the largest piece, and the most that it held at once."""
+"""How much memory the tensors hold that a block of code makes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from attrs import define
-from torch._C._profiler import _ExperimentalConfig
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
-@define
-class Allocations:
-    """Bytes of host memory that torch allocated; all are 0 until the block is left."""
+class Allocations(TorchDispatchMode):
+    """`with Allocations() as found:` then `found.peak`, `found.largest` in bytes.
 
-    largest: int = 0  # one allocation
-    peak: int = 0  # held at once, above what was held before the block
-    kept: int = 0  # still held when the block was left
-
-
-@contextmanager
-def allocations(*, maps: Collection[int] = ()) -> Iterator[Allocations]:
-    """Watches all threads, and what C++ allocates: a collective's buffer may be freed by a thread of its own.
-
-    `maps` are sizes that are not memory: those of files that safetensors maps, which torch reports as allocations too.
+    Counts each storage that an operation of this thread returns and was not given, until the last tensor on it is gone.
+    Storages that are there already do not count, nor does what has no memory: tensors on meta, files that are mapped.
     """
-    found = Allocations()
-    config = _ExperimentalConfig(profile_all_threads=True)
-    with torch.autograd.profiler.profile(use_cpu=True, profile_memory=True, experimental_config=config) as profile:
-        yield found
-    results = profile.kineto_results
-    assert results is not None
-    events = sorted((event for event in results.events() if event.name() == "[memory]"), key=lambda e: e.start_ns())
-    for event in events:
-        size = int(event.nbytes())
-        if abs(size) in maps:
-            continue
-        found.kept += size
-        found.largest = max(found.largest, size)
-        found.peak = max(found.peak, found.kept)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0  # one storage
+        self.peak = 0  # held at once
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @property
+    def held(self) -> int:
+        """Now."""
+        return sum(storage.nbytes() for ref in self._live.values() if (storage := ref()) is not None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back with the local tensors, which are what has memory
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if storage._cdata not in given:
+                self._count(storage)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        known = self._live.get(storage._cdata)
+        if known is None or known() is not storage:
+            self._live[storage._cdata] = weakref.ref(storage)
+        self.largest = max(self.largest, storage.nbytes())
+        self.peak = max(self.peak, self.held)
+
+
+def _storages(tree: Any) -> Iterable[torch.UntypedStorage]:
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.device.type != "meta":
+            yield leaf.untyped_storage()

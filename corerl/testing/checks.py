@@ -32,7 +32,7 @@ from corerl.plugin.capabilities import FULL, Capability, Grade
 from corerl.plugin.registry import Kind, load
 from corerl.testing import scenarios
 from corerl.testing.harness import Setup, State, make_samples
-from corerl.testing.models import tiny_fields
+from corerl.testing.models import tiny_fields, write_tiny_model
 from corerl.testing.pool import Ranks
 from corerl.testing.tolerances import BFLOAT16_GRAD_NORM, BFLOAT16_LOSS, GRAD_NORM, LOGPROBS, LOSS, WEIGHTS_L2
 from corerl.types import Array, FloatArray, ForwardResult, MemoryKind, Output, SampleBatch, TrainResult
@@ -43,7 +43,7 @@ Tensors = dict[str, Array]  # whole tensors by HF name
 PLAIN = "plain"
 STEPS = 10
 WHOLE = (10**6, 1)  # tokens of a micro-batch, and what sequences are padded to: everything at once
-PACKINGS = {"packed": (64, 1), "one by one": (1, 1), "padded": (64, 4)}
+PACKINGS = {"packed": (48, 1), "one by one": (1, 1), "padded": (48, 4)}
 CASES = [
     *((kind, packing) for kind in ("qwen3", "qwen3-tied", "qwen3-moe") for packing in PACKINGS),
     ("qwen2", "packed"),
@@ -147,7 +147,10 @@ def different(found: Mapping[str, Tensors], wanted: Mapping[str, Tensors], keys:
     """What is not equal to the last bit."""
     assert all(found[key].keys() == wanted[key].keys() for key in keys)
     return [
-        f"{key} of {name}" for key in keys for name in wanted[key] if not _same_bits(found[key][name], wanted[key][name])
+        f"{key} of {name}"
+        for key in keys
+        for name in wanted[key]
+        if not _same_bits(found[key][name], wanted[key][name])
     ]
 
 
@@ -190,7 +193,7 @@ def largest_parameter(directory: Path) -> int:
 
 
 class Runs:
-    """Where ranks run, the models that they are given, and trajectories that several checks look at, each trained once."""
+    """Where ranks run, the models they are given, and trajectories that several checks look at, each trained once."""
 
     def __init__(self, rank_sets: Mapping[int, Ranks], models: Mapping[str, Path]) -> None:
         self.rank_sets = rank_sets
@@ -265,8 +268,8 @@ class Checkpoint:
         return str(commit(self.partial, {}, ranks={"actor": self.world_size}) / "actor")
 
 
-class BackendChecks:
-    """The first checks. Subclass it and set `backend_name`."""
+class OnRanks:
+    """Checks with an argument `world_size`, directly or by way of `subject`: 1, and 2 where the backend has several."""
 
     backend_name: ClassVar[str]
 
@@ -276,18 +279,21 @@ class BackendChecks:
         several = spec.capabilities.get(Capability.MULTI_RANK, FULL).grade is Grade.FULL
         metafunc.parametrize("world_size", [1, 2] if several else [1], ids="on {} rank(s)".format)
 
+
+class BackendChecks(OnRanks):
+    """The first checks. Subclass it and set `backend_name`."""
+
     # ---- init ------------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
     def test_loading_reads_each_ranks_share_once_and_never_holds_the_model(self, subject: Subject, kind: str) -> None:
         directory = subject.model(kind)
         total = 4 * sum(math.prod(shape) for shape in files_of(directory).values())
-        files = [path.stat().st_size for path in directory.glob("*.safetensors")]
-        ranks = subject.run(scenarios.load_watched, subject.setup(kind), files)
+        ranks = subject.run(scenarios.load_watched, subject.setup(kind))
         assert [rank.read for rank in ranks] == [rank.held for rank in ranks]
         assert sum(rank.owned for rank in ranks) == total
         for rank in ranks:
-            bound = rank.held + 2 * 4 * largest_parameter(directory)
+            bound = rank.held + 3 * 4 * largest_parameter(directory)
             assert rank.held <= rank.peak < bound
             assert subject.world_size == 1 or bound < total  # so that a rank that holds the model for a moment is seen
         loaded = whole([rank.state for rank in ranks])["master"]
@@ -368,19 +374,16 @@ class BackendChecks:
         found, wanted = subject.train(half, range(STEPS)), subject.train(setup, range(STEPS))
         assert mean_apart(found.losses, wanted.losses) < BFLOAT16_LOSS
         assert mean_apart(found.grad_norms, wanted.grad_norms) < BFLOAT16_GRAD_NORM
-        assert 0 < weights_apart(found.state["master"], wanted.state["master"])  # it was another precision
+        assert weights_apart(found.state["master"], wanted.state["master"]) > 0  # it was another precision
 
     # ---- snapshots -------------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
     def test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_current_ones_alone(
-        self, subject: Subject, kind: str, tmp_path: Path
+        self, subject: Subject, tmp_path: Path
     ) -> None:
-        from corerl.testing.models import write_tiny_model
-
         subject.require(Capability.SNAPSHOTS)
-        samples, setup = make_samples(11), subject.setup(kind)
-        other = write_tiny_model(kind, tmp_path / "other", seed=1)
+        samples, setup = make_samples(11), subject.setup("qwen3-moe")
+        other = write_tiny_model("qwen3-moe", tmp_path / "other", seed=1)
         ranks = subject.run(scenarios.use_snapshots, setup, samples, str(other))
 
         def logprobs(part: str) -> FloatArray:
@@ -465,7 +468,9 @@ class BackendChecks:
         blocked.write_text("a file where a directory is needed")
         ranks = subject.run(scenarios.fail_to_save_in_background, subject.setup("qwen3"), str(blocked))
         for failure, next_save in ranks:
-            assert failure.startswith("SaveFailed: the background save failed: cannot write") and str(blocked) in failure
+            assert (
+                failure.startswith("SaveFailed: the background save failed: cannot write") and str(blocked) in failure
+            )
             assert next_save == ""
 
     # ---- weights to engines ----------------------------------------------------------------------------------------
@@ -532,8 +537,8 @@ class BackendChecks:
         ranks = subject.run(scenarios.sleep_and_wake, setup, down, up, str(subject.directory / "actor"))
         for rank in ranks:
             freed = [result.freed_bytes for result in rank.sleeps]
-            assert sum(freed) == sum(rank.resident.values()) > 0  # a storage that two kinds share counts once
-            assert rank.resident_asleep == [0] * len(down)
+            assert sum(freed) == sum(rank.resident.values()) >= rank.state_bytes
+            assert rank.resident_asleep == [0] * len(down) and rank.state_bytes_asleep == 0
             assert rank.again.freed_bytes == 0
             assert [result.restored_bytes for result in rank.wakes] == [freed[down.index(kind)] for kind in up]
             assert {verb for verb, error in rank.refused.items() if not error.startswith("NotResident: ")} == set()

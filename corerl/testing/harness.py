@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,10 +38,10 @@ LOSS = LossSpec(
     params={"clip_low": 0.2, "clip_high": 0.28, "entropy_coef": 0.01, "kl_coef": 0.05, "kl_estimator": "k3"},
     outputs=(Output.LOGPROBS, Output.ENTROPY),
 )
-# No value is a default, so that one that does not arrive is seen. eps is far above the rounding of gradients: with 1e-8, a
-# single gradient of 1e-9 that is all rounding moves its weight by a good part of the learning rate.
+# No value is a default, so that one that does not arrive is seen. eps is far above the rounding of gradients: with
+# 1e-8, a single gradient of 1e-9 that is all rounding moves its weight by a good part of the learning rate.
 TRAIN = TrainConfig(
-    tokens_per_micro_batch=64,
+    tokens_per_micro_batch=48,
     optimizer=OptimizerConfig(lr=1e-3, betas=(0.85, 0.97), eps=1e-5, weight_decay=0.1, clip_norm=0.5),
 )
 
@@ -67,7 +66,7 @@ class Setup:
 # ---- samples ---------------------------------------------------------------------------------------------------------
 
 
-def make_samples(seed: int, *, samples: int = 9, vocab: int = 97, temperature: float = 0.8) -> SampleBatch:
+def make_samples(seed: int, *, samples: int = 7, vocab: int = 97, temperature: float = 0.8) -> SampleBatch:
     """Samples of 4 to 23 random tokens, in groups of two, with log-probs and advantages that mean nothing but differ.
 
     Advantages have both signs and a mean, so that a loss is no small difference of large sums.
@@ -113,18 +112,9 @@ def step_at(number: int) -> Step:
 # ---- the worker ------------------------------------------------------------------------------------------------------
 
 
-def make_worker(setup: Setup, *, resume: str = "") -> Worker:
-    """A worker that is not initialised yet; its rank and world size are this process's."""
-    loaded = load(Kind.BACKENDS, setup.backend)
-    several = dist.is_initialized()
-    context = Context(
-        role="actor",
-        rank=dist.get_rank() if several else 0,
-        world_size=dist.get_world_size() if several else 1,
-        local_rank=0,
-        run_dir="",
-    )
-    config = RoleConfig(
+def role_config(setup: Setup, *, resume: str = "") -> RoleConfig:
+    """With the backend's options as a plain table."""
+    return RoleConfig(
         model=ModelConfig(path=setup.model, config=setup.fields),
         train=setup.train,
         options=dict(setup.options),
@@ -134,13 +124,19 @@ def make_worker(setup: Setup, *, resume: str = "") -> Worker:
         timeout=60.0,
         resume=resume,
     )
+
+
+def make_worker(setup: Setup, *, resume: str = "") -> Worker:
+    """A worker that is not initialised yet; its rank and world size are this process's."""
+    several = dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
     return Worker(
         Assignment(
-            context=context,
+            context=Context(role="actor", rank=rank, world_size=world_size, local_rank=0, run_dir=""),
             backend=setup.backend,
-            config=config,
+            config=role_config(setup, resume=resume),
             loss=LOSS,
-            fingerprint=fingerprint(loaded, [], LOSS),
+            fingerprint=fingerprint(load(Kind.BACKENDS, setup.backend), [], LOSS),
         )
     )
 

@@ -61,12 +61,16 @@ class RankPool:
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """`function` must be importable by its name. Raises RankFailed with the traceback of the rank that raised first;
-        ranks that wait for it are not waited for."""
+        """`function` must be importable by its name. Raises RankFailed with the traceback of the rank that raised
+        first; ranks that wait for it are not waited for."""
         if not self._processes:
             self._start()
-        for pipe in self._pipes:
-            pipe.send((function, args))
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send((function, args))
+            except OSError:
+                self.close()
+                raise RankFailed(f"{function.__qualname__}: rank {rank} had died before") from None
         results: dict[int, Any] = {}
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while len(results) < self.world_size:
@@ -107,7 +111,7 @@ class RankPool:
     def _receive(self, rank: int, function: str) -> Any:
         try:
             ok, value = self._pipes[rank].recv()
-        except EOFError:
+        except (EOFError, OSError):
             self.close()
             raise RankFailed(f"{function}: rank {rank} died") from None
         if not ok:

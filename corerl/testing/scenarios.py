@@ -1,4 +1,4 @@
-"""What every rank does for one check, and what it reports: plain data, judged where all ranks' reports come together."""
+"""What every rank does for one check, and what it reports: plain data, judged where all reports come together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from corerl.backend.base import StateKey
 from corerl.checkpoint.writer import BackgroundWriter
 from corerl.errors import CorerlError
 from corerl.memory.storage import resident_bytes
-from corerl.testing.allocations import allocations
+from corerl.testing.allocations import Allocations
 from corerl.testing.harness import (
     LOSS,
     Setup,
@@ -91,12 +91,11 @@ class Loaded:
     read: int  # out of the model's files
     held: int  # by this rank, replicas included
     owned: int  # without replicas
-    peak: int  # allocated at once
+    peak: int  # held at once while loading
     state: State
 
 
-def load_watched(setup: Setup, files: Sequence[int]) -> Loaded:
-    """`files` are the sizes of the model's files, which are mapped and not allocated."""
+def load_watched(setup: Setup) -> Loaded:
     start(setup)[0].shutdown("what is imported or cached once is not the model's")
     worker = make_worker(setup)
     open_source, sources = worker.backend.initial_weights, []
@@ -106,7 +105,7 @@ def load_watched(setup: Setup, files: Sequence[int]) -> Loaded:
         return sources[-1]
 
     worker.backend.initial_weights = opened  # type: ignore[method-assign]
-    with allocations(maps=files) as found:
+    with Allocations() as found:
         worker.init("127.0.0.1", 0)
     chunks = worker.backend.local_state(StateKey.MASTER)
     report = Loaded(
@@ -301,7 +300,7 @@ class Pushed:
     state: State
     refused: str  # the error on sending the same version again
     arrived_after: int  # tensors that came with it
-    peak: int  # bytes allocated at once by an update whose tensors nobody keeps
+    peak: int  # bytes held at once by an update whose tensors nobody keeps
     bucket: int  # bytes of the largest bucket
     resumed_version: int = 0
 
@@ -329,7 +328,7 @@ def push_weights(setup: Setup, every_rank: bool) -> Pushed:
         arrived = len(names)
         refused = _error(lambda: worker.host.update_weights(make(receive), 1))
         arrived_after = len(names) - arrived
-        with allocations() as found:
+        with Allocations() as found:
             worker.host.update_weights(make(lambda bucket: None), 2)
         item = torch.empty(0, dtype=getattr(torch, worker.manifest().dtype)).element_size()
         return Pushed(
@@ -389,6 +388,8 @@ def version_after_resume(setup: Setup, directory: str) -> tuple[int, str]:
 @frozen(kw_only=True)
 class Slept:
     before: State
+    state_bytes: int  # of the storages that weights and moments lie in, while awake
+    state_bytes_asleep: int
     resident: Mapping[MemoryKind, int]  # bytes of each kind's storages while awake
     sleeps: Sequence[SleepResult]
     resident_asleep: Sequence[int]  # bytes of each sleeping kind's storages, right after
@@ -406,11 +407,14 @@ def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[Memory
         for number in (0, 1):
             train(worker, setup, number)
         before = state_of(worker)
+        views = [chunk.view for key in StateKey for chunk in worker.backend.local_state(key)]
+        state_bytes = resident_bytes(views)
         resident = {kind: _resident(worker, kind) for kind in MemoryKind}
         sleeps, asleep = [], []
         for kind in down:
             sleeps.append(worker.sleep({kind}))
             asleep.append(_resident(worker, kind))
+        state_bytes_asleep = resident_bytes(views)
         again = worker.sleep(frozenset(MemoryKind))
         refused = {
             "train": _error(lambda: train(worker, setup, 2)),
@@ -426,6 +430,8 @@ def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[Memory
         then = [train(worker, setup, number) for number in (2, 3)]
         return Slept(
             before=before,
+            state_bytes=state_bytes,
+            state_bytes_asleep=state_bytes_asleep,
             resident=resident,
             sleeps=sleeps,
             resident_asleep=asleep,

@@ -15,7 +15,9 @@ class Tolerance:
 LOSS = Tolerance(1e-5, 1e-7)  # ten steps against the plain backend, or after a resume elsewhere
 GRAD_NORM = Tolerance(1e-5)
 LOGPROBS = Tolerance(0.0, 1e-5)  # against transformers
-WEIGHTS_L2 = 1e-5  # relative, after ten steps; never the largest element: Adam amplifies rounding where gradients vanish
+WEIGHTS_L2 = (
+    1e-5  # relative, after ten steps; never the largest element: Adam amplifies rounding where gradients vanish
+)
 ENGINE_LOGPROBS = 1e-4  # trainer against engine right after an update
 
 # bfloat16, the mean over ten steps

@@ -13,7 +13,7 @@ from corerl.plugin.fingerprint import fingerprint
 from corerl.plugin.observers import extensions_for
 from corerl.plugin.options import backend_name, check_capabilities, check_spec
 from corerl.plugin.registry import Kind, Loaded, load
-from corerl.plugin.spec import Process
+from corerl.plugin.spec import Process, Resources
 from corerl.trainer.worker import Assignment
 from corerl.types import LossSpec
 
@@ -26,6 +26,7 @@ class RolePlan:
     backend: Loaded
     assignments: tuple[Assignment, ...]  # one a rank
     environment: dict[str, str]  # that the backend asks for; the run adds its own
+    resources: Resources  # of each rank
     loss: LossSpec
 
 
@@ -79,6 +80,7 @@ def plan_role(role: str, config: Config, *, device: str, run_dir: str, resume: s
             evolve(assignment, context=evolve(assignment.context, rank=rank)) for rank in range(choice.ranks)
         ),
         environment=dict(backend.spec.environment(options, cluster)),
+        resources=backend.spec.resources(options, cluster),
         loss=loss,
     )
 

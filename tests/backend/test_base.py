@@ -1,0 +1,146 @@
+"""What the base class makes of a backend's primitives, where the checks of `corerl.testing.checks` do not look."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from corerl.backend import Backend
+from corerl.backend.base import HOOKS, Extra
+from corerl.config.schema import WeightsConfig
+from corerl.errors import CheckpointError, ModelError, SaveFailed
+from corerl.plugin.context import Context
+from corerl.plugin.host import PluginHost
+from corerl.testing.harness import Setup, role_config, step_at
+from corerl.testing.plain.backend import PlainBackend
+from corerl.testing.plain.spec import PlainConfig
+from corerl.types import MemoryKind, SleepResult
+from corerl.weights.transports.inprocess import InProcessSender
+
+CONTEXT = Context(role="actor", rank=0, world_size=1, local_rank=0, run_dir="")
+
+
+class WithExtra(PlainBackend):
+    """Has state of its own beside weights and moments."""
+
+    def build(self, *arguments: Any) -> Any:
+        self.noise, self.offset = torch.arange(3, dtype=torch.uint8), 4
+        return super().build(*arguments)
+
+    def extra_state(self) -> Extra:
+        return {"noise": self.noise, "offset": self.offset}
+
+    def load_extra_state(self, state: Extra) -> None:
+        self.noise, self.offset = state["noise"], state["offset"]  # type: ignore[assignment]
+
+
+def initialised(backend: Backend, setup: Setup, resume: str = "") -> Any:
+    """The backend by itself: no process group, no host."""
+    backend.init(evolve(role_config(setup, resume=resume), options=PlainConfig()), CONTEXT)
+    return backend
+
+
+@pytest.fixture
+def setup(model_directories: Mapping[str, Path]) -> Setup:
+    return Setup(backend="plain", model=str(model_directories["qwen3-tied"]))
+
+
+def test_a_backend_without_one_of_the_primitives_cannot_be_made() -> None:
+    class Incomplete(Backend):
+        pass
+
+    with pytest.raises(TypeError, match="adam_step.*after_load.*build.*forward.*local_state.*tensors.*train"):
+        Incomplete()  # type: ignore[abstract]
+
+
+def test_a_hook_that_is_overridden_without_a_mark_is_the_one_that_is_called(setup: Setup) -> None:
+    class Sleepless(PlainBackend):
+        def sleep(self, kinds: Any) -> SleepResult:
+            return SleepResult(freed_bytes=-1, residual_bytes=len(kinds))
+
+    host = PluginHost(Sleepless(), name="sleepless", context=CONTEXT)
+    host.init(evolve(role_config(setup), options=PlainConfig()), CONTEXT)
+    assert host.sleep({MemoryKind.PARAM}) == SleepResult(freed_bytes=-1, residual_bytes=1)
+    assert {"init", "train", "forward", "save", "sleep", "shutdown"} < HOOKS
+
+
+def test_extra_state_comes_back_to_the_same_backend_and_to_no_other(setup: Setup, tmp_path: Path) -> None:
+    backend = initialised(WithExtra(), setup)
+    backend.noise, backend.offset = torch.tensor([9, 8, 7], dtype=torch.uint8), 5
+    backend.save(str(tmp_path), step_at(3), False)
+
+    same = initialised(WithExtra(), setup, str(tmp_path))
+    assert (same.noise.tolist(), same.offset) == ([9, 8, 7], 5)
+
+    class Renamed(WithExtra):
+        pass
+
+    other = initialised(Renamed(), setup, str(tmp_path))
+    assert (other.noise.tolist(), other.offset) == ([0, 1, 2], 4)
+    assert torch.equal(next(iter(other.params.values())), next(iter(backend.params.values())))
+
+
+def test_counters_of_a_checkpoint_are_its_own(setup: Setup, tmp_path: Path) -> None:
+    backend = initialised(PlainBackend(), setup)
+    backend.applied = 2  # of three steps one was skipped
+    backend.update_weights(InProcessSender(lambda bucket: None), 8)
+    backend.save(str(tmp_path), step_at(3), False)
+    resumed = PlainBackend()
+    result = resumed.init(evolve(role_config(setup, resume=str(tmp_path)), options=PlainConfig()), CONTEXT)
+    assert (result.optimizer_step, resumed.adam_step, result.weights_version) == (3, 2, 8)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_first_tensor_that_does_not_fit(
+    setup: Setup, model_directories: Mapping[str, Path], tmp_path: Path
+) -> None:
+    initialised(PlainBackend(), setup).save(str(tmp_path), step_at(0), False)
+    untied = evolve(setup, model=str(model_directories["qwen3"]))
+    with pytest.raises(ModelError) as caught:
+        initialised(PlainBackend(), untied, str(tmp_path))
+    assert caught.value.message == (
+        f"checkpoint {tmp_path} has no tensor 'lm_head.weight' of shape [97, 64], which the model needs"
+    )
+
+
+def test_a_checkpoint_that_lost_a_file_is_refused(setup: Setup, tmp_path: Path) -> None:
+    initialised(PlainBackend(), setup).save(str(tmp_path), step_at(0), False)
+    (tmp_path / "rank-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"rank-00000.safetensors cannot be read .*resume from another"):
+        initialised(PlainBackend(), setup, str(tmp_path))
+
+
+def test_a_model_directory_that_lacks_a_tensor_is_refused(
+    setup: Setup, model_directories: Mapping[str, Path], tmp_path: Path
+) -> None:
+    broken = tmp_path / "model"
+    broken.mkdir()
+    for file in Path(setup.model).iterdir():  # the tied model's weights under the untied one's config
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "config.json").write_bytes((model_directories["qwen3"] / "config.json").read_bytes())
+    with pytest.raises(ModelError, match=r"model directory .*/model has no tensor 'lm_head.weight' of shape"):
+        initialised(PlainBackend(), evolve(setup, model=str(broken)))
+
+
+def test_a_background_save_that_failed_is_told_at_shutdown_at_the_latest(setup: Setup, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    backend = initialised(PlainBackend(), setup)
+    backend.save(str(tmp_path / "file"), step_at(0), True)
+    with pytest.raises(SaveFailed, match="the background save failed: cannot write"):
+        backend.shutdown("finished")
+    backend.shutdown("finished")  # said once
+
+
+@pytest.mark.parametrize(
+    ("wanted", "precision", "dtype"),
+    [("model", "float32", "float32"), ("model", "bfloat16", "bfloat16"), ("float32", "bfloat16", "float32")],
+)
+def test_weights_travel_in_the_precision_of_training_unless_another_is_named(
+    setup: Setup, wanted: Any, precision: Any, dtype: str
+) -> None:
+    chosen = evolve(setup, weights=WeightsConfig(dtype=wanted), train=evolve(setup.train, precision=precision))
+    assert initialised(PlainBackend(), chosen).manifest.dtype == dtype

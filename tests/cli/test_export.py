@@ -1,0 +1,44 @@
+"""`corerl export`, from the command line to a directory that transformers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from corerl.cli.main import main
+from tests.driver.saved import make_config, make_model, save
+
+
+def embedding(directory: Path) -> torch.Tensor:
+    return load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+
+
+def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make_config()
+    old, new = make_model(config, seed=1), make_model(config, seed=2)
+    earlier = save(tmp_path, config, old, step=2)
+    save(tmp_path, config, new, step=10)
+    assert main(["export", str(tmp_path), str(tmp_path / "newest")]) == 0
+    assert main(["export", str(earlier), str(tmp_path / "earlier")]) == 0
+    assert capsys.readouterr() == (f"wrote {tmp_path}/newest\nwrote {tmp_path}/earlier\n", "")
+    for name, model in (("newest", new), ("earlier", old)):
+        assert torch.equal(embedding(tmp_path / name), model.get_input_embeddings().weight)
+
+
+def test_what_cannot_be_exported_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make_config()
+    checkpoint = save(tmp_path, config, make_model(config, seed=1), step=2)
+    (tmp_path / "taken").mkdir()
+    assert main(["export", str(checkpoint), str(tmp_path / "taken")]) == 2
+    assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "model")]) == 2
+    assert main(["export", str(tmp_path / "taken"), str(tmp_path / "model")]) == 2
+    out, err = capsys.readouterr()
+    taken, nothing, no_run = err.splitlines()
+    assert out == ""
+    assert taken == f"corerl: error: {tmp_path}/taken exists already; remove it, or name another directory"
+    assert nothing.startswith(f"corerl: error: no checkpoint at {tmp_path}/nothing: give the directory of one")
+    assert no_run.startswith(f"corerl: error: {tmp_path}/taken/checkpoint.json is missing: ")
+    assert not (tmp_path / "model").exists()

@@ -1,0 +1,46 @@
+"""What the processes of these tests run: a plain class, importable there and here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+WORD_AT_IMPORT = os.environ.get("CORERL_TEST_WORD", "")
+FOREVER = 600.0  # seconds; longer than any test waits
+
+
+class Member:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def word(self) -> str:
+        return WORD_AT_IMPORT
+
+    def answer(self, value: Any) -> tuple[int, Any]:
+        """The later the smaller its index."""
+        time.sleep(0.05 * (2 - self.index))
+        return self.index, value
+
+    def total(self, values: Any) -> tuple[float, bool]:
+        return float(values.sum()), bool(values.flags.writeable)
+
+    def fail_after(self, seconds: Sequence[float], texts: Sequence[str]) -> None:
+        time.sleep(seconds[self.index])
+        raise ValueError(texts[self.index])
+
+    def die(self, index: int) -> None:
+        """Member `index` is killed in the middle of it, the others wait for what never comes."""
+        if self.index == index:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(FOREVER)
+
+    def lock(self) -> Any:
+        """Something that cannot be pickled."""
+        return threading.Lock()

@@ -1,0 +1,172 @@
+"""Groups of real processes, in one Ray session: what they answer, and how a group ends when a member of it fails."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from corerl.cluster.group import ProcessGroup
+from corerl.cluster.objects import share
+from corerl.cluster.placement import Seat, arrange, seated
+from corerl.cluster.runtime import ray_session
+from corerl.errors import CorerlError, HookFailed, WorkerDied
+
+MEMBER = "tests.cluster.members:Member"
+FOREVER = 600.0
+
+Start = Callable[..., ProcessGroup]
+
+
+@pytest.fixture(scope="module")
+def seats() -> Iterator[list[Seat]]:
+    """Three, of one CPU each."""
+    with ray_session(address="", cpus=4):
+        with seated(arrange(ranks=3, engines=0, placement="colocated", cpus=1.0, gpus=0.0), timeout=60.0) as (ranks, _):
+            yield ranks
+
+
+@pytest.fixture
+def start(seats: list[Seat]) -> Iterator[Start]:
+    """start(size) gives a group that has not constructed its objects yet; it ends with the test."""
+    groups = []
+
+    def start(size: int, target: str = MEMBER) -> ProcessGroup:
+        names = [f"actor rank {rank}" for rank in range(size)]
+        groups.append(ProcessGroup(names, target, seats[:size], {"CORERL_TEST_WORD": "set before import"}))
+        return groups[-1]
+
+    yield start
+    for group in groups:
+        group.kill()
+
+
+def members(start: Start, size: int) -> ProcessGroup:
+    group = start(size)
+    group.wait(group.construct([(rank,) for rank in range(size)]))
+    return group
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_gone(pids: Sequence[int]) -> list[int]:
+    """Those that are still there after a while; Ray ends processes in the background."""
+    deadline = time.monotonic() + 30.0
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [pid for pid in pids if alive(pid)]
+
+
+def test_members_answer_in_order_with_what_each_was_asked(start: Start) -> None:
+    group = members(start, 3)
+    assert group.call("word") == ["set before import"] * 3
+    pids = group.call("pid")
+    assert len({*pids, os.getpid()}) == 4
+    assert group.call("answer", "all") == [(0, "all"), (1, "all"), (2, "all")]
+    assert group.wait(group.start_each("answer", [("a",), ("b",), ("c",)])) == [(0, "a"), (1, "b"), (2, "c")]
+    assert group.wait(group.start_some("answer", {2: ("x",), 0: ("y",)})) == [(2, "x"), (0, "y")]
+    # What was shared is read where it lies: nobody may write into it.
+    assert group.call("total", share(np.arange(100_000, dtype=np.float64))) == [(4999950000.0, False)] * 3
+    host, port = group.free_address(1)
+    other_host, other_port, descriptor = group.listen(1)
+    assert host == other_host
+    assert port != other_port
+    assert min(port, other_port) > 0 and descriptor > 2
+    for arguments in ([], [(1,)], [(1,)] * 4):
+        with pytest.raises(CorerlError, match=rf"^answer: {len(arguments)} sets of arguments for 3 processes$"):
+            group.start_each("answer", arguments)
+        with pytest.raises(CorerlError, match=rf"^start: {len(arguments)} sets of arguments for 3 processes$"):
+            group.construct(arguments)
+    group.kill()
+    group.kill()
+    assert wait_until_gone(pids) == []
+    with pytest.raises(WorkerDied, match=r"^actor rank 0 and its group have ended; answer cannot be called any more$"):
+        group.call("answer", "all")
+    with pytest.raises(WorkerDied, match=r"^actor rank 0: its process died during listen "):
+        group.listen(0)
+
+
+def test_the_first_failure_is_raised_and_ends_the_others_whatever_they_do(start: Start) -> None:
+    group = members(start, 3)
+    pids = group.call("pid")
+    texts = ["connection to rank 2 lost", "never", "the cause\nin two lines"]
+    with pytest.raises(HookFailed) as caught:
+        group.call("fail_after", [0.3, FOREVER, 0.0], texts)
+    assert caught.value.message == "actor rank 2: fail_after: ValueError: the cause"
+    assert caught.value.__notes__ == ["after it 1 of 2 others failed too: actor rank 0"]
+    assert caught.value.details.startswith("actor rank 2: fail_after\nTraceback (most recent call last):")
+    assert "raise ValueError(texts[self.index])" in caught.value.details
+    assert "in two lines" in caught.value.details
+    assert wait_until_gone(pids) == []
+
+
+def test_a_killed_member_ends_the_group_with_its_name_and_what_it_was_doing(start: Start) -> None:
+    group = members(start, 2)
+    pids = group.call("pid")
+    with pytest.raises(WorkerDied) as caught:
+        group.call("die", 1)
+    assert caught.value.message.startswith("actor rank 1: its process died during die (")
+    assert "\n" not in caught.value.message
+    assert not hasattr(caught.value, "__notes__")
+    assert wait_until_gone(pids) == []
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_that_names_the_member(start: Start) -> None:
+    group = members(start, 1)
+    with pytest.raises(CorerlError) as caught:
+        group.call("lock")
+    assert caught.value.message == (
+        "actor rank 0: lock gave a result that did not arrive: TypeError: cannot pickle '_thread.lock' object"
+    )
+
+
+def test_an_object_that_cannot_be_made_is_an_error_of_its_start(start: Start) -> None:
+    group = start(1, "tests.cluster.members:Missing")
+    with pytest.raises(HookFailed) as caught:
+        group.wait(group.construct([(0,)]))
+    assert caught.value.message == (
+        "actor rank 0: start: AttributeError: module 'tests.cluster.members' has no attribute 'Missing'"
+    )
+
+
+def test_each_process_needs_a_seat(seats: list[Seat]) -> None:
+    with pytest.raises(CorerlError, match=r"^1 processes for 3 seats; give each process one$"):
+        ProcessGroup(["actor rank 0"], MEMBER, seats, {})
+
+
+def test_seats_are_shares_of_their_bundles(seats: list[Seat]) -> None:
+    assert [(seat.cpus, seat.gpus) for seat in seats] == [(1.0, 0.0)] * 3
+    assert [seat.bundle for seat in seats] == [0, 1, 2]
+    # One CPU of four is left, and two processes share it.
+    with seated(arrange(ranks=1, engines=1, placement="colocated", cpus=1.0, gpus=0.0), timeout=60.0) as (
+        ranks,
+        engines,
+    ):
+        assert [(seat.bundle, seat.cpus) for seat in (*ranks, *engines)] == [(0, 0.5), (0, 0.5)]
+
+
+def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_asked(seats: list[Seat]) -> None:
+    with pytest.raises(CorerlError) as caught:
+        with seated(arrange(ranks=50, engines=2, placement="disaggregated", cpus=1.0, gpus=1.0), timeout=0.5):
+            pass
+    assert caught.value.message == (
+        "the cluster has no room: it has {'CPU': 4.0}, the run asks for 52 bundles of {'CPU': 1.0, 'GPU': 1.0}; "
+        "use fewer ranks or engines, or a larger cluster"
+    )
+
+
+def test_ray_that_cannot_start_is_one_line(seats: list[Seat]) -> None:
+    with pytest.raises(CorerlError, match=r"^cannot start Ray on this machine: ") as caught:
+        with ray_session(address="", cpus=1):
+            pass
+    assert "\n" not in caught.value.message

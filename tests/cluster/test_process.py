@@ -1,0 +1,86 @@
+"""Errors on their way out of a process: always one of CoreRL's own, always unpicklable on the other side."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from corerl.cluster.process import Process, portable
+from corerl.errors import CorerlError, HookFailed, ModelError, SaveFailed, UserError
+
+
+class TwoArguments(Exception):
+    """As libraries have them: pickling keeps `args`, and the constructor wants others."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"code {code}: {text}")
+
+
+class PluginSaveFailed(SaveFailed):
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"cannot write {path}: {reason}")
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as caught:
+        return caught
+
+
+def arrived(error: Exception) -> CorerlError:
+    """As the driver gets it."""
+    moved: CorerlError = pickle.loads(pickle.dumps(portable(raised(error), "actor rank 1: train")))
+    return moved
+
+
+def test_the_errors_of_these_tests_do_not_survive_pickling_by_themselves() -> None:
+    for error in (TwoArguments(3, "lost"), PluginSaveFailed("/full", "no space")):
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            pickle.loads(pickle.dumps(error))
+
+
+def test_a_foreign_error_becomes_one_line_that_says_where_with_its_traceback_as_text() -> None:
+    error = arrived(TwoArguments(3, "lost\nand more"))
+    assert type(error) is HookFailed
+    assert error.message == "actor rank 1: train: TwoArguments: code 3: lost"
+    assert error.raised_at > 0
+    assert error.details.startswith("actor rank 1: train\nTraceback (most recent call last):")
+    assert error.details.endswith("TwoArguments: code 3: lost\nand more\n")
+
+
+@pytest.mark.parametrize("error", [ModelError("no config.json in m"), SaveFailed("disk full"), UserError("what")])
+def test_one_of_ours_arrives_as_it_was_with_its_traceback(error: CorerlError) -> None:
+    came = arrived(error)
+    assert type(came) is type(error)
+    assert came.message == error.message
+    assert came.exit_status == error.exit_status
+    assert came.details.startswith("actor rank 1: train\nTraceback (most recent call last):")
+
+
+def test_the_traceback_of_a_hook_is_not_replaced_by_that_of_the_call_around_it() -> None:
+    error = HookFailed("backend:mine, actor rank 1: train failed")
+    error.hook, error.rank, error.details = "train", 1, "Traceback of the hook"
+    came = arrived(error)
+    assert isinstance(came, HookFailed)
+    assert (came.hook, came.rank, came.details) == ("train", 1, "Traceback of the hook")
+
+
+def test_what_a_plugin_derives_arrives_as_the_nearest_of_ours() -> None:
+    came = arrived(PluginSaveFailed("/full", "no space"))
+    assert type(came) is SaveFailed
+    assert came.message == "cannot write /full: no space"
+    assert "PluginSaveFailed" in came.details
+
+
+def test_a_call_gives_its_value_or_its_error_as_data() -> None:
+    process = Process("engine-0", "fractions:Fraction")
+    assert process.construct(3, 4).error is None
+    assert process.call("as_integer_ratio").value == (3, 4)
+    failed = process.call("no_such_method")
+    assert failed.value is None
+    assert isinstance(failed.error, HookFailed)
+    assert failed.error.message == (
+        "engine-0: no_such_method: AttributeError: 'Fraction' object has no attribute 'no_such_method'"
+    )

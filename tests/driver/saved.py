@@ -1,0 +1,71 @@
+"""A checkpoint of a real small model, written by hand as two ranks would write it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from corerl.checkpoint.commit import begin, commit
+from corerl.checkpoint.writer import stage, write
+from corerl.config.load import structure, to_plain
+from corerl.config.schema import Config
+from corerl.models.config import hf_config
+from corerl.weights.chunks import Chunk
+
+KEYS = ("master", "exp_avg", "exp_avg_sq")
+DATA: dict[str, Any] = {
+    "backend": {"name": "plain"},
+    "extensions": [],
+    "model": {
+        "tokenizer": "characters:0123456789>s",
+        "config": {
+            "model_type": "qwen3",
+            "vocab_size": 16,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+        },
+    },
+    "data": {"held_out": 16},
+    "rollout": {"engine": "fake", "prompts": 8, "samples": 4},
+}
+
+
+def make_config(**tables: Any) -> Config:
+    """The configuration above, with tables put in the place of its own."""
+    return structure({**DATA, **tables}, Config, path="")
+
+
+def make_model(config: Config, *, seed: int) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config(config.model), dtype=torch.float32)
+    return model
+
+
+def save(run_dir: Path, config: Config, model: PreTrainedModel, *, step: int) -> Path:
+    """Rank 0 holds the first half of the tensors, rank 1 the others."""
+    partial = begin(run_dir, step)
+    params = list(model.named_parameters())
+    for rank in range(2):
+        chunks = [
+            Chunk(name, tuple(param.shape), (0,) * param.dim(), tuple(param.shape), param.detach())
+            for name, param in params[rank::2]
+        ]
+        write(stage(dict.fromkeys(KEYS, chunks), {}), partial / "actor", rank)
+    state = {
+        "rollout_step": step,
+        "source": {
+            "rollout_step": step,
+            "prompts": {"epoch": 0, "offset": 8 * step, "prompts": 10**5 - config.data.held_out, "seed": 0},
+        },
+        "config": to_plain(config),
+    }
+    return commit(partial, state)

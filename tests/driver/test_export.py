@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from corerl.driver.export import export
+from corerl.errors import CheckpointError, ModelError
+from tests.driver.saved import make_config, make_model, save
+
+
+def assert_holds(directory: Path, model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """transformers loads `directory`, and every parameter is that of `model`, rounded to `dtype`."""
+    loaded = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
+    found, wanted = dict(loaded.named_parameters()), dict(model.named_parameters())
+    assert found.keys() == wanted.keys()
+    assert {param.dtype for param in found.values()} == {dtype}
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name].to(dtype))] == []
+
+
+def test_transformers_loads_the_weights_and_the_tokenizer_bit_for_bit(tmp_path: Path) -> None:
+    config = make_config()
+    model = make_model(config, seed=1)
+    written = export(save(tmp_path, config, model, step=2), tmp_path / "model")
+    assert written == tmp_path / "model"
+    assert_holds(written, model, torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(written, local_files_only=True)
+    assert tokenizer("30>")["input_ids"] == [1, 7, 4, 14]
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"train": {"precision": "bfloat16"}},
+        {"train": {"precision": "float32"}, "roles": {"actor": {"train": {"precision": "bfloat16"}}}},
+    ],
+)
+def test_the_precision_is_the_one_that_the_role_was_trained_in(tmp_path: Path, tables: dict[str, object]) -> None:
+    config = make_config(**tables)
+    model = make_model(config, seed=1)
+    assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model"), model, torch.bfloat16)
+
+
+def test_another_model_is_replaced_only_where_that_is_allowed(tmp_path: Path) -> None:
+    config = make_config()
+    old, new = make_model(config, seed=1), make_model(config, seed=2)
+    export(save(tmp_path, config, old, step=2), tmp_path / "model")
+    checkpoint = save(tmp_path, config, new, step=4)
+    with pytest.raises(ModelError, match=f"^{tmp_path}/model exists already; remove it, or name another directory$"):
+        export(checkpoint, tmp_path / "model")
+    assert_holds(tmp_path / "model", old, torch.float32)
+    export(checkpoint, tmp_path / "model", replace=True)
+    assert_holds(tmp_path / "model", new, torch.float32)
+
+
+def test_an_export_that_fails_leaves_the_earlier_one(tmp_path: Path) -> None:
+    config = make_config()
+    model = make_model(config, seed=1)
+    checkpoint = save(tmp_path, config, model, step=2)
+    export(checkpoint, tmp_path / "model")
+    weights = checkpoint / "actor/rank-00001.safetensors"
+    weights.write_bytes(bytes(weights.stat().st_size))  # the right size, and no content
+    with pytest.raises(CheckpointError, match="rank-00001.safetensors cannot be read"):
+        export(checkpoint, tmp_path / "model", replace=True)
+    assert_holds(tmp_path / "model", model, torch.float32)

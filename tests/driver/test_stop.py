@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from corerl.driver.stop import StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_request_and_a_second_one_stops_at_once(number: signal.Signals) -> None:
+    told: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        with StopRequest(told.append) as stop:
+            assert not stop.requested
+            os.kill(os.getpid(), number)
+            assert stop.requested
+            assert told == [
+                f"{number.name}: finishing this step, then saving; once more stops at once and saves nothing"
+            ]
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert len(told) == 1
+
+
+def test_afterwards_signals_do_what_they_did_before() -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        interrupt = signal.getsignal(signal.SIGINT)
+        with StopRequest(lambda text: None) as stop:
+            assert signal.getsignal(signal.SIGINT) != interrupt
+        assert signal.getsignal(signal.SIGINT) == interrupt
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (received, stop.requested) == ([signal.SIGTERM], False)
+    finally:
+        signal.signal(signal.SIGTERM, before)

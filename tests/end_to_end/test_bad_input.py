@@ -1,0 +1,281 @@
+"""What a user can get wrong: one clear line on stderr, exit status 2, and nothing of an earlier run is touched."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+
+from corerl.checkpoint.commit import latest
+from corerl.cli.main import main
+from tests.end_to_end.command import Command, steps_done, write_small
+from tests.end_to_end.conftest import Finished
+
+REWARDS = '''
+calls = 0
+
+def raising(prompt, response):
+    return {}["no such key"]
+
+def becoming_nan(prompt, response):
+    """Fine for the 16 held-out prompts and the first step of 32 samples, and then not."""
+    global calls
+    calls += 1
+    return float("nan") if calls > 48 else len(response) / 8
+'''
+
+
+@pytest.fixture
+def refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[str]]:
+    """`corerl train` on a small run with overrides that it refuses before any process starts; the lines on stderr."""
+
+    def train(*overrides: str | Path) -> list[str]:
+        monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts the working directory there
+        run_dir = [] if any(str(override).startswith("run.dir=") for override in overrides) else ["run.dir=run"]
+        monkeypatch.chdir(tmp_path)
+        status = main(["train", str(write_small(tmp_path)), *run_dir, *map(str, overrides)])
+        out, err = capsys.readouterr()
+        assert (status, out) == (2, "")
+        assert not ray.is_initialized() and not (tmp_path / "run").exists()
+        lines = err.splitlines()
+        assert all(line.startswith("corerl: error: ") for line in lines)
+        return [line.removeprefix("corerl: error: ") for line in lines]
+
+    return train
+
+
+def copy_of(uninterrupted: Finished, tmp_path: Path, *steps: int) -> Path:
+    """The run directory of a finished run with some of its checkpoints, to be spoilt."""
+    run_dir = tmp_path / "earlier"
+    for step in steps:
+        name = f"checkpoints/step-{step:08d}"
+        shutil.copytree(uninterrupted.run_dir / name, run_dir / name)
+    shutil.copy(uninterrupted.run_dir / "config.toml", run_dir)
+    shutil.copy(uninterrupted.run_dir / "metrics.jsonl", run_dir)
+    return run_dir
+
+
+def content(directory: Path) -> dict[str, str]:
+    """Every file and what it holds, in short."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+# ---- the configuration -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "algorithm.clip_hihg=0.3",
+            "algorithm.clip_hihg: unknown key; did you mean 'clip_high'? (override algorithm.clip_hihg=0.3)",
+        ),
+        ("run.steps=ten", "run.steps: expected integer, got string 'ten' (override run.steps=ten)"),
+        (
+            "roles.actor.ranks=3",
+            (
+                "rollout.prompts: 8 x rollout.samples=4 / train.mini_batches=2 makes 16 samples an optimizer step, "
+                "which does not divide over roles.actor.ranks=3; use a multiple of 6, such as 12, or a number of ranks "
+                "that divides 16"
+            ),
+        ),
+        (
+            "model={path='/no/model'}",
+            "model.path: no directory '/no/model'; give a downloaded Hugging Face model directory",
+        ),
+        (
+            "checkpoint.resume=/no/checkpoint",
+            "checkpoint.resume: no directory '/no/checkpoint'; give 'never', 'auto', or a checkpoint's directory",
+        ),
+        (
+            "data.source=no.jsonl",
+            "data.source: cannot read no.jsonl: No such file or directory; give a path to a .jsonl file",
+        ),
+        (
+            "model.config.hiden_size=64",
+            "model.config.hiden_size is no field of a qwen3 config; did you mean 'hidden_size'?",
+        ),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_is_one_line_before_any_process(
+    refused: Callable[..., list[str]], override: str, line: str
+) -> None:
+    assert refused(override) == [line]
+
+
+@pytest.mark.parametrize(
+    ("override", "beginning", "advice"),
+    [
+        ("backend.name=fsbd", "unknown backend 'fsbd'; installed: ", "; did you mean 'fsdp'?"),
+        ("rollout.engine=transformer", "unknown engine 'transformer'; installed: ", "; did you mean 'transformers'?"),
+        (
+            "reward.name=exakt-match",
+            "unknown reward 'exakt-match', did you mean 'exact-match'?; built in: exact-match, position-match",
+            "; your own is written 'module:function'",
+        ),
+        ("weights.transport=pigeon", "unknown weight transport 'pigeon'; known: ", "collective, disk"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_known_ones(
+    refused: Callable[..., list[str]], override: str, beginning: str, advice: str
+) -> None:
+    (line,) = refused(override)
+    assert line.startswith(beginning) and line.endswith(advice)
+
+
+def test_several_problems_are_told_at_once(refused: Callable[..., list[str]]) -> None:
+    lines = refused("run.steps=ten", "rollout.temperature=0", "train.optimiser.lr=1")
+    assert sorted(line.split(":")[0] for line in lines) == ["rollout.temperature", "run.steps", "train.optimiser"]
+
+
+def test_a_run_directory_that_cannot_be_written_is_one_line(refused: Callable[..., list[str]], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert refused("run.dir=file/run") == [
+        f"run.dir: cannot write to {tmp_path}/file/run (Not a directory); give another directory"
+    ]
+
+
+# ---- the data --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "data.source: data.jsonl is empty; it must hold one JSON object a line"),
+        (
+            '{"prompt": "1"}\n{"prompt": "2",}\n{"prompt": "3"}\n',
+            "data.jsonl:2: not valid JSON: Illegal trailing comma before end of object: line 1 column 15 (char 14)",
+        ),
+        ('{"prompt": "1"}\n\n["prompt"]\n', "data.jsonl:3: got a list, wanted a JSON object with the field 'prompt'"),
+        (
+            '{"prompt": "1"}\n{"promt": "2"}\n',
+            "data.jsonl:2: no field 'prompt'; it has: promt; did you mean 'promt'? Set data.prompt_key",
+        ),
+        (
+            '{"prompt": "1"}\n{"prompt": "2"}\n',
+            "data.held_out=16 leaves nothing to train on: data.jsonl has 2 prompts; hold out fewer",
+        ),
+    ],
+)
+def test_a_data_set_that_cannot_be_used_is_one_line_that_names_the_line(
+    refused: Callable[..., list[str]], tmp_path: Path, text: str, line: str
+) -> None:
+    (tmp_path / "data.jsonl").write_text(text)
+    (told,) = refused("data.source=data.jsonl")
+    # What json says of a trailing comma differs between versions of Python.
+    assert told == line if "trailing comma" not in line else told.startswith("data.jsonl:2: not valid JSON: ")
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_not_trained_over_without_being_asked(
+    refused: Callable[..., list[str]], uninterrupted: Finished, tmp_path: Path
+) -> None:
+    earlier = copy_of(uninterrupted, tmp_path, 2, 4)
+    before = content(earlier)
+    advice = "go on with it by checkpoint.resume=auto, or give another run.dir"
+    held = f"run.dir: {earlier} already holds a run (step-00000004); {advice}"
+    assert refused(f"run.dir={earlier}") == [held]
+    # Nor from an older checkpoint of its own, whose successors would be taken for newer ones, nor from another run's.
+    assert refused(f"run.dir={earlier}", f"checkpoint.resume={earlier}/checkpoints/step-00000002") == [held]
+    other = uninterrupted.run_dir / "checkpoints/step-00000006"
+    assert refused(f"run.dir={earlier}", f"checkpoint.resume={other}") == [held]
+    assert content(earlier) == before
+
+
+def test_a_half_written_or_damaged_checkpoint_is_named_and_never_resumed(
+    refused: Callable[..., list[str]], uninterrupted: Finished, tmp_path: Path
+) -> None:
+    earlier = copy_of(uninterrupted, tmp_path, 2, 4, 6)
+    checkpoints = earlier / "checkpoints"
+    damaged, torn = checkpoints / "step-00000004", checkpoints / "step-00000006"
+    partial = (checkpoints / "step-00000002").rename(checkpoints / "step-00000002.partial")
+    weights = damaged / "actor/rank-00001.safetensors"
+    size = weights.stat().st_size
+    with weights.open("r+b") as file:
+        file.truncate(size - 1)
+    (torn / "checkpoint.json").unlink()
+    before = content(earlier)
+    assert refused(f"checkpoint.resume={partial}") == [
+        f"{partial} was never completed: resume from one whose name has no '.partial'"
+    ]
+    assert refused(f"checkpoint.resume={damaged}") == [
+        f"{weights} has {size - 1} bytes instead of {size}: the checkpoint is damaged, resume from another one"
+    ]
+    assert refused(f"checkpoint.resume={torn}") == [
+        f"{torn}/checkpoint.json is missing: the checkpoint is incomplete, resume from another one"
+    ]
+    assert content(earlier) == before
+
+
+def test_a_checkpoint_of_another_model_or_of_other_data_is_refused(
+    refused: Callable[..., list[str]], uninterrupted: Finished, tmp_path: Path
+) -> None:
+    earlier = copy_of(uninterrupted, tmp_path, 6)
+    checkpoint, before = earlier / "checkpoints/step-00000006", content(earlier)
+    advice = "resume with the [model] that it was trained with, or give another run.dir and start anew"
+    resume = [f"run.dir={earlier}", "checkpoint.resume=auto"]
+    assert refused(*resume, "model.config.hidden_size=64") == [
+        f"{checkpoint} has [16, 32] for 'model.embed_tokens.weight', this run's model wants [16, 64]; {advice}"
+    ]
+    assert refused(*resume, "model.config.num_hidden_layers=3") == [
+        f"{checkpoint} lacks 'model.layers.2.self_attn.q_proj.weight', this run's model wants [32, 32]; {advice}"
+    ]
+    (line,) = refused(*resume, "run.seed=1")
+    assert line == (
+        "the checkpoint's data position has seed=0, this run has seed=1; resume with the same [data] and run.seed, "
+        "or start a new run from its export"
+    )
+    assert content(earlier) == before
+
+
+# ---- the reward function, which only a run can try -------------------------------------------------------------------
+
+
+@pytest.fixture
+def rewarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[Path, str]]:
+    """A run, of one rank and an engine without a model, that the reward function of that name ends; with its stderr."""
+
+    def train(name: str) -> tuple[Path, str]:
+        (tmp_path / "my_rewards.py").write_text(REWARDS)
+        monkeypatch.chdir(tmp_path)  # where the command finds the module
+        changes = ["backend.name=plain", "roles.actor.ranks=1", "rollout.engine=fake", f"reward.name=my_rewards:{name}"]
+        saved = ["checkpoint.every=1", "checkpoint.background=false", "run.dir=run"]
+        with Command("train", write_small(tmp_path), *changes, *saved, logs=tmp_path) as command:
+            assert command.finish() == 2, command.err
+            command.assert_nothing_is_left()
+        assert command.out == ""
+        return tmp_path / "run", command.err
+
+    return train
+
+
+def test_a_reward_function_that_raises_ends_the_run_with_the_sample(
+    rewarded: Callable[[str], tuple[Path, str]],
+) -> None:
+    _, err = rewarded("raising")
+    (line,) = err.splitlines()
+    assert line.startswith("corerl: error: reward 'my_rewards:raising' raised KeyError: 'no such key' on prompt ")
+    assert ">') with the response '" in line
+
+
+def test_a_reward_that_is_nan_ends_the_run_with_the_sample_and_costs_no_checkpoint(
+    rewarded: Callable[[str], tuple[Path, str]],
+) -> None:
+    run_dir, err = rewarded("becoming_nan")
+    (line,) = err.splitlines()
+    assert line.startswith(
+        "corerl: error: reward 'my_rewards:becoming_nan' returned nan, wanted a finite number, on prompt "
+    )
+    assert ">') with the response '" in line
+    assert steps_done(run_dir) == 1
+    assert latest(run_dir) == run_dir / "checkpoints/step-00000001"

@@ -1,0 +1,144 @@
+"""What each rank is told, and what is refused before there are any ranks."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from attrs import evolve
+
+from corerl.config.schema import (
+    AlgorithmConfig,
+    BackendChoice,
+    CheckpointConfig,
+    ClusterConfig,
+    ClusterInfo,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    RoleChoice,
+    RolesConfig,
+    RunConfig,
+    TrainConfig,
+    WeightsConfig,
+)
+from corerl.errors import ConfigError, PluginNotFound, Unsupported
+from corerl.plugin.capabilities import Capability
+from corerl.trainer.assign import RolePlan, needed, offloads, plan_role
+from corerl.types import Output
+from tests.trainer.configs import FAKE, config_for
+
+LIMITED = "tests.trainer.fakes:LIMITED"
+
+
+def planned(config: Config, resume: str = "") -> RolePlan:
+    return plan_role("actor", config, device="cpu", run_dir="runs/x", resume=resume)
+
+
+def test_every_rank_is_told_the_same_but_for_its_rank() -> None:
+    config = config_for(
+        ranks=3,
+        options={"shards": 3},
+        run=RunConfig(seed=5),
+        model=ModelConfig(path="models/m"),
+        cluster=ClusterConfig(timeout=9.0),
+        train=TrainConfig(tokens_per_micro_batch=77),
+    )
+    plan = planned(config, resume="runs/x/step/actor")
+    assert [assignment.context.rank for assignment in plan.assignments] == [0, 1, 2]
+    first = plan.assignments[0]
+    assert all(evolve(each, context=first.context) == first for each in plan.assignments)
+    assert (first.context.role, first.context.world_size, first.context.run_dir) == ("actor", 3, "runs/x")
+    assert first.backend == FAKE
+    role = first.config
+    assert role.options == {"optimizer_steps": [0, 0], "fails_at": -1, "shards": 3}  # a plain table
+    assert role.model.path == "models/m"
+    assert role.train.tokens_per_micro_batch == 77
+    assert (role.device, role.seed, role.timeout, role.resume) == ("cpu", 5, 9.0, "runs/x/step/actor")
+    assert plan.environment == {"FAKE_SHARDS": "3 of 3 on cpu"}
+    assert pickle.loads(pickle.dumps(plan.assignments)) == plan.assignments
+
+
+def test_a_role_may_have_a_backend_and_settings_of_its_own() -> None:
+    own = TrainConfig(optimizer=OptimizerConfig(lr=0.5))
+    config = config_for("plain", roles=RolesConfig(actor=RoleChoice(ranks=2, backend=FAKE, train=own)))
+    plan = planned(config)
+    assert plan.backend.name == FAKE
+    assert [assignment.config.train for assignment in plan.assignments] == [own, own]
+
+
+def test_the_loss_is_the_algorithms_with_its_numbers() -> None:
+    algorithm = AlgorithmConfig(clip_low=0.1, clip_high=0.3, entropy_coef=0.02)
+    plan = planned(config_for(algorithm=algorithm))
+    assert plan.loss.name == "clipped"
+    assert plan.loss.params["clip_low"] == 0.1
+    assert plan.loss.params["clip_high"] == 0.3
+    assert plan.loss.params["entropy_coef"] == 0.02
+    assert Output.ENTROPY in plan.loss.outputs
+    assert all(assignment.loss == plan.loss for assignment in plan.assignments)
+    assert plan.assignments[0].fingerprint.loss == "clipped"
+
+
+def test_an_unknown_backend_is_answered_with_those_that_are_installed() -> None:
+    config = evolve(config_for(), backend=BackendChoice(name="plian"))
+    with pytest.raises(PluginNotFound, match=r"unknown backend 'plian'; installed: .*plain; did you mean 'plain'\?"):
+        planned(config)
+
+
+def test_every_capability_that_is_not_there_has_its_line_and_its_reason() -> None:
+    config = config_for(LIMITED, algorithm=AlgorithmConfig(kl_coef=0.01))
+    with pytest.raises(Unsupported) as caught:
+        planned(config)
+    assert caught.value.message.splitlines() == [
+        (
+            f"2 ranks asks for 'multi-rank', which the backend '{LIMITED}' cannot do: it is one process; "
+            "change that setting, or choose another backend"
+        ),
+        (
+            "algorithm.kl_coef = 0.01, whose reference is a snapshot asks for 'snapshots', which the backend "
+            f"'{LIMITED}' does not do yet: no host copies yet; change that setting, or choose another backend"
+        ),
+    ]
+    assert len(planned(config_for(LIMITED, ranks=1)).assignments) == 1
+
+
+def test_the_backends_own_check_is_asked_with_the_roles_ranks() -> None:
+    with pytest.raises(ConfigError) as caught:
+        planned(config_for(ranks=3, options={"shards": 2}))
+    assert caught.value.message == f'backends."{FAKE}".shards: 2 does not divide 3 ranks; use a divisor'
+
+
+CPU, CUDA = ClusterInfo(device="cpu", ranks=1), ClusterInfo(device="cuda", ranks=4)
+PLAIN_RUN = {Capability.SAVE_BACKGROUND, Capability.UPDATE_COLLECTIVE}
+
+
+def test_a_run_needs_what_its_settings_use_and_no_more() -> None:
+    config = config_for()
+    quiet = evolve(config, checkpoint=CheckpointConfig(background=False))
+    disk = evolve(quiet, weights=WeightsConfig(transport="disk"))
+    apart = evolve(config, cluster=ClusterConfig(placement="disaggregated"))
+    penalised = evolve(config, algorithm=AlgorithmConfig(kl_coef=0.1))
+    assert needed(config, CPU, "float32").keys() == PLAIN_RUN | {Capability.CPU}
+    assert needed(quiet, CPU, "float32").keys() == {Capability.UPDATE_COLLECTIVE, Capability.CPU}
+    assert needed(disk, CPU, "float32").keys() == {Capability.UPDATE_DISK, Capability.CPU}
+    assert needed(apart, CUDA, "float32").keys() == PLAIN_RUN | {Capability.MULTI_RANK}
+    assert needed(apart, CUDA, "bfloat16").keys() == PLAIN_RUN | {Capability.MULTI_RANK, Capability.BFLOAT16}
+    assert needed(config, CUDA, "float32").keys() == PLAIN_RUN | {Capability.MULTI_RANK, Capability.SLEEP}
+    assert needed(penalised, CPU, "float32").keys() == PLAIN_RUN | {Capability.CPU, Capability.SNAPSHOTS}
+
+
+@pytest.mark.parametrize(
+    ("placement", "offload", "device", "expected"),
+    [
+        ("colocated", "auto", "cuda", True),
+        ("colocated", "auto", "cpu", False),
+        ("colocated", "always", "cpu", True),
+        ("colocated", "never", "cuda", False),
+        ("disaggregated", "always", "cuda", False),
+    ],
+)
+def test_memory_is_given_back_only_where_it_is_shared(
+    placement: str, offload: str, device: str, expected: bool
+) -> None:
+    cluster = ClusterConfig(placement=placement, offload=offload)  # type: ignore[arg-type]
+    assert offloads(config_for(cluster=cluster), device) is expected

@@ -1,0 +1,356 @@
+"""A role's ranks as one object: with prepared answers, to disagree at will; and once over real Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl.cluster.group import Pending
+from corerl.cluster.objects import share
+from corerl.cluster.placement import Seat, arrange, seated
+from corerl.cluster.runtime import ray_session
+from corerl.data.plan import StepPlan, plan_forward, plan_steps
+from corerl.errors import ContractError, HookFailed, WorkerDied
+from corerl.trainer.assign import plan_role
+from corerl.trainer.group import TrainGroup, scatter
+from corerl.types import (
+    ForwardResult,
+    InitResult,
+    MemoryKind,
+    Metric,
+    Output,
+    ParallelLayout,
+    SampleBatch,
+    SaveResult,
+    SleepResult,
+    Step,
+    TrainResult,
+    UpdateResult,
+    WakeResult,
+)
+from corerl.weights.manifest import build_manifest
+from corerl.weights.transport import Address
+from tests.trainer.configs import config_for
+from tests.trainer.fakes import MANIFEST
+
+PLAN = plan_role("actor", config_for(), device="cpu", run_dir="", resume="")
+STEP = Step(optimizer_step=2, rollout_step=1, lr=0.25)
+ADDRESS = Address(transport="disk", engines=("engine-0",), path="nowhere")
+LOGPROBS = (Output.LOGPROBS,)
+
+
+class Answers:
+    """In the place of processes: what each verb is answered with, one a rank, is prepared."""
+
+    def __init__(self, **answers: Sequence[Any]) -> None:
+        self.answers = answers
+        self.calls: list[tuple[Any, ...]] = []
+        self.killed = False
+
+    def __len__(self) -> int:
+        return 2
+
+    def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Pending:
+        return Pending("start", (0, 1), ("construct",))
+
+    def listen(self, member: int) -> tuple[str, int, int]:
+        return "host", 1234, 5
+
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending:
+        self.calls.append((method, *arguments))
+        return Pending(method, (0, 1), (method,))
+
+    def start(self, method: str, *args: Any) -> Pending:
+        self.calls.append((method, *args))
+        return Pending(method, (0, 1), (method,))
+
+    def wait(self, pending: Pending) -> list[Any]:
+        answers = self.answers.get(pending.refs[0], [None, None])
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        return list(answers)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return self.wait(self.start(method, *args))
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def layout(rank: int, **changes: Any) -> ParallelLayout:
+    return evolve(ParallelLayout(rank=rank, world_size=2, dp_rank=rank, dp_size=2), **changes)
+
+
+def group_with(second: ParallelLayout | None = None, **answers: Sequence[Any]) -> tuple[TrainGroup, Answers]:
+    """A group that is initialised."""
+    processes = Answers(init=[InitResult(layout=layout(0)), InitResult(layout=second or layout(1))], **answers)
+    group = TrainGroup(processes, PLAN)  # type: ignore[arg-type]  # all that a group asks of its processes
+    group.init()
+    processes.calls.clear()
+    return group, processes
+
+
+def disagreement(*results: InitResult) -> str:
+    processes = Answers(init=results)
+    with pytest.raises(ContractError) as caught:
+        TrainGroup(processes, PLAN).init()  # type: ignore[arg-type]
+    assert processes.killed
+    return caught.value.message
+
+
+# ---- what ranks must agree on ----------------------------------------------------------------------------------------
+
+
+def test_only_rank_0_is_given_the_socket_that_all_are_told_to_meet_at() -> None:
+    processes = Answers(init=[InitResult(layout=layout(0)), InitResult(layout=layout(1))])
+    TrainGroup(processes, PLAN).init()  # type: ignore[arg-type]
+    assert processes.calls == [("init", ("host", 1234, 5), ("host", 1234, None))]
+
+
+def test_ranks_that_stand_at_different_steps_or_versions_are_an_error() -> None:
+    first, second = InitResult(layout=layout(0)), InitResult(layout=layout(1))
+    assert disagreement(evolve(first, optimizer_step=4), evolve(second, optimizer_step=6)) == (
+        "actor: ranks disagree on optimizer_step: rank 0 says 4, rank 1 says 6; they did not load the same checkpoint"
+    )
+    assert disagreement(first, evolve(second, weights_version=1)) == (
+        "actor: ranks disagree on weights_version: rank 0 says 0, rank 1 says 1; they did not load the same checkpoint"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (layout(0), "rank 1 describes itself as rank 0 of dp size 2, rank 0 as dp size 2"),
+        (layout(1, dp_size=1), "rank 1 describes itself as rank 1 of dp size 1, rank 0 as dp size 2"),
+    ],
+)
+def test_a_rank_that_describes_itself_as_another_is_an_error(wrong: ParallelLayout, said: str) -> None:
+    message = disagreement(InitResult(layout=layout(0)), InitResult(layout=wrong))
+    assert message == f"actor: {said}; a layout is wrong"
+
+
+def test_ranks_that_disagree_whether_a_step_was_applied_are_an_error() -> None:
+    applied = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)
+    group, processes = group_with(train=[evolve(applied, applied=False), applied])
+    with pytest.raises(ContractError, match=r"^actor: ranks \[1\] applied the step and the others skipped it$"):
+        group.train(None, PLAN, PLAN.loss, STEP)  # type: ignore[arg-type]
+    assert processes.killed
+
+
+def test_ranks_that_disagree_on_the_manifest_are_an_error() -> None:
+    other = build_manifest([("b", (3,)), ("w", (2, 3))], dtype="float32", bucket_bytes=24)
+    assert group_with(manifest=[MANIFEST, MANIFEST])[0].manifest() == MANIFEST
+    group, processes = group_with(manifest=[MANIFEST, other])
+    with pytest.raises(ContractError, match=r"^actor: ranks disagree on the manifest; "):
+        group.manifest()
+    assert processes.killed
+
+
+# ---- how ranks' answers become one -----------------------------------------------------------------------------------
+
+
+def test_only_ranks_that_output_count_in_metrics_and_tokens() -> None:
+    results = [
+        TrainResult(applied=True, metrics={"loss": Metric(1.0, 4.0)}, grad_norm=1.5, tokens=10),
+        TrainResult(applied=True, metrics={"loss": Metric(5.0, 8.0)}, grad_norm=1.5, tokens=20),
+    ]
+    both = group_with(train=results)[0].train(None, PLAN, PLAN.loss, STEP)  # type: ignore[arg-type]
+    assert (both.applied, both.grad_norm, both.tokens) == (True, 1.5, 30)
+    assert both.metrics == {"loss": Metric(6.0, 12.0)}
+    one = group_with(layout(1, outputs=False), train=results)[0].train(None, PLAN, PLAN.loss, STEP)  # type: ignore[arg-type]
+    assert one.tokens == 10
+    assert one.metrics == {"loss": Metric(1.0, 4.0)}
+
+
+def test_an_engine_has_the_weights_only_where_every_rank_that_sent_says_so() -> None:
+    results = [
+        UpdateResult(version=3, bytes=10, seconds=0.5, engines={"engine-0": "", "engine-1": ""}),
+        UpdateResult(version=3, bytes=20, seconds=0.25, engines={"engine-0": "", "engine-1": "gone"}),
+    ]
+    for answers in (results, results[::-1]):
+        update = group_with(update_weights=answers)[0].update_weights(ADDRESS, 3)
+        assert update == UpdateResult(version=3, bytes=30, seconds=0.5, engines={"engine-0": "", "engine-1": "gone"})
+
+
+def test_bytes_are_summed_and_a_save_is_done_when_every_rank_is() -> None:
+    group, processes = group_with(
+        save=[SaveResult(path="p", bytes=1, complete=False), SaveResult(path="p", bytes=2, complete=False)],
+        saved=[True, False],
+        sleep=[SleepResult(freed_bytes=1, residual_bytes=10), SleepResult(freed_bytes=2, residual_bytes=20)],
+        wake_up=[WakeResult(restored_bytes=3), WakeResult(restored_bytes=4)],
+    )
+    assert group.save("p", STEP, background=True) == 3
+    assert group.saved(wait=True) is False
+    assert group.sleep([MemoryKind.PARAM]) == (3, 30)
+    assert group.wake_up() == 7
+    assert processes.calls == [
+        ("save", "p", STEP, True),
+        ("saved", True),
+        ("sleep", {MemoryKind.PARAM}),
+        ("wake_up", set(MemoryKind)),
+    ]
+
+
+def test_a_snapshot_is_named_in_everything_that_is_asked_of_it() -> None:
+    group, processes = group_with()
+    snapshot = group.snapshot("reference")
+    snapshot.create()
+    snapshot.refresh()
+    snapshot.load()
+    snapshot.load("models/m")
+    snapshot.drop()
+    assert processes.calls == [
+        ("snapshot", "create", "reference", {}),
+        ("snapshot", "create", "reference", {}),
+        ("snapshot", "load", "reference", {"path": ""}),
+        ("snapshot", "load", "reference", {"path": "models/m"}),
+        ("snapshot", "drop", "reference", {}),
+    ]
+
+
+def test_processes_end_even_where_a_rank_cannot_shut_down() -> None:
+    group, processes = group_with(shutdown=[HookFailed("disk full")])
+    with pytest.raises(HookFailed, match=r"^disk full$"):
+        group.shutdown("finished")
+    assert processes.killed
+
+
+# ---- scatter ---------------------------------------------------------------------------------------------------------
+
+
+def batch_of(*lengths: int) -> SampleBatch:
+    """Tokens 0, 1, 2, ... all of which the policy chose."""
+    total = sum(lengths)
+    return SampleBatch(
+        tokens=np.arange(total),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        columns={"loss_mask": np.ones(total, dtype=np.bool_)},
+        rows={"group": np.arange(len(lengths))},
+    )
+
+
+def result_of(batch: SampleBatch, *samples: int) -> ForwardResult:
+    """Each token's own number, as a rank gives it back for these samples in this order."""
+    lengths = batch.lengths[list(samples)]
+    parts = [batch.tokens[batch.offsets[sample] : batch.offsets[sample + 1]] for sample in samples]
+    return ForwardResult(
+        samples=np.array(samples, dtype=np.int64),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        outputs={Output.LOGPROBS: np.concatenate([np.zeros(0), *parts]).astype(np.float32)},
+    )
+
+
+def test_samples_come_back_to_their_places_whoever_computed_them() -> None:
+    batch = batch_of(3, 1, 4, 0, 2)
+    results = [result_of(batch, 4, 0), result_of(batch), result_of(batch, 3, 2, 1)]
+    columns = scatter(results, LOGPROBS, batch, role="actor")
+    assert columns[Output.LOGPROBS].tolist() == batch.tokens.tolist()
+    assert columns[Output.LOGPROBS].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ([(0, 1)], "forward returned sample 2 0 times; each must come back once"),
+        ([(0, 1), (2, 1)], "forward returned sample 1 2 times; each must come back once"),
+        ([(0, 0, 1, 2)], "forward returned sample 0 2 times; each must come back once"),
+    ],
+)
+def test_a_sample_that_is_missing_or_comes_twice_is_an_error(chosen: list[tuple[int, ...]], said: str) -> None:
+    batch = batch_of(3, 1, 4)
+    with pytest.raises(ContractError) as caught:
+        scatter([result_of(batch, *samples) for samples in chosen], LOGPROBS, batch, role="actor")
+    assert caught.value.message == f"actor: {said}"
+
+
+def test_a_sample_of_another_length_is_an_error() -> None:
+    result = evolve(result_of(batch_of(3, 2), 0, 1), offsets=np.array([0, 2, 5]))
+    with pytest.raises(ContractError, match=r"^actor: forward returned samples of other lengths than it was given$"):
+        scatter([result], LOGPROBS, batch_of(3, 2), role="actor")
+
+
+# ---- over real processes ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seats() -> Iterator[list[Seat]]:
+    with ray_session(address="", cpus=2):
+        with seated(arrange(ranks=2, engines=0, placement="colocated", cpus=1.0, gpus=0.0), timeout=60.0) as (ranks, _):
+            yield ranks
+
+
+def launched(seats: list[Seat], **options: Any) -> TrainGroup:
+    plan = plan_role("actor", config_for(options=options), device="cpu", run_dir="", resume="")
+    return TrainGroup.launch(plan, seats, {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"})
+
+
+def training_plan(batch: SampleBatch) -> StepPlan:
+    (plan,) = plan_steps(
+        batch,
+        mini_batches=1,
+        epochs=1,
+        dp_size=2,
+        tokens_per_micro_batch=8,
+        sequence_multiple=1,
+        micro_batch_multiple=1,
+        aggregation="token-mean",
+        max_tokens=8,
+        seed=0,
+    )
+    return plan
+
+
+def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_error(seats: list[Seat]) -> None:
+    batch = batch_of(5, 2, 7, 3, 1)
+    group = launched(seats, optimizer_steps=[3, 3], fails_at=9)
+    init = group.init()
+    assert (init.optimizer_step, init.layout.dp_size) == (3, 2)
+    assert [each.dp_rank for each in group.layouts] == [0, 1]
+
+    shared = share(batch)
+    plan = training_plan(batch)
+    trained = group.train(shared, plan, group.plan.loss, STEP)
+    assert trained.applied
+    assert trained.grad_norm == 0.25
+    assert trained.metrics["weights"].total == pytest.approx(1.0)  # token-mean: the weights of a step sum to one
+    assert trained.metrics["tokens"].total == trained.tokens
+    assert trained.tokens >= 18  # fillers cost tokens too
+
+    passing = plan_forward(batch, dp_size=2, tokens_per_micro_batch=8, sequence_multiple=1, micro_batch_multiple=1)
+    assert group.forward(shared, passing, LOGPROBS, of=batch)[Output.LOGPROBS].tolist() == list(range(18))
+    group.snapshot("reference").load("500")
+    group.snapshot("old").create()
+    for weights, offset in (("reference", 500), ("old", 1000), ("", 0)):
+        columns = group.forward(shared, passing, LOGPROBS, of=batch, weights=weights)
+        assert columns[Output.LOGPROBS].tolist() == [offset + token for token in range(18)]
+
+    assert group.manifest() == MANIFEST
+    assert group.update_weights(ADDRESS, 1).bytes == 30
+    assert group.save("somewhere", STEP, background=True) == 300
+    assert (group.saved(), group.saved(wait=True)) == (False, True)
+    assert group.sleep() == (4 * 1 + 4 * 2, 14)
+    assert group.wake_up([MemoryKind.PARAM]) == 1 + 2
+    assert group.wake_up() == 3 * 1 + 3 * 2
+    group.clear_memory()
+
+    with pytest.raises(HookFailed) as caught:
+        group.train(shared, plan, group.plan.loss, evolve(STEP, optimizer_step=9))
+    assert caught.value.message == (
+        "backend:tests.trainer.fakes:SPEC, actor rank 1: train failed at optimizer step 9: ArithmeticError: no luck"
+    )
+    assert (caught.value.hook, caught.value.rank) == ("train", 1)
+    assert 'raise ArithmeticError("no luck")' in caught.value.details
+    with pytest.raises(WorkerDied):
+        group.clear_memory()
+
+
+def test_ranks_in_real_processes_that_disagree_end_before_the_first_step(seats: list[Seat]) -> None:
+    group = launched(seats, optimizer_steps=[3, 4])
+    with pytest.raises(ContractError, match=r"^actor: ranks disagree on optimizer_step: rank 0 says 3, rank 1 says 4"):
+        group.init()
+    with pytest.raises(WorkerDied):
+        group.clear_memory()
