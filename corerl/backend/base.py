@@ -20,6 +20,7 @@ import torch
 from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.checkpoint.writer import BackgroundWriter, stage, write
 from corerl.config.schema import RoleConfig
+from corerl.errors import CheckpointError
 from corerl.memory.measure import device_bytes
 from corerl.memory.snapshots import Snapshots
 from corerl.memory.storage import StorageSleeper
@@ -162,6 +163,8 @@ class Backend(BackendBase, ABC):
         self.layout = self.build(config, context)
         optimizer_step = self._resume(Path(config.resume)) if config.resume else self._load_initial()
         self._gather_plan = GatherPlan.build(self.local_state(StateKey.PARAM), self.group)
+        if config.resume:
+            self._require_all_taken(Path(config.resume))
         dtype = config.train.precision if config.weights.dtype == "model" else config.weights.dtype
         self.manifest: Manifest = build_manifest(
             self._gather_plan.shapes, dtype=dtype, bucket_bytes=config.weights.bucket_bytes
@@ -264,6 +267,16 @@ class Backend(BackendBase, ABC):
         fill(self.local_state(StateKey.MASTER), self.initial_weights(), what=what)
         self.after_load({StateKey.MASTER}, None)
         return 0
+
+    def _require_all_taken(self, directory: Path) -> None:
+        """A checkpoint of a larger model has all that a smaller one asks for; look for what no rank has asked for."""
+        taken = {name for name, _ in self._gather_plan.shapes}
+        for name, shape in CheckpointSource(directory, StateKey.MASTER.value).shapes.items():
+            if name not in taken:
+                raise CheckpointError(
+                    f"checkpoint {directory} holds {name!r} {list(shape)}, which the model does not have: they belong "
+                    "to different models; resume with the model that the checkpoint was written with"
+                )
 
     def _resume(self, directory: Path) -> int:
         for key in SAVED:

@@ -35,7 +35,8 @@ def portable(error: BaseException, where: str) -> CorerlError:
         failed = error if type(error) is ours else ours(str(error))
         failed.details = error.details
     else:
-        failed = HookFailed(f"{where}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        failed = HookFailed(f"{where}: {text.removesuffix(': ')}")
         failed.raised_at = time.time()
     failed.details = failed.details or f"{where}\n" + "".join(traceback.format_exception(error))
     return failed

@@ -26,6 +26,7 @@ from corerl.rollout.engine import SamplingParams
 from corerl.rollout.rewards import Reward, resolve_reward
 from corerl.rollout.sampler import sampling_params
 from corerl.trainer.assign import RolePlan, plan_role
+from corerl.weights.transports import require_transport
 
 ACTOR = "actor"
 
@@ -59,6 +60,7 @@ def prepare(config: Config) -> Prepared:
     model = hf_config(config.model)
     if resume:
         require_same_model(resume, model)
+    require_transport(config.weights.transport)
     tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
     engine = load(Kind.ENGINES, config.rollout.engine)
     engines = ClusterInfo(device=device, ranks=config.rollout.replicas)

@@ -95,18 +95,22 @@ class Run:
 
     @property
     def step(self) -> Step:
-        train = self.train_config
+        """The optimizer step that comes next."""
         return Step(
             optimizer_step=self.optimizer_step,
             rollout_step=self.rollout_step,
-            lr=learning_rate(
-                warmup_steps=train.schedule.warmup_steps,
-                decay=train.schedule.decay,
-                final_ratio=train.schedule.final_ratio,
-                peak=train.optimizer.lr,
-                step=self.optimizer_step,
-                total_steps=self.config.run.steps * train.mini_batches * train.epochs,
-            ),
+            lr=self._lr(self.optimizer_step),
+        )
+
+    def _lr(self, optimizer_step: int) -> float:
+        train = self.train_config
+        return learning_rate(
+            warmup_steps=train.schedule.warmup_steps,
+            decay=train.schedule.decay,
+            final_ratio=train.schedule.final_ratio,
+            peak=train.optimizer.lr,
+            step=optimizer_step,
+            total_steps=self.config.run.steps * train.mini_batches * train.epochs,
         )
 
     def tell(self, event: Event) -> None:
@@ -205,7 +209,7 @@ class Run:
         metrics = {
             **rollout,
             **mismatch_metrics(samples, results[0], recomputed=recomputed),
-            **train_metrics(results, self.step.lr),
+            **train_metrics(results, self._lr(self.optimizer_step - 1)),  # of the last step that was done
             **time_metrics(seconds, now - self._step_started, rollout["rollout/tokens"]),
         }
         self._step_started = now

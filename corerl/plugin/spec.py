@@ -2,6 +2,8 @@
 
     [project.entry-points."corerl.backends"]
     mine = "corerl_mine:SPEC"
+
+Engines stand under `corerl.engines`, extensions under `corerl.extensions`.
 """
 
 from __future__ import annotations

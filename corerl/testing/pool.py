@@ -139,7 +139,6 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
         except EOFError:
             return  # the test run is over
         try:
-            answer = (True, function(*args))
-        except Exception:
-            answer = (False, traceback.format_exc())
-        pipe.send(answer)
+            pipe.send((True, function(*args)))
+        except Exception:  # also where the result cannot be pickled
+            pipe.send((False, traceback.format_exc()))

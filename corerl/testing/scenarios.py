@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,27 +93,35 @@ class Loaded:
     held: int  # by this rank, replicas included
     owned: int  # without replicas
     peak: int  # held at once while loading
+    snapshot_peak: int  # held at once while a snapshot was made, and while one was loaded
     state: State
 
 
-def load_watched(setup: Setup) -> Loaded:
+def load_watched(setup: Setup, resume: str = "") -> Loaded:
     start(setup)[0].shutdown("what is imported or cached once is not the model's")
-    worker = make_worker(setup)
-    open_source, sources = worker.backend.initial_weights, []
+    worker = make_worker(setup, resume=resume)
+    open_source = worker.backend.initial_weights
+    sources: list[Any] = []
 
     def opened() -> TensorSource:
-        sources.append(open_source())
-        return sources[-1]
+        sources.append(source := open_source())
+        return source
 
     worker.backend.initial_weights = opened  # type: ignore[method-assign]
     with Allocations() as found:
         worker.init("127.0.0.1", 0)
     chunks = worker.backend.local_state(StateKey.MASTER)
+    read = sum(source.bytes_read for source in sources)
+    with Allocations() as of_snapshots:
+        worker.snapshot("create", "reference", {})
+        worker.snapshot("drop", "reference", {})
+        worker.snapshot("load", "reference", {"path": ""})
     report = Loaded(
-        read=sum(source.bytes_read for source in sources),
+        read=read,
         held=sum(chunk.view.numel() * 4 for chunk in chunks),
         owned=sum(chunk.view.numel() * 4 for chunk in chunks if not chunk.replica),
         peak=found.peak,
+        snapshot_peak=of_snapshots.peak,
         state=state_of(worker),
     )
     worker.shutdown("the check is done")
@@ -179,7 +188,7 @@ def changed_in_batches(setup: Setup) -> list[str]:
         batch = evolve(batch, micro_batches=micro_batches)
         worker.host.train(batch=batch, loss=LOSS, step=step_at(0))
         worker.host.forward(batch=batch, outputs=LOSS.outputs, weights="")
-        if len(batch.micro_batches) != len(before):
+        if len(list(batch.micro_batches)) != len(before):
             return ["the list of micro-batches"]
         return [
             f"{name} of micro-batch {index}"
@@ -296,11 +305,12 @@ def fail_to_save_in_background(setup: Setup, directory: str) -> tuple[str, str]:
 class Pushed:
     result: UpdateResult
     names: list[str]  # as they arrived on this rank
-    tensors: Mapping[str, Array]
+    tensors: dict[str, Array]
     state: State
     refused: str  # the error on sending the same version again
     arrived_after: int  # tensors that came with it
-    peak: int  # bytes held at once by an update whose tensors nobody keeps
+    largest: int  # bytes of one tensor, in an update whose tensors nobody keeps
+    peak: int  # bytes held at once by it; transports' threads may free some of it late
     bucket: int  # bytes of the largest bucket
     resumed_version: int = 0
 
@@ -338,6 +348,7 @@ def push_weights(setup: Setup, every_rank: bool) -> Pushed:
             state=state_of(worker),
             refused=refused,
             arrived_after=arrived_after,
+            largest=found.largest,
             peak=found.peak,
             bucket=max(bucket.numel * item for bucket in worker.manifest().buckets),
         )

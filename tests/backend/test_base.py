@@ -107,6 +107,19 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_first_tensor_that_doe
     )
 
 
+def test_a_checkpoint_of_a_larger_model_is_refused_though_it_has_all_that_is_asked_for(
+    setup: Setup, model_directories: Mapping[str, Path], tmp_path: Path
+) -> None:
+    untied = evolve(setup, model=str(model_directories["qwen3"]))
+    initialised(PlainBackend(), untied).save(str(tmp_path), step_at(0), False)
+    with pytest.raises(CheckpointError) as caught:
+        initialised(PlainBackend(), setup, str(tmp_path))
+    assert caught.value.message == (
+        f"checkpoint {tmp_path} holds 'lm_head.weight' [97, 64], which the model does not have: they belong to "
+        "different models; resume with the model that the checkpoint was written with"
+    )
+
+
 def test_a_checkpoint_that_lost_a_file_is_refused(setup: Setup, tmp_path: Path) -> None:
     initialised(PlainBackend(), setup).save(str(tmp_path), step_at(0), False)
     (tmp_path / "rank-00000.safetensors").unlink()

@@ -86,7 +86,7 @@ def test_outputs_come_back_without_padding_and_fillers_in_the_order_given(extra:
     parts = (
         micro_batch([2, 0], [3, 2], multiple=4),
         micro_batch([-1], [2], multiple=4),  # a filler
-        micro_batch([5], [4], multiple=4),
+        micro_batch([5, -1], [4, 3], multiple=4),  # one beside a real sample
     )
     for micro in parts:
         collector.add(micro, outputs(micro, extra=extra))

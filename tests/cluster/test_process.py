@@ -48,6 +48,7 @@ def test_a_foreign_error_becomes_one_line_that_says_where_with_its_traceback_as_
     assert error.raised_at > 0
     assert error.details.startswith("actor rank 1: train\nTraceback (most recent call last):")
     assert error.details.endswith("TwoArguments: code 3: lost\nand more\n")
+    assert arrived(KeyError()).message == "actor rank 1: train: KeyError"
 
 
 @pytest.mark.parametrize("error", [ModelError("no config.json in m"), SaveFailed("disk full"), UserError("what")])

@@ -122,6 +122,7 @@ def test_a_setting_that_cannot_be_meant_is_one_line_before_any_process(
             "; your own is written 'module:function'",
         ),
         ("weights.transport=pigeon", "unknown weight transport 'pigeon'; known: ", "collective, disk"),
+        ("algorithm.loss=cliped", "unknown loss 'cliped'", "'clipped'?"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_known_ones(

@@ -53,6 +53,7 @@ def test_metrics_tell_of_every_step_and_every_evaluation(uninterrupted: Finished
     wanted += [f"time/{name}" for name in TIMES] + ["perf/tokens_per_second"]
     assert all(set(wanted) <= set(line) for line in steps)
     assert [line["train/skipped_steps"] for line in steps] == [0.0] * STEPS
+    assert steps[-1]["train/lr"] == pytest.approx(0.1 * 2e-3)  # the schedule's end: final_ratio of the peak
     evaluations = [line for line in metrics(uninterrupted.run_dir) if "eval/reward" in line]
     assert [line["step"] for line in evaluations] == [0, 3, 6]
     assert all({"eval/exact_match", "eval/response_length"} <= set(line) for line in evaluations)

@@ -18,6 +18,11 @@ SENDERS: dict[str, SenderFactory] = {"collective": CollectiveSender, "disk": Dis
 RECEIVERS: dict[str, ReceiverFactory] = {"collective": CollectiveReceiver, "disk": DiskReceiver}
 
 
+def require_transport(transport: str) -> None:
+    """Raises ConfigError, with the known ones, where there is no transport of this name."""
+    _look_up(SENDERS, transport)
+
+
 def open_sender(address: Address) -> WeightSender:
     """The trainer's end. Nothing is connected before the first `begin`; keep it for all updates, then `close` it."""
     return _look_up(SENDERS, address.transport)(address)

@@ -1,0 +1,59 @@
+"""What is FSDP's own: shards without elements, its options, and what the checks must see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from corerl.checkpoint.commit import begin
+from corerl.testing.checks import BackendChecks, Checkpoint, Runs, Subject, assert_follows, different
+from corerl.testing.harness import Setup
+from corerl.testing.models import tiny_fields
+from corerl.testing.pool import RankPool
+from plugins.fsdp.tests import ranks
+
+
+def test_ranks_that_hold_nothing_of_a_parameter_train_save_and_resume(runs: Runs, tmp_path: Path) -> None:
+    # One expert: its router and its matrices have a single row, which lies on rank 0.
+    fields = {**tiny_fields("qwen3-moe"), "num_experts": 1, "num_experts_per_tok": 1}
+    setup, checkpoint = Setup(backend="fsdp", model="", fields=fields), Checkpoint(begin(tmp_path, 2), 2)
+    uninterrupted = runs.train(2, setup, range(4), save_after=1, save_to=checkpoint.role)
+    assert_follows(uninterrupted, runs.train(1, evolve(setup, backend="plain"), range(4)))
+    resumed = runs.train(2, setup, range(2, 4), resume=checkpoint.complete())
+    assert different(resumed.state, uninterrupted.state) == []
+
+
+def test_layers_that_stay_gathered_train_the_same(runs: Runs) -> None:
+    setup = evolve(runs.setup("fsdp", "qwen3"), options={"reshard_after_forward": False})
+    found, wanted = runs.train(2, setup, range(3)), runs.train(2, runs.setup("fsdp", "qwen3"), range(3))
+    assert found.losses == wanted.losses
+    assert different(found.state, wanted.state) == []
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_nothing_stays_gathered_after_a_pass(runs: Runs, rank_pool: RankPool, reshard: bool) -> None:
+    setup = evolve(runs.setup("fsdp", "qwen3"), options={"reshard_after_forward": reshard})
+    for held in rank_pool.run(ranks.held_after_passes, setup):
+        assert max(held) <= 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "arguments"),
+    [
+        (
+            ranks.LoadsTheWholeModel,
+            "test_loading_reads_each_ranks_share_once_and_never_holds_the_model",
+            {"kind": "qwen3-tied"},
+        ),
+        (ranks.GathersTheWholeModel, "test_an_update_holds_a_few_buckets_and_never_the_model", {}),
+    ],
+)
+def test_a_rank_that_holds_the_whole_model_for_a_moment_is_seen(
+    runs: Runs, tmp_path: Path, fault: type, check: str, arguments: dict[str, str]
+) -> None:
+    name = f"{fault.__module__}:{fault.__name__}.spec"
+    subject = Subject(backend=name, world_size=2, runs=runs, directory=tmp_path)
+    with pytest.raises(AssertionError, match="peak"):
+        getattr(BackendChecks(), check)(subject, **arguments)

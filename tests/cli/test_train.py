@@ -1,0 +1,65 @@
+"""`corerl train`, up to the loop; what the loop does is tested in tests/end_to_end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from corerl import train as loop
+from corerl.cli.main import main
+from corerl.config.schema import Config
+from corerl.errors import WorkerDied
+
+SOUND = 'backend.name = "plain"\nrun.steps = 5\n'
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configurations that the loop was started with."""
+    configs: list[Config] = []
+    monkeypatch.setattr(loop, "train", configs.append)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return configs
+
+
+def test_the_loop_gets_the_file_with_the_overrides_in_their_order(
+    trained: list[Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text(SOUND)
+    arguments = ["algorithm.clip_high=0.28", "run.seed=1", "run.seed=2"]
+    assert main(["train", str(tmp_path / "run.toml"), *arguments]) == 0
+    (config,) = trained
+    assert (config.run.steps, config.run.seed, config.algorithm.clip_high) == (5, 2, 0.28)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_modules_beside_the_run_can_be_imported(
+    trained: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.toml").write_text(SOUND)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "run.toml"]) == 0
+    assert sys.path[0] == str(tmp_path)
+
+
+def test_a_file_that_is_not_there_is_one_line_and_status_2(
+    trained: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "no.toml"]) == 2
+    assert capsys.readouterr() == ("", "corerl: error: no.toml: no such file; give the path of a TOML file\n")
+    assert trained == []
+
+
+def test_a_failure_of_the_run_is_one_line_and_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(config: Config) -> None:
+        raise WorkerDied("actor rank 1: its process died during train")
+
+    monkeypatch.setattr(loop, "train", train)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "run.toml").write_text(SOUND)
+    assert main(["train", str(tmp_path / "run.toml")]) == 1
+    assert capsys.readouterr() == ("", "corerl: error: actor rank 1: its process died during train\n")

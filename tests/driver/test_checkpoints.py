@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import define, field
+
+from corerl.checkpoint.commit import latest, read_state
+from corerl.checkpoint.writer import stage, write
+from corerl.config.schema import CheckpointConfig
+from corerl.driver.checkpoints import Checkpoints
+from corerl.errors import SaveFailed
+from corerl.plugin.events import CheckpointSaved, Event
+from corerl.plugin.hookspecs import hookimpl
+from corerl.plugin.observers import Observers
+from corerl.types import Step
+from tests.checkpoint.roles import cut, whole
+
+
+@define
+class Group:
+    """Two ranks that write where they are told; in the background only when `write` is called, or waited for."""
+
+    layouts: list[str] = field(factory=lambda: ["rank 0", "rank 1"])
+    broken: bool = False
+    _path: Path | None = None
+
+    def save(self, path: str, step: Step, *, background: bool) -> int:
+        self._path = Path(path)
+        if not background:
+            self.write()
+        return 0
+
+    def saved(self, *, wait: bool = False) -> bool:
+        if self.broken:
+            raise SaveFailed("the disk is full")
+        if wait and self._path is not None:
+            self.write()
+        return self._path is None
+
+    def write(self) -> None:
+        assert self._path is not None
+        for rank in range(2):
+            write(stage(cut(rank, 2, whole()), {}), self._path, rank)
+        self._path = None
+
+
+@define
+class Heard:
+    saved: list[CheckpointSaved] = field(factory=list)
+
+    @hookimpl
+    def observe(self, event: Event) -> None:
+        assert isinstance(event, CheckpointSaved)
+        self.saved.append(event)
+
+
+def make(run_dir: Path, heard: Heard, *, keep: int = 2, **roles: Group) -> Checkpoints:
+    return Checkpoints(
+        run_dir=run_dir,
+        config=CheckpointConfig(every=2, keep=keep),
+        roles=roles,  # type: ignore[arg-type]  # the part of a TrainGroup that saves
+        observers=Observers([("heard", heard)]),
+    )
+
+
+def at(rollout_step: int) -> tuple[Step, dict[str, Any]]:
+    return Step(optimizer_step=3 * rollout_step, rollout_step=rollout_step, lr=0.1), {"rollout_step": rollout_step}
+
+
+def path(run_dir: Path, step: int) -> Path:
+    return run_dir / f"checkpoints/step-{step:08d}"
+
+
+def test_they_are_due_at_every_multiple_and_never_where_every_is_0(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path, Heard(), actor=Group())
+    assert [step for step in range(1, 7) if checkpoints.due(step)] == [2, 4, 6]
+    checkpoints.config = CheckpointConfig(every=0)
+    assert not any(checkpoints.due(step) for step in range(1, 7))
+
+
+def test_a_save_in_the_foreground_is_there_on_return(tmp_path: Path) -> None:
+    heard = Heard()
+    checkpoints = make(tmp_path, heard, actor=Group())
+    checkpoints.start(*at(2), background=False)
+    assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
+    assert read_state(path(tmp_path, 2)) == {"rollout_step": 2}
+    assert heard.saved == [CheckpointSaved(step=2, path=str(path(tmp_path, 2)))]
+
+
+def test_a_save_in_the_background_is_invisible_until_every_role_has_written(tmp_path: Path) -> None:
+    heard, actor, critic = Heard(), Group(), Group()
+    checkpoints = make(tmp_path, heard, actor=actor, critic=critic)
+    checkpoints.start(*at(2), background=True)
+    assert checkpoints.last_step == 2
+    checkpoints.complete(wait=False)
+    actor.write()
+    checkpoints.complete(wait=False)
+    assert (latest(tmp_path), checkpoints.newest, heard.saved) == (None, None, [])
+    critic.write()
+    checkpoints.complete(wait=False)
+    assert latest(tmp_path) == path(tmp_path, 2)
+    assert sorted(role.name for role in path(tmp_path, 2).iterdir() if role.is_dir()) == ["actor", "critic"]
+    assert [event.step for event in heard.saved] == [2]
+
+
+def test_the_next_save_waits_for_the_one_before_and_the_oldest_goes(tmp_path: Path) -> None:
+    heard = Heard()
+    checkpoints = make(tmp_path, heard, keep=2, actor=Group())
+    for step in (2, 4, 6):
+        checkpoints.start(*at(step), background=True)
+        assert [event.step for event in heard.saved] == list(range(2, step, 2))
+    checkpoints.complete(wait=True)
+    assert [event.step for event in heard.saved] == [2, 4, 6]
+    assert sorted((tmp_path / "checkpoints").iterdir()) == [path(tmp_path, 4), path(tmp_path, 6)]
+    checkpoints.complete(wait=True)  # nothing is pending any more
+    assert len(heard.saved) == 3
+
+
+def test_a_save_that_fails_costs_no_earlier_one(tmp_path: Path) -> None:
+    heard, actor = Heard(), Group()
+    checkpoints = make(tmp_path, heard, actor=actor)
+    checkpoints.start(*at(2), background=False)
+    checkpoints.start(*at(4), background=True)
+    actor.broken = True
+    with pytest.raises(SaveFailed, match="^the disk is full$"):
+        checkpoints.complete(wait=False)
+    assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
+    assert [event.step for event in heard.saved] == [2]

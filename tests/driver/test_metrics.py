@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from corerl.data.prompts import Prompt
+from corerl.driver.metrics import mismatch_metrics, rollout_metrics, time_metrics, train_metrics
+from corerl.rollout.sampler import Rollout
+from corerl.rollout.sources import Scored
+from corerl.trainer.group import GroupTrainResult
+from corerl.types import Metric, Reduction, SampleBatch
+
+
+def samples(**columns: list[float]) -> SampleBatch:
+    """Two samples, of two prompt tokens each and of 1 and 3 response tokens."""
+    mask = np.array([False, False, True, False, False, True, True, True])
+    return SampleBatch(
+        tokens=np.arange(8),
+        offsets=np.array([0, 3, 8]),
+        columns={"loss_mask": mask, **{name: np.array(values, np.float32) for name, values in columns.items()}},
+        rows={"response_length": np.array([1, 3]), "truncated": np.array([False, True])},
+    )
+
+
+def scored(exact_match: float | None) -> Scored:
+    prompt = Prompt(index=0, text="a", answer="b")
+    rollout = Rollout(batch=samples(), prompts=(prompt, prompt), texts=["b", "bbb"])
+    rewards = np.array([1.0, 0.5], np.float32)
+    return Scored(step=0, rollout=rollout, rewards=rewards, exact_match=exact_match, seconds={})
+
+
+def result(
+    loss: float, *, applied: bool = True, norm: float = 1.0, diff: tuple[float, float] | None = None
+) -> GroupTrainResult:
+    metrics = {"loss": Metric(loss, 4.0, Reduction.SUM), "entropy": Metric(6.0 * loss, 3.0)}
+    if diff is not None:
+        metrics |= {"logprob_diff": Metric(4 * diff[0], 4.0), "logprob_diff_max": Metric(diff[1], 1.0, Reduction.MAX)}
+    return GroupTrainResult(applied=applied, metrics=metrics, grad_norm=norm, tokens=10)
+
+
+def test_rollout_metrics_are_means_over_samples_and_a_count_of_sampled_tokens() -> None:
+    assert rollout_metrics(scored(0.5)) == {
+        "rollout/reward": 0.75,
+        "rollout/reward_std": 0.25,
+        "rollout/response_length": 2.0,
+        "rollout/truncated": 0.5,
+        "rollout/tokens": 4.0,
+        "rollout/exact_match": 0.5,
+    }
+    assert "rollout/exact_match" not in rollout_metrics(scored(None))
+
+
+def test_train_metrics_are_means_over_optimizer_steps_but_for_counts() -> None:
+    steps = [result(1.0, norm=2.0, diff=(0.1, 0.2)), result(3.0, norm=4.0, applied=False)]
+    assert train_metrics(steps, lr=0.01) == {
+        "train/loss": 2.0,
+        "train/entropy": 4.0,
+        "train/grad_norm": 3.0,
+        "train/skipped_steps": 1.0,
+        "train/lr": 0.01,
+        "train/tokens": 20.0,
+    }
+
+
+def test_a_norm_that_is_not_finite_is_shown_as_it_is() -> None:
+    assert math.isinf(train_metrics([result(1.0, norm=math.inf, applied=False)], lr=0.01)["train/grad_norm"])
+
+
+def test_the_mismatch_is_the_first_steps_own_where_nothing_was_recomputed() -> None:
+    found = mismatch_metrics(samples(), result(1.0, diff=(0.25, 0.5)), recomputed=False)
+    assert found == {"rollout/logprob_diff": 0.25, "rollout/logprob_diff_max": 0.5}
+    assert mismatch_metrics(samples(), result(1.0), recomputed=False) == {}  # a loss that does not report it
+
+
+def test_recomputed_logprobs_are_compared_at_response_tokens_of_the_whole_batch() -> None:
+    batch = samples(
+        old_logprobs=[9.0, 9.0, -1.0, 9.0, 9.0, -2.0, -3.0, -4.0],
+        rollout_logprobs=[0.0, 0.0, -1.5, 0.0, 0.0, -2.0, -2.0, -4.5],
+    )
+    found = mismatch_metrics(batch, result(1.0, diff=(7.0, 7.0)), recomputed=True)
+    assert found == {"rollout/logprob_diff": pytest.approx((0.5 + 1.0 + 0.5) / 4), "rollout/logprob_diff_max": 1.0}
+
+
+def test_tokens_per_second_are_sampled_tokens_over_the_whole_step() -> None:
+    assert time_metrics({"rollout": 1.5, "train": 2.0}, 4.0, 100.0) == {
+        "time/rollout": 1.5,
+        "time/train": 2.0,
+        "time/step": 4.0,
+        "perf/tokens_per_second": 25.0,
+    }

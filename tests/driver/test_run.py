@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl.config.schema import Config, EvalConfig
+from corerl.data.prompts import Prompt
+from corerl.driver import run as driver
+from corerl.driver.run import REFERENCE, Run
+from corerl.errors import WeightUpdateError
+from corerl.observability.timing import Phases
+from corerl.plugin.events import Event, StepFinished
+from corerl.plugin.hookspecs import hookimpl
+from corerl.plugin.observers import Observers
+from corerl.rollout.engine import Received
+from corerl.rollout.sampler import Rollout
+from corerl.rollout.sources import Evaluation, Scored
+from corerl.trainer.group import GroupTrainResult
+from corerl.types import Metric, Output, ParallelLayout, SampleBatch, UpdateResult
+from tests.driver.saved import make_config
+
+TRAIN = {
+    "mini_batches": 2,
+    "epochs": 3,
+    "optimizer": {"lr": 1.0},
+    "schedule": {"decay": "linear", "final_ratio": 0.0},
+}
+
+
+class Group:
+    """Ranks and engines of a run, as far as the driver sees them; notes what is asked."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.layouts = [ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1)]
+        self.sent = UpdateResult(version=0, bytes=8, seconds=0.0, engines={"engine-0": "", "engine-1": ""})
+        self.received = {name: Received(version=0, bytes=8) for name in ("engine-0", "engine-1")}
+
+    def wake_up(self) -> None:
+        self.log.append("wake up")
+
+    def sleep(self) -> None:
+        self.log.append("sleep")
+
+    def update_weights_async(self, address: Any, version: int) -> None:
+        self.log.append(f"send {version}")
+
+    def receive_async(self, manifest: Any, version: int, address: Any) -> None:
+        self.log.append(f"receive {version}")
+
+    def wait_update(self, pending: None) -> UpdateResult:
+        return self.sent
+
+    def wait_received(self, pending: None) -> dict[str, Received]:
+        return self.received
+
+    def forward(
+        self, shared: Any, plan: Any, outputs: tuple[Output, ...], *, of: SampleBatch, weights: str
+    ) -> dict[Output, Any]:
+        value = -2.0 if weights == REFERENCE else -1.0
+        return {output: np.full(len(of.tokens), value, np.float32) for output in outputs}
+
+
+class Ears:
+    def __init__(self) -> None:
+        self.steps: list[StepFinished] = []
+
+    @hookimpl
+    def observe(self, event: Event) -> None:
+        if isinstance(event, StepFinished):
+            self.steps.append(event)
+
+
+@pytest.fixture
+def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+    monkeypatch.setattr(driver, "share", lambda value: value)  # no object store
+
+    def make(config: Config, **parts: Any) -> Run:
+        needed = [each.name for each in attrs.fields(Run) if each.default is attrs.NOTHING]
+        return Run(
+            **{
+                **dict.fromkeys(needed),
+                "config": config,
+                "observers": Observers([]),
+                "phases": Phases(),
+                "offload": False,
+                "optimizer_step": 0,
+                "rollout_step": 0,
+                "weights_version": 0,
+                **parts,
+            }
+        )
+
+    return make
+
+
+def batch() -> SampleBatch:
+    """Two samples of one prompt: a token of prompt, then one and two of response."""
+    return SampleBatch(
+        tokens=np.arange(5),
+        offsets=np.array([0, 2, 5]),
+        columns={
+            "loss_mask": np.array([False, True, False, True, True]),
+            "rollout_logprobs": np.array([0.0, -0.5, 0.0, -0.25, -0.125], np.float32),
+        },
+        rows={
+            "group": np.array([0, 0]),
+            "sample": np.arange(2),
+            "response_length": np.array([1, 2]),
+            "truncated": np.array([False, False]),
+        },
+    )
+
+
+def scored() -> Scored:
+    rollout = Rollout(batch=batch(), prompts=(Prompt(index=0, text="a", answer="b"),), texts=["b", "bb"])
+    rewards = np.array([1.0, 0.0], np.float32)
+    return Scored(step=4, rollout=rollout, rewards=rewards, exact_match=None, seconds={"rollout": 1.0})
+
+
+# ---- learning rate ---------------------------------------------------------------------------------------------------
+
+
+def test_the_schedule_spans_every_optimizer_step_of_the_run(make_run: Callable[..., Run]) -> None:
+    config = make_config(run={"steps": 5}, train=TRAIN)  # 5 x 2 mini-batches x 3 epochs: steps 0 to 29
+    run = make_run(config)
+    assert run.step.lr == 1.0
+    run.optimizer_step = 29
+    assert run.step.lr == 0.0
+    run.optimizer_step = 10
+    assert run.step.lr == pytest.approx(19 / 29)
+
+
+def test_the_learning_rate_that_is_reported_is_the_one_that_was_used_last(make_run: Callable[..., Run]) -> None:
+    ears = Ears()
+    config = make_config(run={"steps": 5}, train=TRAIN)
+    run = make_run(config, observers=Observers([("ears", ears)]), optimizer_step=30, rollout_step=5)
+    result = GroupTrainResult(applied=True, metrics={"loss": Metric(1.0, 1.0)}, grad_norm=1.0, tokens=5)
+    run.report(scored(), batch(), [result] * 6)
+    (event,) = ears.steps
+    assert event.step == 4
+    assert (event.metrics["train/lr"], event.metrics["time/rollout"]) == (0.0, 1.0)
+    run.optimizer_step = 1
+    run.report(scored(), batch(), [result])
+    assert ears.steps[1].metrics["train/lr"] == 1.0
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+def test_old_logprobs_are_the_engines_where_nothing_is_recomputed(make_run: Callable[..., Run]) -> None:
+    samples = make_run(make_config()).with_advantages(scored())
+    np.testing.assert_array_equal(samples.columns["old_logprobs"], batch().columns["rollout_logprobs"])
+    assert "ref_logprobs" not in samples.columns
+    # Rewards 1 and 0: centred 0.5 and -0.5; their standard deviation (that of a sample) is 0.5 ** 0.5.
+    expected = 0.5 / 0.5**0.5
+    assert samples.columns["advantages"] == pytest.approx([0.0, expected, 0.0, -expected, -expected], abs=1e-5)
+
+
+def test_recomputed_and_reference_logprobs_stand_at_response_tokens_alone(make_run: Callable[..., Run]) -> None:
+    config = make_config(algorithm={"old_logprobs": "recompute", "kl_coef": 0.1})
+    columns = make_run(config, actor=Group()).with_advantages(scored()).columns
+    assert columns["old_logprobs"].tolist() == [0.0, -1.0, 0.0, -1.0, -1.0]
+    assert columns["ref_logprobs"].tolist() == [0.0, -2.0, 0.0, -2.0, -2.0]
+    assert columns["old_logprobs"].dtype == columns["ref_logprobs"].dtype == np.float32
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_push_has_a_version_of_its_own(make_run: Callable[..., Run]) -> None:
+    actor, fleet = Group(), Group()
+    run = make_run(make_config(), actor=actor, fleet=fleet, weights_version=7)
+    run.push_weights()
+    run.push_weights()
+    assert (actor.log, fleet.log, run.weights_version) == (["send 7", "send 8"], ["receive 7", "receive 8"], 9)
+
+
+def test_a_push_that_an_engine_did_not_take_says_which_and_why(make_run: Callable[..., Run]) -> None:
+    actor, fleet = Group(), Group()
+    # The engine knows better than the sender, which only sees that no answer comes.
+    actor.sent = evolve(actor.sent, engines={"engine-0": "", "engine-1": "no answer"})
+    fleet.received["engine-1"] = Received(version=0, bytes=0, error="bucket 3 was damaged")
+    run = make_run(make_config(), actor=actor, fleet=fleet, weights_version=7)
+    with pytest.raises(
+        WeightUpdateError, match="^weights version 7 did not reach every engine: engine-1: bucket 3 was damaged$"
+    ):
+        run.push_weights()
+
+
+def test_ranks_and_engines_that_share_devices_take_turns(make_run: Callable[..., Run]) -> None:
+    together = Group()  # one log, so that the order between the two shows
+    run = make_run(make_config(), actor=together, fleet=together, offload=True)
+    with run.training():
+        together.log.append("train")
+        run.push_weights()
+    assert together.log == ["sleep", "wake up", "train", "wake up", "send 0", "receive 0", "sleep"]
+    alone = Group()
+    with make_run(make_config(), actor=alone, fleet=alone).training():
+        pass
+    assert alone.log == []
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [
+        (EvalConfig(every=3), [0, 3, 6, 7]),
+        (EvalConfig(every=3, at_start=False), [3, 6, 7]),
+        (EvalConfig(every=10), [0, 7]),
+        (EvalConfig(every=0), []),
+    ],
+)
+def test_evaluation_is_due_at_the_start_at_multiples_and_at_the_end(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, config: EvalConfig, steps: list[int]
+) -> None:
+    evaluated: list[int] = []
+
+    def evaluate(*_: Any, **__: Any) -> Evaluation:
+        evaluated.append(run.rollout_step)
+        return Evaluation(metrics={"eval/reward": 0.5}, shown=())
+
+    monkeypatch.setattr(driver, "evaluate", evaluate)
+    run = make_run(evolve(make_config(run={"steps": 7}), eval=config), held_out=["a prompt"])
+    for step in range(8):
+        run.rollout_step = step
+        run.evaluate()
+    assert evaluated == steps
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+class Saves:
+    """Checkpoints of a run: the newest one begun, and what more was asked."""
+
+    def __init__(self, last_step: int) -> None:
+        self.last_step = last_step
+        self.newest: Path | None = Path("/run/checkpoints/newest")
+        self.log: list[tuple[str, bool]] = []
+
+    def start(self, step: Any, state: dict[str, Any], *, background: bool) -> None:
+        self.log.append((f"start {state['rollout_step']}", background))
+
+    def complete(self, *, wait: bool) -> None:
+        self.log.append(("complete", wait))
+
+
+class Stop:
+    def __init__(self, requested: bool) -> None:
+        self.requested = requested
+
+
+class Source:
+    position = "where the prompts stand"
+
+
+def test_the_end_saves_what_is_not_saved_and_waits_for_what_is_being_written(make_run: Callable[..., Run]) -> None:
+    for last_step, log in (
+        (4, [("start 5", False), ("complete", True)]),
+        (5, [("complete", True)]),
+    ):
+        saves = Saves(last_step)
+        run = make_run(
+            make_config(), checkpoints=saves, rollout_step=5, stop=Stop(True), source=Source(), run_dir=Path("/run")
+        )
+        summary = run.finish()
+        assert saves.log == log
+        # Interrupted, so nothing is exported.
+        assert (summary.reason, summary.steps_done, summary.run_dir) == ("interrupted", 5, Path("/run"))

@@ -1,0 +1,130 @@
+"""The loop itself: short enough to read at once, and every verb in its place."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corerl import train as loop
+from corerl.config.schema import BackendChoice, Config
+from corerl.driver.run import Summary
+
+ONE_SCREEN = 40  # lines
+
+
+def test_the_loop_reads_on_one_screen() -> None:
+    source = inspect.getsource(loop)
+    (function,) = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+    assert function.end_lineno is not None
+    assert function.end_lineno - function.lineno + 1 <= ONE_SCREEN
+    assert max(len(line) for line in source.splitlines()) <= 120
+    rollout_steps = [node for node in ast.walk(function) if isinstance(node, ast.For)]
+    assert [ast.unparse(node.iter) for node in rollout_steps] == ["run.source", "run.plan(samples)"]
+
+
+class Stop:
+    requested = False
+
+
+class FakeRun:
+    """Notes what the loop asks for, and in which order; two optimizer steps to a rollout step."""
+
+    def __init__(self, steps: int, *, stop_in: int = -1) -> None:
+        self.log: list[str] = []
+        self.source = iter(f"batch {step}" for step in range(steps))
+        self.loss = "loss"
+        self.stop = Stop()
+        self.stop_in = stop_in
+        self.optimizer_step = 10
+        self.rollout_step = 5
+        self.actor = self
+
+    @property
+    def step(self) -> tuple[int, int]:
+        return self.optimizer_step, self.rollout_step
+
+    def push_weights(self) -> None:
+        self.log.append("push")
+
+    def evaluate(self) -> None:
+        self.log.append(f"evaluate {self.rollout_step}")
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        self.log.append("enter")
+        yield
+        self.log.append("leave")
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        yield
+
+    def with_advantages(self, scored: str) -> str:
+        return f"samples of {scored}"
+
+    def plan(self, samples: str) -> list[str]:
+        return ["first half", "second half"]
+
+    def train(self, shared: str, plan: str, loss: str, step: tuple[int, int]) -> str:
+        self.log.append(f"train on {shared}, {plan}, at {step}")
+        self.stop.requested = self.stop.requested or self.rollout_step == self.stop_in
+        return plan
+
+    def report(self, scored: str, samples: str, results: list[str]) -> None:
+        self.log.append(f"report {scored}: {results}")
+
+    def save(self) -> None:
+        self.log.append(f"save {self.rollout_step}")
+
+    def finish(self) -> Summary:
+        self.log.append("finish")
+        return Summary(reason="finished", run_dir=Path(), steps_done=self.rollout_step)
+
+
+def run_loop(monkeypatch: pytest.MonkeyPatch, run: FakeRun) -> Summary:
+    @contextlib.contextmanager
+    def launch(config: Config) -> Iterator[Any]:
+        yield run
+        run.log.append("end")
+
+    monkeypatch.setattr(loop, "launch", launch)
+    monkeypatch.setattr(loop, "share", lambda value: value)
+    return loop.train(Config(backend=BackendChoice(name="any")))
+
+
+def rollout_step(batch: int, optimizer_step: int, number: int) -> list[str]:
+    return [
+        "enter",
+        f"train on samples of batch {batch}, first half, at {(optimizer_step, number)}",
+        f"train on samples of batch {batch}, second half, at {(optimizer_step + 1, number)}",
+        "push",
+        f"report batch {batch}: ['first half', 'second half']",
+        f"save {number + 1}",
+        "leave",
+        f"evaluate {number + 1}",
+    ]
+
+
+def test_each_batch_is_trained_on_then_the_engines_get_the_new_weights_then_it_is_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = FakeRun(steps=2)
+    assert run_loop(monkeypatch, run).steps_done == 7
+    assert run.log == [
+        *["push", "evaluate 5"],
+        *rollout_step(0, 10, 5),
+        *rollout_step(1, 12, 6),
+        *["finish", "end"],
+    ]
+
+
+def test_a_request_to_stop_is_heard_after_the_step_that_it_came_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = FakeRun(steps=9, stop_in=5)
+    assert run_loop(monkeypatch, run).steps_done == 6
+    assert run.log == ["push", "evaluate 5", *rollout_step(0, 10, 5), "finish", "end"]

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from corerl.testing.pool import OneRank, RankFailed, RankPool
+
+
+def summed(value: float) -> tuple[int, int, float]:
+    """Where it runs, and the sum over ranks of value + rank."""
+    total = torch.tensor([value + dist.get_rank()])
+    dist.all_reduce(total)
+    return dist.get_rank(), os.getpid(), total.item()
+
+
+def raise_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no such thing")
+    dist.barrier()  # waits for a rank that never comes
+
+
+def die_on_one() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def gone(pid: int, within: float = 20.0) -> bool:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_ranks_live_on_between_runs_and_answer_in_rank_order(rank_pool: RankPool) -> None:
+    first, second = rank_pool.run(summed, 1.0), rank_pool.run(summed, 2.0)
+    assert [(rank, total) for rank, _, total in first] == [(0, 3.0), (1, 3.0)]
+    assert [(rank, total) for rank, _, total in second] == [(0, 5.0), (1, 5.0)]
+    assert [pid for _, pid, _ in first] == [pid for _, pid, _ in second]
+    assert os.getpid() not in {pid for _, pid, _ in first}
+
+
+def test_a_rank_that_raises_or_dies_ends_the_pool_at_once_and_the_next_run_starts_a_new_one() -> None:
+    pool = RankPool(2)
+    try:
+        for function, reason in [
+            (raise_on_one, r"raise_on_one: rank 1 raised\nTraceback[\s\S]*ValueError: no such thing"),
+            (die_on_one, "die_on_one: rank 1 died"),
+        ]:
+            pids = [pid for _, pid, _ in pool.run(summed, 0.0)]
+            with pytest.raises(RankFailed, match=reason):
+                pool.run(function)
+            assert all(gone(pid) for pid in pids)
+        assert [total for _, _, total in pool.run(summed, 0.0)] == [1.0, 1.0]
+    finally:
+        pool.close()
+
+
+def test_one_rank_is_this_process_and_leaves_no_group_behind() -> None:
+    assert OneRank().run(summed, 4.0) == [(0, os.getpid(), 4.0)]
+    assert not dist.is_initialized()
+    with pytest.raises(ZeroDivisionError):
+        OneRank().run(divmod, 1, 0)
+    assert not dist.is_initialized()

@@ -1,0 +1,345 @@
+"""What a rank does, in this process, with the plain backend: every verb, and what is refused before one is made."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from attrs import evolve
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from corerl.config.schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    ExtensionChoice,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    WeightsConfig,
+)
+from corerl.data.plan import StepPlan, plan_forward, plan_steps
+from corerl.errors import (
+    ConfigError,
+    NotResident,
+    PluginBroken,
+    PluginIncompatible,
+    PluginNotFound,
+    WeightUpdateError,
+    WrongState,
+)
+from corerl.testing.harness import make_samples
+from corerl.testing.models import write_tiny_model
+from corerl.trainer.assign import plan_role
+from corerl.trainer.worker import Assignment, Worker
+from corerl.types import FloatArray, LossSpec, MemoryKind, Output, SampleBatch, Step, TrainResult
+from corerl.weights.manifest import Manifest
+from corerl.weights.transport import Address
+from corerl.weights.transports import open_receiver
+from tests.trainer.configs import config_for
+
+LR, CLIP_NORM = 1e-3, 0.5
+STEP = Step(optimizer_step=0, rollout_step=0, lr=LR)
+LOSS = LossSpec(name="clipped", params={"clip_low": 0.2, "clip_high": 0.28})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory that transformers wrote."""
+    return write_tiny_model("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def config(model: Path) -> Config:
+    return config_for(
+        "plain",
+        ranks=1,
+        model=ModelConfig(path=str(model)),
+        algorithm=AlgorithmConfig(entropy_coef=0.0),
+        train=TrainConfig(
+            tokens_per_micro_batch=48, optimizer=OptimizerConfig(lr=LR, weight_decay=0.1, clip_norm=CLIP_NORM)
+        ),
+        weights=WeightsConfig(bucket_bytes=2**15),
+        checkpoint=CheckpointConfig(background=True),
+    )
+
+
+@pytest.fixture
+def assignment(config: Config) -> Assignment:
+    return assigned(config)
+
+
+def assigned(config: Config, resume: str = "") -> Assignment:
+    (assignment,) = plan_role("actor", config, device="cpu", run_dir="", resume=resume).assignments
+    return assignment
+
+
+@pytest.fixture
+def worker(assignment: Assignment) -> Iterator[Worker]:
+    worker = Worker(assignment)
+    worker.init("127.0.0.1", 0)
+    yield worker
+    worker.shutdown("finished")
+
+
+def training_plan(batch: SampleBatch) -> StepPlan:
+    (plan,) = plan_steps(
+        batch,
+        mini_batches=1,
+        epochs=1,
+        dp_size=1,
+        tokens_per_micro_batch=48,
+        sequence_multiple=1,
+        micro_batch_multiple=1,
+        aggregation="token-mean",
+        max_tokens=32,
+        seed=0,
+    )
+    return plan
+
+
+def logprobs(worker: Worker, batch: SampleBatch, weights: str = "") -> FloatArray:
+    """[N] in the batch's order."""
+    plan = plan_forward(batch, dp_size=1, tokens_per_micro_batch=48, sequence_multiple=1, micro_batch_multiple=1)
+    result = worker.forward(batch, plan, (Output.LOGPROBS,), weights)
+    column = np.zeros(len(batch.tokens), dtype=np.float32)
+    for sample, values in zip(
+        result.samples, np.split(result.outputs[Output.LOGPROBS], result.offsets[1:-1]), strict=True
+    ):
+        column[batch.offsets[sample] : batch.offsets[sample + 1]] = values
+    return column
+
+
+def train(worker: Worker, batch: SampleBatch, number: int = 0) -> TrainResult:
+    return worker.train(batch, training_plan(batch), LOSS, evolve(STEP, optimizer_step=number))
+
+
+def by_transformers(network: torch.nn.Module, batch: SampleBatch) -> torch.Tensor:
+    """[N] log p(token_t | tokens < t), 0 where a sample starts, with gradients."""
+    columns = []
+    for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
+        tokens = torch.tensor(batch.tokens[start:end])
+        logits = network(input_ids=tokens[None]).logits[0, :-1] / batch.temperature
+        columns += [torch.zeros(1), torch.log_softmax(logits, dim=-1).gather(-1, tokens[1:, None])[:, 0]]
+    return torch.cat(columns)
+
+
+@pytest.fixture
+def network(model: Path) -> torch.nn.Module:
+    loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    )
+    return loaded
+
+
+# ---- verbs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fresh_worker_stands_at_the_beginning_in_a_group_of_its_own(assignment: Assignment) -> None:
+    worker = Worker(assignment)
+    result = worker.init("127.0.0.1", 0)
+    assert (result.optimizer_step, result.weights_version) == (0, 0)
+    assert (result.layout.rank, result.layout.world_size, result.layout.dp_size) == (0, 1, 1)
+    assert dist.get_world_size() == 1
+    worker.shutdown("finished")
+    assert not dist.is_initialized()
+    with pytest.raises(WrongState, match=r"^sleep on actor rank 0 is not allowed in state closed: "):
+        worker.sleep({MemoryKind.PARAM})
+
+
+def test_log_probs_are_those_of_transformers_at_the_batchs_temperature(
+    worker: Worker, network: torch.nn.Module
+) -> None:
+    batch = make_samples(0, temperature=0.8)
+    expected = by_transformers(network, batch).detach().numpy()
+    np.testing.assert_allclose(logprobs(worker, batch), expected, atol=1e-5, rtol=0)
+
+
+def test_one_step_has_the_policys_gradient_and_moves_it(worker: Worker, network: torch.nn.Module) -> None:
+    batch = make_samples(1)
+    mask = batch.columns["loss_mask"]
+    before = logprobs(worker, batch)
+    batch = batch.with_columns(old_logprobs=np.where(mask, before, 0.0).astype(np.float32))
+    result = train(worker, batch)
+    assert result.applied
+    assert result.tokens == len(batch.tokens)
+    # At a ratio of one the loss is -mean(advantage), and its gradient that of -mean(advantage * log p).
+    advantages = torch.tensor(batch.columns["advantages"])
+    assert result.metrics["loss"].value == pytest.approx(-advantages.sum().item() / mask.sum(), rel=1e-4)
+    (-(by_transformers(network, batch) * advantages).sum() / int(mask.sum())).backward()
+    norms = [param.grad.norm() for param in network.parameters() if param.grad is not None]
+    assert result.grad_norm == pytest.approx(torch.stack(norms).norm().item(), rel=1e-4)
+    assert np.abs(logprobs(worker, batch) - before)[mask].max() > 1e-3
+
+
+def receive(address: Address, manifest: Manifest, version: int) -> dict[str, torch.Tensor]:
+    """As an engine does."""
+    receiver = open_receiver(address, index=0)
+    tensors = {
+        name: tensor
+        for bucket, flat in receiver.buckets(manifest, version)
+        for name, tensor in bucket.views(flat).items()
+    }
+    receiver.acknowledge(version, "")
+    receiver.close()
+    return tensors
+
+
+def test_engines_are_sent_the_weights_by_the_manifest_through_one_sender(
+    worker: Worker, model: Path, tmp_path: Path
+) -> None:
+    address = Address(transport="disk", engines=("engine-0",), path=str(tmp_path / "a"), timeout=60.0)
+    weights = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    with ThreadPoolExecutor(1) as engine:
+        receiving = engine.submit(receive, address, worker.manifest(), 1)
+        result = worker.update_weights(address, 1)
+        received = receiving.result()
+        assert result.engines == {"engine-0": ""}
+        assert (result.version, result.bytes) == (1, sum(tensor.nbytes for tensor in weights.values()))
+        assert received.keys() == weights.keys()
+        assert all(torch.equal(received[name], weights[name]) for name in weights)
+
+        sender = worker.sender
+        train(worker, make_samples(2))
+        receiving = engine.submit(receive, address, worker.manifest(), 2)
+        worker.update_weights(address, 2)
+        assert worker.sender is sender
+        assert not torch.equal(receiving.result()["lm_head.weight"], weights["lm_head.weight"])
+
+        elsewhere = evolve(address, path=str(tmp_path / "b"))
+        receiving = engine.submit(receive, elsewhere, worker.manifest(), 3)
+        worker.update_weights(elsewhere, 3)
+        assert worker.sender is not sender
+        assert receiving.result().keys() == weights.keys()
+    with pytest.raises(WeightUpdateError, match=r"^weights version 3 was refused on actor rank 0, expected 4 or more"):
+        worker.update_weights(elsewhere, 3)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_worker_that_resumes_goes_on_where_the_saved_one_stood(
+    worker: Worker, config: Config, tmp_path: Path, background: bool
+) -> None:
+    batches = [make_samples(seed) for seed in (3, 4)]
+    train(worker, batches[0])
+    saved = worker.save(str(tmp_path), Step(optimizer_step=1, rollout_step=1, lr=LR), background)
+    assert saved.complete is not background
+    assert worker.saved(True)
+    resumed = Worker(assigned(config, resume=str(tmp_path)))
+    assert resumed.init("127.0.0.1", 0).optimizer_step == 1
+    assert np.array_equal(logprobs(resumed, batches[1]), logprobs(worker, batches[1]))
+    assert train(resumed, batches[1], 1) == train(worker, batches[1], 1)  # moments and Adam's step came along
+    assert np.array_equal(logprobs(resumed, batches[0]), logprobs(worker, batches[0]))
+    resumed.shutdown("finished")
+
+
+def test_memory_that_sleeps_is_given_back_and_comes_back_bit_for_bit(worker: Worker, network: torch.nn.Module) -> None:
+    batch = make_samples(5)
+    train(worker, batch)
+    before = logprobs(worker, batch)
+    params = [param.nbytes for param in network.parameters()]
+    slept = worker.sleep(frozenset(MemoryKind))
+    assert slept.freed_bytes == 3 * sum(params)  # parameters and two moments
+    assert slept.residual_bytes == 4 * len(params)  # step counters stay
+    for refused in (
+        lambda: train(worker, batch),
+        lambda: logprobs(worker, batch),
+        lambda: worker.snapshot("create", "old", {}),
+    ):
+        with pytest.raises(NotResident):
+            refused()
+    assert worker.wake_up({MemoryKind.PARAM}).restored_bytes == sum(params)
+    assert np.array_equal(logprobs(worker, batch), before)
+    assert worker.wake_up(frozenset(MemoryKind)).restored_bytes == 2 * sum(params)
+    assert train(worker, batch, 1).applied
+
+
+def test_a_snapshot_answers_with_the_weights_that_it_was_made_of(worker: Worker, model: Path) -> None:
+    batch = make_samples(6)
+    initial = logprobs(worker, batch)
+    train(worker, batch)
+    trained = logprobs(worker, batch)
+    worker.snapshot("create", "trained", {})
+    worker.snapshot("load", "initial", {"path": ""})
+    worker.snapshot("load", "model", {"path": str(model)})
+    train(worker, batch, 1)
+    now = logprobs(worker, batch)
+    assert not np.array_equal(now, trained)
+    assert np.array_equal(logprobs(worker, batch, "trained"), trained)
+    assert np.array_equal(logprobs(worker, batch, "initial"), initial)
+    assert np.array_equal(logprobs(worker, batch, "model"), initial)
+    assert np.array_equal(logprobs(worker, batch), now)
+    worker.sleep({MemoryKind.PARAM})
+    worker.snapshot("drop", "trained", {})  # host memory: the device may sleep
+    worker.wake_up({MemoryKind.PARAM})
+    with pytest.raises(WrongState, match=r"^no snapshot 'trained'; known: initial, model; "):
+        logprobs(worker, batch, "trained")
+    assert np.array_equal(logprobs(worker, batch), now)
+
+
+def test_clear_memory_collects_what_only_points_at_itself(worker: Worker) -> None:
+    class Loop:
+        def __init__(self) -> None:
+            self.itself = self
+
+    gc.disable()
+    try:
+        left = weakref.ref(Loop())
+        assert left() is not None
+        worker.clear_memory()
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+# ---- refused before a backend is made --------------------------------------------------------------------------------
+
+
+def test_plugins_that_are_not_the_drivers_are_refused_with_both_sides(assignment: Assignment) -> None:
+    driver = evolve(assignment.fingerprint, version="0.0.9", loss="other")
+    with pytest.raises(PluginIncompatible) as caught:
+        Worker(evolve(assignment, fingerprint=driver))
+    own = assignment.fingerprint
+    assert caught.value.message == (
+        "actor rank 0 has other plugins than the driver (driver's first): "
+        f"version '0.0.9' against '{own.version}'; loss 'other' against '{own.loss}'; "
+        "install the same corerl and the same plugins on every node"
+    )
+
+
+def test_a_plugin_that_is_missing_here_must_be_installed_on_every_node(assignment: Assignment) -> None:
+    here, advice = f"actor rank 0 on {socket.gethostname()}: ", "it must be installed on every node"
+    with pytest.raises(PluginNotFound) as missing:
+        Worker(evolve(assignment, backend="elsewhere"))
+    assert missing.value.message.startswith(f"{here}unknown backend 'elsewhere'; installed: ")
+    assert missing.value.message.endswith(f"; the driver could load this backend: {advice}")
+    with pytest.raises(PluginNotFound) as extension:
+        Worker(evolve(assignment, extensions=(ExtensionChoice(name="elsewhere"),)))
+    assert extension.value.message.endswith(f"; the driver could load this extension: {advice}")
+    with pytest.raises(PluginBroken) as module:
+        Worker(evolve(assignment, backend="not_there.backend:SPEC"))
+    assert module.value.message.startswith(here)
+    assert "No module named 'not_there'" in module.value.message
+    assert module.value.message.endswith(advice)
+
+
+def test_options_that_the_backend_here_does_not_know_are_refused(assignment: Assignment) -> None:
+    with pytest.raises(ConfigError, match=r"^backends\.plain\.no_such: unknown key"):
+        Worker(evolve(assignment, config=evolve(assignment.config, options={"no_such": 1})))
+
+
+def test_a_process_that_is_in_another_group_already_is_refused(worker: Worker, assignment: Assignment) -> None:
+    second = Worker(evolve(assignment, context=evolve(assignment.context, world_size=2)))
+    with pytest.raises(WrongState) as caught:
+        second.init("127.0.0.1", 0)
+    assert caught.value.message == (
+        "this process is in a group of 1 already, and actor has 2 ranks; start a process of its own for each rank"
+    )
