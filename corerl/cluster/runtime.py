@@ -31,8 +31,6 @@ def ray_session(*, address: str, cpus: float) -> Iterator[None]:
         if address:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="corerl")
         else:
-            # Workers end with a driver that is killed; Ray's own agents first look for their server, by default 60 s.
-            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
             ray.init(
                 address="local",  # never a cluster that someone else has started here
                 num_cpus=max(1, int(-(-cpus // 1))),

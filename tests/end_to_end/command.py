@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "CORERL_TEST_RUN"  # in the environment of the command, and so of every process that comes of it
 STARTS_WITHIN = 240.0  # seconds, against hangs: processes start, import and meet
 ENDS_WITHIN = 30.0  # seconds in which a run has ended after a fault, a second signal, or its driver's death
+# Where a driver is killed, these two of Ray's own go on looking for their lost server for a minute, and then end.
+AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 SMALL = """
 backend.name = "fsdp"
@@ -80,11 +82,10 @@ class Command:
     """`corerl ARGUMENTS`, started at once. Use it as a context: whatever is left of it is killed at the end."""
 
     def __init__(self, *arguments: str | Path, logs: Path) -> None:
-        self.mark = uuid.uuid4().hex
-        self._paths = (logs / f"{self.mark}.out", logs / f"{self.mark}.err")
+        name = uuid.uuid4().hex
+        self._paths = (logs / f"{name}.out", logs / f"{name}.err")
         environment = {
             **{name: value for name, value in os.environ.items() if name != "CORERL_DEBUG"},
-            MARK: self.mark,
             "PYTHONPATH": str(ROOT),  # where the tests' own backends are found, by the workers too
             "OMP_NUM_THREADS": "1",
         }
@@ -103,7 +104,8 @@ class Command:
 
     def __exit__(self, *_: object) -> None:
         for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     @property
@@ -114,15 +116,20 @@ class Command:
     def err(self) -> str:
         return self._paths[1].read_text()
 
-    def processes(self) -> list[int]:
-        """Every process that comes of the command and is there now, the command itself included."""
-        entry = f"{MARK}={self.mark}".encode()
-        found = []
-        for directory in Path("/proc").iterdir():
+    def processes(self) -> dict[int, str]:
+        """Every process that comes of the command and runs now, itself included, with its command line.
+
+        All of them are in its session: none of Ray's processes leaves it. (Environments would not do: a process that
+        sets its title overwrites what /proc shows of them.)
+        """
+        found = {}
+        for directory in Path("/proc").glob("[0-9]*"):
             try:
-                if directory.name.isdigit() and entry in (directory / "environ").read_bytes().split(b"\0"):
-                    found.append(int(directory.name))
-            except OSError:  # it has ended meanwhile, or is another user's
+                state, _, _, session = (directory / "stat").read_text().rpartition(")")[2].split()[:4]
+                if int(session) == self.process.pid and state != "Z":
+                    line = (directory / "cmdline").read_bytes().replace(bytes(1), b" ").decode(errors="replace")
+                    found[int(directory.name)] = line.strip()
+            except OSError:  # it has ended meanwhile
                 continue
         return found
 
@@ -147,18 +154,12 @@ class Command:
         """Ctrl-C: SIGINT to the whole foreground process group, as a terminal sends it."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def assert_nothing_is_left(self) -> None:
+    def assert_nothing_is_left(self, *, but: Sequence[str] = ()) -> None:
+        """No process of the run is there any more, or soon, except for those with the titles `but`."""
         deadline = time.monotonic() + ENDS_WITHIN
-        while left := self.processes():
-            assert time.monotonic() < deadline, f"still there: {[_command_line(pid) for pid in left]}"
+        while left := [f"{pid} {line[:200]}" for pid, line in self.processes().items() if line not in but]:
+            assert time.monotonic() < deadline, f"still there: {left}"
             time.sleep(0.05)
-
-
-def _command_line(pid: int) -> str:
-    try:
-        return f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode().strip()[:200]}"
-    except OSError:
-        return str(pid)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -179,8 +180,3 @@ def numbers(run_dir: Path) -> list[dict[str, Any]]:
         {name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))}
         for line in metrics(run_dir)
     ]
-
-
-def overrides(**values: str | int | float | Sequence[str]) -> list[str]:
-    """`run__dir="x"` as `run.dir="x"`."""
-    return [f"{name.replace('__', '.')}={json.dumps(value)}" for name, value in values.items()]
