@@ -30,6 +30,7 @@ class CorerlError(Exception):
     """Base of all errors of CoreRL."""
 
     exit_status = 1
+    harmless = False  # True: whoever raised it is as if it had not been asked, and may be asked again
     details: str = ""  # of one that left a worker: its traceback there, as text
 
     def __init__(self, message: str) -> None:
@@ -45,7 +46,6 @@ class HookFailed(CorerlError):
 
     hook: str = ""
     rank: int = -1
-    raised_at: float = 0.0  # time.time() on the worker's clock; orders the failures of one group
 
 
 class WorkerDied(CorerlError):
@@ -59,6 +59,8 @@ class ContractError(CorerlError):
 class WrongState(CorerlError):
     """The verb is not allowed now; nothing has been changed."""
 
+    harmless = True
+
 
 class NotResident(WrongState):
     """The verb needs memory kinds that sleep; `wake_up` them first."""
@@ -67,9 +69,13 @@ class NotResident(WrongState):
 class WeightUpdateError(CorerlError):
     """A weight update was refused, or did not arrive whole."""
 
+    harmless = True
+
 
 class SaveFailed(CorerlError):
     """A checkpoint could not be written; earlier ones are untouched."""
+
+    harmless = True
 
 
 class EngineFailed(CorerlError):

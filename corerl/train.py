@@ -11,7 +11,8 @@ from corerl.driver.run import Summary
 def train(config: Config) -> Summary:
     """Train as `config` says. Raises CorerlError with the first failure's cause; earlier checkpoints stay."""
     with launch(config) as run:
-        run.push_weights()
+        with run.training():
+            run.push_weights()
         run.evaluate()
         for scored in run.source:  # sampled when asked for, under the weights pushed last
             with run.training():

@@ -117,11 +117,6 @@ class SampleBatch:
         """[B] tokens of each sample."""
         return np.diff(self.offsets)
 
-    @property
-    def sample_of_token(self) -> IntArray:
-        """[N] the sample that each token belongs to."""
-        return np.repeat(np.arange(len(self)), self.lengths)
-
     def with_columns(self, **columns: Array) -> SampleBatch:
         return evolve(self, columns={**self.columns, **columns})
 

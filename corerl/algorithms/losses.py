@@ -18,7 +18,7 @@ from corerl.types import Reduction
 class LossInputs:
     """What the model and the batch say of T packed tokens."""
 
-    logprobs: Tensor  # [T] with gradient
+    logprobs: Tensor | None = None  # [T] with gradient, where asked for
     entropy: Tensor | None = None  # [T] with gradient, where asked for
     values: Tensor | None = None  # [T] with gradient, where asked for
     columns: Mapping[str, Tensor] = field(factory=dict)  # each [T]: weights, advantages, old_logprobs, ...
@@ -72,10 +72,14 @@ def clipped(
     clip decides, the policy term's gradient is 0), `approx_kl` (from the old policy), `kl` (from the reference),
     `logprob_diff` (|trainer - engine|) and its maximum `logprob_diff_max`.
 
-    `entropy` may be None where entropy_coef is 0, then its metric is missing; ContractError where an input is.
+    `entropy` may be None where entropy_coef is 0, then its metric is missing; ContractError where an input is missing.
     """
     weights = _column(inputs, "weights")
     counted = weights != 0
+    if inputs.logprobs is None:
+        raise ContractError(
+            "loss 'clipped' was given no log-probs; ask for them in LossSpec.outputs, and deliver them in LossInputs"
+        )
     zero = torch.zeros((), dtype=inputs.logprobs.dtype, device=inputs.logprobs.device)
 
     def at_loss_tokens(values: Tensor) -> Tensor:

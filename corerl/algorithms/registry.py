@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -17,24 +17,32 @@ LOSSES: Mapping[str, Loss] = {"clipped": clipped}
 
 
 def resolve_loss(spec: LossSpec) -> Callable[[LossInputs], LossResult]:
-    """The loss with its parameters bound. ConfigError where the name, or a parameter, is not one it has."""
-    function = _find(spec.name)
-    parameters = _parameters(function, name=spec.name)
+    """The loss with its parameters bound. ConfigError where the name, or a parameter, is not one it has.
+
+    Cheap to call at every step: what has been resolved once is kept as long as the process lives.
+    """
+    return _resolved(spec.name, tuple(sorted(spec.params.items())))
+
+
+@cache
+def _resolved(loss: str, given: tuple[tuple[str, Scalar], ...]) -> Callable[[LossInputs], LossResult]:
+    params: dict[str, Any] = dict(given)
+    function = _find(loss)
+    parameters = _parameters(function, name=loss)
     named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    unknown = [given for given in spec.params if given not in named]
+    unknown = [name for name in params if name not in named]
     if unknown and len(named) == len(parameters):
         raise ConfigError(
-            f"loss {spec.name!r} has no parameter {unknown[0]!r}; it takes: {', '.join(named) or 'none'}"
+            f"loss {loss!r} has no parameter {unknown[0]!r}; it takes: {', '.join(named) or 'none'}"
             + _nearest(unknown[0], named)
         )
     needed = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.default is p.empty]
-    missing = [name for name in needed if name not in spec.params]
+    missing = [name for name in needed if name not in params]
     if missing:
         raise ConfigError(
-            f"loss {spec.name!r} needs a parameter {missing[0]!r}, and was given: {', '.join(spec.params) or 'none'}; "
+            f"loss {loss!r} needs a parameter {missing[0]!r}, and was given: {', '.join(params) or 'none'}; "
             "give the parameter a default"
         )
-    params: dict[str, Any] = dict(spec.params)
     return partial(function, **params)
 
 

@@ -24,7 +24,7 @@ class DeviceBatch:
 
     def loss_inputs(self, outputs: Mapping[Output, torch.Tensor]) -> LossInputs:
         return LossInputs(
-            logprobs=outputs[Output.LOGPROBS],
+            logprobs=outputs.get(Output.LOGPROBS),
             entropy=outputs.get(Output.ENTROPY),
             values=outputs.get(Output.VALUES),
             columns=self.columns,

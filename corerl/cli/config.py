@@ -20,30 +20,23 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from corerl.config.load import load_config
-    from corerl.plugin.options import resolve_tables
 
     config = load_config(args.file, args.overrides)
     if args.action == "show":
         from corerl.config.describe import annotate
         from corerl.config.load import dump_toml
+        from corerl.plugin.options import resolve_tables
 
         resolved = resolve_tables(config)
         toml = dump_toml(resolved)
         print(annotate(toml, resolved) if args.help_texts else toml, end="")
         return 0
 
-    from corerl.config.check import problems
-    from corerl.errors import ConfigError, UserError
+    from corerl.driver.prepare import prepare
     from corerl.plugin.options import notes
 
     for note in notes(config):
         print(f"corerl: note: {note}", file=sys.stderr)
-    lines = problems(config)
-    try:
-        resolve_tables(config)
-    except UserError as error:
-        lines += error.message.splitlines()
-    if lines:
-        raise ConfigError("\n".join(lines))
+    prepare(config)
     print(f"{args.file}: ok")
     return 0

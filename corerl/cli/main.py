@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for subparser in subparsers.choices.values():  # so that --debug may also stand behind the command
         subparser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    # 'module:name', in a config or as a plugin, means a module beside the run, as it would for `python -m`.
+    sys.path.insert(0, os.getcwd())
     try:
         status: int = modules[args.command].run(args)
         return status

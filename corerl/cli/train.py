@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from typing import Any
 
 
@@ -15,9 +13,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # `module:function` in the config means a module beside the run, as it would for `python -m`.
-    sys.path.insert(0, os.getcwd())
-
     from corerl.config.load import load_config
     from corerl.train import train
 

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayError
 
 from corerl.cluster.placement import Seat
 from corerl.cluster.process import Outcome, spawn
-from corerl.errors import CorerlError, WorkerDied
+from corerl.errors import CorerlError, HookFailed, WorkerDied
 
 # After a first failure the others get this long to fail too, so that the cause can be told from its consequences: a
 # rank whose neighbour vanished reports a broken connection, and may do so before the neighbour's death is noticed.
@@ -32,8 +32,17 @@ class ProcessGroup:
     """Equal processes with names such as `actor rank 0`."""
 
     def __init__(
-        self, names: Sequence[str], target: str, seats: Sequence[Seat], environment: Mapping[str, str]
+        self,
+        names: Sequence[str],
+        target: str,
+        seats: Sequence[Seat],
+        environment: Mapping[str, str],
+        *,
+        failure: type[CorerlError] = HookFailed,
+        threads: int = 1,
     ) -> None:
+        """`failure` is what foreign exceptions of the processes become. With one thread calls run in the order in which
+        they were started; with more, that many at once."""
         if len(names) != len(seats):
             raise CorerlError(f"{len(names)} processes for {len(seats)} seats; give each process one")
         self.names = list(names)
@@ -41,7 +50,13 @@ class ProcessGroup:
         self._environment = dict(environment)
         self._seats = list(seats)
         self._actors = [
-            spawn(name, target, options=seat.options(), environment=self._environment)
+            spawn(
+                name,
+                target,
+                options={**seat.options(), "max_concurrency": threads},
+                environment=self._environment,
+                failure=failure,
+            )
             for name, seat in zip(names, seats, strict=True)
         ]
         self._alive = True
@@ -89,7 +104,8 @@ class ProcessGroup:
         return self.wait(self.start(method, *args))
 
     def wait(self, pending: Pending) -> list[Any]:
-        """Results in the members' order. The first failure ends the whole group and is raised."""
+        """Results in the members' order. The first failure ends the whole group and is raised; but where all members
+        have answered, and those that failed merely refused (`CorerlError.harmless`), the group goes on."""
         outcomes: dict[int, Outcome] = {}
         waiting = dict(zip(pending.refs, pending.members, strict=True))
         deadline: float | None = None
@@ -105,9 +121,19 @@ class ProcessGroup:
                     deadline = time.monotonic() + GRACE_SECONDS
         failed = {member: outcome for member, outcome in outcomes.items() if outcome.error is not None}
         if failed:
-            self.kill()
+            errors = [outcome.error for outcome in failed.values()]
+            if waiting or not all(error is not None and error.harmless for error in errors):
+                self.kill()
             raise self._first(failed, len(pending.members))
         return [outcomes[member].value for member in pending.members]
+
+    def ready(self, pending: Pending, timeout: float) -> bool:
+        """Whether `wait` would return or raise at once, after at most `timeout` seconds."""
+        ended, _ = ray.wait(list(pending.refs), num_returns=len(pending.refs), timeout=timeout)
+        if len(ended) == len(pending.refs):
+            return True
+        members = dict(zip(pending.refs, pending.members, strict=True))
+        return any(self._outcome(ref, members[ref], pending.method).error is not None for ref in ended)
 
     def kill(self) -> None:
         """End all processes at once; idempotent."""

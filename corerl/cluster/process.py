@@ -24,8 +24,8 @@ class Outcome:
     ended: float = 0.0  # time.time() in the process that ran it
 
 
-def portable(error: BaseException, where: str) -> CorerlError:
-    """`error` itself where it is one of ours; else one of ours that tells of it. Either way with its traceback as text.
+def portable(error: BaseException, where: str, failure: type[CorerlError] = HookFailed) -> CorerlError:
+    """`error` itself where it is one of ours; else a `failure` that tells of it. Either way with its traceback as text.
 
     What a plugin derives from ours becomes the nearest of ours: its class need not be known outside, nor unpickle.
     """
@@ -36,8 +36,7 @@ def portable(error: BaseException, where: str) -> CorerlError:
         failed.details = error.details
     else:
         text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        failed = HookFailed(f"{where}: {text.removesuffix(': ')}")
-        failed.raised_at = time.time()
+        failed = failure(f"{where}: {text.removesuffix(': ')}")
     failed.details = failed.details or f"{where}\n" + "".join(traceback.format_exception(error))
     return failed
 
@@ -45,13 +44,11 @@ def portable(error: BaseException, where: str) -> CorerlError:
 class Process:
     """The actor. `target` is "module:Class"; the class is imported here, after the environment is set."""
 
-    def __init__(self, name: str, target: str) -> None:
+    def __init__(self, name: str, target: str, failure: type[CorerlError] = HookFailed) -> None:
         self.name = name
         self.target = target
+        self.failure = failure
         self.held: Any = None
-
-    def pid(self) -> int:
-        return os.getpid()
 
     def free_address(self) -> Outcome:
         """This machine as others reach it, and a port that is free now."""
@@ -89,12 +86,19 @@ class Process:
         try:
             return Outcome(value=work(), ended=time.time())
         except Exception as error:
-            return Outcome(error=portable(error, f"{self.name}: {method}"), ended=time.time())
+            return Outcome(error=portable(error, f"{self.name}: {method}", self.failure), ended=time.time())
 
 
-def spawn(name: str, target: str, *, options: dict[str, object], environment: dict[str, str]) -> Any:
+def spawn(
+    name: str,
+    target: str,
+    *,
+    options: dict[str, object],
+    environment: dict[str, str],
+    failure: type[CorerlError] = HookFailed,
+) -> Any:
     """Start a process with `environment` set before it imports anything; returns its actor handle at once."""
     actor = ray.remote(Process)
     return actor.options(max_restarts=0, max_task_retries=0, runtime_env={"env_vars": environment}, **options).remote(
-        name, target
+        name, target, failure
     )

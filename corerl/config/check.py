@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from corerl.config.schema import Config
-from corerl.errors import ConfigError
-
-
-def require_valid(config: Config) -> None:
-    """Raises ConfigError with one line for each of `problems(config)`."""
-    if lines := problems(config):
-        raise ConfigError("\n".join(lines))
 
 
 def problems(config: Config) -> list[str]:
     """One line for each contradiction, its dotted path first; empty where the configuration can run."""
-    return [*_model(config), *_batch(config), *_algorithm(config), *_names(config), *_files(config)]
+    return [*_model(config), *_batch(config), *_algorithm(config), *_extensions(config), *_files(config)]
 
 
 def _model(config: Config) -> Iterator[str]:
@@ -47,8 +39,8 @@ def _model(config: Config) -> Iterator[str]:
 
 
 def _batch(config: Config) -> Iterator[str]:
-    own = config.roles.actor.train
-    train, table = (own, "roles.actor.train") if own is not None else (config.train, "train")
+    train = config.train_of("actor")
+    table = "train" if config.roles.actor.train is None else "roles.actor.train"
     prompts, samples, ranks = config.rollout.prompts, config.rollout.samples, config.roles.actor.ranks
     if prompts % train.mini_batches:
         yield (
@@ -73,17 +65,7 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield "rollout.samples: 1 leaves a sample nothing to compare with, so that every advantage is 0; use at least 2"
 
 
-def _names(config: Config) -> Iterator[str]:
-    named = {
-        "backend.name": config.backend.name,
-        "rollout.engine": config.rollout.engine,
-        "algorithm.loss": config.algorithm.loss,
-        "reward.name": config.reward.name,
-        "weights.transport": config.weights.transport,
-    }
-    for path, name in named.items():
-        if not re.fullmatch(r"[\w.-]+(:[\w.-]+)?", name):
-            yield f"{path}: {name!r} is no name; give the name of something installed, or 'package.module:attribute'"
+def _extensions(config: Config) -> Iterator[str]:
     counts = Counter(extension.name for extension in config.extensions)
     for name, count in counts.items():
         if count > 1:

@@ -64,7 +64,10 @@ class RunConfig:
 @frozen(kw_only=True)
 class ClusterConfig:
     address: str = option("of a running Ray cluster; empty starts one on this machine", default="")
-    device: Device = option("what ranks and engines run on; auto takes cuda where there is one", default="auto")
+    device: Device = option(
+        "what ranks and engines run on; auto takes cuda where the driver's machine has one, also with an address",
+        default="auto",
+    )
     placement: Literal["colocated", "disaggregated"] = option(
         "colocated: engines share the ranks' devices and take turns; disaggregated: engines have their own",
         default="colocated",
@@ -247,6 +250,11 @@ class Config:
     extensions: tuple[ExtensionChoice, ...] = option(
         "observers and wrappers, in order: the first is outermost", default=DEFAULT_EXTENSIONS
     )
+
+    def train_of(self, role: str) -> TrainConfig:
+        """What `role` is trained with: its own table where it has one, else the common one."""
+        choice: RoleChoice = getattr(self.roles, role)
+        return choice.train or self.train
 
 
 @frozen(kw_only=True)

@@ -10,6 +10,7 @@ from attrs import define
 
 from corerl.checkpoint.commit import begin, commit, retain
 from corerl.config.schema import CheckpointConfig
+from corerl.errors import SaveFailed
 from corerl.plugin.events import CheckpointSaved
 from corerl.plugin.observers import Observers
 from corerl.trainer.group import TrainGroup
@@ -46,10 +47,21 @@ class Checkpoints:
         if self._pending is None:
             return
         written = [group.saved(wait=wait) for group in self.roles.values()]  # every role is asked, whatever one says
-        if not all(written):
+        if all(written):
+            self._commit(*self._pending)
+
+    def rescue(self) -> None:
+        """After a failure: make the save in flight visible, where all of it is on disk, or ranks are there to finish it.
+        Raises CorerlError where it is lost."""
+        if self._pending is None:
             return
-        partial, state = self._pending
-        self._pending = None
+        try:
+            self._commit(*self._pending)  # asks no rank: they may have ended, or hang
+        except SaveFailed:
+            self.complete(wait=True)
+
+    def _commit(self, partial: Path, state: Mapping[str, Any]) -> None:
         self.newest = commit(partial, state, ranks={role: len(group.layouts) for role, group in self.roles.items()})
+        self._pending = None
         retain(self.run_dir, self.config.keep)
         self.observers.emit(CheckpointSaved(step=state["rollout_step"], path=str(self.newest)))

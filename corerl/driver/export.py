@@ -10,7 +10,7 @@ import torch
 from corerl.checkpoint.commit import read_state
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.config.load import structure
-from corerl.config.schema import ModelConfig
+from corerl.config.schema import Config
 from corerl.errors import ModelError
 from corerl.models.config import hf_config
 from corerl.models.export import export_directory
@@ -28,10 +28,9 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", replace: b
     """
     if directory.exists() and not replace:
         raise ModelError(f"{directory} exists already; remove it, or name another directory")
-    config = read_state(checkpoint)["config"]
-    model = structure(config["model"], ModelConfig, path="model")
-    train = config["roles"][role].get("train") or config["train"]
-    dtype = DTYPES[train["precision"]]
+    config = structure(read_state(checkpoint)["config"], Config, path="")
+    model = config.model
+    dtype = DTYPES[config.train_of(role).precision]
     source = CheckpointSource(checkpoint / role, "master")
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:

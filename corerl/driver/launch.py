@@ -15,13 +15,14 @@ from corerl.config.schema import ClusterInfo, Config
 from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.prepare import ACTOR, Prepared, prepare, title
-from corerl.driver.run import REFERENCE, Run
+from corerl.driver.run import REFERENCE, Run, answers_in
 from corerl.driver.stop import StopRequest
-from corerl.errors import ConfigError
+from corerl.errors import ConfigError, EngineFailed, SaveFailed
 from corerl.observability.timing import Phases
 from corerl.plugin.events import Notice, PhaseStarted, RunFinished, RunStarted
 from corerl.plugin.observers import Observers, load_observers
 from corerl.plugin.options import merge_environments, notes
+from corerl.plugin.registry import one_line
 from corerl.rollout.engine import EngineContext
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.sampler import Sampler
@@ -58,7 +59,8 @@ def launch(config: Config) -> Iterator[Run]:
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(StopRequest(lambda text: observers.emit(Notice(text=text))))
             run = _start(prepared, observers, stop, stack)
-            yield run
+            with _rescuing(run):
+                yield run
             run.actor.shutdown("finished")
             run.fleet.close()
     except BaseException:
@@ -73,6 +75,21 @@ def launch(config: Config) -> Iterator[Run]:
         observers.shutdown("failed")
         raise
     observers.shutdown("finished")
+
+
+@contextlib.contextmanager
+def _rescuing(run: Run) -> Iterator[None]:
+    """A block whose failure does not cost a checkpoint that was being written in the background."""
+    try:
+        yield
+    except SaveFailed:
+        raise  # what was being written is what failed
+    except Exception:  # a second signal is none: it stops at once and saves nothing
+        try:
+            run.checkpoints.rescue()
+        except Exception as error:
+            run.tell(Notice(text=f"the checkpoint that was being written is lost: {one_line(error)}"))
+        raise
 
 
 def _start(
@@ -132,7 +149,7 @@ def _start(
         reward=prepared.reward,
         params=prepared.params,
         held_out=prepared.prompts.held_out_prompts(),
-        loss=prepared.actor.loss,
+        loss=prepared.loss,
         manifest=actor.manifest(),
         address=address,
         checkpoints=Checkpoints(
@@ -147,6 +164,7 @@ def _start(
         optimizer_step=init.optimizer_step,
         rollout_step=step,
         weights_version=init.weights_version,
+        before=answers_in(state),
     )
     observers.emit(PhaseStarted(name="sending the first weights", step=step))
     return run
@@ -185,8 +203,7 @@ def make_fleet(prepared: Prepared, seats: list[Seat]) -> EngineFleet:
                 name=f"engine-{index}",
                 index=index,
                 device=prepared.device,
-                seed=config.run.seed,
-                precision=config.train.precision,
+                precision=config.train_of(ACTOR).precision,
             ),
         )
         for index in range(len(seats))
@@ -196,4 +213,7 @@ def make_fleet(prepared: Prepared, seats: list[Seat]) -> EngineFleet:
         ("corerl", process_environment(prepared)), (engine.name, engine.spec.environment(options, cluster))
     )
     names = [assignment.context.name for assignment in assignments]
-    return EngineFleet(ProcessGroup(names, "corerl.rollout.service:EngineService", seats, environment), assignments)
+    processes = ProcessGroup(
+        names, "corerl.rollout.service:EngineService", seats, environment, failure=EngineFailed, threads=2
+    )
+    return EngineFleet(processes, assignments)

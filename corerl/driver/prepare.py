@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
-from transformers import PreTrainedConfig
+from attrs import evolve, frozen
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from corerl.checkpoint.commit import latest, read_state
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.cluster.placement import Seating, arrange
-from corerl.config.check import require_valid
-from corerl.config.schema import ClusterInfo, Config
+from corerl.config.check import problems as contradictions
+from corerl.config.schema import ClusterInfo, Config, ModelConfig
 from corerl.data.prompts import PromptSource, PromptStream, load_prompts
-from corerl.errors import CheckpointError, ConfigError
+from corerl.errors import CheckpointError, ConfigError, ModelError, UserError
 from corerl.models.build import build_on_meta
-from corerl.models.config import hf_config
+from corerl.models.config import experts, hf_config
 from corerl.models.names import hf_boxes
-from corerl.models.tokenizer import load_tokenizer
-from corerl.plugin.options import check_spec, resolve_tables
+from corerl.models.tokenizer import CHARACTERS, load_tokenizer
+from corerl.plugin.options import backend_name, check_spec, resolve_tables
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.rollout.engine import SamplingParams
 from corerl.rollout.rewards import Reward, resolve_reward
 from corerl.rollout.sampler import sampling_params
-from corerl.trainer.assign import RolePlan, plan_role
+from corerl.trainer.assign import RolePlan, actor_loss, plan_role
+from corerl.types import LossSpec
 from corerl.weights.transports import require_transport
 
 ACTOR = "actor"
@@ -35,12 +38,13 @@ ACTOR = "actor"
 class Prepared:
     """All that a run is before its first process: nothing here has touched Ray or a device."""
 
-    config: Config  # plugins' tables resolved
+    config: Config  # plugins' tables resolved, the model's directories absolute
     device: str
     run_dir: Path
     resume: Path | None  # a checkpoint that fits this run
     state: dict[str, Any]  # the driver's part of it; empty where the run begins
     actor: RolePlan
+    loss: LossSpec  # of the actor
     engine: Loaded
     seating: Seating
     tokenizer: Any
@@ -49,34 +53,115 @@ class Prepared:
     params: SamplingParams
 
 
+class Problems:
+    """Collects the user's errors, each under a setting, so that they are told together."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, UserError]] = []
+
+    def add(self, setting: str, error: UserError) -> None:
+        self._found.append((setting, error))
+
+    @contextmanager
+    def stage(self, setting: str) -> Iterator[None]:
+        """An error of the user's ends the block, and no more than the block."""
+        try:
+            yield
+        except UserError as error:
+            self.add(setting, error)
+
+    def none_in(self, *settings: str) -> bool:
+        """Whether nothing is wrong with these settings, or with what is inside them: ask before building on them."""
+        return not any(f"{found}.".startswith(f"{setting}.") for setting in settings for found, _ in self._found)
+
+    def raise_all(self) -> None:
+        """One error as it is; several as one ConfigError with the lines of each."""
+        errors = list({error.message: error for _, error in self._found}.values())
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise ConfigError("\n".join(error.message for error in errors)) from ExceptionGroup("problems", errors)
+
+
 def prepare(config: Config) -> Prepared:
-    """Resolve and check everything that can be checked without a process. Raises UserError."""
-    config = resolve_tables(config)
-    require_valid(config)
-    device = resolve_device(config.cluster.device)
+    """Resolve and check everything that can be checked without a process.
+
+    Raises UserError with a line for each problem; what builds on a setting that is wrong is left out.
+    """
+    problems = Problems()
+    for line in contradictions(config):
+        problems.add(line.partition(":")[0], ConfigError(line))
+
+    if problems.none_in("model.path", "model.config"):
+        with problems.stage("model.config"):
+            model = hf_config(config.model)
+    if problems.none_in("model.path", "model.tokenizer"):
+        with problems.stage("model.tokenizer"):
+            tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
+    if problems.none_in("model"):
+        with problems.stage("model.vocabulary"):
+            require_room_for_tokens(model, tokenizer, config.model)
+    if problems.none_in("model.path", "model.tokenizer"):
+        with problems.stage("rollout.stop"):
+            params = sampling_params(config.rollout, tokenizer)
+    config = evolve(config, model=_absolute(config.model))
+
+    with problems.stage("data"):
+        data = config.data
+        prompts = load_prompts(
+            source=data.source,
+            prompt_key=data.prompt_key,
+            answer_key=data.answer_key,
+            held_out=data.held_out,
+            seed=config.run.seed,
+        )
+    with problems.stage("reward"):
+        reward = resolve_reward(config.reward.name, config.reward.options)
+    with problems.stage("weights.transport"):
+        require_transport(config.weights.transport)
+
     run_dir = Path(config.run.dir).absolute()
-    resume = resume_from(config, run_dir)
-    state = read_state(resume) if resume else {}
-    model = hf_config(config.model)
-    if resume:
-        require_same_model(resume, model)
-    require_transport(config.weights.transport)
-    tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
-    engine = load(Kind.ENGINES, config.rollout.engine)
-    engines = ClusterInfo(device=device, ranks=config.rollout.replicas)
-    check_spec(engine, config.engines[engine.name], engines)
-    actor = plan_role(ACTOR, config, device=device, run_dir=str(run_dir), resume=str(resume / ACTOR) if resume else "")
+    resume: Path | None = None
+    state: dict[str, Any] = {}
+    if problems.none_in("checkpoint.resume"):
+        with problems.stage("checkpoint.resume"):
+            resume = resume_from(config, run_dir)
+            state = read_state(resume) if resume else {}
+    if resume and problems.none_in("checkpoint.resume", "model.path", "model.config"):
+        with problems.stage("checkpoint.model"):
+            require_same_model(resume, model)
+    if state and problems.none_in("data"):
+        with problems.stage("checkpoint.data"):
+            PromptStream(prompts, config.run.seed).restore(state["source"]["prompts"])  # raises where it does not fit
+
+    with problems.stage("cluster.device"):
+        device = resolve_device(config.cluster.device, address=config.cluster.address)
+    loss: LossSpec | None = None
+    with problems.stage("algorithm.loss"):
+        loss = actor_loss(config)
+    config = _resolve_plugins(config, problems)
+    if problems.none_in("plugins", "cluster.device"):
+        backend, engine = load(Kind.BACKENDS, backend_name(config, ACTOR)), load(Kind.ENGINES, config.rollout.engine)
+        engines = ClusterInfo(device=device, ranks=config.rollout.replicas)
+        with problems.stage("engines"):
+            check_spec(engine, config.engines[engine.name], engines)
+        with problems.stage("backends"):  # before its capabilities, of which `plan_role` may have more to say
+            ranks = ClusterInfo(device=device, ranks=config.roles.actor.ranks)
+            check_spec(backend, config.backends[backend.name], ranks)
+        with problems.stage("roles.actor"):
+            actor = plan_role(
+                ACTOR,
+                config,
+                loss=loss,
+                experts=experts(model) if problems.none_in("model.path", "model.config") else 1,
+                device=device,
+                run_dir=str(run_dir),
+                resume=str(resume / ACTOR) if resume and problems.none_in("checkpoint") else "",
+            )
+    problems.raise_all()
+
+    assert loss is not None  # or its error had been raised
     resources = (actor.resources, engine.spec.resources(config.engines[engine.name], engines))
-    data = config.data
-    prompts = load_prompts(
-        source=data.source,
-        prompt_key=data.prompt_key,
-        answer_key=data.answer_key,
-        held_out=data.held_out,
-        seed=config.run.seed,
-    )
-    if state:
-        PromptStream(prompts, config.run.seed).restore(state["source"]["prompts"])  # raises where it does not fit
     return Prepared(
         config=config,
         device=device,
@@ -84,6 +169,7 @@ def prepare(config: Config) -> Prepared:
         resume=resume,
         state=state,
         actor=actor,
+        loss=loss,
         engine=engine,
         seating=arrange(
             ranks=config.roles.actor.ranks,
@@ -94,19 +180,71 @@ def prepare(config: Config) -> Prepared:
         ),
         tokenizer=tokenizer,
         prompts=prompts,
-        reward=resolve_reward(config.reward.name, config.reward.options),
-        params=sampling_params(config.rollout, tokenizer),
+        reward=reward,
+        params=params,
     )
 
 
-def resolve_device(device: str) -> str:
-    """`auto` takes cuda where torch sees one; raises ConfigError where cuda is asked for and there is none."""
-    import torch
+def _resolve_plugins(config: Config, problems: Problems) -> Config:
+    """With each plugin's table as its own class, where all plugins are found and their tables fit."""
+    chosen = [
+        (Kind.BACKENDS, config.backend.name),
+        (Kind.BACKENDS, backend_name(config, ACTOR)),
+        (Kind.ENGINES, config.rollout.engine),
+        *((Kind.EXTENSIONS, extension.name) for extension in config.extensions),
+    ]
+    for kind, name in chosen:
+        with problems.stage("plugins"):
+            load(kind, name)
+    if problems.none_in("plugins"):
+        with problems.stage("plugins"):
+            return resolve_tables(config)
+    return config
 
+
+def _absolute(model: ModelConfig) -> ModelConfig:
+    """For processes with another working directory, and for whoever reads the run's config later."""
+
+    def absolute(directory: str) -> str:
+        return str(Path(directory).absolute()) if directory and not directory.startswith(CHARACTERS) else directory
+
+    return evolve(model, path=absolute(model.path), tokenizer=absolute(model.tokenizer))
+
+
+def resolve_device(device: str, *, address: str = "") -> str:
+    """`auto` takes cuda where torch sees one on the driver's machine, whatever a cluster at `address` has.
+
+    Raises ConfigError where cuda is asked for and there is none; of a cluster at `address` it is believed.
+    """
+    if device == "cuda" and address:
+        return device
     there = torch.cuda.is_available()
     if device == "cuda" and not there:
         raise ConfigError("cluster.device: 'cuda', and torch sees no CUDA device here; use 'cpu' or 'auto'")
     return "cuda" if there and device != "cpu" else "cpu"
+
+
+def require_room_for_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
+    """Raises ModelError where a text could become a token that the model has no embedding for.
+
+    A special token that nobody samples or starts with may lie beyond: Gemma 3's text models have a tokenizer with one
+    for images, and no embedding for it.
+    """
+    size = config.get_text_config().vocab_size
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    spare = special - {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    token, last = max(
+        ((token, index) for token, index in tokenizer.get_vocab().items() if index not in spare),
+        key=lambda item: item[1],
+        default=("", -1),
+    )
+    if last >= size:
+        what = "model.path: its" if model.path else "model.config.vocab_size: the model's"
+        cure = "" if model.path else f"set model.config.vocab_size to at least {last + 1}, or "
+        raise ModelError(
+            f"{what} vocabulary has {size} tokens, and the tokenizer numbers {token!r} {last}, which wants {last + 1}; "
+            f"{cure}give the tokenizer of this model as model.tokenizer"
+        )
 
 
 def resume_from(config: Config, run_dir: Path) -> Path | None:

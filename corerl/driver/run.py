@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import define, field, frozen
+from attrs import asdict, define, field, frozen
 
 from corerl.algorithms.advantages import broadcast, group_advantages
 from corerl.algorithms.schedules import learning_rate
@@ -32,17 +32,23 @@ from corerl.plugin.events import (
     StepFinished,
 )
 from corerl.plugin.observers import Observers
-from corerl.rollout.engine import SamplingParams
+from corerl.rollout.engine import Received, SamplingParams
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.rewards import Reward
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.sources import Scored, Synchronous, evaluate
 from corerl.trainer.group import GroupTrainResult, TrainGroup
-from corerl.types import FloatArray, LossSpec, Output, SampleBatch, Step
+from corerl.types import FloatArray, LossSpec, Output, SampleBatch, Step, UpdateResult
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
 REFERENCE = "reference"  # the snapshot that KL is measured against
+POLL_SECONDS = 0.1  # between looks at the ranks and at the engines, while weights go from one to the other
+
+
+def answers_in(state: Mapping[str, Any]) -> tuple[Shown, ...]:
+    """The first evaluation's, as a checkpoint's state holds them."""
+    return tuple(Shown(**shown) for shown in state.get("before", []))
 
 
 @frozen(kw_only=True)
@@ -83,7 +89,7 @@ class Run:
 
     started: float = field(factory=time.perf_counter)
     _step_started: float = field(factory=time.perf_counter)
-    _before: tuple[Shown, ...] | None = None
+    _before: tuple[Shown, ...] = ()  # of the first evaluation, which a resumed run has from its checkpoint
     _after: tuple[Shown, ...] = ()
     _evaluation: dict[str, float] = field(factory=dict)
 
@@ -91,7 +97,7 @@ class Run:
 
     @property
     def train_config(self) -> TrainConfig:
-        return self.config.roles.actor.train or self.config.train
+        return self.config.train_of("actor")
 
     @property
     def step(self) -> Step:
@@ -177,14 +183,24 @@ class Run:
                 self.fleet.wake_up()
             sending = self.actor.update_weights_async(self.address, self.weights_version)
             receiving = self.fleet.receive_async(self.manifest, self.weights_version, self.address)
-            result = self.actor.wait_update(sending)
-            received = self.fleet.wait_received(receiving)
+            result, received = self._wait_pushed(sending, receiving)
         failed = {name: received[name].error or error for name, error in result.engines.items() if error}
         failed |= {name: each.error for name, each in received.items() if each.error}
         if failed:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(failed.items()))
             raise WeightUpdateError(f"weights version {self.weights_version} did not reach every engine: {reasons}")
         self.weights_version += 1
+
+    def _wait_pushed(self, sending: Any, receiving: Any) -> tuple[UpdateResult, dict[str, Received]]:
+        """For both sides at once: either would wait in vain for the other, until a timeout, where that one has died."""
+        result: UpdateResult | None = None
+        received: dict[str, Received] | None = None
+        while result is None or received is None:
+            if result is None and self.actor.processes.ready(sending, POLL_SECONDS):
+                result = self.actor.wait_update(sending)
+            if received is None and self.fleet.processes.ready(receiving, POLL_SECONDS):
+                received = self.fleet.wait_received(receiving)
+        return result, received
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -248,15 +264,18 @@ class Run:
             "optimizer_step": self.optimizer_step,
             "source": self.source.position,
             "config": to_plain(self.config),
+            "before": [asdict(shown) for shown in self._before],
         }
         self.checkpoints.start(self.step, state, background=background)
 
     def finish(self) -> Summary:
         """Save what is not saved, export, and tell how it went."""
-        reason = "interrupted" if self.stop.requested else "finished"
+        # A request that comes in the last step has nothing left to stop.
+        reason = "interrupted" if self.stop.requested and self.rollout_step < self.config.run.steps else "finished"
         self.tell(PhaseStarted(name="saving", step=self.rollout_step))
         if self.checkpoints.last_step != self.rollout_step:
             if self.offload:
+                self.fleet.sleep()
                 self.actor.wake_up()
             self._start_save(background=False)
         self.checkpoints.complete(wait=True)
@@ -274,7 +293,7 @@ class Run:
                 reason=reason,
                 steps_done=self.rollout_step,
                 seconds=time.perf_counter() - self.started,
-                before=self._before or (),
+                before=self._before,
                 after=self._after,
                 artifacts=artifacts,
             )

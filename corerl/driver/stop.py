@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Thread
 from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """A context in which the two signals set `requested`, and call `notify` once with a sentence for the user."""
+    """A context in which the two signals set `requested`, and a sentence for the user goes to `notify` once.
+
+    `notify` is called on a thread of its own: the signal may interrupt code that holds a lock which `notify` needs.
+    """
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self.requested = False
         self._notify = notify
         self._before: dict[signal.Signals, object] = {}
+        self._texts: SimpleQueue[str | None] = SimpleQueue()  # whose put a signal handler may call
+        self._teller = Thread(target=self._tell, name="stop-request", daemon=True)
 
     def __enter__(self) -> StopRequest:
+        self._teller.start()
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._received)
         return self
@@ -27,10 +35,16 @@ class StopRequest:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        self._texts.put(None)
+        self._teller.join()
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
         name = signal.Signals(number).name
-        self._notify(f"{name}: finishing this step, then saving; once more stops at once and saves nothing")
+        self._texts.put(f"{name}: finishing this step, then saving; once more stops at once and saves nothing")
+
+    def _tell(self) -> None:
+        while (text := self._texts.get()) is not None:
+            self._notify(text)

@@ -40,10 +40,6 @@ class Snapshots:
         self._kept[name] = kept
         return read
 
-    def refresh(self, name: str, chunks: Sequence[Chunk]) -> None:
-        """Overwrite an existing snapshot with what the views hold now."""
-        _save(chunks, self._get(name))
-
     def drop(self, name: str) -> None:
         self._get(name)
         del self._kept[name]

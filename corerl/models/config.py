@@ -45,6 +45,13 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
     return config
 
 
+def experts(config: PreTrainedConfig) -> int:
+    """How many experts a layer chooses from; 1 where the model has none."""
+    # Each family of models has its own word for it.
+    counts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
+    return max([1, *(count for count in counts if count)])
+
+
 def _from_directory(path: str) -> PreTrainedConfig:
     directory = Path(path)
     if not directory.is_dir():

@@ -237,8 +237,3 @@ def _with_local_start(runs: Iterable[Run]) -> list[tuple[int, int, int]]:
             walk.append((start, stop - start, at))
         at += stop - start
     return walk
-
-
-def hf_shapes(boxes: Mapping[str, Iterable[HFBox]]) -> dict[str, tuple[int, ...]]:
-    """HF name -> shape of every tensor, in the order of the model's parameters."""
-    return {box.name: box.shape for found in boxes.values() for box in found}

@@ -19,8 +19,7 @@ class Capability(StrEnum):
     UPDATE_IPC = "update-ipc"
     SLEEP = "sleep"
     BFLOAT16 = "bfloat16"
-    MOE = "moe"
-    DETERMINISTIC = "deterministic"  # equal inputs give equal bits
+    MOE = "moe"  # a model of several experts
 
 
 class Grade(StrEnum):

@@ -22,7 +22,7 @@ class Fingerprint:
     value: str  # of the entry point
     api: str
     extensions: tuple[tuple[str, str, str, str], ...]  # (name, distribution, version, value), in the config's order
-    loss: str  # its name; empty for a role that is not trained
+    loss: str  # as a call, "clipped(clip_high=0.28, ...)"; empty for a role that is not trained
     corerl: str  # version
 
 
@@ -35,9 +35,13 @@ def fingerprint(loaded: Loaded, extensions: Sequence[Loaded], loss: LossSpec | N
         value=loaded.value,
         api=".".join(map(str, loaded.spec.api)),
         extensions=tuple((each.name, each.distribution, each.version, each.value) for each in extensions),
-        loss=loss.name if loss else "",
+        loss=_call(loss) if loss else "",
         corerl=corerl.__version__,
     )
+
+
+def _call(loss: LossSpec) -> str:
+    return f"{loss.name}({', '.join(f'{name}={value!r}' for name, value in sorted(loss.params.items()))})"
 
 
 def differences(a: Fingerprint, b: Fingerprint) -> list[str]:

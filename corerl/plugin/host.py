@@ -4,7 +4,6 @@ the backend's state does not allow before the backend is entered."""
 from __future__ import annotations
 
 import sys
-import time
 import traceback
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -12,7 +11,15 @@ from enum import StrEnum
 from typing import Any, NoReturn
 
 from corerl.config.schema import RoleConfig
-from corerl.errors import ContractError, CorerlError, HookFailed, NotResident, WeightUpdateError, WrongState
+from corerl.errors import (
+    ContractError,
+    CorerlError,
+    HookFailed,
+    NotResident,
+    UserError,
+    WeightUpdateError,
+    WrongState,
+)
 from corerl.plugin.context import Context
 from corerl.plugin.contract import build_manager, call_chain, call_each, check_backend, require_instance
 from corerl.plugin.events import Event
@@ -168,7 +175,7 @@ class PluginHost:
             raise errors[0]
         elif errors:
             together = HookFailed("; ".join(error.message for error in errors))
-            together.hook, together.rank, together.raised_at = "shutdown", self.context.rank, time.time()
+            together.hook, together.rank = "shutdown", self.context.rank
             together.details = "\n".join(getattr(error, "details", "") or error.message for error in errors)
             raise together
 
@@ -178,8 +185,8 @@ class PluginHost:
     def entering(self, verb: str, *, needs: Set[MemoryKind] = frozenset(), at: Step | None = None) -> Iterator[None]:
         """Guard a call of the backend: `with host.entering("snapshot", needs={PARAM}): host.backend...`
 
-        Raises WrongState or NotResident before the block is entered. A corerl error passes through, anything else that
-        the block raises leaves as HookFailed.
+        Raises WrongState or NotResident before the block is entered. An error of CoreRL keeps its type, and says where
+        it was raised unless it is the user's to mend; anything else that the block raises leaves as HookFailed.
         """
         if self.state is not (State.NEW if verb == "init" else State.READY):
             raise self._wrong_state(verb)
@@ -191,6 +198,8 @@ class PluginHost:
         except BaseException as error:
             if verb in ("init", "train"):
                 self.state = State.FAILED
+            if isinstance(error, CorerlError) and not isinstance(error, UserError) and self._where not in error.message:
+                error.args = (f"{self._where}: {verb}{_when(at)}: {error.message}",)
             # A backend that calls exit() must not take the worker down without a word.
             if isinstance(error, CorerlError) or not isinstance(error, Exception | SystemExit):
                 raise
@@ -220,8 +229,11 @@ class PluginHost:
 
     def _hook_failed(self, hook: str, error: BaseException, *, at: Step | None = None, plugin: str = "") -> HookFailed:
         where = plugin or f"backend:{self.name}"
-        when = f" at optimizer step {at.optimizer_step}" if at else ""
-        failed = HookFailed(f"{where}, {self._where}: {hook} failed{when}: {one_line(error)}")
-        failed.hook, failed.rank, failed.raised_at = hook, self.context.rank, time.time()
+        failed = HookFailed(f"{where}, {self._where}: {hook} failed{_when(at)}: {one_line(error)}")
+        failed.hook, failed.rank = hook, self.context.rank
         failed.details = "".join(traceback.format_exception(error))
         return failed
+
+
+def _when(step: Step | None) -> str:
+    return f" at optimizer step {step.optimizer_step}" if step else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,10 +43,12 @@ class Observers:
         self._manager = build_manager(plugins, hooks=("observe", "shutdown"))
         self._emitter = Emitter(self._manager)
         self._closed = False
+        self._telling = threading.RLock()
 
     def emit(self, event: Event) -> None:
-        """Tell every observer, in the config's order."""
-        self._emitter.emit(event)
+        """Tell every observer, in the config's order; one event at a time, whatever thread it comes from."""
+        with self._telling:
+            self._emitter.emit(event)
 
     def shutdown(self, reason: str) -> None:
         """Once on each; a second call does nothing."""

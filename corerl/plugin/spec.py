@@ -55,10 +55,6 @@ def no_problems(config: Any, cluster: ClusterInfo) -> Iterable[Problem]:
     return ()
 
 
-def no_findings() -> Iterable[str]:
-    return ()
-
-
 @frozen(kw_only=True)
 class BackendSpec:
     implementation: str  # "package.module:Class", a corerl.backend.Backend; imported in the worker only
@@ -69,7 +65,6 @@ class BackendSpec:
     environment: Callable[[Any, ClusterInfo], Environment] = no_environment
     resources: Callable[[Any, ClusterInfo], Resources] = one_device
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
-    probe: Callable[[], Iterable[str]] = no_findings
 
 
 @frozen(kw_only=True)

@@ -88,7 +88,6 @@ class EngineContext:
     name: str  # engine-0, ...
     index: int
     device: str  # cpu or cuda
-    seed: int
     precision: str  # float32 or bfloat16
 
 

@@ -21,6 +21,7 @@ class Processes(Protocol):
     def start(self, method: str, *args: Any) -> Any: ...
     def start_some(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Any: ...
     def wait(self, pending: Any) -> list[Any]: ...
+    def ready(self, pending: Any, timeout: float) -> bool: ...
     def kill(self) -> None: ...
 
 
@@ -54,6 +55,14 @@ class EngineFleet:
 
     def wait_received(self, pending: Any) -> dict[str, Received]:
         return dict(zip(self.names, self.processes.wait(pending), strict=True))
+
+    def pause(self) -> None:
+        """Returns when nothing is being generated; further requests wait for `resume`. The processes need
+        two threads."""
+        self.processes.wait(self.processes.start("pause"))
+
+    def resume(self) -> None:
+        self.processes.wait(self.processes.start("resume"))
 
     def sleep(self) -> int:
         """Free the weights' memory; returns bytes. Nothing is served until fresh weights have followed `wake_up`."""

@@ -1,17 +1,10 @@
-"""Several engine replicas seen as one: rows are spread evenly over them, results come back in the order asked."""
+"""Spread the rows of one request evenly over several engine replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
 
-from corerl.rollout.engine import Engine, GenerateRequest, Generation
-
-
-class EnginePool(Protocol):
-    def generate(self, request: GenerateRequest) -> Generation:
-        """The responses of all rows, in order. Raises EngineFailed."""
+from corerl.rollout.engine import GenerateRequest
 
 
 def split(request: GenerateRequest, parts: int) -> list[GenerateRequest]:
@@ -19,16 +12,3 @@ def split(request: GenerateRequest, parts: int) -> list[GenerateRequest]:
     rows = len(request)
     bounds = [rows * part // parts for part in range(parts + 1)]
     return [request.rows(start, stop) for start, stop in pairwise(bounds) if stop > start]
-
-
-class LocalPool:
-    """Replicas in this process, one after the other."""
-
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self._engines = tuple(engines)
-
-    def generate(self, request: GenerateRequest) -> Generation:
-        parts = split(request, len(self._engines))
-        return Generation.concatenate(
-            [engine.generate(part) for engine, part in zip(self._engines, parts, strict=False)]
-        )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from attrs import evolve, frozen
 
 from corerl.algorithms.registry import loss_spec
+from corerl.checkpoint.reader import written_ranks
 from corerl.config.load import to_plain
 from corerl.config.schema import ClusterInfo, Config, RoleChoice, RoleConfig
 from corerl.plugin.capabilities import Capability
@@ -27,7 +30,6 @@ class RolePlan:
     assignments: tuple[Assignment, ...]  # one a rank
     environment: dict[str, str]  # that the backend asks for; the run adds its own
     resources: Resources  # of each rank
-    loss: LossSpec
 
 
 def actor_loss(config: Config) -> LossSpec:
@@ -42,18 +44,23 @@ def actor_loss(config: Config) -> LossSpec:
     )
 
 
-def plan_role(role: str, config: Config, *, device: str, run_dir: str, resume: str) -> RolePlan:
-    """`config` is resolved: options are the plugins' own classes. Raises what is wrong with the role, in the user's
-    terms: unknown backend, a capability that it lacks, its own checks."""
+def plan_role(
+    role: str, config: Config, *, loss: LossSpec | None, experts: int, device: str, run_dir: str, resume: str
+) -> RolePlan:
+    """`config` is resolved: options are the plugins' own classes. `loss` is None for a role that is not trained,
+    `experts` how many the model has, `resume` the directory of this role's part of a checkpoint, empty where it begins.
+    Raises what is wrong with the role, in the user's terms: unknown backend, a capability that it lacks, its own checks.
+    """
     choice: RoleChoice = getattr(config.roles, role)
     name = backend_name(config, role)
     backend = load(Kind.BACKENDS, name)
     options = config.backends[backend.name]
     cluster = ClusterInfo(device=device, ranks=choice.ranks)
-    train = choice.train or config.train
-    check_capabilities(backend.spec, needed(config, cluster, train.precision), name=backend.name)
+    train = config.train_of(role)
+    saved_ranks = written_ranks(Path(resume)) if resume else 0
+    needs = needed(config, cluster, train.precision, experts=experts, saved_ranks=saved_ranks)
+    check_capabilities(backend.spec, needs, name=backend.name)
     check_spec(backend, options, cluster)
-    loss = actor_loss(config)
     extensions = extensions_for(config.extensions, Process.WORKER)
     role_config = RoleConfig(
         model=config.model,
@@ -81,12 +88,14 @@ def plan_role(role: str, config: Config, *, device: str, run_dir: str, resume: s
         ),
         environment=dict(backend.spec.environment(options, cluster)),
         resources=backend.spec.resources(options, cluster),
-        loss=loss,
     )
 
 
-def needed(config: Config, cluster: ClusterInfo, precision: str) -> dict[Capability, str]:
-    """Capabilities that the run will use, each with the setting that asks for it."""
+def needed(
+    config: Config, cluster: ClusterInfo, precision: str, *, experts: int = 1, saved_ranks: int = 0
+) -> dict[Capability, str]:
+    """Capabilities that the run will use, each with the setting that asks for it. `saved_ranks` wrote the checkpoint
+    that the role resumes; 0 where it resumes none."""
     needs: dict[Capability, str] = {}
     if cluster.device == "cpu":
         needs[Capability.CPU] = "cluster.device = 'cpu'"
@@ -94,6 +103,10 @@ def needed(config: Config, cluster: ClusterInfo, precision: str) -> dict[Capabil
         needs[Capability.MULTI_RANK] = f"{cluster.ranks} ranks"
     if precision == "bfloat16":
         needs[Capability.BFLOAT16] = "train.precision = 'bfloat16'"
+    if experts > 1:
+        needs[Capability.MOE] = f"a model of {experts} experts"
+    if saved_ranks and saved_ranks != cluster.ranks:
+        needs[Capability.RESHARD] = f"resuming on {cluster.ranks} ranks what {saved_ranks} saved"
     if config.algorithm.kl_coef:
         needs[Capability.SNAPSHOTS] = f"algorithm.kl_coef = {config.algorithm.kl_coef}, whose reference is a snapshot"
     if offloads(config, cluster.device):

@@ -78,8 +78,8 @@ class TrainGroup:
         return self.wait_init(self.init_async())
 
     def init_async(self) -> PendingInit:
+        host, port, listening = self.processes.listen(0)  # first: it would queue behind what takes seconds to import
         constructing = self.processes.construct([(assignment,) for assignment in self.plan.assignments])
-        host, port, listening = self.processes.listen(0)
         meeting = [(host, port, listening if rank == 0 else None) for rank in range(len(self.processes))]
         return PendingInit(constructing, self.processes.start_each("init", meeting))
 
@@ -217,10 +217,8 @@ class Snapshot:
     name: str
 
     def create(self) -> None:
-        """From the current weights."""
+        """From the current weights, in place of an earlier one of that name."""
         self.processes.call("snapshot", "create", self.name, {})
-
-    refresh = create
 
     def load(self, path: str = "") -> None:
         """From a model directory; an empty path means the weights that the run started from."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,7 @@ from corerl.types import (
     LossSpec,
     MemoryKind,
     Output,
+    PackedBatch,
     SampleBatch,
     SaveResult,
     SleepResult,
@@ -108,7 +109,7 @@ class Worker:
         return self.host.train(batch=self._pack(samples, plan), loss=loss, step=step)
 
     def forward(self, samples: SampleBatch, plan: StepPlan, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        return self.host.forward(batch=self._pack(samples, plan), outputs=outputs, weights=weights)
+        return self.host.forward(batch=self._pack(samples, plan, columns=()), outputs=outputs, weights=weights)
 
     def manifest(self) -> Manifest:
         return self.backend.manifest
@@ -155,9 +156,9 @@ class Worker:
                 f"the driver could load this {kind.noun}: it must be installed on every node"
             ) from error
 
-    def _pack(self, samples: SampleBatch, plan: StepPlan) -> Any:
+    def _pack(self, samples: SampleBatch, plan: StepPlan, columns: Sequence[str] | None = None) -> PackedBatch:
         layout = self.backend.layout
-        return pack(samples, plan, layout.dp_rank, sequence_multiple=layout.sequence_multiple)
+        return pack(samples, plan, layout.dp_rank, sequence_multiple=layout.sequence_multiple, columns=columns)
 
     def _join(self, host: str, port: int, listening: int | None) -> None:
         if dist.is_initialized():

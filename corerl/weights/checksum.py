@@ -1,4 +1,4 @@
-"""Two sums over bits: of a buffer that travels (order counts), and of a tensor that may lie in pieces (it does not)."""
+"""A sum over the bits of a buffer that travels, which every flipped bit and every exchange changes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,3 @@ def checksum(flat: torch.Tensor) -> int:
         mixed = words ^ ((words >> 32) & 0xFFFFFFFF)
         total = total * MULTIPLIER + (mixed * weights[: words.numel()]).sum()
     return int(total.item())
-
-
-def bit_sum(tensor: torch.Tensor) -> int:
-    """The sum of the elements' bit patterns, modulo 2**64, as a signed number.
-
-    Additive: the sums of a tensor's pieces add up (modulo 2**64) to the sum of the whole, however it is cut or fused.
-    """
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return int(tensor.detach().view(integers).sum(dtype=torch.int64).item())

@@ -35,7 +35,7 @@ def my_losses() -> Iterator[None]:
         setattr(module, function.__name__, function)
     sys.modules["my_losses"] = module
     yield
-    del sys.modules["my_losses"]
+    sys.modules.pop("my_losses", None)
 
 
 def spec_of(loss: str, *, kl_coef: float = 0.0, entropy_coef: float = 0.0) -> LossSpec:
@@ -63,6 +63,14 @@ def test_a_registered_loss_is_called_with_the_parameters_of_its_spec() -> None:
 def test_a_function_of_a_module_is_called_with_the_parameters_of_its_spec() -> None:
     loss = resolve_loss(LossSpec(name="my_losses:reinforce", params={"offset": 3.0}))
     assert loss(ONE_TOKEN).loss.item() == 0.5 * 1.0 + 3.0
+
+
+def test_a_loss_is_resolved_once_for_each_name_and_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [LossSpec(name="my_losses:anything", params={"clip_low": value}) for value in (2.0, 3.0, 2.0)]
+    first = [resolve_loss(spec) for spec in specs]
+    monkeypatch.delitem(sys.modules, "my_losses")  # who looks for it again does not find it
+    assert [resolve_loss(spec) for spec in specs] == first
+    assert [loss(ONE_TOKEN).loss.item() for loss in first] == [-2.0, -3.0, -2.0]
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,17 @@ def test_what_this_rank_has_no_element_of_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
+def test_a_rank_that_holds_nothing_has_an_optimizer_whose_steps_do_nothing(fused: bool) -> None:
+    params = {"elsewhere": torch.nn.Parameter(torch.empty(0, 3))}
+    optimizer = adamw(params, {"elsewhere": (8, 3)}, CONFIG, fused=fused)
+    set_lr(optimizer, 0.5)
+    optimizer.step()
+    set_adam_step(optimizer, 3)
+    assert [group["params"] for group in optimizer.param_groups] == [[]]
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("fused", [False, True])
 def test_moments_asked_for_before_the_first_step_change_no_step(fused: bool) -> None:
     asked, not_asked = make_params(), make_params()
     optimizer = adamw(asked, SHAPES, CONFIG, fused=fused)

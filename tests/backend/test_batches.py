@@ -75,6 +75,8 @@ def test_the_loss_is_given_the_outputs_that_there_are_and_all_columns() -> None:
     assert inputs.logprobs is logprobs
     assert inputs.entropy is None and inputs.values is None
     assert inputs.columns is batch.columns
+    values_alone = batch.loss_inputs({Output.VALUES: logprobs})
+    assert values_alone.logprobs is None and values_alone.values is logprobs
     every = {output: torch.arange(3.0) for output in Output}
     inputs = batch.loss_inputs(every)
     assert inputs.entropy is every[Output.ENTROPY] and inputs.values is every[Output.VALUES]

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from corerl.errors import WrongState
+
 WORD_AT_IMPORT = os.environ.get("CORERL_TEST_WORD", "")
 FOREVER = 600.0  # seconds; longer than any test waits
 
@@ -16,6 +18,7 @@ FOREVER = 600.0  # seconds; longer than any test waits
 class Member:
     def __init__(self, index: int) -> None:
         self.index = index
+        self.gate = threading.Event()
 
     def pid(self) -> int:
         return os.getpid()
@@ -40,6 +43,19 @@ class Member:
         if self.index == index:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(FOREVER)
+
+    def refuse(self, index: int) -> int:
+        """Member `index` is asked for what it cannot do now, and is as it was."""
+        if self.index == index:
+            raise WrongState("ask later")
+        return self.index
+
+    def open(self) -> None:
+        self.gate.set()
+
+    def through(self) -> bool:
+        """Waits while the gate is closed."""
+        return self.gate.wait(timeout=FOREVER)
 
     def lock(self) -> Any:
         """Something that cannot be pickled."""

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from corerl.cluster.group import ProcessGroup
 from corerl.cluster.objects import share
 from corerl.cluster.placement import Seat, arrange, seated
 from corerl.cluster.runtime import ray_session
-from corerl.errors import CorerlError, HookFailed, WorkerDied
+from corerl.errors import CorerlError, EngineFailed, HookFailed, WorkerDied, WrongState
 
 MEMBER = "tests.cluster.members:Member"
 FOREVER = 600.0
@@ -35,9 +36,9 @@ def start(seats: list[Seat]) -> Iterator[Start]:
     """start(size) gives a group that has not constructed its objects yet; it ends with the test."""
     groups = []
 
-    def start(size: int, target: str = MEMBER) -> ProcessGroup:
+    def start(size: int, target: str = MEMBER, **options: Any) -> ProcessGroup:
         names = [f"actor rank {rank}" for rank in range(size)]
-        groups.append(ProcessGroup(names, target, seats[:size], {"CORERL_TEST_WORD": "set before import"}))
+        groups.append(ProcessGroup(names, target, seats[:size], {"CORERL_TEST_WORD": "set before import"}, **options))
         return groups[-1]
 
     yield start
@@ -170,3 +171,34 @@ def test_ray_that_cannot_start_is_one_line(seats: list[Seat]) -> None:
         with ray_session(address="", cpus=1):
             pass
     assert "\n" not in caught.value.message
+
+
+def test_a_group_goes_on_after_a_refusal_that_changed_nothing(start: Start) -> None:
+    group = members(start, 2)
+    with pytest.raises(WrongState, match="ask later"):
+        group.call("refuse", 1)
+    assert group.call("refuse", 7) == [0, 1]
+
+
+def test_what_waits_in_one_thread_is_let_go_by_a_call_in_the_other(start: Start) -> None:
+    group = start(1, threads=2)
+    group.wait(group.construct([(0,)]))
+    waiting = group.start("through")
+    assert not group.ready(waiting, timeout=0.2)
+    group.call("open")
+    assert group.wait(waiting) == [True]
+
+
+def test_a_group_is_ready_once_a_member_failed_though_the_others_never_answer(start: Start) -> None:
+    group = members(start, 2)
+    pending = group.start("die", 1)
+    assert group.ready(pending, timeout=60.0)
+    with pytest.raises(WorkerDied, match="actor rank 1"):
+        group.wait(pending)
+
+
+def test_foreign_errors_become_the_kind_that_the_group_was_given(start: Start) -> None:
+    group = start(1, failure=EngineFailed)
+    group.wait(group.construct([(0,)]))
+    with pytest.raises(EngineFailed, match="actor rank 0: fail_after: ValueError: out of tokens"):
+        group.call("fail_after", [0.0], ["out of tokens"])

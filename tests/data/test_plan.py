@@ -100,7 +100,7 @@ def test_constant_length_weighs_every_token_by_the_longest_answer_allowed() -> N
 def test_weights_of_each_step_sum_to_one_and_are_zero_outside_of_it(aggregation: str) -> None:
     batch = random_batch(40, samples_per_group=4)
     for step in plan_steps(batch, **{**DEFAULTS, "mini_batches": 3, "aggregation": aggregation}):
-        weights = step.scales[batch.sample_of_token] * batch.columns["loss_mask"]
+        weights = np.repeat(step.scales, batch.lengths) * batch.columns["loss_mask"]
         assert weights.sum() == pytest.approx(1.0, rel=1e-5)
         assert np.flatnonzero(step.scales).tolist() == real_samples(step)
 

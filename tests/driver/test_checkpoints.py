@@ -10,7 +10,7 @@ from corerl.checkpoint.commit import latest, read_state
 from corerl.checkpoint.writer import stage, write
 from corerl.config.schema import CheckpointConfig
 from corerl.driver.checkpoints import Checkpoints
-from corerl.errors import SaveFailed
+from corerl.errors import SaveFailed, WorkerDied
 from corerl.plugin.events import CheckpointSaved, Event
 from corerl.plugin.hookspecs import hookimpl
 from corerl.plugin.observers import Observers
@@ -24,6 +24,7 @@ class Group:
 
     layouts: list[str] = field(factory=lambda: ["rank 0", "rank 1"])
     broken: bool = False
+    ended: bool = False
     _path: Path | None = None
 
     def save(self, path: str, step: Step, *, background: bool) -> int:
@@ -33,6 +34,8 @@ class Group:
         return 0
 
     def saved(self, *, wait: bool = False) -> bool:
+        if self.ended:
+            raise WorkerDied("the ranks have ended")
         if self.broken:
             raise SaveFailed("the disk is full")
         if wait and self._path is not None:
@@ -127,4 +130,30 @@ def test_a_save_that_fails_costs_no_earlier_one(tmp_path: Path) -> None:
     with pytest.raises(SaveFailed, match="^the disk is full$"):
         checkpoints.complete(wait=False)
     assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
+    assert [event.step for event in heard.saved] == [2]
+
+
+def test_after_a_failure_what_is_written_is_kept_though_the_ranks_have_ended(tmp_path: Path) -> None:
+    heard, actor = Heard(), Group()
+    checkpoints = make(tmp_path, heard, actor=actor)
+    checkpoints.start(*at(2), background=True)
+    actor.write()
+    actor.ended = True
+    checkpoints.rescue()
+    assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
+    checkpoints.rescue()  # nothing is pending any more
+    assert [event.step for event in heard.saved] == [2]
+
+
+def test_after_a_failure_ranks_that_are_there_finish_what_they_write(tmp_path: Path) -> None:
+    heard, actor = Heard(), Group()
+    checkpoints = make(tmp_path, heard, actor=actor)
+    checkpoints.start(*at(2), background=True)
+    checkpoints.rescue()
+    assert latest(tmp_path) == path(tmp_path, 2)
+    checkpoints.start(*at(4), background=True)
+    actor.ended = True
+    with pytest.raises(WorkerDied, match="^the ranks have ended$"):
+        checkpoints.rescue()
+    assert latest(tmp_path) == path(tmp_path, 2)
     assert [event.step for event in heard.saved] == [2]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import evolve
 
-from corerl.driver.launch import launch, process_environment, rank_environment
+from corerl.driver import launch as driver
+from corerl.driver.launch import launch, make_fleet, process_environment, rank_environment
 from corerl.driver.prepare import Prepared, prepare
-from corerl.errors import ConfigError, DataError
+from corerl.errors import ConfigError, DataError, SaveFailed, WorkerDied
+from corerl.plugin.events import Event, Notice
 from tests.driver.saved import make_config
 
 
@@ -51,3 +54,75 @@ def test_nothing_is_written_for_a_run_that_cannot_be(tmp_path: Path) -> None:
         with launch(evolve(config, run=evolve(config.run, dir=str(tmp_path / "run")))):
             raise AssertionError("it must not come to this")
     assert not (tmp_path / "run").exists()
+
+
+def test_engines_have_the_precision_that_the_actor_is_trained_in(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "ProcessGroup", lambda *_, **__: None)
+    config = make_config(roles={"actor": {"train": {"precision": "bfloat16"}}})
+    own = evolve(prepared, config=evolve(prepared.config, roles=config.roles))
+    for each, precision in ((prepared, "float32"), (own, "bfloat16")):
+        (engine,) = make_fleet(each, seats=["a seat"]).assignments  # type: ignore[list-item]  # never sat on
+        assert engine.context.precision == precision
+
+
+# ---- the end by a failure --------------------------------------------------------------------------------------------
+
+
+class Saves:
+    """A checkpoint in flight, which can be rescued or not."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+        self.asked = 0
+
+    def rescue(self) -> None:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+
+
+class FakeRun:
+    rollout_step = 3
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.checkpoints = Saves(error)
+        self.told: list[Event] = []
+
+    def tell(self, event: Event) -> None:
+        self.told.append(event)
+
+
+def fail_with(failure: BaseException, run: FakeRun, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: Any) -> FakeRun:
+        return run
+
+    monkeypatch.setattr(driver, "_start", start)
+    config = make_config(run={"dir": str(run_dir)}, cluster={"device": "cpu"})
+    with pytest.raises(type(failure), match="^a fault$"):
+        with launch(config):
+            raise failure
+
+
+def test_a_failure_keeps_the_checkpoint_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = FakeRun()
+    fail_with(ValueError("a fault"), run, tmp_path / "run", monkeypatch)
+    assert (run.checkpoints.asked, run.told) == (1, [])
+
+
+def test_a_failure_stays_the_error_where_the_checkpoint_is_lost_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = FakeRun(WorkerDied("the ranks have ended"))
+    fail_with(ValueError("a fault"), run, tmp_path / "run", monkeypatch)
+    assert run.told == [Notice(text="the checkpoint that was being written is lost: WorkerDied: the ranks have ended")]
+
+
+@pytest.mark.parametrize("failure", [SaveFailed("a fault"), KeyboardInterrupt("a fault")])
+def test_a_failed_save_and_a_second_signal_wait_for_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    run = FakeRun()
+    fail_with(failure, run, tmp_path / "run", monkeypatch)
+    assert run.checkpoints.asked == 0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from attrs import evolve
 from corerl.config.schema import Config, EvalConfig
 from corerl.data.prompts import Prompt
 from corerl.driver import run as driver
-from corerl.driver.run import REFERENCE, Run
-from corerl.errors import WeightUpdateError
+from corerl.driver.run import REFERENCE, Run, answers_in
+from corerl.errors import WeightUpdateError, WorkerDied
 from corerl.observability.timing import Phases
-from corerl.plugin.events import Event, StepFinished
+from corerl.plugin.events import Event, RunFinished, Shown, StepFinished
 from corerl.plugin.hookspecs import hookimpl
 from corerl.plugin.observers import Observers
 from corerl.rollout.engine import Received
@@ -38,6 +39,9 @@ class Group:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.processes = self
+        self.failure: Exception | None = None
+        self.answers = True
         self.layouts = [ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1)]
         self.sent = UpdateResult(version=0, bytes=8, seconds=0.0, engines={"engine-0": "", "engine-1": ""})
         self.received = {name: Received(version=0, bytes=8) for name in ("engine-0", "engine-1")}
@@ -54,11 +58,21 @@ class Group:
     def receive_async(self, manifest: Any, version: int, address: Any) -> None:
         self.log.append(f"receive {version}")
 
+    def ready(self, pending: None, timeout: float) -> bool:
+        return self.answers
+
     def wait_update(self, pending: None) -> UpdateResult:
+        self._wait()
         return self.sent
 
     def wait_received(self, pending: None) -> dict[str, Received]:
+        self._wait()
         return self.received
+
+    def _wait(self) -> None:
+        assert self.answers, "waited for in vain"
+        if self.failure is not None:
+            raise self.failure
 
     def forward(
         self, shared: Any, plan: Any, outputs: tuple[Output, ...], *, of: SampleBatch, weights: str
@@ -70,11 +84,14 @@ class Group:
 class Ears:
     def __init__(self) -> None:
         self.steps: list[StepFinished] = []
+        self.finished: list[RunFinished] = []
 
     @hookimpl
     def observe(self, event: Event) -> None:
         if isinstance(event, StepFinished):
             self.steps.append(event)
+        if isinstance(event, RunFinished):
+            self.finished.append(event)
 
 
 @pytest.fixture
@@ -194,6 +211,22 @@ def test_a_push_that_an_engine_did_not_take_says_which_and_why(make_run: Callabl
         run.push_weights()
 
 
+@pytest.mark.parametrize("dead", ["actor", "fleet"])
+def test_a_push_ends_with_the_side_that_died_and_waits_no_more_for_the_other(
+    make_run: Callable[..., Run], dead: str
+) -> None:
+    sides = {"actor": Group(), "fleet": Group()}
+    for name, side in sides.items():
+        if name == dead:
+            side.failure = WorkerDied("its process died")
+        else:
+            side.answers = False  # until the other does, or a timeout
+    run = make_run(make_config(), **sides, weights_version=7)
+    with pytest.raises(WorkerDied, match="^its process died$"):
+        run.push_weights()
+    assert run.weights_version == 7
+
+
 def test_ranks_and_engines_that_share_devices_take_turns(make_run: Callable[..., Run]) -> None:
     together = Group()  # one log, so that the order between the two shows
     run = make_run(make_config(), actor=together, fleet=together, offload=True)
@@ -246,8 +279,10 @@ class Saves:
         self.last_step = last_step
         self.newest: Path | None = Path("/run/checkpoints/newest")
         self.log: list[tuple[str, bool]] = []
+        self.states: list[dict[str, Any]] = []
 
     def start(self, step: Any, state: dict[str, Any], *, background: bool) -> None:
+        self.states.append(state)
         self.log.append((f"start {state['rollout_step']}", background))
 
     def complete(self, *, wait: bool) -> None:
@@ -276,3 +311,53 @@ def test_the_end_saves_what_is_not_saved_and_waits_for_what_is_being_written(mak
         assert saves.log == log
         # Interrupted, so nothing is exported.
         assert (summary.reason, summary.steps_done, summary.run_dir) == ("interrupted", 5, Path("/run"))
+
+
+def test_the_last_save_wakes_ranks_where_engines_sleep(make_run: Callable[..., Run]) -> None:
+    together = Group()
+    run = make_run(
+        make_config(),
+        actor=together,
+        fleet=together,
+        offload=True,
+        checkpoints=Saves(4),
+        rollout_step=5,
+        stop=Stop(True),
+        source=Source(),
+        run_dir=Path("/run"),
+    )
+    run.finish()
+    assert together.log == ["sleep", "wake up"]
+
+
+@pytest.mark.parametrize(("rollout_step", "reason"), [(4, "interrupted"), (5, "finished")])
+def test_a_request_to_stop_in_the_last_step_interrupts_nothing(
+    make_run: Callable[..., Run], rollout_step: int, reason: str
+) -> None:
+    config = make_config(run={"steps": 5}, checkpoint={"export": False})
+    run = make_run(config, checkpoints=Saves(rollout_step), rollout_step=rollout_step, stop=Stop(True), run_dir=Path())
+    assert run.finish().reason == reason
+
+
+def test_a_resumed_run_ends_with_the_answers_from_before_any_training(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answers(response: str) -> tuple[Shown, ...]:
+        return (Shown(prompt="a", response=response, answer="b", reward=0.5),)
+
+    def evaluating(response: str, **parts: Any) -> tuple[Run, Saves, Ears]:
+        monkeypatch.setattr(driver, "evaluate", lambda *_, **__: Evaluation(metrics={}, shown=answers(response)))
+        saves, ears = Saves(-1), Ears()
+        observers = Observers([("ears", ears)])
+        common = {"held_out": ["a prompt"], "source": Source(), "stop": Stop(True), "run_dir": Path("/run")}
+        run = make_run(make_config(), checkpoints=saves, observers=observers, **common, **parts)
+        run.evaluate()
+        run.finish()
+        return run, saves, ears
+
+    _, saves, _ = evaluating("at first")
+    (state,) = saves.states
+    restored = answers_in(json.loads(json.dumps(state)))
+    _, saves, ears = evaluating("at the resume", before=restored, rollout_step=25)
+    assert (ears.finished[0].before, ears.finished[0].after) == (answers("at first"), answers("at the resume"))
+    assert answers_in(saves.states[0]) == answers("at first")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import pytest
 
@@ -18,6 +19,21 @@ def test_the_first_signal_is_a_request_and_a_second_one_stops_at_once(number: si
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
     assert told == [f"{number.name}: finishing this step, then saving; once more stops at once and saves nothing"]
+
+
+def test_a_signal_that_interrupts_what_an_observer_has_locked_waits_for_nothing() -> None:
+    told: list[str] = []
+    display = threading.Lock()  # not reentrant, as that of a live display
+
+    def notify(text: str) -> None:
+        with display:
+            told.append(text)
+
+    with StopRequest(notify) as stop:
+        with display:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert (stop.requested, told) == (True, [])
+    assert [text.partition(":")[0] for text in told] == ["SIGINT"]
 
 
 def test_afterwards_signals_do_what_they_did_before() -> None:

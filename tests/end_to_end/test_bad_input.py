@@ -19,14 +19,11 @@ from tests.end_to_end.conftest import Finished
 REWARDS = '''
 calls = 0
 
-def raising(prompt, response):
-    return {}["no such key"]
-
-def becoming_nan(prompt, response):
-    """Fine for the 16 held-out prompts and the first step of 32 samples, and then not."""
+def to_nan(prompt, response):
+    """A number for the 16 held-out prompts and the 32 samples of the first step, and then none."""
     global calls
     calls += 1
-    return float("nan") if calls > 48 else len(response) / 8
+    return len(response) / 8 if calls <= 48 else float("nan")
 '''
 
 
@@ -242,41 +239,18 @@ def test_a_checkpoint_of_another_model_or_of_other_data_is_refused(
 # ---- the reward function, which only a run can try -------------------------------------------------------------------
 
 
-@pytest.fixture
-def rewarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[Path, str]]:
-    """A run, of one rank and an engine without a model, that the reward function of that name ends; with its stderr."""
-
-    def train(name: str) -> tuple[Path, str]:
-        (tmp_path / "my_rewards.py").write_text(REWARDS)
-        monkeypatch.chdir(tmp_path)  # where the command finds the module
-        changes = ["backend.name=plain", "roles.actor.ranks=1", "rollout.engine=fake", f"reward.name=my_rewards:{name}"]
-        saved = ["checkpoint.every=1", "checkpoint.background=false", "run.dir=run"]
-        with Command("train", write_small(tmp_path), *changes, *saved, logs=tmp_path) as command:
-            assert command.finish() == 2, command.err
-            command.assert_nothing_is_left()
-        assert command.out == ""
-        return tmp_path / "run", command.err
-
-    return train
-
-
-def test_a_reward_function_that_raises_ends_the_run_with_the_sample(
-    rewarded: Callable[[str], tuple[Path, str]],
-) -> None:
-    _, err = rewarded("raising")
-    (line,) = err.splitlines()
-    assert line.startswith("corerl: error: reward 'my_rewards:raising' raised KeyError: 'no such key' on prompt ")
-    assert ">') with the response '" in line
-
-
 def test_a_reward_that_is_nan_ends_the_run_with_the_sample_and_costs_no_checkpoint(
-    rewarded: Callable[[str], tuple[Path, str]],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir, err = rewarded("becoming_nan")
-    (line,) = err.splitlines()
-    assert line.startswith(
-        "corerl: error: reward 'my_rewards:becoming_nan' returned nan, wanted a finite number, on prompt "
-    )
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)  # where the command finds the module
+    changes = ["backend.name=plain", "roles.actor.ranks=1", "rollout.engine=fake", "reward.name=my_rewards:to_nan"]
+    saved = ["checkpoint.every=1", "checkpoint.background=false", "run.dir=run"]
+    with Command("train", write_small(tmp_path), *changes, *saved, logs=tmp_path) as command:
+        assert command.finish() == 2, command.err
+        command.assert_nothing_is_left()
+    (line,) = command.err.splitlines()
+    assert line.startswith("corerl: error: reward 'my_rewards:to_nan' returned nan, wanted a finite number, on prompt ")
     assert ">') with the response '" in line
-    assert steps_done(run_dir) == 1
-    assert latest(run_dir) == run_dir / "checkpoints/step-00000001"
+    assert (command.out, steps_done(tmp_path / "run")) == ("", 1)
+    assert latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000001"

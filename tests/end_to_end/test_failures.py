@@ -10,8 +10,8 @@ from corerl.checkpoint.commit import latest
 from tests.end_to_end.command import ENDS_WITHIN, Command, steps_done, write_small
 from tests.end_to_end.faulty import NAME, fault
 
-# A checkpoint after every step, complete before the next: what a failure must not cost.
-SAVED = ["checkpoint.every=1", "checkpoint.background=false"]
+# A checkpoint after every step, complete before the next: what a failure must not cost. The engine needs no model.
+SAVED = ["checkpoint.every=1", "checkpoint.background=false", "rollout.engine=fake"]
 
 
 def fail(tmp_path: Path, *arguments: str) -> Command:

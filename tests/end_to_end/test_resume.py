@@ -29,67 +29,68 @@ def assert_same_as(uninterrupted: Finished, run_dir: Path) -> None:
         assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
-def test_after_ctrl_c_the_step_is_finished_and_saved_and_a_resumed_run_equals_the_uninterrupted_one(
+def assert_so_far_as(uninterrupted: Finished, run_dir: Path, *, steps: int) -> None:
+    """Every number up to that many steps."""
+    assert steps_done(run_dir) == steps
+    found = numbers(run_dir)
+    assert found == numbers(uninterrupted.run_dir)[: len(found)]
+
+
+def kill(command: Command) -> None:
+    """SIGKILL the driver, and wait until no rank, engine or server of its is left that could disturb a next run."""
+    os.kill(command.process.pid, signal.SIGKILL)
+    assert command.finish() == -signal.SIGKILL
+    command.assert_nothing_is_left(but=AGENTS)
+
+
+def test_a_run_that_is_stopped_then_killed_during_a_save_then_between_two_steps_equals_the_uninterrupted_one(
     uninterrupted: Finished, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    arguments = ["train", uninterrupted.config, *uninterrupted.overrides, f"run.dir={run_dir}"]
-    with Command(*arguments, *fault("train", "wait", step=2), logs=tmp_path) as command:
-        command.until((run_dir / "fault").exists, "in the middle of its third step")
+    checkpoints = run_dir / "checkpoints"
+    fresh = ["train", uninterrupted.config, *uninterrupted.overrides, f"run.dir={run_dir}"]
+    # What the run has written is itself a valid input; only the backend, which waits where it is told to, is replaced.
+    resumed = ["train", run_dir / "config.toml", "checkpoint.resume=auto"]
+
+    # Ctrl-C in the third step, before its optimizer step: the step is finished and saved.
+    with Command(*fresh, *fault("train", "wait", step=2), logs=tmp_path) as command:
+        command.until((run_dir / "fault").exists, "in its third step")
         command.interrupt_terminal()
         command.until(lambda: "SIGINT" in command.out, "told of the signal")
         (run_dir / "go").touch()
         assert (command.finish(), command.err) == (0, "")
         command.assert_nothing_is_left()
-    assert steps_done(run_dir) == 3
-    assert latest(run_dir) == run_dir / "checkpoints/step-00000003"
-    assert numbers(run_dir) == numbers(uninterrupted.run_dir)[: len(numbers(run_dir))]
     lines = command.out.splitlines()
     assert "note: SIGINT: finishing this step, then saving; once more stops at once and saves nothing" in lines
     assert any(line.startswith("interrupted after 3 of 6 steps, ") for line in lines)
+    assert latest(run_dir) == checkpoints / "step-00000003"
     assert not (run_dir / "model").exists()
+    assert_so_far_as(uninterrupted, run_dir, steps=3)
 
-    # The file that the run has written is a valid input; only the backend that waited is replaced.
-    resume = ["checkpoint.resume=auto", "backend.name=fsdp"]
-    with Command("train", run_dir / "config.toml", *resume, logs=tmp_path) as command:
-        assert (command.finish(), command.err) == (0, "")
-    assert "resumed after step 3 of 6" in command.out.splitlines()
-    assert_same_as(uninterrupted, run_dir)
-
-
-def test_a_run_killed_during_a_save_and_again_between_two_steps_equals_the_uninterrupted_one(
-    uninterrupted: Finished, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    arguments = ["train", uninterrupted.config, *uninterrupted.overrides, f"run.dir={run_dir}"]
-
-    # Rank 1 never ends its part of the save after step 4, in the background, while step 5 is trained.
-    with Command(*arguments, *fault("save", "wait", step=4), logs=tmp_path) as command:
+    # SIGKILL while rank 1 has not written its part of the save after step 4, and step 5 was trained meanwhile.
+    (run_dir / "go").unlink()
+    with Command(*resumed, *fault("save", "wait", step=4), logs=tmp_path) as command:
         command.until(lambda: steps_done(run_dir) >= 5, "through the step after the save began")
-        processes = list(command.processes().values())  # among them two ranks and an engine
-        assert sum(line.startswith("ray::Process") for line in processes) == 3
-        partial = run_dir / "checkpoints/step-00000004.partial"
+        partial = checkpoints / "step-00000004.partial"
         command.until((partial / "actor/rank-00000.safetensors").exists, "done with rank 0's part of the save")
         assert not (partial / "actor/rank-00001.safetensors").exists()
-        os.kill(command.process.pid, signal.SIGKILL)
-        assert command.finish() == -signal.SIGKILL
-        command.assert_nothing_is_left(but=AGENTS)
-    assert latest(run_dir) == run_dir / "checkpoints/step-00000002"
+        processes = list(command.processes().values())  # among them two ranks and an engine
+        assert sum(line.startswith("ray::Process") for line in processes) == 3
+        kill(command)
+    assert "resumed after step 3 of 6" in command.out.splitlines()
+    assert latest(run_dir) == checkpoints / "step-00000003"
 
-    # Killed again after step 3, before the optimizer step of the next one.
+    # SIGKILL after step 4, before the optimizer step of the next one; its save is written, and not yet visible.
     (run_dir / "fault").unlink()
-    with Command(*arguments, "checkpoint.resume=auto", *fault("train", "wait", step=3), logs=tmp_path) as command:
-        command.until((run_dir / "fault").exists, "in its fourth step")
-        assert "resumed after step 2 of 6" in command.out.splitlines()
-        assert steps_done(run_dir) == 3
-        os.kill(command.process.pid, signal.SIGKILL)
-        assert command.finish() == -signal.SIGKILL
-        command.assert_nothing_is_left(but=AGENTS)
-    assert latest(run_dir) == run_dir / "checkpoints/step-00000002"
+    with Command(*resumed, *fault("train", "wait", step=4), logs=tmp_path) as command:
+        command.until((run_dir / "fault").exists, "in its fifth step")
+        assert_so_far_as(uninterrupted, run_dir, steps=4)
+        kill(command)
+    assert latest(run_dir) == checkpoints / "step-00000003"
 
-    with Command(*arguments, "checkpoint.resume=auto", logs=tmp_path) as command:
+    with Command(*resumed, "backend.name=fsdp", logs=tmp_path) as command:
         assert (command.finish(), command.err) == (0, "")
-    assert "resumed after step 2 of 6" in command.out.splitlines()
+    assert "resumed after step 3 of 6" in command.out.splitlines()
     assert not partial.exists()
     assert_same_as(uninterrupted, run_dir)
 

@@ -65,12 +65,12 @@ def test_what_is_written_within_a_swap_reaches_neither_weights_nor_snapshot() ->
     assert storage.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_refreshed_snapshot_holds_the_current_weights() -> None:
+def test_a_snapshot_that_is_made_again_holds_the_current_weights() -> None:
     storage, chunks = rank_of_two()
     snapshots = Snapshots()
     snapshots.create("old", chunks)
     storage += 1
-    snapshots.refresh("old", chunks)
+    snapshots.create("old", chunks)
     storage += 1
     with snapshots.swapped("old", chunks):
         assert storage.tolist() == [1, 2, 3, 4, 5, 6]
@@ -102,7 +102,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     _, chunks = rank_of_two()
     snapshots = Snapshots()
     with pytest.raises(WrongState, match="no snapshot 'ref'; known: none"):
-        snapshots.refresh("ref", chunks)
+        snapshots.drop("ref")
     snapshots.create("reference", chunks)
     snapshots.create("old", chunks)
     assert snapshots.names == ["old", "reference"]

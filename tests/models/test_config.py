@@ -7,7 +7,7 @@ import pytest
 
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
-from corerl.models.config import hf_config
+from corerl.models.config import experts, hf_config
 from corerl.testing.models import tiny_fields
 
 
@@ -19,6 +19,12 @@ def test_a_directory_and_its_fields_give_the_same_config(tiny_models: dict[str, 
     }
     assert not differing
     assert from_fields.architectures == from_path.architectures == ["Qwen3MoeForCausalLM"]
+
+
+def test_experts_are_counted_by_whatever_name_a_config_has_for_them() -> None:
+    assert experts(hf_config(ModelConfig(config=tiny_fields("qwen3")))) == 1
+    assert experts(hf_config(ModelConfig(config={**tiny_fields("qwen3-moe"), "num_experts": 6}))) == 6
+    assert experts(hf_config(ModelConfig(config={"model_type": "mixtral", "num_local_experts": 3}))) == 3
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:

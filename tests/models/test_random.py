@@ -5,7 +5,7 @@ import torch
 
 from corerl.errors import ModelError
 from corerl.models.build import build_on_meta
-from corerl.models.names import hf_boxes, hf_shapes
+from corerl.models.names import hf_boxes
 from corerl.models.random import RandomSource
 from corerl.ops.noise import normal
 from corerl.testing.models import tiny_config
@@ -59,7 +59,8 @@ def test_values_depend_on_seed_and_name_and_on_nothing_else() -> None:
 def test_weights_begin_as_transformers_begins_them(kind: str) -> None:
     config = tiny_config(kind)
     config.initializer_range = 0.05
-    shapes = hf_shapes(hf_boxes(build_on_meta(config, dtype=torch.float32, attention="sdpa")))
+    boxes = hf_boxes(build_on_meta(config, dtype=torch.float32, attention="sdpa"))
+    shapes = {box.name: box.shape for found in boxes.values() for box in found}
     source = RandomSource(config, shapes, seed=0)
     for name in shapes:
         values = whole(source, name)

@@ -24,7 +24,7 @@ def test_a_fingerprint_says_where_everything_that_runs_in_a_worker_came_from(
     install("corerl-mine", {"backends": {"mine": "mine_fp:SPEC"}}, version="0.2", mine_fp=backend_spec)
     install("corerl-wrap", {"extensions": {"wrap": "wrap_fp:SPEC"}}, version="0.5", wrap_fp=extension_spec)
     wrap = load(Kind.EXTENSIONS, "wrap")
-    own = fingerprint(load(Kind.BACKENDS, "mine"), [wrap], LossSpec(name="clipped"))
+    own = fingerprint(load(Kind.BACKENDS, "mine"), [wrap], LossSpec(name="clipped", params={"k": 2, "b": "x"}))
     assert own == Fingerprint(
         backend="mine",
         distribution="corerl-mine",
@@ -32,7 +32,7 @@ def test_a_fingerprint_says_where_everything_that_runs_in_a_worker_came_from(
         value="mine_fp:SPEC",
         api="1.0",
         extensions=(("wrap", "corerl-wrap", "0.5", "wrap_fp:SPEC"),),
-        loss="clipped",
+        loss="clipped(b='x', k=2)",
         corerl=corerl.__version__,
     )
     assert pickle.loads(pickle.dumps(own)) == own

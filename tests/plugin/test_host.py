@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Iterator, Set
 from typing import Any
 
@@ -356,7 +355,7 @@ def test_a_wrapper_that_drops_the_result_is_found_with_the_call_chain() -> None:
     with pytest.raises(ContractError) as caught:
         host.train(BATCH, LOSS, STEP)
     assert caught.value.message == (
-        "train() returned NoneType, expected TrainResult; "
+        "actor rank 1: train at optimizer step 12: train() returned NoneType, expected TrainResult; "
         "call chain: extension:log > extension:drop > backend:mine "
         "(a wrapper with a bare yield drops the result: write return (yield))"
     )
@@ -372,12 +371,13 @@ def test_a_backend_that_returns_something_else_is_found_without_blaming_wrappers
     host, _ = ready(Wrong())
     with pytest.raises(ContractError) as caught:
         host.save("somewhere", STEP, False)
-    assert caught.value.message == "save() returned str, expected SaveResult; call chain: backend:mine"
+    assert caught.value.message == (
+        "actor rank 1: save at optimizer step 12: save() returned str, expected SaveResult; call chain: backend:mine"
+    )
 
 
 def test_a_foreign_error_leaves_as_one_line_with_its_traceback_as_text_and_survives_pickling() -> None:
     host, _ = ready(Fake(train=RuntimeError("CUDA error: out of memory\nCompile with something")))
-    before = time.time()
     with pytest.raises(HookFailed) as caught:
         host.train(BATCH, LOSS, STEP)
     arrived = pickle.loads(pickle.dumps(caught.value))
@@ -385,7 +385,6 @@ def test_a_foreign_error_leaves_as_one_line_with_its_traceback_as_text_and_survi
         "backend:mine, actor rank 1: train failed at optimizer step 12: RuntimeError: CUDA error: out of memory"
     )
     assert (arrived.hook, arrived.rank) == ("train", 1)
-    assert before <= arrived.raised_at <= time.time()
     assert arrived.details.startswith("Traceback (most recent call last):")
     assert "Compile with something" in arrived.details
     assert isinstance(caught.value.__cause__, RuntimeError)

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from corerl.config.schema import ModelConfig
 from corerl.models.config import hf_config
-from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Received
+from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received
+from corerl.rollout.pool import split
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import open_sender
@@ -43,7 +44,13 @@ MOE = {
 
 
 def context(index: int = 0) -> EngineContext:
-    return EngineContext(name=f"engine-{index}", index=index, device="cpu", seed=0, precision="float32")
+    return EngineContext(name=f"engine-{index}", index=index, device="cpu", precision="float32")
+
+
+def spread(engines: Sequence[Engine], request: GenerateRequest) -> Generation:
+    """The rows of a request, drawn by several engines."""
+    parts = split(request, len(engines))
+    return Generation.concatenate([engine.generate(part) for engine, part in zip(engines, parts, strict=False)])
 
 
 def random_model(fields: Mapping[str, Any], seed: int) -> PreTrainedModel:

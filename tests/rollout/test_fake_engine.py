@@ -10,8 +10,7 @@ from corerl.errors import EngineFailed
 from corerl.rollout.engine import GenerateRequest, SamplingParams
 from corerl.rollout.engines import FakeConfig
 from corerl.rollout.fake_engine import FakeEngine
-from corerl.rollout.pool import LocalPool
-from tests.rollout.models import context, update
+from tests.rollout.models import context, spread, update
 
 WEIGHTS = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
 
@@ -37,7 +36,7 @@ def test_answers_are_a_function_of_prompt_noise_and_version_and_end_as_real_ones
     assert (first.version, first.bytes, first.error) == (1, 28, "")
     asked = request(40)
     whole = engines[0].generate(asked)
-    pooled = LocalPool(engines).generate(asked)
+    pooled = spread(engines, asked)
     for column in ("tokens", "offsets", "logprobs", "versions", "truncated"):
         assert getattr(pooled, column).tolist() == getattr(whole, column).tolist()
     last = whole.tokens[whole.offsets[1:] - 1]

@@ -13,7 +13,6 @@ from corerl.errors import EngineFailed
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.noise import noise_keys
-from corerl.rollout.pool import LocalPool
 from corerl.rollout.transformers_engine import TransformersEngine, keep_top_p
 from corerl.types import MemoryKind
 from tests.rollout.models import (
@@ -106,7 +105,7 @@ def test_what_is_drawn_depends_neither_on_the_batch_size_nor_on_the_number_of_en
     whole = engines[0].generate(asked)
     assert_same_samples(whole, engines[1].generate(asked))
     assert_same_samples(whole, engines[2].generate(asked))
-    assert_same_samples(whole, LocalPool(engines).generate(asked))
+    assert_same_samples(whole, spread(engines, asked))
     assert (
         whole.tokens.tolist()
         != engines[0].generate(evolve(asked, noise_keys=request(31, step=1).noise_keys)).tokens.tolist()

@@ -67,6 +67,8 @@ LIMITED = BackendSpec(
     capabilities={
         Capability.MULTI_RANK: unsupported("it is one process"),
         Capability.SNAPSHOTS: not_implemented("no host copies yet"),
+        Capability.MOE: not_implemented("no experts yet"),
+        Capability.RESHARD: unsupported("it reads what it wrote"),
     },
 )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 from attrs import evolve
 
+from corerl.checkpoint.format import index_file
 from corerl.config.schema import (
     AlgorithmConfig,
     BackendChoice,
@@ -24,18 +26,26 @@ from corerl.config.schema import (
 )
 from corerl.errors import ConfigError, PluginNotFound, Unsupported
 from corerl.plugin.capabilities import Capability
-from corerl.trainer.assign import RolePlan, needed, offloads, plan_role
+from corerl.trainer.assign import RolePlan, actor_loss, needed, offloads, plan_role
 from corerl.types import Output
 from tests.trainer.configs import FAKE, config_for
 
 LIMITED = "tests.trainer.fakes:LIMITED"
 
 
-def planned(config: Config, resume: str = "") -> RolePlan:
-    return plan_role("actor", config, device="cpu", run_dir="runs/x", resume=resume)
+def planned(config: Config, resume: str = "", experts: int = 1) -> RolePlan:
+    loss = actor_loss(config)
+    return plan_role("actor", config, loss=loss, experts=experts, device="cpu", run_dir="runs/x", resume=resume)
 
 
-def test_every_rank_is_told_the_same_but_for_its_rank() -> None:
+def saved_by(ranks: int, directory: Path) -> str:
+    """A role's part of a checkpoint, as far as planning looks at it."""
+    for rank in range(ranks):
+        (directory / index_file(rank)).touch()
+    return str(directory)
+
+
+def test_every_rank_is_told_the_same_but_for_its_rank(tmp_path: Path) -> None:
     config = config_for(
         ranks=3,
         options={"shards": 3},
@@ -44,7 +54,8 @@ def test_every_rank_is_told_the_same_but_for_its_rank() -> None:
         cluster=ClusterConfig(timeout=9.0),
         train=TrainConfig(tokens_per_micro_batch=77),
     )
-    plan = planned(config, resume="runs/x/step/actor")
+    saved = saved_by(3, tmp_path)
+    plan = planned(config, resume=saved)
     assert [assignment.context.rank for assignment in plan.assignments] == [0, 1, 2]
     first = plan.assignments[0]
     assert all(evolve(each, context=first.context) == first for each in plan.assignments)
@@ -54,7 +65,7 @@ def test_every_rank_is_told_the_same_but_for_its_rank() -> None:
     assert role.options == {"optimizer_steps": [0, 0], "fails_at": -1, "shards": 3}  # a plain table
     assert role.model.path == "models/m"
     assert role.train.tokens_per_micro_batch == 77
-    assert (role.device, role.seed, role.timeout, role.resume) == ("cpu", 5, 9.0, "runs/x/step/actor")
+    assert (role.device, role.seed, role.timeout, role.resume) == ("cpu", 5, 9.0, saved)
     assert plan.environment == {"FAKE_SHARDS": "3 of 3 on cpu"}
     assert pickle.loads(pickle.dumps(plan.assignments)) == plan.assignments
 
@@ -69,14 +80,23 @@ def test_a_role_may_have_a_backend_and_settings_of_its_own() -> None:
 
 def test_the_loss_is_the_algorithms_with_its_numbers() -> None:
     algorithm = AlgorithmConfig(clip_low=0.1, clip_high=0.3, entropy_coef=0.02)
-    plan = planned(config_for(algorithm=algorithm))
-    assert plan.loss.name == "clipped"
-    assert plan.loss.params["clip_low"] == 0.1
-    assert plan.loss.params["clip_high"] == 0.3
-    assert plan.loss.params["entropy_coef"] == 0.02
-    assert Output.ENTROPY in plan.loss.outputs
-    assert all(assignment.loss == plan.loss for assignment in plan.assignments)
-    assert plan.assignments[0].fingerprint.loss == "clipped"
+    config = config_for(algorithm=algorithm)
+    loss = actor_loss(config)
+    assert loss.name == "clipped"
+    assert loss.params["clip_low"] == 0.1
+    assert loss.params["clip_high"] == 0.3
+    assert loss.params["entropy_coef"] == 0.02
+    assert Output.ENTROPY in loss.outputs
+    plan = planned(config)
+    assert all(assignment.loss == loss for assignment in plan.assignments)
+    assert plan.assignments[0].fingerprint.loss == (
+        "clipped(clip_high=0.3, clip_low=0.1, entropy_coef=0.02, kl_coef=0.0, kl_estimator='k3')"
+    )
+
+
+def test_a_role_that_is_not_trained_has_no_loss() -> None:
+    plan = plan_role("actor", config_for(), loss=None, experts=1, device="cpu", run_dir="runs/x", resume="")
+    assert [(each.loss, each.fingerprint.loss) for each in plan.assignments] == [(None, ""), (None, "")]
 
 
 def test_an_unknown_backend_is_answered_with_those_that_are_installed() -> None:
@@ -102,6 +122,24 @@ def test_every_capability_that_is_not_there_has_its_line_and_its_reason() -> Non
     assert len(planned(config_for(LIMITED, ranks=1)).assignments) == 1
 
 
+def test_experts_and_another_number_of_ranks_are_asked_for_before_they_are_met(tmp_path: Path) -> None:
+    config = config_for(LIMITED, ranks=1)
+    with pytest.raises(Unsupported) as caught:
+        planned(config, resume=saved_by(2, tmp_path), experts=8)
+    assert caught.value.message.splitlines() == [
+        (
+            f"a model of 8 experts asks for 'moe', which the backend '{LIMITED}' does not do yet: no experts yet; "
+            "change that setting, or choose another backend"
+        ),
+        (
+            f"resuming on 1 ranks what 2 saved asks for 'reshard', which the backend '{LIMITED}' cannot do: it reads "
+            "what it wrote; change that setting, or choose another backend"
+        ),
+    ]
+    (tmp_path / index_file(1)).unlink()
+    assert len(planned(config, resume=str(tmp_path)).assignments) == 1
+
+
 def test_the_backends_own_check_is_asked_with_the_roles_ranks() -> None:
     with pytest.raises(ConfigError) as caught:
         planned(config_for(ranks=3, options={"shards": 2}))
@@ -112,19 +150,23 @@ CPU, CUDA = ClusterInfo(device="cpu", ranks=1), ClusterInfo(device="cuda", ranks
 PLAIN_RUN = {Capability.SAVE_BACKGROUND, Capability.UPDATE_COLLECTIVE}
 
 
+def needs(config: Config, cluster: ClusterInfo, precision: str) -> set[Capability]:
+    return set(needed(config, cluster, precision, saved_ranks=cluster.ranks))
+
+
 def test_a_run_needs_what_its_settings_use_and_no_more() -> None:
     config = config_for()
     quiet = evolve(config, checkpoint=CheckpointConfig(background=False))
     disk = evolve(quiet, weights=WeightsConfig(transport="disk"))
     apart = evolve(config, cluster=ClusterConfig(placement="disaggregated"))
     penalised = evolve(config, algorithm=AlgorithmConfig(kl_coef=0.1))
-    assert needed(config, CPU, "float32").keys() == PLAIN_RUN | {Capability.CPU}
-    assert needed(quiet, CPU, "float32").keys() == {Capability.UPDATE_COLLECTIVE, Capability.CPU}
-    assert needed(disk, CPU, "float32").keys() == {Capability.UPDATE_DISK, Capability.CPU}
-    assert needed(apart, CUDA, "float32").keys() == PLAIN_RUN | {Capability.MULTI_RANK}
-    assert needed(apart, CUDA, "bfloat16").keys() == PLAIN_RUN | {Capability.MULTI_RANK, Capability.BFLOAT16}
-    assert needed(config, CUDA, "float32").keys() == PLAIN_RUN | {Capability.MULTI_RANK, Capability.SLEEP}
-    assert needed(penalised, CPU, "float32").keys() == PLAIN_RUN | {Capability.CPU, Capability.SNAPSHOTS}
+    assert needs(config, CPU, "float32") == PLAIN_RUN | {Capability.CPU}
+    assert needs(quiet, CPU, "float32") == {Capability.UPDATE_COLLECTIVE, Capability.CPU}
+    assert needs(disk, CPU, "float32") == {Capability.UPDATE_DISK, Capability.CPU}
+    assert needs(apart, CUDA, "float32") == PLAIN_RUN | {Capability.MULTI_RANK}
+    assert needs(apart, CUDA, "bfloat16") == PLAIN_RUN | {Capability.MULTI_RANK, Capability.BFLOAT16}
+    assert needs(config, CUDA, "float32") == PLAIN_RUN | {Capability.MULTI_RANK, Capability.SLEEP}
+    assert needs(penalised, CPU, "float32") == PLAIN_RUN | {Capability.CPU, Capability.SNAPSHOTS}
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from corerl.cluster.group import Pending
 from corerl.cluster.objects import share
 from corerl.cluster.placement import Seat, arrange, seated
 from corerl.cluster.runtime import ray_session
+from corerl.config.schema import Config
 from corerl.data.plan import StepPlan, plan_forward, plan_steps
 from corerl.errors import ContractError, HookFailed, WorkerDied
-from corerl.trainer.assign import plan_role
+from corerl.trainer.assign import RolePlan, actor_loss, plan_role
 from corerl.trainer.group import TrainGroup, scatter
 from corerl.types import (
     ForwardResult,
@@ -37,7 +38,12 @@ from corerl.weights.transport import Address
 from tests.trainer.configs import config_for
 from tests.trainer.fakes import MANIFEST
 
-PLAN = plan_role("actor", config_for(), device="cpu", run_dir="", resume="")
+def planned(config: Config) -> RolePlan:
+    loss = actor_loss(config)
+    return plan_role("actor", config, loss=loss, experts=1, device="cpu", run_dir="", resume="")
+
+
+PLAN = planned(config_for())
 STEP = Step(optimizer_step=2, rollout_step=1, lr=0.25)
 ADDRESS = Address(transport="disk", engines=("engine-0",), path="nowhere")
 LOGPROBS = (Output.LOGPROBS,)
@@ -199,12 +205,10 @@ def test_a_snapshot_is_named_in_everything_that_is_asked_of_it() -> None:
     group, processes = group_with()
     snapshot = group.snapshot("reference")
     snapshot.create()
-    snapshot.refresh()
     snapshot.load()
     snapshot.load("models/m")
     snapshot.drop()
     assert processes.calls == [
-        ("snapshot", "create", "reference", {}),
         ("snapshot", "create", "reference", {}),
         ("snapshot", "load", "reference", {"path": ""}),
         ("snapshot", "load", "reference", {"path": "models/m"}),
@@ -284,7 +288,7 @@ def seats() -> Iterator[list[Seat]]:
 
 
 def launched(seats: list[Seat], **options: Any) -> TrainGroup:
-    plan = plan_role("actor", config_for(options=options), device="cpu", run_dir="", resume="")
+    plan = planned(config_for(options=options))
     return TrainGroup.launch(plan, seats, {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"})
 
 

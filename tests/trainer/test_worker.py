@@ -30,6 +30,7 @@ from corerl.config.schema import (
 from corerl.data.plan import StepPlan, plan_forward, plan_steps
 from corerl.errors import (
     ConfigError,
+    HookFailed,
     NotResident,
     PluginBroken,
     PluginIncompatible,
@@ -39,7 +40,7 @@ from corerl.errors import (
 )
 from corerl.testing.harness import make_samples
 from corerl.testing.models import write_tiny_model
-from corerl.trainer.assign import plan_role
+from corerl.trainer.assign import actor_loss, plan_role
 from corerl.trainer.worker import Assignment, Worker
 from corerl.types import FloatArray, LossSpec, MemoryKind, Output, SampleBatch, Step, TrainResult
 from corerl.weights.manifest import Manifest
@@ -79,7 +80,10 @@ def assignment(config: Config) -> Assignment:
 
 
 def assigned(config: Config, resume: str = "") -> Assignment:
-    (assignment,) = plan_role("actor", config, device="cpu", run_dir="", resume=resume).assignments
+    loss = actor_loss(config)
+    (assignment,) = plan_role(
+        "actor", config, loss=loss, experts=1, device="cpu", run_dir="", resume=resume
+    ).assignments
     return assignment
 
 
@@ -162,6 +166,27 @@ def test_log_probs_are_those_of_transformers_at_the_batchs_temperature(
     batch = make_samples(0, temperature=0.8)
     expected = by_transformers(network, batch).detach().numpy()
     np.testing.assert_allclose(logprobs(worker, batch), expected, atol=1e-5, rtol=0)
+
+
+class Untouched:
+    """A column of a rollout batch that nobody may read."""
+
+    def __init__(self, entries: int) -> None:
+        self.entries = entries
+
+    def __len__(self) -> int:
+        return self.entries
+
+    def __getitem__(self, index: object) -> object:
+        raise AssertionError("nobody asked for this column")
+
+
+def test_a_pass_without_a_loss_reads_none_of_the_columns_that_a_loss_would(worker: Worker) -> None:
+    batch = make_samples(0)
+    columns = {"loss_mask": batch.columns["loss_mask"], "experts": Untouched(len(batch.tokens))}
+    assert np.array_equal(logprobs(worker, evolve(batch, columns=columns)), logprobs(worker, batch))
+    with pytest.raises(HookFailed, match="nobody asked for this column"):
+        train(worker, evolve(batch, columns={**batch.columns, **columns}))
 
 
 def test_one_step_has_the_policys_gradient_and_moves_it(worker: Worker, network: torch.nn.Module) -> None:

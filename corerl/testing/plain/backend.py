@@ -7,10 +7,7 @@ from collections.abc import Iterable, Sequence, Set
 
 import torch
 
-from corerl.algorithms.losses import LossInputs
-from corerl.algorithms.metrics import MetricSum
-from corerl.algorithms.registry import resolve_loss
-from corerl.backend import Backend, StateKey
+from corerl.backend import Backend, LossInputs, MetricSum, StateKey, resolve_loss
 from corerl.backend.adamw import adamw, moments, set_adam_step, set_lr
 from corerl.backend.batches import OutputCollector
 from corerl.config.schema import RoleConfig

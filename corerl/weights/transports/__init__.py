@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import TypeAlias, TypeVar
 
 from corerl.errors import ConfigError
@@ -35,5 +36,9 @@ def open_receiver(address: Address, *, index: int) -> WeightReceiver:
 
 def _look_up(table: dict[str, T], transport: str) -> T:
     if transport not in table:
-        raise ConfigError(f"unknown weight transport {transport!r}; known: {', '.join(sorted(table))}")
+        near = get_close_matches(transport, table, n=1)
+        raise ConfigError(
+            f"unknown weight transport {transport!r}; known: {', '.join(sorted(table))}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
     return table[transport]

@@ -2,10 +2,12 @@
 
     PATH/v00000007/bucket-00000.safetensors   one flat tensor, `bucket`
     PATH/v00000007/manifest.json              digest, checksum of each bucket; or the sender's error
-    PATH/v00000007/for-NONCE                  the receiver that asked with this nonce may read
+    PATH/v00000007/for-NONCE                  the receiver that asked with this nonce is heard, and may read
     PATH/engine-0.json                        engine 0's side: version, nonce, whether it waits or is done, its error
 
-The nonce tells this update from one of an earlier run that left the same version behind.
+The nonce tells this update from one of an earlier run that left the same version behind: an engine asks with a fresh one,
+the sender admits it, and only then the engine reads, or refuses. An answer whose nonce was not admitted is not this
+update's.
 """
 
 from __future__ import annotations
@@ -108,11 +110,15 @@ class DiskSender(WeightSender):
                 state = _read_state(self._address.path, index)
                 if state is None or state["version"] != version:
                     continue
-                if not state["done"]:
-                    (directory / f"for-{state['nonce']}").touch()
-                    admitted.add(state["nonce"])
-                elif state["nonce"] in admitted or state["error"]:
-                    answers[name] = state["error"]
+                if state["done"]:
+                    if state["nonce"] in admitted:
+                        answers[name] = state["error"]
+                elif state["nonce"] not in admitted:
+                    try:
+                        (directory / f"for-{state['nonce']}").touch()
+                        admitted.add(state["nonce"])
+                    except OSError as error:
+                        answers[name] = f"cannot admit {name} to {directory}: {error}"
             time.sleep(POLL_SECONDS)
         late = f"did not commit version {version}: no answer within {self._address.timeout:g} s"
         return {name: answers.get(name, late) for name in self._address.engines}
@@ -125,14 +131,7 @@ class DiskReceiver(WeightReceiver):
         self._nonce = ""
 
     def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        self._nonce = uuid.uuid4().hex
-        directory = _directory(self._address.path, version)
-        self._tell(version, done=False, error="")
-        deadline = time.monotonic() + self._address.timeout
-        while not (directory / f"for-{self._nonce}").exists():
-            if time.monotonic() > deadline:
-                raise WeightUpdateError(f"{directory} did not appear within {self._address.timeout:g} s")
-            time.sleep(POLL_SECONDS)
+        directory = self._ask(version)
         content = json.loads((directory / "manifest.json").read_text())
         if content["error"]:
             raise WeightUpdateError(f"the trainer could not send version {version}: {content['error']}")
@@ -152,12 +151,27 @@ class DiskReceiver(WeightReceiver):
             yield bucket, flat.to(self._address.device)
 
     def acknowledge(self, version: int, error: str) -> None:
-        self._nonce = self._nonce or uuid.uuid4().hex
-        self._tell(version, done=True, error=error)
-        self._nonce = ""
+        try:
+            if not self._nonce:  # refused before reading: the sender hears only whom it has admitted
+                self._ask(version)
+            self._tell(version, done=True, error=error)
+        finally:
+            self._nonce = ""
 
     def close(self) -> None:
         pass
+
+    def _ask(self, version: int) -> Path:
+        """The directory of `version`, once the sender has written it and admitted this engine."""
+        self._nonce = uuid.uuid4().hex
+        directory = _directory(self._address.path, version)
+        self._tell(version, done=False, error="")
+        deadline = time.monotonic() + self._address.timeout
+        while not (directory / f"for-{self._nonce}").exists():
+            if time.monotonic() > deadline:
+                raise WeightUpdateError(f"{directory} did not appear within {self._address.timeout:g} s")
+            time.sleep(POLL_SECONDS)
+        return directory
 
     def _tell(self, version: int, *, done: bool, error: str) -> None:
         state = {"version": version, "nonce": self._nonce, "done": done, "error": error}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ import torch
 
 import corerl
 from corerl.errors import ConfigError
-from corerl.weights.checksum import bit_sum
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
 from corerl.weights.transport import Address, WeightSender
 from corerl.weights.transports import open_receiver, open_sender
 from corerl.weights.transports.collective import CollectiveSender
 from corerl.weights.transports.disk import DiskSender
 from corerl.weights.transports.inprocess import InProcessSender
+from tests.weights.transports.peer import bit_sum
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [("embed", (16, 6)), ("norm", (6,)), ("layers.0.q", (8, 6)), ("scale", ())]
 BUCKET_BYTES = 200  # two or three buckets
@@ -258,6 +259,44 @@ def test_a_version_that_an_earlier_run_left_on_disk_is_not_read(tmp_path: Path) 
     receiver = open_receiver(address, index=0)
     with pytest.raises(Exception, match="did not appear within 0.2 s"):
         next(iter(receiver.buckets(manifest_of(), 5)))
+
+
+def leave_answer(directory: Path, **state: Any) -> None:
+    """Of an engine, in the place where the sender looks for it."""
+    (directory / "engine-0.json").write_text(json.dumps({"version": 5, "done": True, "error": "", **state}))
+
+
+@pytest.mark.parametrize("error", ["", "an earlier run's"])
+def test_an_answer_that_an_earlier_run_left_on_disk_is_not_this_ones(tmp_path: Path, error: str) -> None:
+    leave_answer(tmp_path, nonce="old", error=error)
+    address = Address(transport="disk", engines=("e",), path=str(tmp_path), timeout=0.2)
+    assert push(open_sender(address), weights(1), 5) == {"e": "did not commit version 5: no answer within 0.2 s"}
+
+
+@pytest.mark.parametrize("act", ["load", "refuse"])
+def test_an_engine_is_heard_though_an_earlier_run_left_an_answer(tmp_path: Path, act: str) -> None:
+    leave_answer(tmp_path, nonce="old", error="an earlier run's")
+    address = Address(transport="disk", engines=("e",), path=str(tmp_path), timeout=30.0)
+    peer = Peer(address, 0)
+    try:
+        peer.answer()
+        sender = open_sender(address)
+        with ThreadPoolExecutor(1) as trainer:
+            pushing = trainer.submit(push, sender, weights(1), 5)
+            while not (tmp_path / "v00000005").exists():
+                time.sleep(0.01)
+            peer.order(5, act)
+            error = "this engine does not want it" if act == "refuse" else ""
+            assert peer.answer()["error"] == error
+            assert pushing.result() == {"e": error}
+    finally:
+        peer.close()
+
+
+def test_a_receiver_that_cannot_be_admitted_is_an_entry_and_no_exception(tmp_path: Path) -> None:
+    leave_answer(tmp_path, nonce="not/there", done=False)  # as if the version's directory were gone
+    address = Address(transport="disk", engines=("e",), path=str(tmp_path), timeout=10.0)
+    assert push(open_sender(address), weights(1), 5)["e"].startswith("cannot admit e to ")
 
 
 def test_a_disk_that_cannot_be_written_is_an_entry_for_every_engine_and_no_exception(tmp_path: Path) -> None:

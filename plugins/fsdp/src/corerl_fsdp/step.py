@@ -6,8 +6,7 @@ import math
 
 import torch
 
-from corerl.algorithms.metrics import MetricSum
-from corerl.algorithms.registry import resolve_loss
+from corerl.backend import MetricSum, resolve_loss
 from corerl.backend.adamw import set_lr
 from corerl.backend.batches import OutputCollector, to_device
 from corerl.models.policy import CausalPolicy

@@ -1,0 +1,97 @@
+"""Two engine processes under real Ray, seen as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from corerl.cluster.group import ProcessGroup
+from corerl.cluster.placement import arrange, seated
+from corerl.cluster.runtime import ray_session
+from corerl.config.schema import ModelConfig
+from corerl.errors import EngineFailed
+from corerl.rollout.engine import EngineContext, GenerateRequest, Generation, SamplingParams
+from corerl.rollout.fleet import EngineFleet
+from corerl.rollout.service import EngineAssignment
+from corerl.weights.manifest import build_manifest
+from corerl.weights.transport import Address
+from corerl.weights.transports import open_sender
+
+REQUEST = GenerateRequest(
+    tokens=np.arange(10),
+    offsets=np.array([0, 1, 3, 4, 8, 10]),
+    noise_keys=np.array([7, 8, 9, 10, 11]),
+    params=SamplingParams(max_tokens=6, stop_tokens=(2,)),
+)
+
+
+@pytest.fixture
+def fleet() -> Iterator[EngineFleet]:
+    assignments = [
+        EngineAssignment(
+            engine="fake",
+            model=ModelConfig(),
+            options={},
+            context=EngineContext(name=f"engine-{index}", index=index, device="cpu", precision="float32"),
+        )
+        for index in range(2)
+    ]
+    with ray_session(address="", cpus=2):
+        seating = arrange(ranks=0, engines=2, placement="colocated", cpus=1.0, gpus=0.0)
+        with seated(seating, timeout=60.0) as (_, seats):
+            processes = ProcessGroup(
+                ["engine-0", "engine-1"],
+                "corerl.rollout.service:EngineService",
+                seats,
+                {"OMP_NUM_THREADS": "1"},
+                failure=EngineFailed,
+                threads=2,
+            )
+            fleet = EngineFleet(processes, assignments)
+            fleet.wait_started(fleet.start_async())
+            yield fleet
+            processes.kill()
+
+
+def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:
+    """Weights of `version` for all replicas; each one's error, or ""."""
+    manifest = build_manifest([("weight", (4,))], dtype="float32", bucket_bytes=1024)
+    address = Address(transport="disk", engines=fleet.names, path=str(directory), timeout=60.0)
+    receiving = fleet.receive_async(manifest, version, address)
+    sender = open_sender(address)
+    sender.begin(manifest, version)
+    sender.send(manifest.buckets[0], torch.ones(4))
+    committed = dict(sender.commit(version))
+    assert {name: received.error for name, received in fleet.wait_received(receiving).items()} == committed
+    return committed
+
+
+def same(a: Generation, b: Generation) -> bool:
+    return all(
+        np.array_equal(getattr(a, name), getattr(b, name))
+        for name in ("tokens", "offsets", "logprobs", "versions", "truncated")
+    )
+
+
+def test_replicas_answer_as_one_hold_while_paused_and_serve_the_version_they_were_sent(
+    fleet: EngineFleet, tmp_path: Path
+) -> None:
+    assert push(fleet, 3, tmp_path) == {"engine-0": "", "engine-1": ""}
+    answered = fleet.generate(REQUEST)
+    one_by_one = Generation.concatenate([fleet.generate(REQUEST.rows(row, row + 1)) for row in range(len(REQUEST))])
+    assert same(answered, one_by_one)
+    assert set(answered.versions) == {3}
+
+    fleet.pause()
+    held = fleet.processes.start_some("generate", {0: (REQUEST,)})
+    assert not fleet.processes.ready(held, timeout=0.5)
+    fleet.resume()
+    assert same(fleet.processes.wait(held)[0], answered)
+
+    fleet.sleep()
+    with pytest.raises(EngineFailed, match="put to sleep"):
+        fleet.generate(REQUEST)
