@@ -16,8 +16,8 @@ def adamw(
     *,
     fused: bool,
 ) -> torch.optim.AdamW:
-    """AdamW with `weight_decay` on matrices alone. Parameters of no elements on this rank are left out; a rank that holds
-    none at all has an optimizer whose steps do nothing.
+    """AdamW with `weight_decay` on matrices alone. Parameters of no elements on this rank are left out; where none is
+    left, steps do nothing.
 
     `shapes` are those of the whole tensors, since a shard of a matrix and a norm may look alike.
     """
@@ -26,7 +26,7 @@ def adamw(
         {"params": [p for name, p in held.items() if len(shapes[name]) >= 2], "weight_decay": config.weight_decay},
         {"params": [p for name, p in held.items() if len(shapes[name]) < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]] or groups[:1]  # torch takes an empty group, but not no group
+    groups = [group for group in groups if group["params"]] or groups[:1]  # torch takes an empty group, not none
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=not fused, fused=fused)
 
 

@@ -51,7 +51,7 @@ class Checkpoints:
             self._commit(*self._pending)
 
     def rescue(self) -> None:
-        """After a failure: make the save in flight visible, where all of it is on disk, or ranks are there to finish it.
+        """After a failure: make the save in flight visible, where all of it is on disk or ranks can finish it.
         Raises CorerlError where it is lost."""
         if self._pending is None:
             return

@@ -145,7 +145,7 @@ def prepare(config: Config) -> Prepared:
         engines = ClusterInfo(device=device, ranks=config.rollout.replicas)
         with problems.stage("engines"):
             check_spec(engine, config.engines[engine.name], engines)
-        with problems.stage("backends"):  # before its capabilities, of which `plan_role` may have more to say
+        with problems.stage("backends"):  # `plan_role` asks this too, but not where a capability is missing
             ranks = ClusterInfo(device=device, ranks=config.roles.actor.ranks)
             check_spec(backend, config.backends[backend.name], ranks)
         with problems.stage("roles.actor"):

@@ -1,7 +1,7 @@
 """The contract between core and backends, API 1.0: the hooks that a worker calls, in the order of a backend's life.
 
 A backend implements all of them by extending `corerl.backend.Backend`. Extensions wrap them
-(`@hookimpl(wrapper=True)`, ending in `return (yield)`) or observe. Hooks are called on every rank.
+(`@hookimpl(wrapper=True)`, ending in `return (yield)`), or observe on the driver. Hooks are called on every rank.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Hooks:
 
     @hookspec
     def observe(self, event: Event) -> None:
-        """Hear of something that happened. Extensions only; on the driver, and in workers for their own events."""
+        """Hear of something that happened. For extensions on the driver: nothing is told in workers."""
 
 
 REQUIRED = ("init", "train", "forward", "update_weights", "save", "sleep", "wake_up")

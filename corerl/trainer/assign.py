@@ -48,8 +48,10 @@ def plan_role(
     role: str, config: Config, *, loss: LossSpec | None, experts: int, device: str, run_dir: str, resume: str
 ) -> RolePlan:
     """`config` is resolved: options are the plugins' own classes. `loss` is None for a role that is not trained,
-    `experts` how many the model has, `resume` the directory of this role's part of a checkpoint, empty where it begins.
-    Raises what is wrong with the role, in the user's terms: unknown backend, a capability that it lacks, its own checks.
+    `experts` how many the model has, `resume` the directory of the role's part of a checkpoint, empty where it begins.
+
+    Raises what is wrong with the role, in the user's terms: unknown backend, a capability that it lacks, its own
+    checks.
     """
     choice: RoleChoice = getattr(config.roles, role)
     name = backend_name(config, role)

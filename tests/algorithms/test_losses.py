@@ -193,8 +193,10 @@ def test_a_token_that_the_old_policy_thought_impossible_does_not_make_the_step_i
     assert inputs.logprobs.grad.tolist() == [0.0]
 
 
-def test_a_missing_column_or_entropy_is_named() -> None:
+def test_a_missing_column_or_output_is_named() -> None:
     inputs = three_tokens()
+    with pytest.raises(ContractError, match=r"was given no log-probs; ask for them in LossSpec\.outputs"):
+        clipped(LossInputs(values=inputs.logprobs, columns=inputs.columns))
     with pytest.raises(ContractError, match="entropy_coef=0.1 and was given no entropy"):
         clipped(LossInputs(logprobs=inputs.logprobs, columns=inputs.columns), entropy_coef=0.1)
     columns = {name: column for name, column in inputs.columns.items() if name != "ref_logprobs"}

@@ -35,7 +35,7 @@ def my_losses() -> Iterator[None]:
         setattr(module, function.__name__, function)
     sys.modules["my_losses"] = module
     yield
-    sys.modules.pop("my_losses", None)
+    del sys.modules["my_losses"]
 
 
 def spec_of(loss: str, *, kl_coef: float = 0.0, entropy_coef: float = 0.0) -> LossSpec:

@@ -8,10 +8,27 @@ import ray
 import torch
 from attrs import evolve
 
-from corerl.config.schema import CheckpointConfig, Config, RunConfig
-from corerl.driver.prepare import prepare, require_same_model, resolve_device, resume_from, title
-from corerl.errors import CheckpointError, ConfigError
+from corerl.config.schema import (
+    BackendChoice,
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+    WeightsConfig,
+)
+from corerl.driver.prepare import (
+    Problems,
+    prepare,
+    require_room_for_tokens,
+    require_same_model,
+    resolve_device,
+    resume_from,
+    title,
+)
+from corerl.errors import CheckpointError, ConfigError, ModelError, Unsupported
 from corerl.models.config import hf_config
+from corerl.models.tokenizer import character_tokenizer
 from tests.driver.saved import make_config, make_model, save
 
 
@@ -39,6 +56,126 @@ def test_a_resumed_run_is_told_where_its_checkpoint_stands(tmp_path: Path) -> No
     assert prepared.resume == checkpoint
     assert prepared.state["rollout_step"] == 4
     assert prepared.actor.assignments[0].config.resume == str(checkpoint / "actor")
+
+
+# ---- several problems ------------------------------------------------------------------------------------------------
+
+
+def collect(problems: Problems, setting: str, error: Exception) -> None:
+    with problems.stage(setting):
+        raise error
+
+
+def test_one_error_stays_itself_and_several_become_the_lines_of_one() -> None:
+    problems = Problems()
+    problems.raise_all()
+    for _ in range(2):  # said twice is told once
+        collect(problems, "a.b", Unsupported("first"))
+    assert not problems.none_in("a") and not problems.none_in("c", "a.b")
+    assert problems.none_in("a.b.c", "a.bc", "b")
+    with pytest.raises(Unsupported, match="^first$"):
+        problems.raise_all()
+    collect(problems, "c", ModelError("second\nthird"))
+    with pytest.raises(ConfigError) as caught:
+        problems.raise_all()
+    assert caught.value.message == "first\nsecond\nthird"
+
+
+def test_what_is_no_fault_of_the_users_is_not_collected() -> None:
+    with pytest.raises(ZeroDivisionError):
+        collect(Problems(), "a", ZeroDivisionError())
+
+
+def test_what_builds_on_a_setting_that_is_wrong_is_left_out(tmp_path: Path) -> None:
+    checkpoint = str(tmp_path / "no-checkpoint")
+    config = config_in(tmp_path / "run", checkpoint, rollout={"engine": "fake", "prompts": 8, "stop": ["no token"]})
+    with pytest.raises(ConfigError) as caught:
+        prepare(
+            evolve(
+                config,
+                model=ModelConfig(path="no/model"),
+                backend=BackendChoice(name="plian"),
+                reward=RewardConfig(name="exakt-match"),
+                weights=WeightsConfig(transport="colective"),
+            )
+        )
+    beginnings = [line[:40] for line in caught.value.message.splitlines()]
+    assert beginnings == [
+        "model.path: no directory 'no/model'; giv",
+        "checkpoint.resume: no directory '" + checkpoint[:7],
+        "unknown reward 'exakt-match', did you me",
+        "unknown weight transport 'colective'; kn",
+        "unknown backend 'plian'; installed: fsdp",
+    ]
+
+
+def test_an_unknown_transport_is_answered_with_the_nearest_one(tmp_path: Path) -> None:
+    config = evolve(config_in(tmp_path), weights=WeightsConfig(transport="colective"))
+    with pytest.raises(ConfigError, match="'colective'; known: collective, disk; did you mean 'collective'?"):
+        prepare(config)
+
+
+def test_every_unknown_plugin_is_named(tmp_path: Path) -> None:
+    config = config_in(tmp_path, backend={"name": "plian"}, rollout={"engine": "fakee"}, extensions=[{"name": "jsnol"}])
+    with pytest.raises(ConfigError) as caught:
+        prepare(config)
+    assert [line.split(";")[0] for line in caught.value.message.splitlines()] == [
+        "unknown backend 'plian'",
+        "unknown engine 'fakee'",
+        "unknown extension 'jsnol'",
+    ]
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_a_models_directories_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_in(tmp_path / "run")
+    hf_config(config.model).save_pretrained(tmp_path / "model")
+    character_tokenizer("0123456789>s").save_pretrained(tmp_path / "tokens")
+    monkeypatch.chdir(tmp_path)
+    prepared = prepare(evolve(config, model=ModelConfig(path="model", tokenizer="tokens")))
+    assert prepared.config.model == ModelConfig(path=f"{tmp_path}/model", tokenizer=f"{tmp_path}/tokens")
+    assert prepared.actor.assignments[0].config.model == prepared.config.model
+    characters = prepare(evolve(config, model=ModelConfig(path="model", tokenizer="characters:0>")))
+    assert characters.config.model == ModelConfig(path=f"{tmp_path}/model", tokenizer="characters:0>")
+    assert prepare(config).config.model == config.model
+
+
+def test_a_vocabulary_must_have_room_for_the_tokenizer(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    short = evolve(config.model, config={**config.model.config, "vocab_size": 15})
+    with pytest.raises(ModelError) as caught:
+        prepare(evolve(config, model=short))
+    assert caught.value.message == (
+        "model.config.vocab_size: the model's vocabulary has 15 tokens, and the tokenizer numbers 's' 15, which wants "
+        "16; set model.config.vocab_size to at least 16, or give the tokenizer of this model as model.tokenizer"
+    )
+    hf_config(short).save_pretrained(tmp_path / "model")
+    path = ModelConfig(path=str(tmp_path / "model"), tokenizer=config.model.tokenizer)
+    with pytest.raises(ModelError) as caught:
+        prepare(evolve(config, model=path))
+    assert caught.value.message == (
+        "model.path: its vocabulary has 15 tokens, and the tokenizer numbers 's' 15, which wants 16; "
+        "give the tokenizer of this model as model.tokenizer"
+    )
+
+
+def test_a_special_token_that_no_sample_has_needs_no_room() -> None:
+    model = make_config().model
+    tokenizer = character_tokenizer("0123456789>s")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    require_room_for_tokens(hf_config(model), tokenizer, model)  # as Gemma 3's text models have one
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    with pytest.raises(ModelError, match="has 16 tokens, and the tokenizer numbers '<end>' 17, which wants 18"):
+        require_room_for_tokens(hf_config(model), tokenizer, model)
+    tokenizer = character_tokenizer("0123456789>s")
+    tokenizer.add_tokens(["think"])
+    with pytest.raises(ModelError, match="numbers 'think' 16, which wants 17"):
+        require_room_for_tokens(hf_config(model), tokenizer, model)
+
+
+# ---- checkpoints and devices -----------------------------------------------------------------------------------------
 
 
 def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
@@ -76,3 +213,9 @@ def test_without_a_cuda_device_auto_takes_the_cpu_and_cuda_is_refused() -> None:
     assert [resolve_device(device) for device in ("auto", "cpu")] == ["cpu", "cpu"]
     with pytest.raises(ConfigError, match="torch sees no CUDA device here; use 'cpu' or 'auto'"):
         resolve_device("cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_of_a_cluster_with_an_address_cuda_is_believed() -> None:
+    devices = {device: resolve_device(device, address="10.0.0.1:6379") for device in ("auto", "cpu", "cuda")}
+    assert devices == {"auto": "cpu", "cpu": "cpu", "cuda": "cuda"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -120,3 +121,23 @@ def test_an_extension_of_the_driver_cannot_wrap_what_runs_in_workers() -> None:
     assert caught.value.message == (
         "extension:t implements train, which is called in workers only; its spec must say process=Process.WORKER"
     )
+
+
+def test_events_of_two_threads_are_told_one_after_the_other() -> None:
+    told: list[str] = []
+    other = Thread(target=lambda: observers.emit(Notice(text="second")))
+
+    class Slow:
+        @hookimpl
+        def observe(self, event: Event) -> None:
+            assert isinstance(event, Notice)
+            told.append(f"{event.text} begins")
+            if event.text == "first":
+                other.start()
+                other.join(timeout=0.1)  # in vain: it waits for this call to end
+            told.append(f"{event.text} ends")
+
+    observers = Observers([("slow", Slow())])
+    observers.emit(Notice(text="first"))
+    other.join()
+    assert told == ["first begins", "first ends", "second begins", "second ends"]

@@ -25,6 +25,7 @@ from tests.rollout.models import (
     plain_logprobs,
     random_model,
     sequences,
+    spread,
     update,
 )
 

@@ -21,6 +21,7 @@ from corerl.trainer.group import TrainGroup, scatter
 from corerl.types import (
     ForwardResult,
     InitResult,
+    LossSpec,
     MemoryKind,
     Metric,
     Output,
@@ -38,12 +39,14 @@ from corerl.weights.transport import Address
 from tests.trainer.configs import config_for
 from tests.trainer.fakes import MANIFEST
 
+
 def planned(config: Config) -> RolePlan:
     loss = actor_loss(config)
     return plan_role("actor", config, loss=loss, experts=1, device="cpu", run_dir="", resume="")
 
 
 PLAN = planned(config_for())
+LOSS = LossSpec(name="clipped")
 STEP = Step(optimizer_step=2, rollout_step=1, lr=0.25)
 ADDRESS = Address(transport="disk", engines=("engine-0",), path="nowhere")
 LOGPROBS = (Output.LOGPROBS,)
@@ -143,7 +146,7 @@ def test_ranks_that_disagree_whether_a_step_was_applied_are_an_error() -> None:
     applied = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)
     group, processes = group_with(train=[evolve(applied, applied=False), applied])
     with pytest.raises(ContractError, match=r"^actor: ranks \[1\] applied the step and the others skipped it$"):
-        group.train(None, PLAN, PLAN.loss, STEP)  # type: ignore[arg-type]
+        group.train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
     assert processes.killed
 
 
@@ -164,10 +167,10 @@ def test_only_ranks_that_output_count_in_metrics_and_tokens() -> None:
         TrainResult(applied=True, metrics={"loss": Metric(1.0, 4.0)}, grad_norm=1.5, tokens=10),
         TrainResult(applied=True, metrics={"loss": Metric(5.0, 8.0)}, grad_norm=1.5, tokens=20),
     ]
-    both = group_with(train=results)[0].train(None, PLAN, PLAN.loss, STEP)  # type: ignore[arg-type]
+    both = group_with(train=results)[0].train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
     assert (both.applied, both.grad_norm, both.tokens) == (True, 1.5, 30)
     assert both.metrics == {"loss": Metric(6.0, 12.0)}
-    one = group_with(layout(1, outputs=False), train=results)[0].train(None, PLAN, PLAN.loss, STEP)  # type: ignore[arg-type]
+    one = group_with(layout(1, outputs=False), train=results)[0].train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
     assert one.tokens == 10
     assert one.metrics == {"loss": Metric(1.0, 4.0)}
 
@@ -317,7 +320,7 @@ def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_e
 
     shared = share(batch)
     plan = training_plan(batch)
-    trained = group.train(shared, plan, group.plan.loss, STEP)
+    trained = group.train(shared, plan, LOSS, STEP)
     assert trained.applied
     assert trained.grad_norm == 0.25
     assert trained.metrics["weights"].total == pytest.approx(1.0)  # token-mean: the weights of a step sum to one
