@@ -345,7 +345,7 @@ def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_e
     group.clear_memory()
 
     with pytest.raises(HookFailed) as caught:
-        group.train(shared, plan, group.plan.loss, evolve(STEP, optimizer_step=9))
+        group.train(shared, plan, LOSS, evolve(STEP, optimizer_step=9))
     assert caught.value.message == (
         "backend:tests.trainer.fakes:SPEC, actor rank 1: train failed at optimizer step 9: ArithmeticError: no luck"
     )

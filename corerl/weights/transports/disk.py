@@ -6,8 +6,8 @@
     PATH/engine-0.json                        engine 0's side: version, nonce, whether it waits or is done, its error
 
 The nonce tells this update from one of an earlier run that left the same version behind: an engine asks with a fresh
-one, the sender admits it, and only then the engine reads, or refuses. An answer whose nonce it has not admitted is not this
-update's.
+one, the sender admits it, and only then the engine reads, or refuses. An answer whose nonce it has not admitted is not
+of this update.
 """
 
 from __future__ import annotations
