@@ -20,7 +20,6 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configurations that the loop was started with."""
     configs: list[Config] = []
     monkeypatch.setattr(loop, "train", configs.append)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     return configs
 
 
@@ -59,7 +58,6 @@ def test_a_failure_of_the_run_is_one_line_and_status_1(
         raise WorkerDied("actor rank 1: its process died during train")
 
     monkeypatch.setattr(loop, "train", train)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "run.toml").write_text(SOUND)
     assert main(["train", str(tmp_path / "run.toml")]) == 1
     assert capsys.readouterr() == ("", "corerl: error: actor rank 1: its process died during train\n")

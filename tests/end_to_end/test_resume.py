@@ -17,6 +17,8 @@ from tests.end_to_end.command import AGENTS, Command, numbers, steps_done
 from tests.end_to_end.conftest import Finished
 from tests.end_to_end.faulty import fault
 
+pytestmark = pytest.mark.timeout(900)  # four runs in one test, on whatever machine
+
 LAST = "checkpoints/step-00000006/actor"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,11 @@ def held_out_answers(run_dir: Path, step: int) -> list[dict[str, Any]]:
 
 
 def test_the_resolved_config_is_a_valid_input_and_says_the_same(
-    uninterrupted: Finished, capsys: pytest.CaptureFixture[str]
+    uninterrupted: Finished, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts the working directory there
     written = uninterrupted.run_dir / "config.toml"
-    assert main(["config", "check", str(written)]) == 0
+    assert main(["config", "check", str(written), "checkpoint.resume=auto"]) == 0  # its run.dir holds a run
     assert capsys.readouterr() == (f"{written}: ok\n", "")
     given = load_config(uninterrupted.config, [*uninterrupted.overrides, f"run.dir={uninterrupted.run_dir}"])
     assert resolve_tables(load_config(written)) == resolve_tables(given)
