@@ -37,6 +37,6 @@ def run(args: argparse.Namespace) -> int:
 
     for note in notes(config):
         print(f"corerl: note: {note}", file=sys.stderr)
-    prepare(config)
+    prepare(config, starting=False)
     print(f"{args.file}: ok")
     return 0

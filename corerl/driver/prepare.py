@@ -83,10 +83,11 @@ class Problems:
             raise ConfigError("\n".join(error.message for error in errors)) from ExceptionGroup("problems", errors)
 
 
-def prepare(config: Config) -> Prepared:
+def prepare(config: Config, *, starting: bool = True) -> Prepared:
     """Resolve and check everything that can be checked without a process.
 
-    Raises UserError with a line for each problem; what builds on a setting that is wrong is left out.
+    Raises UserError with a line for each problem; what builds on a setting that is wrong is left out. Unless a run is
+    `starting`, its directory may hold one already: the config that a run has written stays a valid one.
     """
     problems = Problems()
     for line in contradictions(config):
@@ -125,7 +126,7 @@ def prepare(config: Config) -> Prepared:
     state: dict[str, Any] = {}
     if problems.none_in("checkpoint.resume"):
         with problems.stage("checkpoint.resume"):
-            resume = resume_from(config, run_dir)
+            resume = resume_from(config, run_dir, starting=starting)
             state = read_state(resume) if resume else {}
     if resume and problems.none_in("checkpoint.resume", "model.path", "model.config"):
         with problems.stage("checkpoint.model"):
@@ -247,7 +248,7 @@ def require_room_for_tokens(config: PreTrainedConfig, tokenizer: PreTrainedToken
         )
 
 
-def resume_from(config: Config, run_dir: Path) -> Path | None:
+def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None:
     """The checkpoint that the run goes on from. Raises ConfigError rather than train over other checkpoints."""
     resume = config.checkpoint.resume
     newest = latest(run_dir)
@@ -255,7 +256,7 @@ def resume_from(config: Config, run_dir: Path) -> Path | None:
         return newest
     chosen = None if resume == "never" else Path(resume).absolute()
     # Retention would take what is there for this run's own, and the next resume would go on from whatever is newest.
-    if newest is not None and (chosen is None or chosen.resolve() != newest.resolve()):
+    if starting and newest is not None and (chosen is None or chosen.resolve() != newest.resolve()):
         raise ConfigError(
             f"run.dir: {run_dir} already holds a run ({newest.name}); go on with it by checkpoint.resume=auto, "
             "or give another run.dir"

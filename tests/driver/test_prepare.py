@@ -183,14 +183,15 @@ def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
     model = make_model(config, seed=1)
     run, empty = tmp_path / "run", tmp_path / "empty"
     older, newest = (save(run, config, model, step=step) for step in (2, 4))
-    assert resume_from(config_in(empty), empty) is None
-    assert resume_from(config_in(empty, "auto"), empty) is None
-    assert resume_from(config_in(run, "auto"), run) == newest
-    assert resume_from(config_in(empty, str(older)), empty) == older
-    assert resume_from(config_in(run, str(newest)), run) == newest
+    assert resume_from(config_in(empty), empty, starting=True) is None
+    assert resume_from(config_in(empty, "auto"), empty, starting=True) is None
+    assert resume_from(config_in(run, "auto"), run, starting=True) == newest
+    assert resume_from(config_in(empty, str(older)), empty, starting=True) == older
+    assert resume_from(config_in(run, str(newest)), run, starting=True) == newest
     for resume in ("never", str(older)):
         with pytest.raises(ConfigError, match=r"already holds a run \(step-00000004\)"):
-            resume_from(config_in(run, resume), run)
+            resume_from(config_in(run, resume), run, starting=True)
+    assert resume_from(config_in(run), run, starting=False) is None
 
 
 def test_a_checkpoint_must_hold_every_tensor_of_the_model_in_its_shape(tmp_path: Path) -> None:

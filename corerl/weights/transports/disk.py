@@ -97,7 +97,9 @@ class DiskSender(WeightSender):
         return answers
 
     def close(self) -> None:
-        pass
+        """The engines have loaded the last version: a copy of the weights is not left behind."""
+        for version in Path(self._address.path).glob("v*"):
+            shutil.rmtree(version, ignore_errors=True)
 
     def _wait_for_engines(self, directory: Path, version: int) -> dict[str, str]:
         answers: dict[str, str] = {}

@@ -289,6 +289,8 @@ def test_an_engine_is_heard_though_an_earlier_run_left_an_answer(tmp_path: Path,
             error = "this engine does not want it" if act == "refuse" else ""
             assert peer.answer()["error"] == error
             assert pushing.result() == {"e": error}
+        sender.close()
+        assert not list(tmp_path.glob("v*"))  # no copy of the weights stays
     finally:
         peer.close()
 
