@@ -288,6 +288,8 @@ class Run:
 
                 self.tell(PhaseStarted(name="exporting", step=self.rollout_step))
                 artifacts["model"] = str(export(newest, self.run_dir / "model", replace=True))
+        if reason == "interrupted":
+            artifacts["to go on"] = f"the same command with run.dir={self.run_dir} checkpoint.resume=auto"
         self.tell(
             RunFinished(
                 reason=reason,
