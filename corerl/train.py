@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from corerl.cluster.objects import share
 from corerl.config.schema import Config
 from corerl.driver.launch import launch
 from corerl.driver.run import Summary
@@ -16,16 +15,11 @@ def train(config: Config) -> Summary:
         run.evaluate()
         for scored in run.source:  # sampled when asked for, under the weights pushed last
             with run.training():
-                samples = run.with_advantages(scored)
-                shared = share(samples)
-                results = []
-                for plan in run.plan(samples):
-                    with run.phase("train"):
-                        results.append(run.actor.train(shared, plan, run.loss, run.step))
-                    run.optimizer_step += 1
+                stamped = run.with_advantages(scored)
+                results = run.optimize(stamped.samples)
                 run.rollout_step += 1
                 run.push_weights()
-                run.report(scored, samples, results)
+                run.report(scored, stamped, results)
                 run.save()
             run.evaluate()
             if run.stop.requested:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import frozen
 
 from corerl import train as loop
 from corerl.config.schema import BackendChoice, Config
@@ -25,29 +26,27 @@ def test_the_loop_reads_on_one_screen() -> None:
     assert function.end_lineno - function.lineno + 1 <= ONE_SCREEN
     assert max(len(line) for line in source.splitlines()) <= 120
     rollout_steps = [node for node in ast.walk(function) if isinstance(node, ast.For)]
-    assert [ast.unparse(node.iter) for node in rollout_steps] == ["run.source", "run.plan(samples)"]
+    assert [ast.unparse(node.iter) for node in rollout_steps] == ["run.source"]
 
 
 class Stop:
     requested = False
 
 
+@frozen(kw_only=True)
+class FakeStamped:
+    samples: str
+
+
 class FakeRun:
-    """Notes what the loop asks for, and in which order; two optimizer steps to a rollout step."""
+    """Notes what the loop asks for, and in which order."""
 
     def __init__(self, steps: int, *, stop_in: int = -1) -> None:
         self.log: list[str] = []
         self.source = iter(f"batch {step}" for step in range(steps))
-        self.loss = "loss"
         self.stop = Stop()
         self.stop_in = stop_in
-        self.optimizer_step = 10
         self.rollout_step = 5
-        self.actor = self
-
-    @property
-    def step(self) -> tuple[int, int]:
-        return self.optimizer_step, self.rollout_step
 
     def push_weights(self) -> None:
         self.log.append("push")
@@ -61,22 +60,15 @@ class FakeRun:
         yield
         self.log.append("leave")
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        yield
+    def with_advantages(self, scored: str) -> FakeStamped:
+        return FakeStamped(samples=f"samples of {scored}")
 
-    def with_advantages(self, scored: str) -> str:
-        return f"samples of {scored}"
-
-    def plan(self, samples: str) -> list[str]:
-        return ["first half", "second half"]
-
-    def train(self, shared: str, plan: str, loss: str, step: tuple[int, int]) -> str:
-        self.log.append(f"train on {shared}, {plan}, at {step}")
+    def optimize(self, samples: str) -> str:
+        self.log.append(f"train on {samples} at {self.rollout_step}")
         self.stop.requested = self.stop.requested or self.rollout_step == self.stop_in
-        return plan
+        return f"results of {samples}"
 
-    def report(self, scored: str, samples: str, results: list[str]) -> None:
+    def report(self, scored: str, stamped: FakeStamped, results: str) -> None:
         self.log.append(f"report {scored}: {results}")
 
     def save(self) -> None:
@@ -94,7 +86,6 @@ def run_loop(monkeypatch: pytest.MonkeyPatch, run: FakeRun) -> Summary:
         run.log.append("end")
 
     monkeypatch.setattr(loop, "launch", launch)
-    monkeypatch.setattr(loop, "share", lambda value: value)
     return loop.train(Config(backend=BackendChoice(name="any")))
 
 
@@ -102,13 +93,12 @@ def run_loop(monkeypatch: pytest.MonkeyPatch, run: FakeRun) -> Summary:
 FIRST_PUSH = ["enter", "push", "leave"]
 
 
-def rollout_step(batch: int, optimizer_step: int, number: int) -> list[str]:
+def rollout_step(batch: int, number: int) -> list[str]:
     return [
         "enter",
-        f"train on samples of batch {batch}, first half, at {(optimizer_step, number)}",
-        f"train on samples of batch {batch}, second half, at {(optimizer_step + 1, number)}",
+        f"train on samples of batch {batch} at {number}",
         "push",
-        f"report batch {batch}: ['first half', 'second half']",
+        f"report batch {batch}: results of samples of batch {batch}",
         f"save {number + 1}",
         "leave",
         f"evaluate {number + 1}",
@@ -123,8 +113,8 @@ def test_each_batch_is_trained_on_then_the_engines_get_the_new_weights_then_it_i
     assert run.log == [
         *FIRST_PUSH,
         "evaluate 5",
-        *rollout_step(0, 10, 5),
-        *rollout_step(1, 12, 6),
+        *rollout_step(0, 5),
+        *rollout_step(1, 6),
         *["finish", "end"],
     ]
 
@@ -132,4 +122,4 @@ def test_each_batch_is_trained_on_then_the_engines_get_the_new_weights_then_it_i
 def test_a_request_to_stop_is_heard_after_the_step_that_it_came_in(monkeypatch: pytest.MonkeyPatch) -> None:
     run = FakeRun(steps=9, stop_in=5)
     assert run_loop(monkeypatch, run).steps_done == 6
-    assert run.log == [*FIRST_PUSH, "evaluate 5", *rollout_step(0, 10, 5), "finish", "end"]
+    assert run.log == [*FIRST_PUSH, "evaluate 5", *rollout_step(0, 5), "finish", "end"]

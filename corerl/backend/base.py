@@ -24,9 +24,10 @@ from corerl.errors import CheckpointError
 from corerl.memory.measure import device_bytes
 from corerl.memory.snapshots import Snapshots
 from corerl.memory.storage import StorageSleeper
+from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import hf_config
 from corerl.models.random import RandomSource
-from corerl.models.readers import SafetensorsSource
+from corerl.models.readers import FirstOf, SafetensorsSource
 from corerl.plugin.context import Context
 from corerl.plugin.hookspecs import Hooks, hookimpl
 from corerl.plugin.host import BackendBase
@@ -146,11 +147,15 @@ class Backend(BackendBase, ABC):
         return torch.device("cpu")
 
     def initial_weights(self) -> TensorSource:
-        """Where the weights of a fresh run come from: the model's directory, or its config and the run's seed."""
-        if self.config.model.path:
-            return SafetensorsSource(self.config.model.path)
+        """Where the weights of a fresh run come from: the model's directory, or its config and the run's seed. A value
+        head that the directory has not comes from the seed too."""
+        hf = hf_config(self.config.model)
         shapes = {chunk.name: chunk.shape for chunk in self.local_state(StateKey.PARAM)}
-        return RandomSource(hf_config(self.config.model), shapes, seed=self.config.seed)
+        if not self.config.model.path:
+            return RandomSource(hf, shapes, seed=self.config.seed)
+        files = SafetensorsSource(self.config.model.path)
+        head = {name: shape for name, shape in shapes.items() if name == VALUE_HEAD_WEIGHT}
+        return FirstOf(files, RandomSource(hf, head, seed=self.config.seed)) if head else files
 
     # ---- hooks made of these ----------------------------------------------------------------------------------------
 

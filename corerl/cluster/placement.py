@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import ray
 from attrs import frozen
@@ -34,70 +34,76 @@ class Seat:
 class Seating:
     """Where a run's processes go: plain numbers, made from the config before Ray is asked."""
 
-    ranks: tuple[int, ...]  # bundle of each rank
-    engines: tuple[int, ...]  # bundle of each engine
+    places: Mapping[str, tuple[int, ...]]  # group of processes -> bundle of each of them
     bundles: int
-    cpus_per_bundle: float
-    gpus_per_bundle: float
+    bundle: Mapping[str, float]  # what each is of a machine, by Ray's names of resources
 
     def share(self, bundle: int) -> float:
         """Of the bundle, for each process on it."""
-        return 1.0 / (self.ranks.count(bundle) + self.engines.count(bundle))
+        return 1.0 / sum(places.count(bundle) for places in self.places.values())
+
+    @property
+    def cpus(self) -> float:
+        """Of all bundles."""
+        return self.bundles * self.bundle["CPU"]
 
 
-def arrange(*, ranks: int, engines: int, placement: str, cpus: float, gpus: float) -> Seating:
-    """`colocated`: engines share the ranks' bundles, spread evenly. `disaggregated`: each engine has its own.
+def arrange(
+    groups: Mapping[str, int],
+    *,
+    apart: Collection[str] = (),
+    cpus: float,
+    gpus: float,
+    resources: Mapping[str, float] | None = None,
+) -> Seating:
+    """Give each group of so many processes its bundles: those `apart` have their own, all others share the same ones,
+    as many as the largest group needs, and each group spread evenly over them.
 
-    A bundle is `cpus` and `gpus`: what one process takes of a machine when it has its place to itself.
+    A bundle is `cpus`, `gpus` and custom `resources`: what one process takes of a machine where it is alone.
     """
-    if placement == "colocated":
-        bundles = max(ranks, engines)
-        engine_seats = tuple(index * bundles // engines for index in range(engines))
-    else:
-        bundles = ranks + engines
-        engine_seats = tuple(range(ranks, bundles))
-    return Seating(
-        ranks=tuple(range(ranks)),
-        engines=engine_seats,
-        bundles=bundles,
-        cpus_per_bundle=cpus,
-        gpus_per_bundle=gpus,
-    )
+    places: dict[str, tuple[int, ...]] = {}
+    bundles = max((count for name, count in groups.items() if name not in apart), default=0)
+    for name, count in groups.items():
+        if name in apart:
+            places[name] = tuple(range(bundles, bundles + count))
+            bundles += count
+        else:
+            shared = max(size for other, size in groups.items() if other not in apart)
+            places[name] = tuple(index * shared // count for index in range(count))
+    bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {}), **(resources or {})}
+    return Seating(places=places, bundles=bundles, bundle=bundle)
 
 
 @contextlib.contextmanager
-def seated(seating: Seating, *, timeout: float) -> Iterator[tuple[list[Seat], list[Seat]]]:
-    """Reserve the bundles, and give them back at the end; yields the seats of ranks and of engines.
+def seated(seating: Seating, *, timeout: float) -> Iterator[dict[str, list[Seat]]]:
+    """Reserve the bundles, and give them back at the end; yields the seats of each group.
 
     Bundles are taken in the order of (node, device). `timeout`: seconds to wait until the cluster has them free.
     Raises CorerlError where the cluster has too little: what is there, what is asked.
     """
-    bundle = {"CPU": seating.cpus_per_bundle}
-    if seating.gpus_per_bundle:
-        bundle["GPU"] = seating.gpus_per_bundle
+    bundle = dict(seating.bundle)
+    gpus = bundle.get("GPU", 0.0)
     group = placement_group([bundle] * seating.bundles, strategy="PACK")
     try:
         if not group.wait(timeout_seconds=timeout):
-            there = {name: amount for name, amount in ray.cluster_resources().items() if name in ("CPU", "GPU")}
+            there, free = ray.cluster_resources(), ray.available_resources()
+            listed = ", ".join(
+                f"{name} {free.get(name, 0.0):g} free of {there.get(name, 0.0):g}, {amount * seating.bundles:g} asked"
+                for name, amount in bundle.items()
+            )
             raise CorerlError(
-                f"the cluster has no room: it has {there}, the run asks for {seating.bundles} bundles of {bundle}; "
+                f"the cluster has no room for {seating.bundles} bundles of {bundle}: {listed}; "
                 "use fewer ranks or engines, or a larger cluster"
             )
         nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-        order = physical_order(nodes, gpus_of_bundles(group, nodes) if seating.gpus_per_bundle else {})
-
-        def seats(places: Sequence[int]) -> list[Seat]:
-            return [
-                Seat(
-                    group,
-                    order[place],
-                    seating.cpus_per_bundle * seating.share(place),
-                    seating.gpus_per_bundle * seating.share(place),
-                )
+        order = physical_order(nodes, gpus_of_bundles(group, nodes) if gpus else {})
+        yield {
+            name: [
+                Seat(group, order[place], bundle["CPU"] * seating.share(place), gpus * seating.share(place))
                 for place in places
             ]
-
-        yield seats(seating.ranks), seats(seating.engines)
+            for name, places in seating.places.items()
+        }
     finally:
         remove_placement_group(group)
 

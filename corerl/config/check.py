@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from corerl.config.schema import Config
+from corerl.config.schema import Config, CriticConfig
 
 
 def problems(config: Config) -> list[str]:
@@ -17,6 +17,11 @@ def problems(config: Config) -> list[str]:
 
 def _model(config: Config) -> Iterator[str]:
     model = config.model
+    critic = config.roles.critic.model if config.roles.critic else None
+    if critic is not None and bool(critic.path) == bool(critic.config):
+        yield "roles.critic.model: wants either path or config, one of the two; remove the table to take [model]"
+    if critic is not None and critic.tokenizer:
+        yield "roles.critic.model.tokenizer: the critic reads the actor's tokens; remove it"
     if not model.path and not model.config:
         yield (
             "model.path: neither model.path nor model.config is given; "
@@ -39,9 +44,14 @@ def _model(config: Config) -> Iterator[str]:
 
 
 def _batch(config: Config) -> Iterator[str]:
-    train = config.train_of("actor")
-    table = "train" if config.roles.actor.train is None else "roles.actor.train"
-    prompts, samples, ranks = config.rollout.prompts, config.rollout.samples, config.roles.actor.ranks
+    for role in config.chosen_roles:
+        yield from _batch_of(role, config)
+
+
+def _batch_of(role: str, config: Config) -> Iterator[str]:
+    train, choice = config.train_of(role), config.chosen_roles[role]
+    table = "train" if choice.train is None else f"roles.{role}.train"
+    prompts, samples, ranks = config.rollout.prompts, config.rollout.samples, choice.ranks
     if prompts % train.mini_batches:
         yield (
             f"rollout.prompts: {prompts} does not split into {table}.mini_batches={train.mini_batches} equal "
@@ -51,7 +61,7 @@ def _batch(config: Config) -> Iterator[str]:
         unit = train.mini_batches * ranks // math.gcd(ranks, samples)  # in prompts, so that groups stay whole
         yield (
             f"rollout.prompts: {prompts} x rollout.samples={samples} / {table}.mini_batches={train.mini_batches} makes "
-            f"{step} samples an optimizer step, which does not divide over roles.actor.ranks={ranks}; "
+            f"{step} samples an optimizer step, which does not divide over roles.{role}.ranks={ranks}; "
             f"{_use_multiple(prompts, unit)}, or a number of ranks that divides {step}"
         )
 
@@ -61,8 +71,38 @@ def _use_multiple(value: int, unit: int) -> str:
 
 
 def _algorithm(config: Config) -> Iterator[str]:
-    if config.rollout.samples < 2:
-        yield "rollout.samples: 1 leaves a sample nothing to compare with, so that every advantage is 0; use at least 2"
+    algorithm, critic = config.algorithm, config.roles.critic
+    if algorithm.name == "ppo" and critic is None:
+        yield "roles.critic: missing, and algorithm.name='ppo' wants one; add it, such as roles.critic.ranks=1"
+    if algorithm.name != "ppo" and critic is not None:
+        yield (
+            f"roles.critic: given, and algorithm.name={algorithm.name!r} asks no critic; "
+            "remove it, or set algorithm.name='ppo'"
+        )
+    if algorithm.name != "ppo" and algorithm.critic != CriticConfig():
+        yield f"algorithm.critic: set, and algorithm.name={algorithm.name!r} does not read it; remove it"
+    if algorithm.name == "grpo" and config.rollout.samples < 2:
+        yield (
+            "rollout.samples: 1 leaves a sample nothing to compare with, so that every advantage is 0; "
+            "use at least 2, or algorithm.name='ppo'"
+        )
+    if algorithm.dynamic_sampling and config.rollout.samples < 2:
+        yield "algorithm.dynamic_sampling: a group of one sample has no spread; set rollout.samples to at least 2, or 0"
+    if algorithm.kl_target and not algorithm.kl_coef:
+        yield "algorithm.kl_target: adapts algorithm.kl_coef, which is 0; set kl_coef to where it begins"
+    if algorithm.kl_in == "reward" and not algorithm.kl_coef:
+        yield "algorithm.kl_in: 'reward', and algorithm.kl_coef is 0; set kl_coef, or remove kl_in"
+    if algorithm.correction != "none" and algorithm.old_logprobs != "recompute":
+        yield (
+            f"algorithm.correction: {algorithm.correction!r} compares the engine's log-probs with the trainer's own; "
+            "set algorithm.old_logprobs='recompute'"
+        )
+    penalised = algorithm.overlong == "penalty"
+    if penalised != bool(algorithm.overlong_buffer) or algorithm.overlong_buffer > config.rollout.max_tokens:
+        yield (
+            f"algorithm.overlong_buffer: {algorithm.overlong_buffer} with algorithm.overlong={algorithm.overlong!r}; "
+            f"'penalty' wants 1 to rollout.max_tokens={config.rollout.max_tokens}, the others 0"
+        )
 
 
 def _extensions(config: Config) -> Iterator[str]:
@@ -73,8 +113,10 @@ def _extensions(config: Config) -> Iterator[str]:
 
 
 def _files(config: Config) -> Iterator[str]:
-    if config.model.path and not Path(config.model.path).is_dir():
-        yield f"model.path: no directory {config.model.path!r}; give a downloaded Hugging Face model directory"
+    critic = config.roles.critic.model if config.roles.critic else None
+    for table, model in (("model", config.model), ("roles.critic.model", critic)):
+        if model is not None and model.path and not Path(model.path).is_dir():
+            yield f"{table}.path: no directory {model.path!r}; give a downloaded Hugging Face model directory"
     resume = config.checkpoint.resume
     if resume not in ("never", "auto") and not Path(resume).is_dir():
         yield f"checkpoint.resume: no directory {resume!r}; give 'never', 'auto', or a checkpoint's directory"

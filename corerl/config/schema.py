@@ -12,7 +12,7 @@ from typing import Any, Literal
 from attrs import Attribute, field, frozen
 
 Device = Literal["auto", "cpu", "cuda"]
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bfloat16", "float16"]
 
 
 def option(help: str, **kwargs: Any) -> Any:  # noqa: A002  -- the word that the user reads
@@ -121,7 +121,14 @@ class TrainConfig:
         "packed tokens that one dp rank passes through the model at once", default=16384, validator=at_least(1)
     )
     precision: Precision = option(
-        "of the forward and backward pass; weights and moments are kept in float32", default="float32"
+        "of the forward and backward pass; weights and moments are kept in float32. float16 comes with a loss scale, "
+        "and loses a step now and then to find it",
+        default="float32",
+    )
+    recompute: Literal["none", "full"] = option(
+        "activations that are not kept for the backward pass, but computed again in it: full, those inside of each "
+        "decoder layer",
+        default="none",
     )
     optimizer: OptimizerConfig = option("AdamW", factory=OptimizerConfig)
     schedule: ScheduleConfig = option("learning rate over optimizer steps", factory=ScheduleConfig)
@@ -140,16 +147,54 @@ class RoleChoice:
 
 
 @frozen(kw_only=True)
+class CriticChoice(RoleChoice):
+    devices: Literal["shared", "own"] = option(
+        "shared: the actor's devices, and their memory too; own: devices that only the critic is on", default="shared"
+    )
+    model: ModelConfig | None = option(
+        "a [model] for the critic alone, whole, but for the tokenizer; unset takes the actor's, with a value head",
+        default=None,
+    )
+
+
+@frozen(kw_only=True)
 class RolesConfig:
     actor: RoleChoice = option("the policy that is trained", factory=RoleChoice)
+    critic: CriticChoice | None = option("the value function, which algorithm.name = 'ppo' wants", default=None)
+
+
+@frozen(kw_only=True)
+class CriticConfig:
+    """Generalized advantage estimation (Schulman et al. 2016) and the critic's loss, for algorithm.name = 'ppo'."""
+
+    gamma: float = option("discount of a token's reward for each token before it", default=1.0, validator=between(0, 1))
+    gae_lambda: float = option(
+        "1 compares whole returns with values; lower trusts the values more", default=1.0, validator=between(0, 1)
+    )
+    whiten: bool = option("advantages of a rollout batch to mean 0 and standard deviation 1", default=True)
+    value_clip: float = option(
+        "a value counts as moved by no more than this from the one before the update; 0 does not clip",
+        default=0.2,
+        validator=at_least(0),
+    )
+    warmup_steps: int = option(
+        "rollout steps at the start in which the critic alone is trained", default=0, validator=at_least(0)
+    )
 
 
 @frozen(kw_only=True)
 class AlgorithmConfig:
-    """GRPO (Shao et al. 2024, "DeepSeekMath") with the clipped loss of PPO (Schulman et al. 2017)."""
+    """From rewards to the policy's loss."""
 
-    name: Literal["grpo"] = option("how rewards become advantages", default="grpo")
-    normalize_std: bool = option("divide a group's centred rewards by their standard deviation", default=True)
+    name: Literal["grpo", "ppo"] = option(
+        "how rewards become advantages: grpo compares the samples of a prompt (Shao et al. 2024, \"DeepSeekMath\"), "
+        "ppo asks a critic (Schulman et al. 2017)",
+        default="grpo",
+    )
+    normalize_std: bool = option(
+        "grpo: divide a group's centred rewards by their standard deviation; false is Dr.GRPO", default=True
+    )
+    critic: CriticConfig = option("ppo: what is asked of the critic", factory=CriticConfig)
     loss: str = option("the policy loss: a registered name, or 'module:function'", default="clipped")
     clip_low: float = option("the ratio is clipped below 1 - clip_low", default=0.2, validator=between(0, 1))
     clip_high: float = option("the ratio is clipped above 1 + clip_high", default=0.2, validator=at_least(0))
@@ -158,12 +203,43 @@ class AlgorithmConfig:
         "weight of the KL penalty to the reference policy; 0 keeps none", default=0.0, validator=at_least(0)
     )
     kl_estimator: Literal["k1", "k2", "k3"] = option("of the KL (Schulman 2020)", default="k3")
+    kl_in: Literal["loss", "reward"] = option(
+        "where the KL penalty goes: into the loss, or off each token's reward", default="loss"
+    )
+    kl_target: float = option(
+        "the KL per token that kl_coef is adapted towards (Ziegler et al. 2019); 0 leaves it as it is",
+        default=0.0,
+        validator=at_least(0),
+    )
+    kl_horizon: int = option(
+        "samples in which an adapted kl_coef can change by a fifth", default=10_000, validator=at_least(1)
+    )
     aggregation: Literal["token-mean", "sequence-mean", "constant-length"] = option(
         "what one token weighs in a step: equal tokens, equal sequences, or 1 / rollout.max_tokens (Dr.GRPO)",
         default="token-mean",
     )
     old_logprobs: Literal["rollout", "recompute"] = option(
         "the ratio's denominator: the engine's log-probs, or the trainer's own before the first step", default="rollout"
+    )
+    correction: Literal["none", "token", "sequence"] = option(
+        "importance weights for the engine's log-probs against the trainer's, per token or per sample, truncated at "
+        "correction_cap (Yao et al. 2025; Liu et al. 2025); wants old_logprobs = 'recompute'",
+        default="none",
+    )
+    correction_cap: float = option("the largest importance weight", default=2.0, validator=above(0))
+    dynamic_sampling: int = option(
+        "times at most that groups whose rewards are all equal are dropped and other prompts sampled in their place "
+        "(Yu et al. 2025, \"DAPO\"); 0 keeps them",
+        default=0,
+        validator=at_least(0),
+    )
+    overlong: Literal["keep", "mask", "penalty"] = option(
+        "samples that reach, or come near, rollout.max_tokens: train on them as they are, leave out those that were "
+        "cut off, or take up to 1 off their reward over the last overlong_buffer tokens (DAPO)",
+        default="keep",
+    )
+    overlong_buffer: int = option(
+        "tokens before rollout.max_tokens in which the penalty grows from 0 to 1", default=0, validator=at_least(0)
     )
 
 
@@ -198,6 +274,11 @@ class RolloutConfig:
 @frozen(kw_only=True)
 class WeightsConfig:
     transport: str = option("how weights reach the engines: collective or disk", default="collective")
+    every: int = option(
+        "rollout steps between updates; engines sample from weights that are up to this much older",
+        default=1,
+        validator=at_least(1),
+    )
     bucket_bytes: int = option("weights sent at once", default=256 * 2**20, validator=at_least(1))
     dtype: Precision | Literal["model"] = option("sent as; model takes train.precision", default="model")
 
@@ -251,10 +332,29 @@ class Config:
         "observers and wrappers, in order: the first is outermost", default=DEFAULT_EXTENSIONS
     )
 
+    @property
+    def chosen_roles(self) -> dict[str, RoleChoice]:
+        """The roles of this run by name, the actor first."""
+        roles: dict[str, RoleChoice] = {"actor": self.roles.actor}
+        if self.roles.critic is not None:
+            roles["critic"] = self.roles.critic
+        return roles
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """The roles that have devices of their own."""
+        critic = self.roles.critic
+        return ("critic",) if critic is not None and critic.devices == "own" else ()
+
     def train_of(self, role: str) -> TrainConfig:
         """What `role` is trained with: its own table where it has one, else the common one."""
-        choice: RoleChoice = getattr(self.roles, role)
-        return choice.train or self.train
+        return self.chosen_roles[role].train or self.train
+
+    def model_of(self, role: str) -> ModelConfig:
+        """What `role` begins as."""
+        choice = self.chosen_roles[role]
+        own = choice.model if isinstance(choice, CriticChoice) else None
+        return own or self.model
 
 
 @frozen(kw_only=True)
@@ -268,6 +368,7 @@ class RoleConfig:
     device: str  # cpu or cuda
     seed: int
     timeout: float  # seconds of one collective
+    value_head: bool = False  # the model is a critic: a value head in the place of its language head
     resume: str = ""  # directory of this role's part of a checkpoint; empty starts from the model
 
 

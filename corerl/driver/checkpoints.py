@@ -10,11 +10,10 @@ from attrs import define
 
 from corerl.checkpoint.commit import begin, commit, retain
 from corerl.config.schema import CheckpointConfig
+from corerl.driver.roles import Role
 from corerl.errors import SaveFailed
 from corerl.plugin.events import CheckpointSaved
 from corerl.plugin.observers import Observers
-from corerl.trainer.group import TrainGroup
-from corerl.types import Step
 
 
 @define
@@ -23,7 +22,7 @@ class Checkpoints:
 
     run_dir: Path
     config: CheckpointConfig
-    roles: Mapping[str, TrainGroup]
+    roles: Mapping[str, Role]
     observers: Observers
     newest: Path | None = None  # that is complete
     last_step: int = -1  # rollout step of the newest one begun
@@ -32,21 +31,21 @@ class Checkpoints:
     def due(self, rollout_step: int) -> bool:
         return bool(self.config.every) and rollout_step % self.config.every == 0
 
-    def start(self, step: Step, state: Mapping[str, Any], *, background: bool) -> None:
+    def start(self, rollout_step: int, state: Mapping[str, Any], *, background: bool) -> None:
         """Have all roles write, beside the driver's own `state`; without `background` it is complete on return."""
         self.complete(wait=True)
-        partial = begin(self.run_dir, step.rollout_step)
-        for name, group in self.roles.items():
-            group.save(str(partial / name), step, background=background)
+        partial = begin(self.run_dir, rollout_step)
+        for name, role in self.roles.items():
+            role.group.save(str(partial / name), role.step(rollout_step), background=background)
         self._pending = (partial, state)
-        self.last_step = step.rollout_step
+        self.last_step = rollout_step
         self.complete(wait=not background)
 
     def complete(self, *, wait: bool) -> None:
         """Make a save that all ranks have written visible. Raises SaveFailed where one could not be written."""
         if self._pending is None:
             return
-        written = [group.saved(wait=wait) for group in self.roles.values()]  # every role is asked, whatever one says
+        written = [role.group.saved(wait=wait) for role in self.roles.values()]  # every role is asked, whatever one says
         if all(written):
             self._commit(*self._pending)
 
@@ -61,7 +60,8 @@ class Checkpoints:
             self.complete(wait=True)
 
     def _commit(self, partial: Path, state: Mapping[str, Any]) -> None:
-        self.newest = commit(partial, state, ranks={role: len(group.layouts) for role, group in self.roles.items()})
+        ranks = {name: len(role.group.layouts) for name, role in self.roles.items()}
+        self.newest = commit(partial, state, ranks=ranks)
         self._pending = None
         retain(self.run_dir, self.config.keep)
         self.observers.emit(CheckpointSaved(step=state["rollout_step"], path=str(self.newest)))

@@ -17,7 +17,7 @@ from corerl.models.export import export_directory
 from corerl.models.tokenizer import load_tokenizer
 
 SHARD_BYTES = 4 * 2**30
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def export(checkpoint: Path, directory: Path, *, role: str = "actor", replace: bool = False) -> Path:
@@ -29,7 +29,9 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", replace: b
     if directory.exists() and not replace:
         raise ModelError(f"{directory} exists already; remove it, or name another directory")
     config = structure(read_state(checkpoint)["config"], Config, path="")
-    model = config.model
+    if role not in config.chosen_roles:
+        raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(config.chosen_roles)}")
+    model = config.model_of(role)
     dtype = DTYPES[config.train_of(role).precision]
     source = CheckpointSource(checkpoint / role, "master")
 
@@ -40,7 +42,7 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", replace: b
     export_directory(
         directory,
         config=hf_config(model),
-        tokenizer=load_tokenizer(tokenizer=model.tokenizer, path=model.path),
+        tokenizer=load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path),
         tensors=tensors(),
         shard_bytes=SHARD_BYTES,
     )

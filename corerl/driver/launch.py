@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from corerl.cluster.group import ProcessGroup
 from corerl.cluster.placement import Seat, seated
@@ -14,9 +15,11 @@ from corerl.config.load import dump_toml, to_plain
 from corerl.config.schema import ClusterInfo, Config
 from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import Checkpoints
-from corerl.driver.prepare import ACTOR, Prepared, prepare, title
+from corerl.driver.prepare import ENGINES, Prepared, prepare, title
+from corerl.driver.roles import Role
 from corerl.driver.run import REFERENCE, Run, answers_in
 from corerl.driver.stop import StopRequest
+from corerl.driver.together import Call, together
 from corerl.errors import ConfigError, EngineFailed, SaveFailed
 from corerl.observability.timing import Phases
 from corerl.plugin.events import Notice, PhaseStarted, RunFinished, RunStarted
@@ -28,8 +31,9 @@ from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.service import EngineAssignment
 from corerl.rollout.sources import Synchronous
-from corerl.trainer.assign import offloads
+from corerl.trainer.assign import ACTOR, RolePlan, offloaded
 from corerl.trainer.group import TrainGroup
+from corerl.types import InitResult
 from corerl.weights.transport import Address
 
 
@@ -61,7 +65,8 @@ def launch(config: Config) -> Iterator[Run]:
             run = _start(prepared, observers, stop, stack)
             with _rescuing(run):
                 yield run
-            run.actor.shutdown("finished")
+            for role in run.roles.values():
+                role.group.shutdown("finished")
             run.fleet.close()
     except BaseException:
         observers.emit(
@@ -98,19 +103,21 @@ def _start(
     stop: StopRequest,
     stack: contextlib.ExitStack,
 ) -> Run:
-    config, seating, state = prepared.config, prepared.seating, prepared.state
+    config, state = prepared.config, prepared.state
     step = state.get("rollout_step", 0)
     observers.emit(PhaseStarted(name="starting Ray", step=step))
-    stack.enter_context(ray_session(address=config.cluster.address, cpus=seating.bundles * seating.cpus_per_bundle))
-    rank_seats, engine_seats = stack.enter_context(seated(seating, timeout=60.0))
-    observers.emit(PhaseStarted(name=f"starting {len(rank_seats)} ranks and {len(engine_seats)} engines", step=step))
-    actor = TrainGroup.launch(prepared.actor, rank_seats, rank_environment(prepared))
-    stack.callback(actor.processes.kill)
-    fleet = make_fleet(prepared, engine_seats)
+    stack.enter_context(ray_session(address=config.cluster.address, cpus=prepared.seating.cpus))
+    seats = stack.enter_context(seated(prepared.seating, timeout=60.0))
+    observers.emit(PhaseStarted(name=f"starting {_counted(seats)}", step=step))
+    groups: dict[str, TrainGroup] = {}
+    for name, plan in prepared.roles.items():
+        groups[name] = TrainGroup.launch(plan, seats[name], rank_environment(prepared, plan))
+        stack.callback(groups[name].processes.kill)
+    fleet = make_fleet(prepared, seats[ENGINES])
     stack.callback(fleet.processes.kill)
-    engines_starting = fleet.start_async()
-    init = actor.init()
-    fleet.wait_started(engines_starting)
+    inits = _init(groups, fleet)
+    roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.roles.items()}
+    actor = groups[ACTOR]
     if config.algorithm.kl_coef:
         actor.snapshot(REFERENCE).load()
     host, port = actor.processes.free_address(0)
@@ -142,32 +149,68 @@ def _start(
         observers=observers,
         phases=Phases(),
         stop=stop,
-        actor=actor,
+        roles=roles,
         fleet=fleet,
         source=source,
         sampler=sampler,
         reward=prepared.reward,
         params=prepared.params,
         held_out=prepared.prompts.held_out_prompts(),
-        loss=prepared.loss,
         manifest=actor.manifest(),
         address=address,
         checkpoints=Checkpoints(
             run_dir=prepared.run_dir,
             config=config.checkpoint,
-            roles={ACTOR: actor},
+            roles=roles,
             newest=prepared.resume,
             last_step=step if state else -1,
             observers=observers,
         ),
-        offload=offloads(config, prepared.device),
-        optimizer_step=init.optimizer_step,
+        offloaded=offloaded(config, prepared.device),
         rollout_step=step,
-        weights_version=init.weights_version,
+        weights_version=inits[ACTOR].weights_version,
+        kl_coef=state.get("kl_coef", config.algorithm.kl_coef) if config.algorithm.kl_target else config.algorithm.kl_coef,
         before=answers_in(state),
     )
     observers.emit(PhaseStarted(name="sending the first weights", step=step))
     return run
+
+
+def _counted(seats: Mapping[str, Sequence[Seat]]) -> str:
+    """Such as "2 actor ranks, 1 critic rank and 2 engines"."""
+    counts = [f"{len(seats[name])} {name} rank{'s' * (len(seats[name]) != 1)}" for name in seats if name != ENGINES]
+    engines = len(seats[ENGINES])
+    return f"{', '.join(counts)} and {engines} engine{'s' * (engines != 1)}"
+
+
+def _init(groups: Mapping[str, TrainGroup], fleet: EngineFleet) -> dict[str, InitResult]:
+    """All groups and the engines start at the same time."""
+    starting = {name: group.init_async() for name, group in groups.items()}
+    engines = fleet.start_async()
+    calls = {
+        name: Call(group.processes, starting[name].initialising, functools.partial(group.wait_init, starting[name]))
+        for name, group in groups.items()
+    }
+    results = together(calls | {ENGINES: Call(fleet.processes, engines, lambda: fleet.wait_started(engines))})
+    del results[ENGINES]
+    return results
+
+
+def make_role(plan: RolePlan, config: Config, group: TrainGroup, init: InitResult) -> Role:
+    assert plan.loss is not None  # every role that a run has today is trained
+    return Role(
+        name=plan.role,
+        group=group,
+        loss=plan.loss,
+        train=config.train_of(plan.role),
+        # A value is worth as much at any token; what a policy's token weighs is the algorithm's choice.
+        aggregation=config.algorithm.aggregation if plan.role == ACTOR else "token-mean",
+        max_tokens=config.rollout.max_tokens,
+        seed=config.run.seed,
+        first_step=config.algorithm.critic.warmup_steps if plan.role == ACTOR else 0,
+        rollout_steps=config.run.steps,
+        optimizer_step=init.optimizer_step,
+    )
 
 
 def process_environment(prepared: Prepared) -> dict[str, str]:
@@ -185,10 +228,8 @@ def process_environment(prepared: Prepared) -> dict[str, str]:
     return environment
 
 
-def rank_environment(prepared: Prepared) -> dict[str, str]:
-    return merge_environments(
-        ("corerl", process_environment(prepared)), (prepared.actor.backend.name, prepared.actor.environment)
-    )
+def rank_environment(prepared: Prepared, plan: RolePlan) -> dict[str, str]:
+    return merge_environments(("corerl", process_environment(prepared)), (plan.backend.name, plan.environment))
 
 
 def make_fleet(prepared: Prepared, seats: list[Seat]) -> EngineFleet:

@@ -26,34 +26,39 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
     return metrics
 
 
-def train_metrics(steps: Sequence[GroupTrainResult], lr: float) -> dict[str, float]:
-    """Of the optimizer steps of one rollout batch: their mean, but for counts."""
+def train_metrics(steps: Sequence[GroupTrainResult], lr: float, *, prefix: str = "train") -> dict[str, float]:
+    """Of one role's optimizer steps of one rollout batch: their mean, but for counts."""
     names = list(dict.fromkeys(name for step in steps for name in step.metrics))
     metrics = {
-        f"train/{name}": float(np.mean([step.metrics[name].value for step in steps if name in step.metrics]))
+        f"{prefix}/{name}": float(np.mean([step.metrics[name].value for step in steps if name in step.metrics]))
         for name in names
         if not name.startswith("logprob_diff")  # after the first step the policy has moved on purpose
     }
-    metrics["train/grad_norm"] = float(np.mean([step.grad_norm for step in steps]))
-    metrics["train/skipped_steps"] = float(sum(not step.applied for step in steps))
-    metrics["train/lr"] = lr
-    metrics["train/tokens"] = float(sum(step.tokens for step in steps))
+    metrics[f"{prefix}/grad_norm"] = float(np.mean([step.grad_norm for step in steps]))
+    metrics[f"{prefix}/skipped_steps"] = float(sum(not step.applied for step in steps))
+    metrics[f"{prefix}/lr"] = lr
+    metrics[f"{prefix}/tokens"] = float(sum(step.tokens for step in steps))
     return metrics
 
 
-def mismatch_metrics(samples: SampleBatch, first: GroupTrainResult, *, recomputed: bool) -> dict[str, float]:
-    """How far trainer and engine disagree on the log-probs of the same tokens under the same weights.
+def recomputed_mismatch(samples: SampleBatch) -> dict[str, float]:
+    """How far trainer and engine disagree on the log-probs of the same tokens under the same weights, where the trainer
+    went through all of them before the first optimizer step."""
+    mask = samples.columns["loss_mask"]
+    difference = np.abs(samples.columns["old_logprobs"] - samples.columns["rollout_logprobs"])[mask]
+    if not len(difference):
+        return {}
+    return _mismatch(float(difference.mean(dtype=np.float64)), float(difference.max()))
 
-    Over the whole batch where the trainer went through it before the first optimizer step, else over that step's part.
-    """
-    if recomputed:
-        mask = samples.columns["loss_mask"]
-        difference = np.abs(samples.columns["old_logprobs"] - samples.columns["rollout_logprobs"])[mask]
-        mean, largest = float(difference.mean(dtype=np.float64)), float(difference.max())
-    elif "logprob_diff" in first.metrics:
-        mean, largest = first.metrics["logprob_diff"].value, first.metrics["logprob_diff_max"].value
-    else:
+
+def first_step_mismatch(first: GroupTrainResult) -> dict[str, float]:
+    """The same over the part of the batch that the first optimizer step saw."""
+    if "logprob_diff" not in first.metrics:
         return {}  # a loss of the user's own that does not report it
+    return _mismatch(first.metrics["logprob_diff"].value, first.metrics["logprob_diff_max"].value)
+
+
+def _mismatch(mean: float, largest: float) -> dict[str, float]:
     return {"rollout/logprob_diff": mean, "rollout/logprob_diff_max": largest}
 
 

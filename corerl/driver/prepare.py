@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,11 @@ from corerl.plugin.registry import Kind, Loaded, load
 from corerl.rollout.engine import SamplingParams
 from corerl.rollout.rewards import Reward, resolve_reward
 from corerl.rollout.sampler import sampling_params
-from corerl.trainer.assign import RolePlan, actor_loss, plan_role
+from corerl.trainer.assign import ACTOR, CRITIC, RolePlan, loss_of, plan_role
 from corerl.types import LossSpec
 from corerl.weights.transports import require_transport
 
-ACTOR = "actor"
+ENGINES = "engines"  # the group of engine processes, beside those of the roles
 
 
 @frozen(kw_only=True)
@@ -43,8 +43,7 @@ class Prepared:
     run_dir: Path
     resume: Path | None  # a checkpoint that fits this run
     state: dict[str, Any]  # the driver's part of it; empty where the run begins
-    actor: RolePlan
-    loss: LossSpec  # of the actor
+    roles: Mapping[str, RolePlan]  # the actor first
     engine: Loaded
     seating: Seating
     tokenizer: Any
@@ -102,10 +101,19 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     if problems.none_in("model"):
         with problems.stage("model.vocabulary"):
             require_room_for_tokens(model, tokenizer, config.model)
+    models = {ACTOR: model} if problems.none_in("model.path", "model.config") else {}
+    for role in config.chosen_roles:
+        own = config.model_of(role)
+        if own is config.model and models:
+            models[role] = model
+        elif own is not config.model and problems.none_in(f"roles.{role}.model", "model"):
+            with problems.stage(f"roles.{role}.model"):
+                models[role] = hf_config(own)
+                require_room_for_tokens(models[role], tokenizer, own, table=f"roles.{role}.model")
     if problems.none_in("model.path", "model.tokenizer"):
         with problems.stage("rollout.stop"):
             params = sampling_params(config.rollout, tokenizer)
-    config = evolve(config, model=_absolute(config.model))
+    config = _with_absolute_paths(config)
 
     with problems.stage("data"):
         data = config.data
@@ -128,54 +136,57 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         with problems.stage("checkpoint.resume"):
             resume = resume_from(config, run_dir, starting=starting)
             state = read_state(resume) if resume else {}
-    if resume and problems.none_in("checkpoint.resume", "model.path", "model.config"):
+    if resume and problems.none_in("checkpoint.resume"):
         with problems.stage("checkpoint.model"):
-            require_same_model(resume, model)
+            for role, hf in models.items():
+                require_same_model(resume, role, hf)
     if state and problems.none_in("data"):
         with problems.stage("checkpoint.data"):
             PromptStream(prompts, config.run.seed).restore(state["source"]["prompts"])  # raises where it does not fit
 
     with problems.stage("cluster.device"):
         device = resolve_device(config.cluster.device, address=config.cluster.address)
-    loss: LossSpec | None = None
-    with problems.stage("algorithm.loss"):
-        loss = actor_loss(config)
+    losses: dict[str, LossSpec] = {}
+    for role in config.chosen_roles:
+        with problems.stage("algorithm.loss"):
+            losses[role] = loss_of(role, config)
     config = _resolve_plugins(config, problems)
+    plans: dict[str, RolePlan] = {}
     if problems.none_in("plugins", "cluster.device"):
-        backend, engine = load(Kind.BACKENDS, backend_name(config, ACTOR)), load(Kind.ENGINES, config.rollout.engine)
+        engine = load(Kind.ENGINES, config.rollout.engine)
         engines = ClusterInfo(device=device, ranks=config.rollout.replicas)
         with problems.stage("engines"):
             check_spec(engine, config.engines[engine.name], engines)
-        with problems.stage("backends"):  # `plan_role` asks this too, but not where a capability is missing
-            ranks = ClusterInfo(device=device, ranks=config.roles.actor.ranks)
-            check_spec(backend, config.backends[backend.name], ranks)
-        with problems.stage("roles.actor"):
-            actor = plan_role(
-                ACTOR,
-                config,
-                loss=loss,
-                experts=experts(model) if problems.none_in("model.path", "model.config") else 1,
-                device=device,
-                run_dir=str(run_dir),
-                resume=str(resume / ACTOR) if resume and problems.none_in("checkpoint") else "",
-            )
+        for role, choice in config.chosen_roles.items():
+            with problems.stage("backends"):  # `plan_role` asks this too, but not where a capability is missing
+                backend = load(Kind.BACKENDS, backend_name(config, role))
+                check_spec(backend, config.backends[backend.name], ClusterInfo(device=device, ranks=choice.ranks))
+            with problems.stage(f"roles.{role}"):
+                plans[role] = plan_role(
+                    role,
+                    config,
+                    loss=losses.get(role),
+                    experts=experts(models[role]) if role in models else 1,
+                    device=device,
+                    run_dir=str(run_dir),
+                    resume=str(resume / role) if resume and problems.none_in("checkpoint") else "",
+                )
     problems.raise_all()
 
-    assert loss is not None  # or its error had been raised
-    resources = (actor.resources, engine.spec.resources(config.engines[engine.name], engines))
+    groups = {**{role: choice.ranks for role, choice in config.chosen_roles.items()}, ENGINES: config.rollout.replicas}
+    resources = [plan.resources for plan in plans.values()]
+    resources.append(engine.spec.resources(config.engines[engine.name], engines))
     return Prepared(
         config=config,
         device=device,
         run_dir=run_dir,
         resume=resume,
         state=state,
-        actor=actor,
-        loss=loss,
+        roles=plans,
         engine=engine,
         seating=arrange(
-            ranks=config.roles.actor.ranks,
-            engines=config.rollout.replicas,
-            placement=config.cluster.placement,
+            groups,
+            apart=[*config.apart, *([ENGINES] if config.cluster.placement == "disaggregated" else [])],
             cpus=max(each.cpus for each in resources),
             gpus=max(each.gpus for each in resources),
         ),
@@ -190,7 +201,7 @@ def _resolve_plugins(config: Config, problems: Problems) -> Config:
     """With each plugin's table as its own class, where all plugins are found and their tables fit."""
     chosen = [
         (Kind.BACKENDS, config.backend.name),
-        (Kind.BACKENDS, backend_name(config, ACTOR)),
+        *((Kind.BACKENDS, backend_name(config, role)) for role in config.chosen_roles),
         (Kind.ENGINES, config.rollout.engine),
         *((Kind.EXTENSIONS, extension.name) for extension in config.extensions),
     ]
@@ -203,9 +214,16 @@ def _resolve_plugins(config: Config, problems: Problems) -> Config:
     return config
 
 
-def _absolute(model: ModelConfig) -> ModelConfig:
+def _with_absolute_paths(config: Config) -> Config:
     """For processes with another working directory, and for whoever reads the run's config later."""
+    config = evolve(config, model=_absolute(config.model))
+    critic = config.roles.critic
+    if critic is None or critic.model is None:
+        return config
+    return evolve(config, roles=evolve(config.roles, critic=evolve(critic, model=_absolute(critic.model))))
 
+
+def _absolute(model: ModelConfig) -> ModelConfig:
     def absolute(directory: str) -> str:
         return str(Path(directory).absolute()) if directory and not directory.startswith(CHARACTERS) else directory
 
@@ -225,7 +243,9 @@ def resolve_device(device: str, *, address: str = "") -> str:
     return "cuda" if there and device != "cpu" else "cpu"
 
 
-def require_room_for_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
+def require_room_for_tokens(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, *, table: str = "model"
+) -> None:
     """Raises ModelError where a text could become a token that the model has no embedding for.
 
     A special token that nobody samples or starts with may lie beyond: Gemma 3's text models have a tokenizer with one
@@ -240,8 +260,8 @@ def require_room_for_tokens(config: PreTrainedConfig, tokenizer: PreTrainedToken
         default=("", -1),
     )
     if last >= size:
-        what = "model.path: its" if model.path else "model.config.vocab_size: the model's"
-        cure = "" if model.path else f"set model.config.vocab_size to at least {last + 1}, or "
+        what = f"{table}.path: its" if model.path else f"{table}.config.vocab_size: the model's"
+        cure = "" if model.path else f"set {table}.config.vocab_size to at least {last + 1}, or "
         raise ModelError(
             f"{what} vocabulary has {size} tokens, and the tokenizer numbers {token!r} {last}, which wants {last + 1}; "
             f"{cure}give the tokenizer of this model as model.tokenizer"
@@ -264,16 +284,22 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None
     return chosen
 
 
-def require_same_model(checkpoint: Path, model: PreTrainedConfig) -> None:
-    """Raises CheckpointError where the checkpoint lacks a tensor of the model, or has it in another shape."""
-    held = CheckpointSource(checkpoint / ACTOR, "master").shapes
-    built = build_on_meta(model, dtype=torch.float32, attention="eager")
+def require_same_model(checkpoint: Path, role: str, model: PreTrainedConfig) -> None:
+    """Raises CheckpointError where the checkpoint has no such role, lacks a tensor of its model, or has it in another
+    shape."""
+    if not (checkpoint / role).is_dir():
+        raise CheckpointError(
+            f"{checkpoint} holds no {role}, which this run has; resume with the [algorithm] and [roles] that it was "
+            "trained with, or start a new run from its export"
+        )
+    held = CheckpointSource(checkpoint / role, "master").shapes
+    built = build_on_meta(model, dtype=torch.float32, attention="eager", value_head=role == CRITIC)
     for box in (box for boxes in hf_boxes(built).values() for box in boxes):
         found = held.get(box.name)
         if found != box.shape:
             what = "lacks" if found is None else f"has {list(found)} for"
             raise CheckpointError(
-                f"{checkpoint} {what} {box.name!r}, this run's model wants {list(box.shape)}; "
+                f"{checkpoint} {what} {box.name!r}, this run's {role} wants {list(box.shape)}; "
                 "resume with the [model] that it was trained with, or give another run.dir and start anew"
             )
 
@@ -281,8 +307,13 @@ def require_same_model(checkpoint: Path, model: PreTrainedConfig) -> None:
 def title(prepared: Prepared) -> str:
     config = prepared.config
     model = Path(config.model.path).name if config.model.path else f"{config.model.config['model_type']} from scratch"
+    ranks = [
+        f"{len(plan.assignments)} {plan.backend.name} rank{'s' * (len(plan.assignments) != 1)}"
+        + (f" for the {role}" if role != ACTOR else "")
+        for role, plan in prepared.roles.items()
+    ]
+    engines = config.rollout.replicas
     return (
-        f"{config.algorithm.name} on {config.data.source}: {model}, "
-        f"{config.roles.actor.ranks} {prepared.actor.backend.name} ranks, "
-        f"{config.rollout.replicas} {prepared.engine.name} engines, {prepared.device}"
+        f"{config.algorithm.name} on {config.data.source}: {model}, {', '.join(ranks)}, "
+        f"{engines} {prepared.engine.name} engine{'s' * (engines != 1)}, {prepared.device}"
     )

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from attrs import asdict, define, field, frozen
+from attrs import asdict, define, evolve, field, frozen
 
-from corerl.algorithms.advantages import broadcast, group_advantages
-from corerl.algorithms.schedules import learning_rate
+from corerl.algorithms.kl import adapted_coefficient
+from corerl.algorithms.overlong import without_truncated
 from corerl.cluster.objects import share
 from corerl.config.load import to_plain
-from corerl.config.schema import Config, TrainConfig
-from corerl.data.plan import StepPlan, plan_forward, plan_steps
+from corerl.config.schema import Config
 from corerl.data.prompts import Prompt
+from corerl.driver.advantages import Stamped, stamp
 from corerl.driver.checkpoints import Checkpoints
-from corerl.driver.metrics import mismatch_metrics, rollout_metrics, time_metrics, train_metrics
+from corerl.driver.metrics import (
+    first_step_mismatch,
+    recomputed_mismatch,
+    rollout_metrics,
+    time_metrics,
+    train_metrics,
+)
+from corerl.driver.roles import Role
 from corerl.driver.stop import StopRequest
+from corerl.driver.together import Call, together
 from corerl.errors import WeightUpdateError
 from corerl.observability.timing import Phases
 from corerl.plugin.events import (
@@ -32,18 +40,18 @@ from corerl.plugin.events import (
     StepFinished,
 )
 from corerl.plugin.observers import Observers
-from corerl.rollout.engine import Received, SamplingParams
+from corerl.rollout.engine import SamplingParams
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.rewards import Reward
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.sources import Scored, Synchronous, evaluate
-from corerl.trainer.group import GroupTrainResult, TrainGroup
-from corerl.types import FloatArray, LossSpec, Output, SampleBatch, Step, UpdateResult
+from corerl.trainer.assign import ACTOR, CRITIC
+from corerl.trainer.group import GroupTrainResult
+from corerl.types import LossSpec, Output, SampleBatch
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
 REFERENCE = "reference"  # the snapshot that KL is measured against
-POLL_SECONDS = 0.1  # between looks at the ranks and at the engines, while weights go from one to the other
 
 
 def answers_in(state: Mapping[str, Any]) -> tuple[Shown, ...]:
@@ -70,25 +78,25 @@ class Run:
     observers: Observers
     phases: Phases
     stop: StopRequest
-    actor: TrainGroup
+    roles: Mapping[str, Role]
     fleet: EngineFleet
     source: Synchronous
     sampler: Sampler
     reward: Reward
     params: SamplingParams
     held_out: Sequence[Prompt]
-    loss: LossSpec
     manifest: Manifest
     address: Address
     checkpoints: Checkpoints
-    offload: bool  # ranks and engines share devices and take turns in their memory
+    offloaded: Sequence[str] = ()  # roles that share devices with engines and take turns with them in their memory
 
-    optimizer_step: int
     rollout_step: int
     weights_version: int  # the next one to be pushed
+    kl_coef: float  # what algorithm.kl_coef has been adapted to
 
     started: float = field(factory=time.perf_counter)
     _step_started: float = field(factory=time.perf_counter)
+    _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
     _before: tuple[Shown, ...] = ()  # of the first evaluation, which a resumed run has from its checkpoint
     _after: tuple[Shown, ...] = ()
     _evaluation: dict[str, float] = field(factory=dict)
@@ -96,28 +104,8 @@ class Run:
     # ---- where it stands --------------------------------------------------------------------------------------------
 
     @property
-    def train_config(self) -> TrainConfig:
-        return self.config.train_of("actor")
-
-    @property
-    def step(self) -> Step:
-        """The optimizer step that comes next."""
-        return Step(
-            optimizer_step=self.optimizer_step,
-            rollout_step=self.rollout_step,
-            lr=self._lr(self.optimizer_step),
-        )
-
-    def _lr(self, optimizer_step: int) -> float:
-        train = self.train_config
-        return learning_rate(
-            warmup_steps=train.schedule.warmup_steps,
-            decay=train.schedule.decay,
-            final_ratio=train.schedule.final_ratio,
-            peak=train.optimizer.lr,
-            step=optimizer_step,
-            total_steps=self.config.run.steps * train.mini_batches * train.epochs,
-        )
+    def actor(self) -> Role:
+        return self.roles[ACTOR]
 
     def tell(self, event: Event) -> None:
         self.observers.emit(event)
@@ -131,103 +119,139 @@ class Run:
 
     # ---- from samples to optimizer steps ----------------------------------------------------------------------------
 
-    def with_advantages(self, scored: Scored) -> SampleBatch:
-        """The samples with everything the loss reads: advantages, old and, with a KL penalty, reference log-probs."""
+    def with_advantages(self, scored: Scored) -> Stamped:
+        """The samples with everything the losses read, from the models as they are before the first step."""
         algorithm, samples = self.config.algorithm, scored.rollout.batch
-        advantages = group_advantages(scored.rewards, samples.rows["group"], normalize_std=algorithm.normalize_std)
-        columns = {"advantages": broadcast(advantages, samples), "old_logprobs": samples.columns["rollout_logprobs"]}
-        recompute = algorithm.old_logprobs == "recompute"
-        if recompute or algorithm.kl_coef:
+        if algorithm.overlong == "mask":
+            samples = without_truncated(samples)
+        samples = samples.with_columns(old_logprobs=samples.columns["rollout_logprobs"])
+        forwards = {}
+        shared = share(samples) if self._forwards else None
+        for column, (role, output, weights) in self._forwards.items():
+            forwards[column] = self.roles[role].start_forward(shared, samples, output, weights=weights)
+        if forwards:
             with self.phase("forward"):
-                shared = share(samples)
-                if recompute:
-                    columns["old_logprobs"] = self._logprobs(shared, samples, weights="")
-                if algorithm.kl_coef:
-                    columns["ref_logprobs"] = self._logprobs(shared, samples, weights=REFERENCE)
-        return samples.with_columns(**columns)
-
-    def _logprobs(self, shared: Any, samples: SampleBatch, *, weights: str) -> FloatArray:
-        layout = self.actor.layouts[0]
-        plan = plan_forward(
-            samples,
-            dp_size=layout.dp_size,
-            tokens_per_micro_batch=self.train_config.tokens_per_micro_batch,
-            sequence_multiple=layout.sequence_multiple,
-            micro_batch_multiple=layout.micro_batch_multiple,
+                samples = samples.with_columns(**together(forwards))
+        stamped = stamp(
+            samples, scored.rewards, algorithm, kl_coef=self.kl_coef, max_tokens=self.config.rollout.max_tokens
         )
-        logprobs = self.actor.forward(shared, plan, (Output.LOGPROBS,), of=samples, weights=weights)[Output.LOGPROBS]
-        return np.where(samples.columns["loss_mask"], logprobs, np.float32(0.0))
+        if algorithm.kl_target and stamped.kl is not None:
+            self.kl_coef = adapted_coefficient(
+                self.kl_coef,
+                stamped.kl,
+                target=algorithm.kl_target,
+                horizon=algorithm.kl_horizon,
+                samples=len(samples),
+            )
+        return stamped
 
-    def plan(self, samples: SampleBatch) -> list[StepPlan]:
-        """The optimizer steps of this rollout batch."""
-        layout, train = self.actor.layouts[0], self.train_config
-        return plan_steps(
-            samples,
-            mini_batches=train.mini_batches,
-            epochs=train.epochs,
-            dp_size=layout.dp_size,
-            tokens_per_micro_batch=train.tokens_per_micro_batch,
-            sequence_multiple=layout.sequence_multiple,
-            micro_batch_multiple=layout.micro_batch_multiple,
-            aggregation=self.config.algorithm.aggregation,
-            max_tokens=self.config.rollout.max_tokens,
-            seed=self.config.run.seed * 1_000_003 + self.rollout_step,
-        )
+    @property
+    def _forwards(self) -> dict[str, tuple[str, Output, str]]:
+        """Column -> the role that computes it, its output, and the weights under which it does."""
+        algorithm = self.config.algorithm
+        forwards = {}
+        if algorithm.old_logprobs == "recompute":
+            forwards["old_logprobs"] = (ACTOR, Output.LOGPROBS, "")
+        if algorithm.kl_coef:
+            forwards["ref_logprobs"] = (ACTOR, Output.LOGPROBS, REFERENCE)
+        if CRITIC in self.roles:
+            forwards["values"] = (CRITIC, Output.VALUES, "")
+        return forwards
+
+    def optimize(self, samples: SampleBatch) -> dict[str, list[GroupTrainResult]]:
+        """All optimizer steps of the batch, of all roles at the same time; results by role, in the steps' order."""
+        shared = share(samples)
+        with self.phase("train"):
+            calls = {}
+            for name, role in self.roles.items():
+                if self.rollout_step < role.first_step:
+                    continue
+                for index, pending in enumerate(role.start(shared, samples, self.rollout_step, self._loss(role))):
+                    calls[name, index] = Call(
+                        role.group.processes, pending, functools.partial(role.group.wait_train, pending)
+                    )
+            finished = together(calls)
+        results: dict[str, list[GroupTrainResult]] = {}
+        for (name, _), result in finished.items():
+            results.setdefault(name, []).append(result)
+        return results
+
+    def _loss(self, role: Role) -> LossSpec:
+        if "kl_coef" in role.loss.params and self.config.algorithm.kl_target:
+            return evolve(role.loss, params={**role.loss.params, "kl_coef": self.kl_coef})
+        return role.loss
 
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
     def push_weights(self) -> None:
-        """All engines serve the actor's weights when this returns. Raises WeightUpdateError where one does not."""
+        """All engines serve the actor's weights when this returns. Raises WeightUpdateError where one does not.
+
+        Nothing is sent where engines hold these weights already, nor in the steps that weights.every passes over."""
+        if not self._push_due():
+            return
         with self.phase("update_weights"):
-            if self.offload:
+            if self.offloaded:
                 self.fleet.wake_up()
-            sending = self.actor.update_weights_async(self.address, self.weights_version)
+            group = self.actor.group
+            sending = group.update_weights_async(self.address, self.weights_version)
             receiving = self.fleet.receive_async(self.manifest, self.weights_version, self.address)
-            result, received = self._wait_pushed(sending, receiving)
-        failed = {name: received[name].error or error for name, error in result.engines.items() if error}
+            # At once: either side would wait in vain for the other, until a timeout, where that one has died.
+            both = together(
+                {
+                    "sent": Call(group.processes, sending, lambda: group.wait_update(sending)),
+                    "received": Call(self.fleet.processes, receiving, lambda: self.fleet.wait_received(receiving)),
+                }
+            )
+        received = both["received"]
+        failed = {name: received[name].error or error for name, error in both["sent"].engines.items() if error}
         failed |= {name: each.error for name, each in received.items() if each.error}
         if failed:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(failed.items()))
             raise WeightUpdateError(f"weights version {self.weights_version} did not reach every engine: {reasons}")
         self.weights_version += 1
+        self._pushed_at = self.actor.optimizer_step
 
-    def _wait_pushed(self, sending: Any, receiving: Any) -> tuple[UpdateResult, dict[str, Received]]:
-        """For both sides at once: either would wait in vain for the other, until a timeout, where that one has died."""
-        result: UpdateResult | None = None
-        received: dict[str, Received] | None = None
-        while result is None or received is None:
-            if result is None and self.actor.processes.ready(sending, POLL_SECONDS):
-                result = self.actor.wait_update(sending)
-            if received is None and self.fleet.processes.ready(receiving, POLL_SECONDS):
-                received = self.fleet.wait_received(receiving)
-        return result, received
+    def _push_due(self) -> bool:
+        if self.offloaded or self._pushed_at is None:  # engines that have slept, or are new, hold none
+            return True
+        every = self.config.weights.every
+        due = self.rollout_step % every == 0 or self._evaluation_due()
+        return due and self._pushed_at != self.actor.optimizer_step
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
         """Where ranks and engines share devices they take turns: inside, the ranks are resident and the engines'
         weights sleep until new ones are pushed; outside, the ranks sleep."""
-        if self.offload:
+        if self.offloaded:
             with self.phase("wake_up"):
-                self.fleet.sleep()
-                self.actor.wake_up()
+                self._wake_ranks()
         yield
-        if self.offload:
+        if self.offloaded:
             with self.phase("sleep"):
-                self.actor.sleep()
+                for name in self.offloaded:
+                    self.roles[name].group.sleep()
+
+    def _wake_ranks(self) -> None:
+        self.fleet.sleep()
+        for name in self.offloaded:
+            self.roles[name].group.wake_up()
 
     # ---- what the user sees and keeps -------------------------------------------------------------------------------
 
-    def report(self, scored: Scored, samples: SampleBatch, results: Sequence[GroupTrainResult]) -> None:
+    def report(self, scored: Scored, stamped: Stamped, results: Mapping[str, Sequence[GroupTrainResult]]) -> None:
         now = time.perf_counter()
         rollout = rollout_metrics(scored)
         seconds = {**scored.seconds, **self.phases.take()}
-        recomputed = self.config.algorithm.old_logprobs == "recompute"
-        metrics = {
-            **rollout,
-            **mismatch_metrics(samples, results[0], recomputed=recomputed),
-            **train_metrics(results, self._lr(self.optimizer_step - 1)),  # of the last step that was done
-            **time_metrics(seconds, now - self._step_started, rollout["rollout/tokens"]),
-        }
+        metrics = {**rollout, **stamped.metrics}
+        if self.config.algorithm.old_logprobs == "recompute":
+            metrics |= recomputed_mismatch(stamped.samples)
+        elif ACTOR in results:
+            metrics |= first_step_mismatch(results[ACTOR][0])
+        for name, steps in results.items():
+            role = self.roles[name]
+            prefix = "train" if name == ACTOR else name
+            metrics |= train_metrics(steps, role.lr(role.optimizer_step - 1), prefix=prefix)  # of the last step done
+        metrics |= time_metrics(seconds, now - self._step_started, rollout["rollout/tokens"])
         self._step_started = now
         self.tell(StepFinished(step=scored.step, metrics=metrics, shown=scored.shown()))
 
@@ -261,12 +285,12 @@ class Run:
     def _start_save(self, *, background: bool) -> None:
         state = {
             "rollout_step": self.rollout_step,
-            "optimizer_step": self.optimizer_step,
+            "kl_coef": self.kl_coef,
             "source": self.source.position,
             "config": to_plain(self.config),
             "before": [asdict(shown) for shown in self._before],
         }
-        self.checkpoints.start(self.step, state, background=background)
+        self.checkpoints.start(self.rollout_step, state, background=background)
 
     def finish(self) -> Summary:
         """Save what is not saved, export, and tell how it went."""
@@ -274,9 +298,8 @@ class Run:
         reason = "interrupted" if self.stop.requested and self.rollout_step < self.config.run.steps else "finished"
         self.tell(PhaseStarted(name="saving", step=self.rollout_step))
         if self.checkpoints.last_step != self.rollout_step:
-            if self.offload:
-                self.fleet.sleep()
-                self.actor.wake_up()
+            if self.offloaded:
+                self._wake_ranks()
             self._start_save(background=False)
         self.checkpoints.complete(wait=True)
         artifacts = {"run directory": str(self.run_dir)}

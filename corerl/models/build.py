@@ -15,11 +15,19 @@ from corerl.errors import ModelError
 from corerl.models.attention import PACKED, register_packed_attention
 
 
-def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+VALUE_HEAD = "value_head"
+VALUE_HEAD_WEIGHT = f"{VALUE_HEAD}.weight"  # [1, hidden], under this name in every backend and checkpoint
+
+
+def build_on_meta(
+    config: PreTrainedConfig, *, dtype: torch.dtype, attention: str, value_head: bool = False
+) -> PreTrainedModel:
     """The causal language model of `config`, its parameters on meta in `dtype`, its buffers real and on the CPU.
 
-    `attention` is the name of an attention in transformers ('sdpa', 'eager'), or `models.attention.PACKED`. The config
-    that is given stays as it is. Raises ModelError where the model keeps weights in buffers, which have no chunks.
+    `attention` is the name of an attention in transformers ('sdpa', 'eager'), or `models.attention.PACKED`. With
+    `value_head` it is a critic: the language head is gone, and `model.value_head` is a linear map to one number. The
+    config that is given stays as it is. Raises ModelError where the model keeps weights in buffers, which have no
+    chunks.
 
     Rotary frequencies are buffers that no checkpoint holds: on meta, or after `to_empty()`, they would be lost.
     """
@@ -31,6 +39,8 @@ def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype, attention: st
     handle = register_module_parameter_registration_hook(_to_meta)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        if value_head:
+            _put_value_head(model, dtype)
     finally:
         handle.remove()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -38,6 +48,15 @@ def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype, attention: st
     if kept:
         raise ModelError(f"{type(model).__name__} keeps weights in buffers ({kept[0]}, ...), which CoreRL cannot train")
     return model
+
+
+def _put_value_head(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    language_head = model.get_output_embeddings()
+    name = next(name for name, module in model.named_modules() if module is language_head)
+    parent, _, attribute = name.rpartition(".")
+    delattr(model.get_submodule(parent), attribute)
+    hidden = model.config.get_text_config().hidden_size
+    model.add_module(VALUE_HEAD, nn.Linear(hidden, 1, bias=False, dtype=dtype))
 
 
 def _to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:

@@ -1,4 +1,4 @@
-"""A causal language model as a policy: packed tokens in, one log-prob (and entropy) for each of them out."""
+"""A causal language model as a policy or a critic: packed tokens in, per token a log-prob and entropy, or a value, out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.errors import ModelError
 from corerl.models.attention import PACKED
+from corerl.models.build import VALUE_HEAD
 from corerl.ops.attention import PackedSequences
 from corerl.ops.logprobs import token_logprobs
 from corerl.types import Output
@@ -27,7 +28,8 @@ SCALINGS = (
 
 
 class CausalPolicy(nn.Module):
-    """Wraps the model that `build_on_meta(..., attention=PACKED)` makes, as attribute `model`.
+    """Wraps the model that `build_on_meta(..., attention=PACKED)` makes, as attribute `model`; a critic where it has a
+    value head, else a policy.
 
     The head is not called: its weight is read, so whatever shards the weights must gather it for this module's own
     forward. Raises ModelError where the model changes its logits in a way that this would leave out.
@@ -48,6 +50,19 @@ class CausalPolicy(nn.Module):
             raise ModelError(f"{name} was built with {config._attn_implementation!r} attention, wanted {PACKED!r}")
         self.model = model
 
+    @property
+    def head(self) -> nn.Linear:
+        """What turns hidden states [T, hidden] into logits, or into values."""
+        value_head: nn.Linear | None = getattr(self.model, VALUE_HEAD, None)
+        return self.model.get_output_embeddings() if value_head is None else value_head
+
+    @property
+    def gives(self) -> frozenset[Output]:
+        """The outputs that `forward` can be asked for."""
+        if hasattr(self.model, VALUE_HEAD):
+            return frozenset({Output.VALUES})
+        return frozenset({Output.LOGPROBS, Output.ENTROPY})
+
     def forward(
         self,
         tokens: Tensor,
@@ -58,11 +73,13 @@ class CausalPolicy(nn.Module):
     ) -> dict[Output, Tensor]:
         """tokens and positions [T] int64; each output is [T] float32, entry t speaks of tokens[t].
 
-        What `outputs` asks for, exactly 0 at the first token of each sequence, from logits / temperature.
+        What `outputs` asks for, exactly 0 at the first token of each sequence; log-probs and entropy from
+        logits / temperature.
         """
-        unknown = set(outputs) - {Output.LOGPROBS, Output.ENTROPY}
+        unknown = set(outputs) - self.gives
         if unknown:
-            raise ModelError(f"a policy has no {', '.join(sorted(unknown))}; it gives logprobs and entropy")
+            what = "critic" if Output.VALUES in self.gives else "policy"
+            raise ModelError(f"a {what} has no {', '.join(sorted(unknown))}; it gives {', '.join(sorted(self.gives))}")
         trunk = self.model.get_decoder()
         hidden = trunk(
             input_ids=tokens[None],
@@ -71,17 +88,20 @@ class CausalPolicy(nn.Module):
             use_cache=False,
             packing=packing,
         ).last_hidden_state[0]
-        head = self.model.get_output_embeddings()
         rows = packing.continuations
-        logprobs, entropy = token_logprobs(
-            hidden.index_select(0, rows - 1),  # a token is predicted where the one before it was read
-            head.weight,
-            tokens.index_select(0, rows),
-            bias=getattr(head, "bias", None),
-            temperature=temperature,
-            with_entropy=Output.ENTROPY in outputs,
-        )
-        results = {Output.LOGPROBS: logprobs, Output.ENTROPY: entropy}
+        before = hidden.index_select(0, rows - 1)  # a token is predicted, and valued, where the one before it was read
+        results: dict[Output, Tensor | None] = {}
+        if Output.VALUES in outputs:
+            results[Output.VALUES] = torch.nn.functional.linear(before.float(), self.head.weight.float())[:, 0]
+        if Output.LOGPROBS in outputs or Output.ENTROPY in outputs:
+            results[Output.LOGPROBS], results[Output.ENTROPY] = token_logprobs(
+                before,
+                self.head.weight,
+                tokens.index_select(0, rows),
+                bias=getattr(self.head, "bias", None),
+                temperature=temperature,
+                with_entropy=Output.ENTROPY in outputs,
+            )
         return {
             output: torch.zeros(len(tokens), dtype=values.dtype, device=values.device).index_copy(0, rows, values)
             for output, values in results.items()

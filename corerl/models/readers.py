@@ -11,9 +11,24 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from corerl.errors import ModelError
+from corerl.weights.chunks import TensorSource
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+
+class FirstOf:
+    """Several sources as one: each tensor comes from the first that has it."""
+
+    def __init__(self, *sources: TensorSource) -> None:
+        self._sources = sources
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return next((shape for source in self._sources if (shape := source.shape(name)) is not None), None)
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        source = next(source for source in self._sources if source.shape(name) is not None)
+        return source.read(name, offsets, sizes)
 
 
 class SafetensorsSource:

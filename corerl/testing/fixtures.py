@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.register_assert_rewrite("corerl.testing.checks")
+pytest.register_assert_rewrite("corerl.testing.checks", "corerl.testing.critic_checks")
 
 from corerl.testing.pool import OneRank, RankPool, Ranks  # noqa: E402
 

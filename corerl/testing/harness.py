@@ -38,6 +38,7 @@ LOSS = LossSpec(
     params={"clip_low": 0.2, "clip_high": 0.28, "entropy_coef": 0.01, "kl_coef": 0.05, "kl_estimator": "k3"},
     outputs=(Output.LOGPROBS, Output.ENTROPY),
 )
+VALUE_LOSS = LossSpec(name="value", params={"value_clip": 0.3}, outputs=(Output.VALUES,))
 # No value is a default, so that one that does not arrive is seen. eps is far above the rounding of gradients: with
 # 1e-8, a single gradient of 1e-9 that is all rounding moves its weight by a good part of the learning rate.
 TRAIN = TrainConfig(
@@ -57,6 +58,11 @@ class Setup:
     options: Mapping[str, Any] = field(factory=dict)  # the backend's own
     weights: WeightsConfig = WeightsConfig(bucket_bytes=2**14)
     sequence_multiple: int = 1  # pads sequences beyond what the backend asks for
+    value_head: bool = False  # a critic
+
+    @property
+    def loss(self) -> LossSpec:
+        return VALUE_LOSS if self.value_head else LOSS
 
     def packed_by(self, tokens_per_micro_batch: int, *, sequence_multiple: int = 1) -> Setup:
         train = evolve(self.train, tokens_per_micro_batch=tokens_per_micro_batch)
@@ -92,6 +98,8 @@ def make_samples(seed: int, *, samples: int = 7, vocab: int = 97, temperature: f
             "old_logprobs": column(old),
             "ref_logprobs": column(old + 0.3 * rng.standard_normal(total)),
             "advantages": column(np.repeat(0.8 + rng.standard_normal(samples), lengths)),
+            "values": column(0.5 * rng.standard_normal(total)),
+            "returns": column(rng.standard_normal(total)),
             "versions": np.zeros(total, dtype=np.int64),
         },
         rows={"group": np.arange(samples) // 2},
@@ -122,6 +130,7 @@ def role_config(setup: Setup, *, resume: str = "") -> RoleConfig:
         device="cpu",
         seed=0,
         timeout=60.0,
+        value_head=setup.value_head,
         resume=resume,
     )
 
@@ -132,11 +141,11 @@ def make_worker(setup: Setup, *, resume: str = "") -> Worker:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
     return Worker(
         Assignment(
-            context=Context(role="actor", rank=rank, world_size=world_size, local_rank=0, run_dir=""),
+            context=Context(role="critic" if setup.value_head else "actor", rank=rank, world_size=world_size, local_rank=0, run_dir=""),
             backend=setup.backend,
             config=role_config(setup, resume=resume),
-            loss=LOSS,
-            fingerprint=fingerprint(load(Kind.BACKENDS, setup.backend), [], LOSS),
+            loss=setup.loss,
+            fingerprint=fingerprint(load(Kind.BACKENDS, setup.backend), [], setup.loss),
         )
     )
 
@@ -177,11 +186,11 @@ def packed_for_training(worker: Worker, setup: Setup, samples: SampleBatch) -> P
 def train(worker: Worker, setup: Setup, number: int, *, samples: SampleBatch | None = None) -> TrainResult:
     """Optimizer step `number`, on its own samples unless others are given."""
     batch = packed_for_training(worker, setup, samples or samples_at(number))
-    return worker.host.train(batch=batch, loss=LOSS, step=step_at(number))
+    return worker.host.train(batch=batch, loss=setup.loss, step=step_at(number))
 
 
 def forward(worker: Worker, setup: Setup, samples: SampleBatch, *, weights: str = "") -> ForwardResult:
-    """Log-probs and entropy of this rank's share of the samples."""
+    """Log-probs and entropy, or a critic's values, of this rank's share of the samples."""
     layout = worker.backend.layout
     multiple = math.lcm(setup.sequence_multiple, layout.sequence_multiple)
     plan = plan_forward(
@@ -192,7 +201,7 @@ def forward(worker: Worker, setup: Setup, samples: SampleBatch, *, weights: str 
         micro_batch_multiple=layout.micro_batch_multiple,
     )
     batch = pack(samples, plan, layout.dp_rank, sequence_multiple=multiple)
-    return worker.host.forward(batch=batch, outputs=(Output.LOGPROBS, Output.ENTROPY), weights=weights)
+    return worker.host.forward(batch=batch, outputs=setup.loss.outputs, weights=weights)
 
 
 # ---- what a rank holds -----------------------------------------------------------------------------------------------

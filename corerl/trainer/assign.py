@@ -6,10 +6,10 @@ from pathlib import Path
 
 from attrs import evolve, frozen
 
-from corerl.algorithms.registry import loss_spec
+from corerl.algorithms.registry import loss_spec, value_loss_spec
 from corerl.checkpoint.reader import written_ranks
 from corerl.config.load import to_plain
-from corerl.config.schema import ClusterInfo, Config, RoleChoice, RoleConfig
+from corerl.config.schema import ClusterInfo, Config, RoleConfig
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
 from corerl.plugin.fingerprint import fingerprint
@@ -21,25 +21,33 @@ from corerl.trainer.worker import Assignment
 from corerl.types import LossSpec
 
 
+ACTOR = "actor"
+CRITIC = "critic"
+
+
 @frozen(kw_only=True)
 class RolePlan:
     """A role as it will be launched."""
 
     role: str
     backend: Loaded
+    loss: LossSpec | None  # None where it is not trained
     assignments: tuple[Assignment, ...]  # one a rank
     environment: dict[str, str]  # that the backend asks for; the run adds its own
     resources: Resources  # of each rank
 
 
-def actor_loss(config: Config) -> LossSpec:
+def loss_of(role: str, config: Config) -> LossSpec:
+    """What `role` is trained with. Raises ConfigError where `[algorithm]` names a loss that cannot be."""
     algorithm = config.algorithm
+    if role == CRITIC:
+        return value_loss_spec(value_clip=algorithm.critic.value_clip)
     return loss_spec(
         loss=algorithm.loss,
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
         entropy_coef=algorithm.entropy_coef,
-        kl_coef=algorithm.kl_coef,
+        kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
         kl_estimator=algorithm.kl_estimator,
     )
 
@@ -53,25 +61,26 @@ def plan_role(
     Raises what is wrong with the role, in the user's terms: unknown backend, a capability that it lacks, its own
     checks.
     """
-    choice: RoleChoice = getattr(config.roles, role)
+    choice = config.chosen_roles[role]
     name = backend_name(config, role)
     backend = load(Kind.BACKENDS, name)
     options = config.backends[backend.name]
     cluster = ClusterInfo(device=device, ranks=choice.ranks)
     train = config.train_of(role)
     saved_ranks = written_ranks(Path(resume)) if resume else 0
-    needs = needed(config, cluster, train.precision, experts=experts, saved_ranks=saved_ranks)
+    needs = needed(role, config, cluster, experts=experts, saved_ranks=saved_ranks)
     check_capabilities(backend.spec, needs, name=backend.name)
     check_spec(backend, options, cluster)
     extensions = extensions_for(config.extensions, Process.WORKER)
     role_config = RoleConfig(
-        model=config.model,
+        model=config.model_of(role),
         train=train,
         options=to_plain(options),
         weights=config.weights,
         device=device,
         seed=config.run.seed,
         timeout=config.cluster.timeout,
+        value_head=role == CRITIC,
         resume=resume,
     )
     assignment = Assignment(
@@ -85,6 +94,7 @@ def plan_role(
     return RolePlan(
         role=role,
         backend=backend,
+        loss=loss,
         assignments=tuple(
             evolve(assignment, context=evolve(assignment.context, rank=rank)) for rank in range(choice.ranks)
         ),
@@ -94,34 +104,42 @@ def plan_role(
 
 
 def needed(
-    config: Config, cluster: ClusterInfo, precision: str, *, experts: int = 1, saved_ranks: int = 0
+    role: str, config: Config, cluster: ClusterInfo, *, experts: int = 1, saved_ranks: int = 0
 ) -> dict[Capability, str]:
-    """Capabilities that the run will use, each with the setting that asks for it. `saved_ranks` wrote the checkpoint
+    """Capabilities that the run will use of the role's backend, each with the setting that asks for it. `saved_ranks` wrote the checkpoint
     that the role resumes; 0 where it resumes none."""
     needs: dict[Capability, str] = {}
+    train = config.train_of(role)
+    halves = {"bfloat16": Capability.BFLOAT16, "float16": Capability.FLOAT16}
+    if role == CRITIC:
+        needs[Capability.CRITIC] = "roles.critic"
     if cluster.device == "cpu":
         needs[Capability.CPU] = "cluster.device = 'cpu'"
     if cluster.ranks > 1:
         needs[Capability.MULTI_RANK] = f"{cluster.ranks} ranks"
-    if precision == "bfloat16":
-        needs[Capability.BFLOAT16] = "train.precision = 'bfloat16'"
+    if train.precision in halves:
+        needs[halves[train.precision]] = f"train.precision = '{train.precision}'"
+    if train.recompute != "none":
+        needs[Capability.RECOMPUTE] = f"train.recompute = '{train.recompute}'"
     if experts > 1:
         needs[Capability.MOE] = f"a model of {experts} experts"
     if saved_ranks and saved_ranks != cluster.ranks:
         needs[Capability.RESHARD] = f"resuming on {cluster.ranks} ranks what {saved_ranks} saved"
-    if config.algorithm.kl_coef:
+    if role == ACTOR and config.algorithm.kl_coef:
         needs[Capability.SNAPSHOTS] = f"algorithm.kl_coef = {config.algorithm.kl_coef}, whose reference is a snapshot"
-    if offloads(config, cluster.device):
+    if role in offloaded(config, cluster.device):
         needs[Capability.SLEEP] = f"cluster.offload = '{config.cluster.offload}' with colocated engines"
     if config.checkpoint.background:
         needs[Capability.SAVE_BACKGROUND] = "checkpoint.background = true"
     transport = {"collective": Capability.UPDATE_COLLECTIVE, "disk": Capability.UPDATE_DISK}
-    if config.weights.transport in transport:
+    if role == ACTOR and config.weights.transport in transport:
         needs[transport[config.weights.transport]] = f"weights.transport = '{config.weights.transport}'"
     return needs
 
 
-def offloads(config: Config, device: str) -> bool:
-    """Whether ranks and engines share devices, and take turns in their memory."""
+def offloaded(config: Config, device: str) -> tuple[str, ...]:
+    """The roles that share devices with engines, and take turns with them in their memory."""
     offload = config.cluster.offload
-    return config.cluster.placement == "colocated" and (offload == "always" or (offload == "auto" and device == "cuda"))
+    if config.cluster.placement != "colocated" or offload == "never" or (offload == "auto" and device != "cuda"):
+        return ()
+    return tuple(role for role in config.chosen_roles if role not in config.apart)

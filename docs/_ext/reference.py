@@ -23,7 +23,8 @@ from corerl.plugin.capabilities import Capability
 
 MARK = re.compile(r"^<!-- reference: (\w+) -->$", re.MULTILINE)
 WORDS = ("required", "unset", "computed")  # stand where a default would; all others are TOML
-REPEATED = "roles.actor.train."  # says again what [train] says
+# Say again what [train] and [model] say.
+REPEATED = ("roles.actor.train.", "roles.critic.train.", "roles.critic.model.")
 
 
 def table_of(entry: FieldHelp) -> str:

@@ -27,8 +27,8 @@ Start = Callable[..., ProcessGroup]
 def seats() -> Iterator[list[Seat]]:
     """Three, of one CPU each."""
     with ray_session(address="", cpus=4):
-        with seated(arrange(ranks=3, engines=0, placement="colocated", cpus=1.0, gpus=0.0), timeout=60.0) as (ranks, _):
-            yield ranks
+        with seated(arrange({"actor": 3}, cpus=1.0, gpus=0.0), timeout=60.0) as seats:
+            yield seats["actor"]
 
 
 @pytest.fixture
@@ -149,20 +149,17 @@ def test_seats_are_shares_of_their_bundles(seats: list[Seat]) -> None:
     assert [(seat.cpus, seat.gpus) for seat in seats] == [(1.0, 0.0)] * 3
     assert [seat.bundle for seat in seats] == [0, 1, 2]
     # One CPU of four is left, and two processes share it.
-    with seated(arrange(ranks=1, engines=1, placement="colocated", cpus=1.0, gpus=0.0), timeout=60.0) as (
-        ranks,
-        engines,
-    ):
-        assert [(seat.bundle, seat.cpus) for seat in (*ranks, *engines)] == [(0, 0.5), (0, 0.5)]
+    with seated(arrange({"actor": 1, "engines": 1}, cpus=1.0, gpus=0.0), timeout=60.0) as both:
+        assert [(seat.bundle, seat.cpus) for seat in (*both["actor"], *both["engines"])] == [(0, 0.5), (0, 0.5)]
 
 
 def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_asked(seats: list[Seat]) -> None:
     with pytest.raises(CorerlError) as caught:
-        with seated(arrange(ranks=50, engines=2, placement="disaggregated", cpus=1.0, gpus=1.0), timeout=0.5):
+        with seated(arrange({"actor": 50, "engines": 2}, apart=["engines"], cpus=1.0, gpus=1.0), timeout=0.5):
             pass
     assert caught.value.message == (
-        "the cluster has no room: it has {'CPU': 4.0}, the run asks for 52 bundles of {'CPU': 1.0, 'GPU': 1.0}; "
-        "use fewer ranks or engines, or a larger cluster"
+        "the cluster has no room for 52 bundles of {'CPU': 1.0, 'GPU': 1.0}: CPU 1 free of 4, 52 asked, "
+        "GPU 0 free of 0, 52 asked; use fewer ranks or engines, or a larger cluster"
     )
 
 

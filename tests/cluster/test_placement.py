@@ -2,51 +2,58 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from corerl.cluster.placement import arrange, physical_order
 
 
 @pytest.mark.parametrize(
-    ("ranks", "engines", "bundles", "engine_seats", "shares"),
+    ("ranks", "engines", "bundles", "rank_places", "engine_places"),
     [
-        (2, 2, 2, (0, 1), [1 / 2, 1 / 2]),
-        (4, 2, 4, (0, 2), [1 / 2, 1, 1 / 2, 1]),  # spread evenly over the ranks
-        (3, 2, 3, (0, 1), [1 / 2, 1 / 2, 1]),
-        (1, 3, 3, (0, 1, 2), [1 / 2, 1, 1]),  # more engines than ranks have bundles of their own
-        (2, 0, 2, (), [1, 1]),
+        (2, 2, 2, (0, 1), (0, 1)),
+        (4, 2, 4, (0, 1, 2, 3), (0, 2)),
+        (3, 2, 3, (0, 1, 2), (0, 1)),
+        (1, 3, 3, (0,), (0, 1, 2)),
+        (2, 4, 4, (0, 2), (0, 1, 2, 3)),
+        (2, 0, 2, (0, 1), ()),
     ],
 )
-def test_colocated_engines_share_the_ranks_bundles(
-    ranks: int, engines: int, bundles: int, engine_seats: tuple[int, ...], shares: list[float]
+def test_groups_share_bundles_and_are_spread_evenly_over_them(
+    ranks: int, engines: int, bundles: int, rank_places: tuple[int, ...], engine_places: tuple[int, ...]
 ) -> None:
-    seating = arrange(ranks=ranks, engines=engines, placement="colocated", cpus=1.0, gpus=0.0)
-    assert seating.ranks == tuple(range(ranks))
-    assert seating.engines == engine_seats
+    seating = arrange({"actor": ranks, "engines": engines}, cpus=1.0, gpus=0.0)
+    assert seating.places == {"actor": rank_places, "engines": engine_places}
     assert seating.bundles == bundles
-    assert [seating.share(bundle) for bundle in range(bundles)] == shares
 
 
-def test_disaggregated_engines_have_bundles_of_their_own() -> None:
-    seating = arrange(ranks=2, engines=3, placement="disaggregated", cpus=1.0, gpus=0.0)
-    assert seating.ranks == (0, 1)
-    assert seating.engines == (2, 3, 4)
-    assert seating.bundles == 5
-    assert [seating.share(bundle) for bundle in range(5)] == [1.0] * 5
+def test_a_group_apart_has_bundles_of_its_own_behind_the_shared_ones() -> None:
+    seating = arrange({"actor": 2, "critic": 1, "engines": 3}, apart=["engines"], cpus=1.0, gpus=0.0)
+    assert seating.places == {"actor": (0, 1), "critic": (0,), "engines": (2, 3, 4)}
+    assert [seating.share(bundle) for bundle in range(5)] == [1 / 2, 1.0, 1.0, 1.0, 1.0]
+
+    seating = arrange({"actor": 1, "critic": 2, "engines": 2}, apart=["critic"], cpus=1.0, gpus=0.0)
+    assert seating.places == {"actor": (0,), "critic": (2, 3), "engines": (0, 1)}
+    assert seating.bundles == 4
 
 
 def test_a_bundle_is_what_one_process_takes() -> None:
-    seating = arrange(ranks=1, engines=1, placement="colocated", cpus=4.0, gpus=2.0)
-    assert (seating.cpus_per_bundle, seating.gpus_per_bundle) == (4.0, 2.0)
+    seating = arrange({"actor": 3}, cpus=4.0, gpus=2.0, resources={"h200": 1.0})
+    assert seating.bundle == {"CPU": 4.0, "GPU": 2.0, "h200": 1.0}
+    assert seating.cpus == 12.0
+    assert arrange({"actor": 1}, cpus=1.0, gpus=0.0).bundle == {"CPU": 1.0}
 
 
-def test_no_bundle_is_given_away_more_than_once() -> None:
-    for ranks in range(1, 9):
-        for engines in range(9):
-            seating = arrange(ranks=ranks, engines=engines, placement="colocated", cpus=1.0, gpus=1.0)
+def test_no_bundle_is_given_away_more_than_once_and_none_is_left_empty() -> None:
+    for actor, critic, engines in itertools.product(range(1, 6), repeat=3):
+        for apart in ([], ["engines"], ["critic", "engines"]):
+            groups = {"actor": actor, "critic": critic, "engines": engines}
+            seating = arrange(groups, apart=apart, cpus=1.0, gpus=1.0)
             taken = [0.0] * seating.bundles
-            for bundle in (*seating.ranks, *seating.engines):
-                taken[bundle] += seating.share(bundle)
+            for places in seating.places.values():
+                for bundle in places:
+                    taken[bundle] += seating.share(bundle)
             assert taken == pytest.approx([1.0] * seating.bundles)
 
 

@@ -1,15 +1,19 @@
 """Contradictions between settings, each with one line that says what to do."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import evolve
 
 from corerl.config.check import problems
 from corerl.config.schema import (
+    AlgorithmConfig,
     BackendChoice,
     CheckpointConfig,
     Config,
+    CriticChoice,
+    CriticConfig,
     ExtensionChoice,
     ModelConfig,
     RewardConfig,
@@ -146,7 +150,10 @@ def test_a_roles_own_train_table_is_the_one_that_counts() -> None:
 
 def test_a_group_of_one_teaches_nothing() -> None:
     assert problems(evolve(VALID, rollout=RolloutConfig(samples=1))) == [
-        "rollout.samples: 1 leaves a sample nothing to compare with, so that every advantage is 0; use at least 2"
+        (
+            "rollout.samples: 1 leaves a sample nothing to compare with, so that every advantage is 0; "
+            "use at least 2, or algorithm.name='ppo'"
+        )
     ]
 
 
@@ -164,3 +171,71 @@ def test_all_contradictions_are_found_together() -> None:
         "extensions: 'jsonl' stands there 2 times; keep one",
         "checkpoint.resume: no directory 'nver'; give 'never', 'auto', or a checkpoint's directory",
     ]
+
+
+# ---- algorithms ------------------------------------------------------------------------------------------------------
+
+PPO = evolve(
+    VALID,
+    algorithm=AlgorithmConfig(name="ppo"),
+    roles=RolesConfig(critic=CriticChoice()),
+    rollout=RolloutConfig(samples=1),
+)
+
+
+def test_ppo_is_content_with_one_sample_and_a_critic() -> None:
+    assert problems(PPO) == []
+
+
+def test_a_critic_is_given_where_it_is_asked_and_only_there() -> None:
+    assert problems(evolve(PPO, roles=RolesConfig())) == [
+        "roles.critic: missing, and algorithm.name='ppo' wants one; add it, such as roles.critic.ranks=1"
+    ]
+    assert problems(evolve(VALID, roles=PPO.roles)) == [
+        "roles.critic: given, and algorithm.name='grpo' asks no critic; remove it, or set algorithm.name='ppo'"
+    ]
+    read_by_none = evolve(VALID, algorithm=AlgorithmConfig(critic=CriticConfig(gamma=0.9)))
+    assert problems(read_by_none) == ["algorithm.critic: set, and algorithm.name='grpo' does not read it; remove it"]
+
+
+def test_a_critics_batch_is_its_own() -> None:
+    critic = CriticChoice(ranks=2, train=TrainConfig(mini_batches=3))
+    (line,) = problems(evolve(PPO, roles=RolesConfig(critic=critic)))
+    assert line.startswith("rollout.prompts: 64 does not split into roles.critic.train.mini_batches=3 equal")
+
+
+def test_a_critics_own_model_is_one_and_has_no_tokens_of_its_own(tmp_path: Path) -> None:
+    def lines(**model: Any) -> list[str]:
+        return problems(evolve(PPO, roles=RolesConfig(critic=CriticChoice(model=ModelConfig(**model)))))
+
+    assert lines(path=str(tmp_path)) == []
+    assert lines() == [
+        "roles.critic.model: wants either path or config, one of the two; remove the table to take [model]"
+    ]
+    assert lines(path=str(tmp_path), tokenizer="characters:ab") == [
+        "roles.critic.model.tokenizer: the critic reads the actor's tokens; remove it"
+    ]
+    assert lines(path="/none") == [
+        "roles.critic.model.path: no directory '/none'; give a downloaded Hugging Face model directory"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "start"),
+    [
+        ({"kl_target": 0.1}, "algorithm.kl_target: adapts algorithm.kl_coef, which is 0"),
+        ({"kl_in": "reward"}, "algorithm.kl_in: 'reward', and algorithm.kl_coef is 0"),
+        ({"correction": "token"}, "algorithm.correction: 'token' compares the engine's log-probs"),
+        ({"overlong": "penalty"}, "algorithm.overlong_buffer: 0 with algorithm.overlong='penalty'"),
+        ({"overlong": "penalty", "overlong_buffer": 257}, "algorithm.overlong_buffer: 257 with"),
+        ({"overlong_buffer": 5}, "algorithm.overlong_buffer: 5 with algorithm.overlong='keep'"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_told(algorithm: dict[str, Any], start: str) -> None:
+    (line,) = problems(evolve(VALID, algorithm=AlgorithmConfig(**algorithm)))
+    assert line.startswith(start)
+
+
+def test_groups_of_one_have_no_spread_to_sample_for() -> None:
+    (line,) = problems(evolve(PPO, algorithm=AlgorithmConfig(name="ppo", dynamic_sampling=2)))
+    assert line.startswith("algorithm.dynamic_sampling: a group of one sample has no spread")

@@ -142,7 +142,7 @@ def test_the_last_override_of_a_value_counts_and_its_neighbours_stay(tmp_path: P
         (
             "[weights]\ndtype = 'bfloat6'",
             (
-                "weights.dtype: expected one of 'float32', 'bfloat16', 'model', got string 'bfloat6'; "
+                "weights.dtype: expected one of 'float32', 'bfloat16', 'float16', 'model', got string 'bfloat6'; "
                 "did you mean 'bfloat16'?"
             ),
         ),

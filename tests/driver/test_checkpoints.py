@@ -20,14 +20,25 @@ from tests.checkpoint.roles import cut, whole
 
 @define
 class Group:
-    """Two ranks that write where they are told; in the background only when `write` is called, or waited for."""
+    """A role of two ranks that write where they are told; in the background only when `write` is called, or waited
+    for."""
 
     layouts: list[str] = field(factory=lambda: ["rank 0", "rank 1"])
     broken: bool = False
     ended: bool = False
+    optimizer_step: int = 0
+    saved_at: list[Step] = field(factory=list)
     _path: Path | None = None
 
+    @property
+    def group(self) -> Group:
+        return self
+
+    def step(self, rollout_step: int) -> Step:
+        return Step(optimizer_step=self.optimizer_step, rollout_step=rollout_step, lr=0.1)
+
     def save(self, path: str, step: Step, *, background: bool) -> int:
+        self.saved_at.append(step)
         self._path = Path(path)
         if not background:
             self.write()
@@ -63,13 +74,13 @@ def make(run_dir: Path, heard: Heard, *, keep: int = 2, **roles: Group) -> Check
     return Checkpoints(
         run_dir=run_dir,
         config=CheckpointConfig(every=2, keep=keep),
-        roles=roles,  # type: ignore[arg-type]  # the part of a TrainGroup that saves
+        roles=roles,  # type: ignore[arg-type]  # the part of a Role that saves
         observers=Observers([("heard", heard)]),
     )
 
 
-def at(rollout_step: int) -> tuple[Step, dict[str, Any]]:
-    return Step(optimizer_step=3 * rollout_step, rollout_step=rollout_step, lr=0.1), {"rollout_step": rollout_step}
+def at(rollout_step: int) -> tuple[int, dict[str, Any]]:
+    return rollout_step, {"rollout_step": rollout_step}
 
 
 def path(run_dir: Path, step: int) -> Path:
@@ -93,7 +104,7 @@ def test_a_save_in_the_foreground_is_there_on_return(tmp_path: Path) -> None:
 
 
 def test_a_save_in_the_background_is_invisible_until_every_role_has_written(tmp_path: Path) -> None:
-    heard, actor, critic = Heard(), Group(), Group()
+    heard, actor, critic = Heard(), Group(optimizer_step=6), Group(optimizer_step=8)
     checkpoints = make(tmp_path, heard, actor=actor, critic=critic)
     checkpoints.start(*at(2), background=True)
     assert checkpoints.last_step == 2
@@ -106,6 +117,8 @@ def test_a_save_in_the_background_is_invisible_until_every_role_has_written(tmp_
     assert latest(tmp_path) == path(tmp_path, 2)
     assert sorted(role.name for role in path(tmp_path, 2).iterdir() if role.is_dir()) == ["actor", "critic"]
     assert [event.step for event in heard.saved] == [2]
+    # Each at a count of its own: a critic that is warmed up has taken more steps than the actor.
+    assert [step.optimizer_step for step in (*actor.saved_at, *critic.saved_at)] == [6, 8]
 
 
 def test_the_next_save_waits_for_the_one_before_and_the_oldest_goes(tmp_path: Path) -> None:

@@ -40,12 +40,12 @@ def test_on_a_cluster_ranks_may_meet_over_any_interface(prepared: Prepared) -> N
 
 
 def test_a_backend_adds_to_the_environment_and_contradicts_nothing(prepared: Prepared) -> None:
-    def with_environment(**environment: str) -> Prepared:
-        return evolve(prepared, actor=evolve(prepared.actor, environment=environment))
+    def environment(**own: str) -> dict[str, str]:
+        return rank_environment(prepared, evolve(prepared.roles["actor"], environment=own))
 
-    assert rank_environment(with_environment(ITS_OWN="1"))["ITS_OWN"] == "1"
+    assert environment(ITS_OWN="1")["ITS_OWN"] == "1"
     with pytest.raises(ConfigError, match="OMP_NUM_THREADS: corerl wants '1', plain wants '4'"):
-        rank_environment(with_environment(OMP_NUM_THREADS="4"))
+        environment(OMP_NUM_THREADS="4")
 
 
 def test_nothing_is_written_for_a_run_that_cannot_be(tmp_path: Path) -> None:

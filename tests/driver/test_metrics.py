@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from corerl.data.prompts import Prompt
-from corerl.driver.metrics import mismatch_metrics, rollout_metrics, time_metrics, train_metrics
+from corerl.driver.metrics import (
+    first_step_mismatch,
+    recomputed_mismatch,
+    rollout_metrics,
+    time_metrics,
+    train_metrics,
+)
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources import Scored
 from corerl.trainer.group import GroupTrainResult
@@ -64,14 +70,20 @@ def test_train_metrics_are_means_over_optimizer_steps_but_for_counts() -> None:
     }
 
 
+def test_each_roles_metrics_stand_under_its_own_prefix() -> None:
+    names = train_metrics([result(1.0)], lr=0.01, prefix="critic")
+    assert {name.partition("/")[0] for name in names} == {"critic"}
+    assert names["critic/loss"] == 1.0
+
+
 def test_a_norm_that_is_not_finite_is_shown_as_it_is() -> None:
     assert math.isinf(train_metrics([result(1.0, norm=math.inf, applied=False)], lr=0.01)["train/grad_norm"])
 
 
 def test_the_mismatch_is_the_first_steps_own_where_nothing_was_recomputed() -> None:
-    found = mismatch_metrics(samples(), result(1.0, diff=(0.25, 0.5)), recomputed=False)
+    found = first_step_mismatch(result(1.0, diff=(0.25, 0.5)))
     assert found == {"rollout/logprob_diff": 0.25, "rollout/logprob_diff_max": 0.5}
-    assert mismatch_metrics(samples(), result(1.0), recomputed=False) == {}  # a loss that does not report it
+    assert first_step_mismatch(result(1.0)) == {}  # a loss that does not report it
 
 
 def test_recomputed_logprobs_are_compared_at_response_tokens_of_the_whole_batch() -> None:
@@ -79,7 +91,7 @@ def test_recomputed_logprobs_are_compared_at_response_tokens_of_the_whole_batch(
         old_logprobs=[9.0, 9.0, -1.0, 9.0, 9.0, -2.0, -3.0, -4.0],
         rollout_logprobs=[0.0, 0.0, -1.5, 0.0, 0.0, -2.0, -2.0, -4.5],
     )
-    found = mismatch_metrics(batch, result(1.0, diff=(7.0, 7.0)), recomputed=True)
+    found = recomputed_mismatch(batch)
     assert found == {"rollout/logprob_diff": pytest.approx((0.5 + 1.0 + 0.5) / 4), "rollout/logprob_diff_max": 1.0}
 
 

@@ -40,12 +40,12 @@ def test_a_sound_config_is_prepared_without_a_process_or_a_file(tmp_path: Path) 
     config = config_in(tmp_path / "run", rollout={"engine": "fake", "prompts": 8, "samples": 4, "replicas": 2})
     prepared = prepare(evolve(config, cluster=evolve(config.cluster, device="cpu", placement="disaggregated")))
     assert (prepared.device, prepared.run_dir, prepared.resume, prepared.state) == ("cpu", tmp_path / "run", None, {})
-    assert (prepared.seating.ranks, prepared.seating.engines, prepared.seating.bundles) == ((0,), (1, 2), 3)
+    assert prepared.seating.places == {"actor": (0,), "engines": (1, 2)}
     assert prepared.tokenizer("0>")["input_ids"] == [1, 4, 14]
     assert prepared.params.stop_tokens == (2,)
     assert len(prepared.prompts.held_out) == 16
-    assert prepared.actor.assignments[0].config.resume == ""
-    assert title(prepared) == "grpo on sort-digits: qwen3 from scratch, 1 plain ranks, 2 fake engines, cpu"
+    assert prepared.roles["actor"].assignments[0].config.resume == ""
+    assert title(prepared) == "grpo on sort-digits: qwen3 from scratch, 1 plain rank, 2 fake engines, cpu"
     assert not ray.is_initialized() and not (tmp_path / "run").exists()
 
 
@@ -55,7 +55,7 @@ def test_a_resumed_run_is_told_where_its_checkpoint_stands(tmp_path: Path) -> No
     prepared = prepare(config)
     assert prepared.resume == checkpoint
     assert prepared.state["rollout_step"] == 4
-    assert prepared.actor.assignments[0].config.resume == str(checkpoint / "actor")
+    assert prepared.roles["actor"].assignments[0].config.resume == str(checkpoint / "actor")
 
 
 # ---- several problems ------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_a_models_directories_become_absolute(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     prepared = prepare(evolve(config, model=ModelConfig(path="model", tokenizer="tokens")))
     assert prepared.config.model == ModelConfig(path=f"{tmp_path}/model", tokenizer=f"{tmp_path}/tokens")
-    assert prepared.actor.assignments[0].config.model == prepared.config.model
+    assert prepared.roles["actor"].assignments[0].config.model == prepared.config.model
     characters = prepare(evolve(config, model=ModelConfig(path="model", tokenizer="characters:0>")))
     assert characters.config.model == ModelConfig(path=f"{tmp_path}/model", tokenizer="characters:0>")
     assert prepare(config).config.model == config.model
@@ -200,13 +200,42 @@ def test_a_checkpoint_must_hold_every_tensor_of_the_model_in_its_shape(tmp_path:
     fields = dict(config.model.config)
 
     def require(**changes: Any) -> None:
-        require_same_model(checkpoint, hf_config(evolve(config.model, config={**fields, **changes})))
+        require_same_model(checkpoint, "actor", hf_config(evolve(config.model, config={**fields, **changes})))
 
     require()
     with pytest.raises(CheckpointError, match=r"has \[16, 32\] for 'model.embed_tokens.weight'.* wants \[19, 32\]"):
         require(vocab_size=19)
-    with pytest.raises(CheckpointError, match=r"lacks 'lm_head.weight', this run's model wants \[16, 32\]"):
+    with pytest.raises(CheckpointError, match=r"lacks 'lm_head.weight', this run's actor wants \[16, 32\]"):
         require(tie_word_embeddings=False)
+
+
+def test_a_checkpoint_must_hold_every_role(tmp_path: Path) -> None:
+    config = make_config()
+    checkpoint = save(tmp_path, config, make_model(config, seed=1), step=2)
+    with pytest.raises(CheckpointError, match=r"step-00000002 holds no critic, which this run has; resume with"):
+        require_same_model(checkpoint, "critic", hf_config(config.model))
+
+
+CRITIC = {"algorithm": {"name": "ppo"}, "roles": {"critic": {"ranks": 1}}}
+
+
+def test_a_critic_is_a_role_with_a_plan_of_its_own(tmp_path: Path) -> None:
+    prepared = prepare(config_in(tmp_path / "run", **CRITIC))
+    assert list(prepared.roles) == ["actor", "critic"]
+    actor, critic = (plan.assignments[0].config for plan in prepared.roles.values())
+    assert (actor.value_head, critic.value_head, critic.model) == (False, True, actor.model)
+    assert prepared.seating.places == {"actor": (0,), "critic": (0,), "engines": (0,)}
+    assert "1 plain rank, 1 plain rank for the critic, 1 fake engine" in title(prepared)
+    own = {**CRITIC, "roles": {"critic": {"ranks": 1, "devices": "own"}}}
+    apart = prepare(config_in(tmp_path / "run", **own))
+    assert apart.seating.places == {"actor": (0,), "critic": (1,), "engines": (0,)}
+
+
+def test_a_critics_own_model_must_know_the_actors_tokens(tmp_path: Path) -> None:
+    small = {**make_config().model.config, "vocab_size": 3}
+    tables = {**CRITIC, "roles": {"critic": {"ranks": 1, "model": {"config": small}}}}
+    with pytest.raises(ModelError, match=r"^roles.critic.model.config.vocab_size: the model's vocabulary has 3 tokens"):
+        prepare(config_in(tmp_path / "run", **tables))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -12,7 +12,10 @@ from attrs import evolve
 
 from corerl.config.schema import Config, EvalConfig
 from corerl.data.prompts import Prompt
+from corerl.data.plan import StepPlan
 from corerl.driver import run as driver
+from corerl.driver.advantages import Stamped
+from corerl.driver.roles import Role
 from corerl.driver.run import REFERENCE, Run, answers_in
 from corerl.errors import WeightUpdateError, WorkerDied
 from corerl.observability.timing import Phases
@@ -23,7 +26,7 @@ from corerl.rollout.engine import Received
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources import Evaluation, Scored
 from corerl.trainer.group import GroupTrainResult
-from corerl.types import Metric, Output, ParallelLayout, SampleBatch, UpdateResult
+from corerl.types import LossSpec, Metric, Output, ParallelLayout, SampleBatch, Step, UpdateResult
 from tests.driver.saved import make_config
 
 TRAIN = {
@@ -39,6 +42,7 @@ class Group:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.losses: list[LossSpec] = []
         self.processes = self
         self.failure: Exception | None = None
         self.answers = True
@@ -74,11 +78,37 @@ class Group:
         if self.failure is not None:
             raise self.failure
 
-    def forward(
-        self, shared: Any, plan: Any, outputs: tuple[Output, ...], *, of: SampleBatch, weights: str
-    ) -> dict[Output, Any]:
-        value = -2.0 if weights == REFERENCE else -1.0
+    def forward_async(self, shared: Any, plan: Any, outputs: tuple[Output, ...], *, weights: str) -> float:
+        return {Output.VALUES: 0.5, Output.LOGPROBS: -2.0 if weights == REFERENCE else -1.0}[outputs[0]]
+
+    def wait_forward(self, value: float, outputs: tuple[Output, ...], *, of: SampleBatch) -> dict[Output, Any]:
         return {output: np.full(len(of.tokens), value, np.float32) for output in outputs}
+
+    def train_async(self, shared: SampleBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Step:
+        self.losses.append(loss)
+        return step
+
+    def wait_train(self, step: Step) -> GroupTrainResult:
+        self.log.append(f"train at {step.optimizer_step} of {step.rollout_step}")
+        return GroupTrainResult(applied=True, metrics={}, grad_norm=float(step.optimizer_step), tokens=5)
+
+
+LOSS = LossSpec(name="clipped", params={"kl_coef": 0.5})
+
+
+def role(name: str, group: Group | None = None, config: Config | None = None, **parts: Any) -> Role:
+    config = config or make_config()
+    given = {"optimizer_step": 0, "rollout_steps": config.run.steps, **parts}
+    return Role(
+        name=name,
+        group=group or Group(),  # type: ignore[arg-type]  # the part of a TrainGroup that is used
+        loss=LOSS,
+        train=config.train,
+        aggregation="token-mean",
+        max_tokens=7,
+        seed=0,
+        **given,
+    )
 
 
 class Ears:
@@ -98,7 +128,7 @@ class Ears:
 def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     monkeypatch.setattr(driver, "share", lambda value: value)  # no object store
 
-    def make(config: Config, **parts: Any) -> Run:
+    def make(config: Config, *, actor: Group | None = None, **parts: Any) -> Run:
         needed = [each.name for each in attrs.fields(Run) if each.default is attrs.NOTHING]
         return Run(
             **{
@@ -106,10 +136,10 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "config": config,
                 "observers": Observers([]),
                 "phases": Phases(),
-                "offload": False,
-                "optimizer_step": 0,
                 "rollout_step": 0,
                 "weights_version": 0,
+                "kl_coef": config.algorithm.kl_coef,
+                "roles": {"actor": role("actor", actor, config)},
                 **parts,
             }
         )
@@ -144,27 +174,20 @@ def scored() -> Scored:
 # ---- learning rate ---------------------------------------------------------------------------------------------------
 
 
-def test_the_schedule_spans_every_optimizer_step_of_the_run(make_run: Callable[..., Run]) -> None:
-    config = make_config(run={"steps": 5}, train=TRAIN)  # 5 x 2 mini-batches x 3 epochs: steps 0 to 29
-    run = make_run(config)
-    assert run.step.lr == 1.0
-    run.optimizer_step = 29
-    assert run.step.lr == 0.0
-    run.optimizer_step = 10
-    assert run.step.lr == pytest.approx(19 / 29)
-
-
 def test_the_learning_rate_that_is_reported_is_the_one_that_was_used_last(make_run: Callable[..., Run]) -> None:
     ears = Ears()
-    config = make_config(run={"steps": 5}, train=TRAIN)
-    run = make_run(config, observers=Observers([("ears", ears)]), optimizer_step=30, rollout_step=5)
+    config = make_config(run={"steps": 5}, train=TRAIN)  # 5 x 2 mini-batches x 3 epochs: steps 0 to 29
+    run = make_run(config, observers=Observers([("ears", ears)]), rollout_step=5)
     result = GroupTrainResult(applied=True, metrics={"loss": Metric(1.0, 1.0)}, grad_norm=1.0, tokens=5)
-    run.report(scored(), batch(), [result] * 6)
+    stamped = Stamped(samples=batch(), metrics={"correction/mean": 0.75})
+    run.actor.optimizer_step = 30
+    run.report(scored(), stamped, {"actor": [result] * 6})
     (event,) = ears.steps
     assert event.step == 4
     assert (event.metrics["train/lr"], event.metrics["time/rollout"]) == (0.0, 1.0)
-    run.optimizer_step = 1
-    run.report(scored(), batch(), [result])
+    assert event.metrics["correction/mean"] == 0.75
+    run.actor.optimizer_step = 1
+    run.report(scored(), stamped, {"actor": [result]})
     assert ears.steps[1].metrics["train/lr"] == 1.0
 
 
@@ -172,7 +195,7 @@ def test_the_learning_rate_that_is_reported_is_the_one_that_was_used_last(make_r
 
 
 def test_old_logprobs_are_the_engines_where_nothing_is_recomputed(make_run: Callable[..., Run]) -> None:
-    samples = make_run(make_config()).with_advantages(scored())
+    samples = make_run(make_config()).with_advantages(scored()).samples
     np.testing.assert_array_equal(samples.columns["old_logprobs"], batch().columns["rollout_logprobs"])
     assert "ref_logprobs" not in samples.columns
     # Rewards 1 and 0: centred 0.5 and -0.5; their standard deviation (that of a sample) is 0.5 ** 0.5.
@@ -182,10 +205,71 @@ def test_old_logprobs_are_the_engines_where_nothing_is_recomputed(make_run: Call
 
 def test_recomputed_and_reference_logprobs_stand_at_response_tokens_alone(make_run: Callable[..., Run]) -> None:
     config = make_config(algorithm={"old_logprobs": "recompute", "kl_coef": 0.1})
-    columns = make_run(config, actor=Group()).with_advantages(scored()).columns
+    columns = make_run(config).with_advantages(scored()).samples.columns
     assert columns["old_logprobs"].tolist() == [0.0, -1.0, 0.0, -1.0, -1.0]
     assert columns["ref_logprobs"].tolist() == [0.0, -2.0, 0.0, -2.0, -2.0]
     assert columns["old_logprobs"].dtype == columns["ref_logprobs"].dtype == np.float32
+
+
+def test_values_come_from_the_critic_alone(make_run: Callable[..., Run]) -> None:
+    config = make_config(algorithm={"name": "ppo", "critic": {"whiten": False}}, roles={"critic": {}})
+    roles = {"actor": role("actor"), "critic": role("critic")}
+    columns = make_run(config, roles=roles).with_advantages(scored()).samples.columns
+    assert columns["values"].tolist() == [0.0, 0.5, 0.0, 0.5, 0.5]
+    # lambda and gamma are 1: the reward of the whole response, 1 and 0, less the value at each of its tokens.
+    assert columns["returns"].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
+    assert columns["advantages"].tolist() == [0.0, 0.5, 0.0, -0.5, -0.5]
+
+
+def test_a_coefficient_is_adapted_to_the_kl_that_was_found_and_used_for_the_loss(make_run: Callable[..., Run]) -> None:
+    algorithm = {"kl_coef": 0.5, "kl_target": 0.1, "kl_estimator": "k1", "kl_horizon": 20}
+    actor = Group()
+    run = make_run(make_config(algorithm=algorithm), actor=actor)
+    stamped = run.with_advantages(scored())
+    # The engine's log-probs are -0.5, -0.25 and -0.125, the reference's -2: far above the target, so up by a fifth of
+    # 2 samples / 20.
+    assert stamped.kl == pytest.approx((1.5 + 1.75 + 1.875) / 3)
+    assert stamped.metrics["train/kl_coef"] == 0.5
+    assert run.kl_coef == pytest.approx(0.5 * (1 + 0.2 * 2 / 20))
+    run.optimize(stamped.samples)
+    assert actor.losses == [evolve(LOSS, params={"kl_coef": run.kl_coef})]
+
+
+def test_cut_off_samples_are_left_out_where_they_are_to_be_masked(make_run: Callable[..., Run]) -> None:
+    cut = evolve(scored(), rollout=evolve(scored().rollout, batch=batch().with_rows(truncated=np.array([False, True]))))
+    kept = make_run(make_config()).with_advantages(cut).samples
+    masked = make_run(make_config(algorithm={"overlong": "mask"})).with_advantages(cut).samples
+    assert kept.columns["loss_mask"].tolist() == [False, True, False, True, True]
+    assert masked.columns["loss_mask"].tolist() == [False, True, False, False, False]
+
+
+# ---- optimizer steps -------------------------------------------------------------------------------------------------
+
+
+def test_each_role_takes_its_own_steps_and_results_come_in_their_order(make_run: Callable[..., Run]) -> None:
+    config = make_config(train={"epochs": 3})
+    roles = {"actor": role("actor", config=config), "critic": role("critic", config=config, optimizer_step=10)}
+    run = make_run(config, roles=roles, rollout_step=4)
+    results = run.optimize(run.with_advantages(scored()).samples)
+    assert {name: [each.grad_norm for each in steps] for name, steps in results.items()} == {
+        "actor": [0.0, 1.0, 2.0],
+        "critic": [10.0, 11.0, 12.0],
+    }
+    assert [each.optimizer_step for each in roles.values()] == [3, 13]
+
+
+def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) -> None:
+    actor, fleet = Group(), Group()
+    roles = {"actor": role("actor", actor, first_step=2), "critic": role("critic")}
+    run = make_run(make_config(), roles=roles, fleet=fleet)
+    samples = run.with_advantages(scored()).samples
+    run.push_weights()
+    for run.rollout_step in range(4):
+        trained = list(run.optimize(samples))
+        assert trained == (["critic"] if run.rollout_step < 2 else ["actor", "critic"])
+        run.push_weights()
+    # Weights that no step has changed are not sent again.
+    assert actor.log == ["send 0", "train at 0 of 2", "send 1", "train at 1 of 3", "send 2"]
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -195,6 +279,7 @@ def test_each_push_has_a_version_of_its_own(make_run: Callable[..., Run]) -> Non
     actor, fleet = Group(), Group()
     run = make_run(make_config(), actor=actor, fleet=fleet, weights_version=7)
     run.push_weights()
+    run.actor.optimizer_step += 1
     run.push_weights()
     assert (actor.log, fleet.log, run.weights_version) == (["send 7", "send 8"], ["receive 7", "receive 8"], 9)
 
@@ -221,15 +306,28 @@ def test_a_push_ends_with_the_side_that_died_and_waits_no_more_for_the_other(
             side.failure = WorkerDied("its process died")
         else:
             side.answers = False  # until the other does, or a timeout
-    run = make_run(make_config(), **sides, weights_version=7)
+    run = make_run(make_config(), actor=sides["actor"], fleet=sides["fleet"], weights_version=7)
     with pytest.raises(WorkerDied, match="^its process died$"):
         run.push_weights()
     assert run.weights_version == 7
 
 
+def test_weights_go_out_every_so_many_steps_and_before_an_evaluation(make_run: Callable[..., Run]) -> None:
+    actor = Group()
+    config = make_config(weights={"every": 3}, eval={"every": 4}, run={"steps": 7})
+    run = make_run(config, actor=actor, fleet=Group(), rollout_step=1)  # resumed: engines hold nothing yet
+    pushed = []
+    for run.rollout_step in range(1, 8):
+        before = len(actor.log)
+        run.push_weights()
+        pushed += [run.rollout_step] if len(actor.log) > before else []
+        run.actor.optimizer_step += 1
+    assert pushed == [1, 3, 4, 6, 7]
+
+
 def test_ranks_and_engines_that_share_devices_take_turns(make_run: Callable[..., Run]) -> None:
     together = Group()  # one log, so that the order between the two shows
-    run = make_run(make_config(), actor=together, fleet=together, offload=True)
+    run = make_run(make_config(), actor=together, fleet=together, offloaded=["actor"])
     with run.training():
         together.log.append("train")
         run.push_weights()
@@ -319,7 +417,7 @@ def test_the_last_save_wakes_ranks_where_engines_sleep(make_run: Callable[..., R
         make_config(),
         actor=together,
         fleet=together,
-        offload=True,
+        offloaded=["actor"],
         checkpoints=Saves(4),
         rollout_step=5,
         stop=Stop(True),

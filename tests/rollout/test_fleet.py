@@ -41,12 +41,11 @@ def fleet() -> Iterator[EngineFleet]:
         for index in range(2)
     ]
     with ray_session(address="", cpus=2):
-        seating = arrange(ranks=0, engines=2, placement="colocated", cpus=1.0, gpus=0.0)
-        with seated(seating, timeout=60.0) as (_, seats):
+        with seated(arrange({"engines": 2}, cpus=1.0, gpus=0.0), timeout=60.0) as seats:
             processes = ProcessGroup(
                 ["engine-0", "engine-1"],
                 "corerl.rollout.service:EngineService",
-                seats,
+                seats["engines"],
                 {"OMP_NUM_THREADS": "1"},
                 failure=EngineFailed,
                 threads=2,

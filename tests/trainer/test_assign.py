@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import evolve
@@ -16,6 +17,7 @@ from corerl.config.schema import (
     ClusterConfig,
     ClusterInfo,
     Config,
+    CriticChoice,
     ModelConfig,
     OptimizerConfig,
     RoleChoice,
@@ -26,7 +28,7 @@ from corerl.config.schema import (
 )
 from corerl.errors import ConfigError, PluginNotFound, Unsupported
 from corerl.plugin.capabilities import Capability
-from corerl.trainer.assign import RolePlan, actor_loss, needed, offloads, plan_role
+from corerl.trainer.assign import RolePlan, loss_of, needed, offloaded, plan_role
 from corerl.types import Output
 from tests.trainer.configs import FAKE, config_for
 
@@ -34,7 +36,7 @@ LIMITED = "tests.trainer.fakes:LIMITED"
 
 
 def planned(config: Config, resume: str = "", experts: int = 1) -> RolePlan:
-    loss = actor_loss(config)
+    loss = loss_of("actor", config)
     return plan_role("actor", config, loss=loss, experts=experts, device="cpu", run_dir="runs/x", resume=resume)
 
 
@@ -81,7 +83,7 @@ def test_a_role_may_have_a_backend_and_settings_of_its_own() -> None:
 def test_the_loss_is_the_algorithms_with_its_numbers() -> None:
     algorithm = AlgorithmConfig(clip_low=0.1, clip_high=0.3, entropy_coef=0.02)
     config = config_for(algorithm=algorithm)
-    loss = actor_loss(config)
+    loss = loss_of("actor", config)
     assert loss.name == "clipped"
     assert loss.params["clip_low"] == 0.1
     assert loss.params["clip_high"] == 0.3
@@ -150,8 +152,8 @@ CPU, CUDA = ClusterInfo(device="cpu", ranks=1), ClusterInfo(device="cuda", ranks
 PLAIN_RUN = {Capability.SAVE_BACKGROUND, Capability.UPDATE_COLLECTIVE}
 
 
-def needs(config: Config, cluster: ClusterInfo, precision: str) -> set[Capability]:
-    return set(needed(config, cluster, precision, saved_ranks=cluster.ranks))
+def needs(config: Config, cluster: ClusterInfo, role: str = "actor") -> set[Capability]:
+    return set(needed(role, config, cluster, saved_ranks=cluster.ranks))
 
 
 def test_a_run_needs_what_its_settings_use_and_no_more() -> None:
@@ -160,13 +162,45 @@ def test_a_run_needs_what_its_settings_use_and_no_more() -> None:
     disk = evolve(quiet, weights=WeightsConfig(transport="disk"))
     apart = evolve(config, cluster=ClusterConfig(placement="disaggregated"))
     penalised = evolve(config, algorithm=AlgorithmConfig(kl_coef=0.1))
-    assert needs(config, CPU, "float32") == PLAIN_RUN | {Capability.CPU}
-    assert needs(quiet, CPU, "float32") == {Capability.UPDATE_COLLECTIVE, Capability.CPU}
-    assert needs(disk, CPU, "float32") == {Capability.UPDATE_DISK, Capability.CPU}
-    assert needs(apart, CUDA, "float32") == PLAIN_RUN | {Capability.MULTI_RANK}
-    assert needs(apart, CUDA, "bfloat16") == PLAIN_RUN | {Capability.MULTI_RANK, Capability.BFLOAT16}
-    assert needs(config, CUDA, "float32") == PLAIN_RUN | {Capability.MULTI_RANK, Capability.SLEEP}
-    assert needs(penalised, CPU, "float32") == PLAIN_RUN | {Capability.CPU, Capability.SNAPSHOTS}
+    half = evolve(apart, train=TrainConfig(precision="bfloat16"))
+    assert needs(config, CPU) == PLAIN_RUN | {Capability.CPU}
+    assert needs(quiet, CPU) == {Capability.UPDATE_COLLECTIVE, Capability.CPU}
+    assert needs(disk, CPU) == {Capability.UPDATE_DISK, Capability.CPU}
+    assert needs(apart, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK}
+    assert needs(half, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK, Capability.BFLOAT16}
+    assert needs(config, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK, Capability.SLEEP}
+    assert needs(penalised, CPU) == PLAIN_RUN | {Capability.CPU, Capability.SNAPSHOTS}
+
+
+def with_critic(**choice: Any) -> Config:
+    roles = RolesConfig(critic=CriticChoice(**choice))
+    return evolve(config_for(algorithm=AlgorithmConfig(name="ppo", kl_coef=0.1)), roles=roles)
+
+
+def test_a_critic_needs_a_value_head_and_neither_engines_nor_a_reference() -> None:
+    assert needs(with_critic(), CPU, "critic") == {Capability.CPU, Capability.CRITIC, Capability.SAVE_BACKGROUND}
+    assert Capability.SNAPSHOTS in needs(with_critic(), CPU, "actor")
+    assert Capability.CRITIC not in needs(with_critic(), CPU, "actor")
+
+
+def test_a_critic_is_planned_with_its_own_backend_settings_loss_and_model() -> None:
+    own = TrainConfig(precision="bfloat16")
+    config = with_critic(ranks=2, backend=FAKE, train=own, model=ModelConfig(path="models/value"))
+    loss = loss_of("critic", config)
+    assert (loss.name, loss.params, loss.outputs) == ("value", {"value_clip": 0.2}, (Output.VALUES,))
+    plan = plan_role("critic", config, loss=loss, experts=1, device="cpu", run_dir="runs/x", resume="")
+    assert [each.context.role for each in plan.assignments] == ["critic", "critic"]
+    role = plan.assignments[0].config
+    assert (role.value_head, role.train, role.model.path) == (True, own, "models/value")
+    assert plan.backend.name == FAKE and plan.loss == loss
+    assert not planned(config).assignments[0].config.value_head
+    assert planned(config).assignments[0].config.model == config.model
+
+
+def test_the_kl_penalty_is_the_losss_only_where_it_is_not_the_rewards() -> None:
+    for place, expected in (("loss", 0.25), ("reward", 0.0)):
+        algorithm = AlgorithmConfig(kl_coef=0.25, kl_in=place)  # type: ignore[arg-type]
+        assert loss_of("actor", config_for(algorithm=algorithm)).params["kl_coef"] == expected
 
 
 @pytest.mark.parametrize(
@@ -183,4 +217,9 @@ def test_memory_is_given_back_only_where_it_is_shared(
     placement: str, offload: str, device: str, expected: bool
 ) -> None:
     cluster = ClusterConfig(placement=placement, offload=offload)  # type: ignore[arg-type]
-    assert offloads(config_for(cluster=cluster), device) is expected
+    assert offloaded(config_for(cluster=cluster), device) == (("actor",) if expected else ())
+
+
+def test_a_critic_on_devices_of_its_own_takes_turns_with_nobody() -> None:
+    assert offloaded(with_critic(devices="shared"), "cuda") == ("actor", "critic")
+    assert offloaded(with_critic(devices="own"), "cuda") == ("actor",)

@@ -16,7 +16,7 @@ from corerl.cluster.runtime import ray_session
 from corerl.config.schema import Config
 from corerl.data.plan import StepPlan, plan_forward, plan_steps
 from corerl.errors import ContractError, HookFailed, WorkerDied
-from corerl.trainer.assign import RolePlan, actor_loss, plan_role
+from corerl.trainer.assign import RolePlan, loss_of, plan_role
 from corerl.trainer.group import TrainGroup, scatter
 from corerl.types import (
     ForwardResult,
@@ -41,7 +41,7 @@ from tests.trainer.fakes import MANIFEST
 
 
 def planned(config: Config) -> RolePlan:
-    loss = actor_loss(config)
+    loss = loss_of("actor", config)
     return plan_role("actor", config, loss=loss, experts=1, device="cpu", run_dir="", resume="")
 
 
@@ -286,8 +286,8 @@ def test_a_sample_of_another_length_is_an_error() -> None:
 @pytest.fixture(scope="module")
 def seats() -> Iterator[list[Seat]]:
     with ray_session(address="", cpus=2):
-        with seated(arrange(ranks=2, engines=0, placement="colocated", cpus=1.0, gpus=0.0), timeout=60.0) as (ranks, _):
-            yield ranks
+        with seated(arrange({"actor": 2}, cpus=1.0, gpus=0.0), timeout=60.0) as seats:
+            yield seats["actor"]
 
 
 def launched(seats: list[Seat], **options: Any) -> TrainGroup:

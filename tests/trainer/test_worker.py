@@ -40,7 +40,7 @@ from corerl.errors import (
 )
 from corerl.testing.harness import make_samples
 from corerl.testing.models import write_tiny_model
-from corerl.trainer.assign import actor_loss, plan_role
+from corerl.trainer.assign import loss_of, plan_role
 from corerl.trainer.worker import Assignment, Worker
 from corerl.types import FloatArray, LossSpec, MemoryKind, Output, SampleBatch, Step, TrainResult
 from corerl.weights.manifest import Manifest
@@ -80,7 +80,7 @@ def assignment(config: Config) -> Assignment:
 
 
 def assigned(config: Config, resume: str = "") -> Assignment:
-    loss = actor_loss(config)
+    loss = loss_of("actor", config)
     (assignment,) = plan_role(
         "actor", config, loss=loss, experts=1, device="cpu", run_dir="", resume=resume
     ).assignments

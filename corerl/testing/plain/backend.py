@@ -11,7 +11,7 @@ from corerl.backend import Backend, LossInputs, MetricSum, StateKey, resolve_los
 from corerl.backend.adamw import adamw, moments, set_adam_step, set_lr
 from corerl.backend.batches import OutputCollector
 from corerl.config.schema import RoleConfig
-from corerl.models.build import build_on_meta, materialize
+from corerl.models.build import VALUE_HEAD, build_on_meta, materialize
 from corerl.models.config import hf_config
 from corerl.models.names import hf_boxes, local_chunks
 from corerl.plugin.context import Context
@@ -31,7 +31,9 @@ from corerl.weights.chunks import Chunk
 
 class PlainBackend(Backend):
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
-        self.model = build_on_meta(hf_config(config.model), dtype=torch.float32, attention="eager")
+        self.model = build_on_meta(
+            hf_config(config.model), dtype=torch.float32, attention="eager", value_head=config.value_head
+        )
         self.boxes = hf_boxes(self.model)
         materialize(
             self.model,
@@ -60,7 +62,12 @@ class PlainBackend(Backend):
             outputs = self.outputs(micro, batch.temperature)
             columns = {name: torch.tensor(column, device=self.device) for name, column in micro.columns.items()}
             result = loss_function(
-                LossInputs(logprobs=outputs[Output.LOGPROBS], entropy=outputs[Output.ENTROPY], columns=columns)
+                LossInputs(
+                    logprobs=outputs.get(Output.LOGPROBS),
+                    entropy=outputs.get(Output.ENTROPY),
+                    values=outputs.get(Output.VALUES),
+                    columns=columns,
+                )
             )
             result.loss.backward()
             metrics.add(result.metrics)
@@ -85,19 +92,27 @@ class PlainBackend(Backend):
         return collector.finish(outputs)
 
     def outputs(self, micro: MicroBatch, temperature: float) -> dict[Output, torch.Tensor]:
-        """Log-probs and entropy [T] of every token; zeros at sequence starts and in padding."""
+        """All that the model gives, [T] each; zeros at sequence starts and in padding."""
         total = len(micro.tokens)
-        logprobs = [torch.zeros(total, device=self.device)]
-        entropy = [torch.zeros(total, device=self.device)]
+        found: dict[Output, list[torch.Tensor]] = {}
         for start, length in zip(micro.cu_seqlens[:-1].tolist(), micro.lengths.tolist(), strict=True):
             tokens = torch.tensor(micro.tokens[start : start + length], device=self.device)
-            logits = self.model(input_ids=tokens[None], use_cache=False).logits[0, :-1] / temperature
-            distribution = torch.log_softmax(logits.float(), dim=-1)
-            chosen = distribution.gather(-1, tokens[1:, None])[:, 0]
             around = (start + 1, total - start - length)
-            logprobs.append(torch.nn.functional.pad(chosen, around))
-            entropy.append(torch.nn.functional.pad(-(distribution.exp() * distribution).sum(-1), around))
-        return {Output.LOGPROBS: torch.stack(logprobs).sum(0), Output.ENTROPY: torch.stack(entropy).sum(0)}
+            for output, values in self.of_sequence(tokens, temperature).items():
+                found.setdefault(output, []).append(torch.nn.functional.pad(values, around))
+        return {output: torch.stack(parts).sum(0) for output, parts in found.items()}
+
+    def of_sequence(self, tokens: torch.Tensor, temperature: float) -> dict[Output, torch.Tensor]:
+        """For all tokens but the first of one sequence [L], as the model sees them from the token before: [L - 1]."""
+        if self.config.value_head:
+            hidden = self.model.get_decoder()(input_ids=tokens[None], use_cache=False).last_hidden_state
+            return {Output.VALUES: self.model.get_submodule(VALUE_HEAD)(hidden)[0, :-1, 0]}
+        logits = self.model(input_ids=tokens[None], use_cache=False).logits[0, :-1] / temperature
+        distribution = torch.log_softmax(logits.float(), dim=-1)
+        return {
+            Output.LOGPROBS: distribution.gather(-1, tokens[1:, None])[:, 0],
+            Output.ENTROPY: -(distribution.exp() * distribution).sum(-1),
+        }
 
     def local_state(self, key: StateKey) -> Sequence[Chunk]:
         chunks: list[Chunk] = []

@@ -18,7 +18,7 @@ class PlainConfig:
 
 def check(config: PlainConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     if cluster.ranks != 1:
-        yield Problem("", f"the plain backend is one process, got {cluster.ranks} ranks; set roles.actor.ranks=1")
+        yield Problem("", f"the plain backend is one process, got {cluster.ranks} ranks; give the role ranks=1")
 
 
 SPEC = BackendSpec(
@@ -28,9 +28,10 @@ SPEC = BackendSpec(
     summary="one process in plain torch, the reference that other backends are compared with",
     capabilities={
         Capability.MULTI_RANK: unsupported("it is one process, to be read and compared with"),
-        Capability.CRITIC: not_implemented("no value head yet"),
         Capability.UPDATE_IPC: not_implemented("no sender of CUDA IPC handles yet"),
         Capability.BFLOAT16: unsupported("it is a float32 reference"),
+        Capability.FLOAT16: unsupported("it is a float32 reference"),
+        Capability.RECOMPUTE: not_implemented("it keeps all activations"),
     },
     check=check,
 )

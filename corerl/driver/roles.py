@@ -1,0 +1,92 @@
+"""A role on the driver: its ranks, what they are trained with, and where their training stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from attrs import define, field
+
+from corerl.algorithms.schedules import learning_rate
+from corerl.cluster.group import Pending
+from corerl.config.schema import TrainConfig
+from corerl.data.plan import StepPlan, plan_forward, plan_steps
+from corerl.driver.together import Call
+from corerl.trainer.group import TrainGroup
+from corerl.types import FloatArray, LossSpec, Output, SampleBatch, Step
+
+
+@define(kw_only=True)
+class Role:
+    """One trained role. `optimizer_step` moves as steps are started; each role counts its own."""
+
+    name: str
+    group: TrainGroup
+    loss: LossSpec
+    train: TrainConfig
+    aggregation: str  # what one token weighs
+    max_tokens: int  # of one response
+    seed: int
+    first_step: int = 0  # the rollout step in which its training begins
+    rollout_steps: int  # of the whole run
+    optimizer_step: int  # the next one
+    _at_once: dict[str, int] = field(init=False)  # what one pass through the model may hold
+
+    def __attrs_post_init__(self) -> None:
+        layout = self.group.layouts[0]
+        self._at_once = {
+            "dp_size": layout.dp_size,
+            "tokens_per_micro_batch": self.train.tokens_per_micro_batch,
+            "sequence_multiple": layout.sequence_multiple,
+            "micro_batch_multiple": layout.micro_batch_multiple,
+        }
+
+    def lr(self, optimizer_step: int) -> float:
+        schedule = self.train.schedule
+        steps = max(self.rollout_steps - self.first_step, 0)
+        return learning_rate(
+            warmup_steps=schedule.warmup_steps,
+            decay=schedule.decay,
+            final_ratio=schedule.final_ratio,
+            peak=self.train.optimizer.lr,
+            step=optimizer_step,
+            total_steps=steps * self.train.mini_batches * self.train.epochs,
+        )
+
+    def step(self, rollout_step: int) -> Step:
+        """The optimizer step that comes next."""
+        return Step(
+            optimizer_step=self.optimizer_step, rollout_step=rollout_step, lr=self.lr(self.optimizer_step)
+        )
+
+    def plan(self, samples: SampleBatch, rollout_step: int) -> list[StepPlan]:
+        """The optimizer steps of this rollout batch."""
+        return plan_steps(
+            samples,
+            mini_batches=self.train.mini_batches,
+            epochs=self.train.epochs,
+            aggregation=self.aggregation,
+            max_tokens=self.max_tokens,
+            seed=self.seed * 1_000_003 + rollout_step,
+            **self._at_once,
+        )
+
+    def start(self, shared: Any, samples: SampleBatch, rollout_step: int, loss: LossSpec) -> list[Pending]:
+        """Have the ranks do all optimizer steps of the batch, which lies in the object store as `shared`; returns at
+        once. Each step's result is for `TrainGroup.wait_train`."""
+        started = []
+        for plan in self.plan(samples, rollout_step):
+            started.append(self.group.train_async(shared, plan, loss, self.step(rollout_step)))
+            self.optimizer_step += 1
+        return started
+
+    def start_forward(self, shared: Any, samples: SampleBatch, output: Output, *, weights: str = "") -> Call:
+        """Have the ranks compute one output of every token; `finish` gives the column [N], 0 outside loss tokens."""
+        plan = plan_forward(samples, **self._at_once)
+        pending = self.group.forward_async(shared, plan, (output,), weights=weights)
+
+        def finish() -> FloatArray:
+            column = self.group.wait_forward(pending, (output,), of=samples)[output]
+            return np.where(samples.columns["loss_mask"], column, np.float32(0.0))
+
+        return Call(self.group.processes, pending, finish)

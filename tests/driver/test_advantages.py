@@ -1,0 +1,96 @@
+"""From rewards and the models' columns to what the losses read, against sums by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from corerl.config.schema import AlgorithmConfig, CriticConfig
+from corerl.driver.advantages import Stamped, stamp
+from corerl.types import SampleBatch
+
+REWARDS = np.array([1.0, 0.0], np.float32)
+
+
+def batch(**columns: list[float]) -> SampleBatch:
+    """Two samples of one prompt: a token of prompt, then one and two of response."""
+    same = [0.0, -0.5, 0.0, -0.25, -0.125]
+    given = {"old_logprobs": same, "rollout_logprobs": same, **columns}
+    return SampleBatch(
+        tokens=np.arange(5),
+        offsets=np.array([0, 2, 5]),
+        columns={
+            "loss_mask": np.array([False, True, False, True, True]),
+            **{name: np.array(column, np.float32) for name, column in given.items()},
+        },
+        rows={"group": np.array([0, 0]), "response_length": np.array([1, 2])},
+    )
+
+
+def stamped(samples: SampleBatch, *, kl_coef: float = 0.0, max_tokens: int = 4, **algorithm: object) -> Stamped:
+    config = AlgorithmConfig(normalize_std=False, **algorithm)  # type: ignore[arg-type]
+    return stamp(samples, REWARDS, config, kl_coef=kl_coef, max_tokens=max_tokens)
+
+
+def advantages(found: Stamped) -> list[float]:
+    return found.samples.columns["advantages"].tolist()
+
+
+def test_a_group_is_compared_with_its_mean() -> None:
+    found = stamped(batch())
+    assert advantages(found) == [0.0, 0.5, 0.0, -0.5, -0.5]
+    assert (found.metrics, found.kl) == ({}, None)
+
+
+def test_a_kl_in_the_loss_leaves_rewards_alone_and_is_reported() -> None:
+    found = stamped(batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125]), kl_coef=0.5, kl_estimator="k1")
+    assert advantages(found) == [0.0, 0.5, 0.0, -0.5, -0.5]
+    assert found.kl == pytest.approx((1.0 + 0.0 - 0.25) / 3)
+    assert found.metrics == {"train/kl_reference": found.kl, "train/kl_coef": 0.5}
+
+
+def test_a_kl_in_the_reward_is_taken_off_the_sample() -> None:
+    columns = batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125])
+    found = stamped(columns, kl_coef=0.5, kl_estimator="k1", kl_in="reward")
+    # 1 - 0.5 * 1 = 0.5 and 0 - 0.5 * (0 - 0.25) = 0.125, of mean 0.3125
+    assert advantages(found) == [0.0, 0.1875, 0.0, -0.1875, -0.1875]
+
+
+def test_ppo_takes_the_kl_off_each_token_and_compares_with_the_critic() -> None:
+    columns = batch(ref_logprobs=[0.0, -1.5, 0.0, -1.25, 0.125], values=[0.0, 0.25, 0.0, 0.5, 0.75])
+    critic = CriticConfig(gamma=0.5, gae_lambda=0.5, whiten=False)
+    found = stamped(columns, name="ppo", critic=critic, kl_coef=0.5, kl_estimator="k1", kl_in="reward")
+    # Rewards of the tokens: 1 - 0.5; then -0.5 * 1 and 0 - 0.5 * -0.25.
+    last = 0.125 - 0.75
+    first = (-0.5 + 0.5 * 0.75 - 0.5) + 0.5 * 0.5 * last
+    assert advantages(found) == pytest.approx([0.0, 0.25, 0.0, first, last])
+    assert found.samples.columns["returns"] == pytest.approx([0.0, 0.5, 0.0, first + 0.5, last + 0.75])
+    returns, values = np.array([0.5, first + 0.5, last + 0.75]), np.array([0.25, 0.5, 0.75])
+    assert found.metrics["critic/explained_variance"] == pytest.approx(1 - (returns - values).var() / returns.var())
+
+
+def test_whitened_advantages_keep_their_order_and_leave_returns_alone() -> None:
+    columns = batch(values=[0.0, 0.25, 0.0, 0.5, 0.75])
+    found = stamped(columns, name="ppo")
+    own = stamped(columns, name="ppo", critic=CriticConfig(whiten=False))
+    raw = np.array(advantages(own))[[1, 3, 4]]
+    assert np.array(advantages(found))[[1, 3, 4]] == pytest.approx((raw - raw.mean()) / raw.std(), abs=1e-4)
+    assert found.samples.columns["returns"].tolist() == own.samples.columns["returns"].tolist()
+
+
+def test_a_correction_weighs_the_policy_term_by_how_likely_the_trainer_finds_the_token() -> None:
+    columns = batch(rollout_logprobs=[0.0, -0.5 + math.log(2), 0.0, -0.25, -0.125 - math.log(3)])
+    token = stamped(columns, old_logprobs="recompute", correction="token", correction_cap=2.0)
+    assert advantages(token) == pytest.approx([0.0, 0.25, 0.0, -0.5, -1.0])
+    sequence = stamped(columns, old_logprobs="recompute", correction="sequence", correction_cap=5.0)
+    assert advantages(sequence) == pytest.approx([0.0, 0.25, 0.0, -1.5, -1.5])
+    assert any(name.startswith("correction/") for name in token.metrics)
+
+
+def test_a_long_response_loses_reward_over_the_last_tokens() -> None:
+    # Two tokens of at most three, the last two of which are the buffer: half of it is used.
+    found = stamped(batch(), max_tokens=3, overlong="penalty", overlong_buffer=2)
+    assert found.metrics["rollout/overlong_penalty"] == pytest.approx(-0.25)
+    assert advantages(found) == pytest.approx([0.0, 0.75, 0.0, -0.75, -0.75])

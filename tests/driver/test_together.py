@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from corerl.driver.together import Call, together
+from corerl.errors import WorkerDied
+
+
+class Group:
+    """Is ready after it was looked at `looks` times; never, where that is negative."""
+
+    def __init__(self, looks: int = 0) -> None:
+        self.looks = looks
+
+    def ready(self, pending: Any, timeout: float) -> bool:
+        self.looks -= 1
+        return self.looks == -1
+
+
+def died() -> None:
+    raise WorkerDied("its process died")
+
+
+def test_results_come_in_the_order_of_the_calls_whoever_is_ready_first() -> None:
+    calls = {name: Call(Group(looks), None, lambda name=name: name.upper()) for name, looks in (("a", 3), ("b", 0))}
+    assert list(together(calls).items()) == [("a", "A"), ("b", "B")]
+
+
+def test_the_first_error_is_raised_while_others_would_wait_for_ever() -> None:
+    calls = {"hangs": Call(Group(-5), None, lambda: "never"), "dies": Call(Group(1), None, died)}
+    with pytest.raises(WorkerDied, match="^its process died$"):
+        together(calls)
+
+
+def test_a_call_that_is_alone_is_waited_for_without_looking() -> None:
+    group = Group(-5)
+    assert together({"one": Call(group, None, lambda: 1)}) == {"one": 1}
+    assert group.looks == -5
+    assert together({}) == {}
