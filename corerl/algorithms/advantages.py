@@ -1,13 +1,13 @@
-"""From one reward a sample to one advantage a token."""
+"""From rewards, and what a critic thinks of each state, to one advantage a token."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from corerl.types import Array, FloatArray, IntArray, SampleBatch
+from corerl.types import Array, BoolArray, FloatArray, IntArray, SampleBatch
 
-# Added to a group's standard deviation, as in TRL and verl: it only matters where the spread of the rewards is itself
-# about this small, and keeps such a group from being blown up to unit advantages.
+# Added to a standard deviation, as in TRL and verl: it only matters where the spread of what is divided is itself about
+# this small, and keeps rounding from being blown up to unit advantages.
 STD_EPS = 1e-6
 
 
@@ -45,3 +45,92 @@ def broadcast(per_sample: FloatArray, batch: SampleBatch) -> FloatArray:
     """[N] The sample's number at each of its loss tokens, 0 elsewhere, from [B]."""
     per_token = np.repeat(np.asarray(per_sample, dtype=np.float32), batch.lengths)
     return np.where(batch.columns["loss_mask"], per_token, np.float32(0.0))
+
+
+def at_last_token(per_sample: FloatArray, batch: SampleBatch) -> FloatArray:
+    """[N] The sample's number at its last loss token, 0 elsewhere, from [B]; a sample without loss tokens gets none.
+
+    r_t = r for the last t, 0 before: what is said of a whole response is earned with the token that ends it (Ouyang et
+    al. 2022, "Training language models to follow instructions with human feedback", section 3.5).
+    """
+    steps, bounds = _steps(batch)
+    chosen = np.diff(bounds) > 0
+    per_token = np.zeros(len(batch.tokens), dtype=np.float32)
+    per_token[steps[bounds[1:][chosen] - 1]] = np.asarray(per_sample)[chosen]
+    return per_token
+
+
+def gae(
+    rewards: FloatArray, values: FloatArray, batch: SampleBatch, *, gamma: float, lam: float
+) -> tuple[FloatArray, FloatArray]:
+    """Advantages and returns, each [N] and 0 outside loss tokens, by generalized advantage estimation.
+
+        delta_t = r_t + gamma V_t+1 - V_t
+        A_t     = delta_t + gamma lam A_t+1                     Schulman et al. 2016, "High-Dimensional Continuous
+        R_t     = A_t + V_t                                     Control Using Generalized Advantage Estimation", eq. 16
+
+    R is the critic's target, as in PPO (Schulman et al. 2017). Only loss tokens are steps: t + 1 is the next loss token
+    of the same sample, however many tokens of an environment stand between them, and after the last one V and A are 0,
+    in a truncated sample as in one that ended. What rewards and values hold at other tokens is not read.
+
+        rewards: [N] for choosing each token
+        values: [N] of the state before each token is chosen, as `Output.VALUES`
+        gamma, lam: discount, and trust in the values (0 takes one step and a value, 1 takes whole returns), in [0, 1]
+    """
+    steps, bounds = _steps(batch)
+    longest_first = np.argsort(-np.diff(bounds), kind="stable")
+    lengths, last = np.diff(bounds)[longest_first], bounds[1:][longest_first] - 1
+    advantages = np.zeros(len(batch.tokens), dtype=np.float32)
+    returns = np.zeros(len(batch.tokens), dtype=np.float32)
+    next_value = np.zeros(len(batch))
+    advantage = np.zeros(len(batch))
+    # From the last step back, in all samples at once: the `active` first ones have a step this far back.
+    steps_back = np.arange(lengths.max(initial=0))
+    for back, active in enumerate(np.searchsorted(-lengths, -steps_back).tolist()):
+        at = steps[last[:active] - back]
+        value = values[at].astype(np.float64)
+        delta = rewards[at] + gamma * next_value[:active] - value
+        advantage = delta + gamma * lam * advantage[:active]
+        advantages[at], returns[at] = advantage, advantage + value
+        next_value = value
+    return advantages, returns
+
+
+def whiten(advantages: FloatArray, loss_mask: BoolArray) -> FloatArray:
+    """[N] The advantages at mean 0 and standard deviation 1 over all loss tokens, exactly 0 elsewhere.
+
+        (A_t - mean(A)) / (std(A) + 1e-6)
+
+    As in OpenAI Baselines' PPO2, studied in Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients".
+    Advantages that are all equal say nothing about better or worse, and become 0.
+    """
+    chosen = advantages[loss_mask].astype(np.float64)
+    whitened = np.zeros(len(advantages), dtype=np.float32)
+    if len(chosen) and chosen.min() < chosen.max():
+        whitened[loss_mask] = (chosen - chosen.mean()) / (chosen.std() + STD_EPS)
+    return whitened
+
+
+def spread(rewards: FloatArray, groups: IntArray) -> BoolArray:
+    """[G] Whether the rewards of a group differ, from [B] rewards and the groups 0..G-1 that they are of.
+
+    Where they do not, every advantage of the group is 0 and it teaches nothing. Dynamic sampling draws others in its
+    place (Yu et al. 2025, "DAPO", section 3.2).
+    """
+    _, first, group_of = np.unique(groups, return_index=True, return_inverse=True)
+    return np.bincount(groups, weights=rewards != rewards[first[group_of]]) > 0
+
+
+def explained_variance(values: FloatArray, returns: FloatArray, loss_mask: BoolArray) -> float:
+    """1 - Var(R - V) / Var(R) over loss tokens: 1 is a perfect critic, 0 is no better than a constant, and negative is
+    worse than one. 0 where the returns are all equal, and nothing is there to be explained."""
+    target = returns[loss_mask].astype(np.float64)
+    if not len(target) or target.min() == target.max():
+        return 0.0
+    return float(1.0 - (target - values[loss_mask]).var() / target.var())
+
+
+def _steps(batch: SampleBatch) -> tuple[IntArray, IntArray]:
+    """Where loss tokens are, and bounds [B + 1]: those of sample b are steps[bounds[b]:bounds[b + 1]]."""
+    steps = np.flatnonzero(batch.columns["loss_mask"])
+    return steps, np.searchsorted(steps, batch.offsets)

@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) from the log-probs of sampled tokens.
+"""Estimators of KL(policy || reference) from the log-probs of sampled tokens, and the coefficient that they steer.
 
 Schulman 2020, "Approximating KL Divergence".
 
@@ -15,9 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from corerl.errors import ConfigError
+from corerl.types import BoolArray, FloatArray
 
 # exp(20) = 5e8 is far beyond any ratio that means something, and its products still fit into float32. Without the
 # clamp one stale token at a log-ratio of 90 turns the whole step into inf.
@@ -46,3 +49,44 @@ def estimator(name: str) -> Callable[[Tensor, Tensor], Tensor]:
     if name not in ESTIMATORS:
         raise ConfigError(f"algorithm.kl_estimator: unknown estimator {name!r}; take one of {', '.join(ESTIMATORS)}")
     return ESTIMATORS[name]
+
+
+_estimator = estimator  # for where a parameter has taken its name
+
+
+def token_kl(logprobs: FloatArray, reference: FloatArray, loss_mask: BoolArray, *, estimator: str) -> FloatArray:
+    """[N] The estimator of this name at each loss token, 0 elsewhere, in numpy; ConfigError where there is none.
+
+    What is not a loss token is not read. Taken off each token's reward this is the penalty of Ziegler et al. 2019,
+    "Fine-Tuning Language Models from Human Preferences", eq. 2, there as k1, which is of use here and not in a loss.
+    """
+    estimate = _estimator(estimator)
+    policy, other = (torch.from_numpy(each[loss_mask].astype(np.float64)) for each in (logprobs, reference))
+    divergence = np.zeros(len(loss_mask), dtype=np.float32)
+    divergence[loss_mask] = estimate(policy, other).numpy()
+    return divergence
+
+
+def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, samples: int) -> float:
+    """The coefficient of the KL penalty for the next step, larger where `kl` was above `target`, else smaller.
+
+        error = clip(kl / target - 1, -0.2, 0.2)
+        coefficient * (1 + error * samples / horizon)
+
+    Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2; that its rate K is
+    samples / horizon, their code says.
+
+        kl: mean that was measured in this step, in the unit of `target`
+        target: > 0
+        horizon: samples in which the coefficient can change by a fifth
+        samples: of this step
+
+    ConfigError where a step has so many samples that a coefficient would fall to 0, or below, at once.
+    """
+    if samples >= 5 * horizon:
+        raise ConfigError(
+            f"algorithm.kl_horizon={horizon:g} is too short for steps of {samples} samples: one step could turn the "
+            f"coefficient negative; use more than {samples / 5:g}"
+        )
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return coefficient * (1.0 + error * samples / horizon)

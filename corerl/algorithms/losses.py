@@ -1,8 +1,9 @@
-"""Policy losses as pure functions of per-token tensors: plain sums, whose normalisation is in the tokens' weights."""
+"""Losses as pure functions of per-token tensors: plain sums, whose normalisation is in the tokens' weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -74,21 +75,17 @@ def clipped(
 
     `entropy` may be None where entropy_coef is 0, then its metric is missing; ContractError where an input is missing.
     """
-    weights = _column(inputs, "weights")
-    counted = weights != 0
     if inputs.logprobs is None:
         raise ContractError(
             "loss 'clipped' was given no log-probs; ask for them in LossSpec.outputs, and deliver them in LossInputs"
         )
-    zero = torch.zeros((), dtype=inputs.logprobs.dtype, device=inputs.logprobs.device)
-
-    def at_loss_tokens(values: Tensor) -> Tensor:
-        # Before any arithmetic: 0 * inf is NaN, in the value as in the gradient, so a weight of 0 would not be enough.
-        return torch.where(counted, values, zero)
-
+    column = partial(_column, inputs, loss="clipped")
+    weights = column("weights")
+    counted = weights != 0
+    at_loss_tokens = partial(_where, counted)
     logprobs = at_loss_tokens(inputs.logprobs)
-    advantages = at_loss_tokens(_column(inputs, "advantages"))
-    log_ratio = logprobs - at_loss_tokens(_column(inputs, "old_logprobs"))
+    advantages = at_loss_tokens(column("advantages"))
+    log_ratio = logprobs - at_loss_tokens(column("old_logprobs"))
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     free = ratio * advantages
@@ -101,7 +98,7 @@ def clipped(
     def mean(values: Tensor) -> TensorMetric:
         return TensorMetric(at_loss_tokens(values.detach()).sum(), tokens)
 
-    diff = (logprobs - at_loss_tokens(_column(inputs, "rollout_logprobs"))).detach().abs()
+    diff = (logprobs - at_loss_tokens(column("rollout_logprobs"))).detach().abs()
     metrics = {
         "ratio": mean(ratio),
         "clip_fraction": mean((bounded < free).to(ratio.dtype)),
@@ -119,7 +116,7 @@ def clipped(
             )
         loss = loss - entropy_coef * (weights * at_loss_tokens(inputs.entropy)).sum()
     if kl_coef:
-        kl = estimator(kl_estimator)(logprobs, at_loss_tokens(_column(inputs, "ref_logprobs")))
+        kl = estimator(kl_estimator)(logprobs, at_loss_tokens(column("ref_logprobs")))
         metrics["kl"] = mean(kl)
         loss = loss + kl_coef * (weights * kl).sum()
     metrics["loss"] = TensorMetric(loss.detach(), tokens, Reduction.SUM)
@@ -127,7 +124,63 @@ def clipped(
     return LossResult(loss, metrics)
 
 
-def _column(inputs: LossInputs, name: str) -> Tensor:
+def value(inputs: LossInputs, *, value_clip: float = 0.0) -> LossResult:
+    """The squared error of a critic, which does not count what it gains by moving further than `value_clip`.
+
+        bounded_t = clip(v_t, old_t - value_clip, old_t + value_clip)
+        loss      = sum_t weights_t * 1/2 max((v_t - R_t)^2, (bounded_t - R_t)^2)
+
+    and without the second square where value_clip is 0. Squared error: Schulman et al. 2017, "Proximal Policy
+    Optimization Algorithms", eq. 9. The clip, with the half: OpenAI Baselines' PPO2, studied in Engstrom et al. 2020,
+    "Implementation Matters in Deep Policy Gradients".
+
+    Columns, each [T]: `weights` (hold 1 / denominator), `returns`, and with a `value_clip` also `values`, the critic's
+    own before the update. Only tokens with a weight count, as in `clipped`.
+
+    Metrics: `loss` is a sum, in the loss's own weights. All others are means over loss tokens: `value`, `return`,
+    `value_error` (|v - R|) and `value_clip_fraction` (the clip decides, the gradient is 0).
+    """
+    if inputs.values is None:
+        raise ContractError(
+            "loss 'value' was given no values; ask for them in LossSpec.outputs, and deliver them in LossInputs"
+        )
+    column = partial(_column, inputs, loss="value")
+    weights = column("weights")
+    counted = weights != 0
+    at_loss_tokens = partial(_where, counted)
+    values = at_loss_tokens(inputs.values)
+    returns = at_loss_tokens(column("returns"))
+    free = (values - returns) ** 2
+    bounded = free
+    if value_clip:
+        old = at_loss_tokens(column("values"))
+        bounded = (values.clamp(old - value_clip, old + value_clip) - returns) ** 2
+    loss = (weights * 0.5 * torch.maximum(free, bounded)).sum()
+
+    tokens = counted.sum()
+
+    def mean(each: Tensor) -> TensorMetric:  # all of them are 0 where a token does not count
+        return TensorMetric(each.detach().sum(), tokens)
+
+    return LossResult(
+        loss,
+        {
+            "loss": TensorMetric(loss.detach(), tokens, Reduction.SUM),
+            "value": mean(values),
+            "return": mean(returns),
+            "value_error": mean((values - returns).abs()),
+            "value_clip_fraction": mean((bounded > free).to(free.dtype)),
+        },
+    )
+
+
+def _where(counted: Tensor, values: Tensor) -> Tensor:
+    """0 where a token does not count, before any arithmetic: 0 * inf is NaN, in the value as in the gradient, so a
+    weight of 0 would not be enough."""
+    return torch.where(counted, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def _column(inputs: LossInputs, name: str, *, loss: str) -> Tensor:
     if name not in inputs.columns:
-        raise ContractError(f"loss 'clipped' needs the column {name!r} [T]; got: {', '.join(sorted(inputs.columns))}")
+        raise ContractError(f"loss {loss!r} needs the column {name!r} [T]; got: {', '.join(sorted(inputs.columns))}")
     return inputs.columns[name]

@@ -5,26 +5,26 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
-from corerl.algorithms.losses import Loss, LossInputs, LossResult, clipped
+from corerl.algorithms.losses import Loss, LossInputs, LossResult, clipped, value
 from corerl.errors import ConfigError
 from corerl.types import LossSpec, Output, Scalar
 
-LOSSES: Mapping[str, Loss] = {"clipped": clipped}
+LOSSES: Mapping[str, Loss] = {"clipped": clipped, "value": value}
 
 
 def resolve_loss(spec: LossSpec) -> Callable[[LossInputs], LossResult]:
     """The loss with its parameters bound. ConfigError where the name, or a parameter, is not one it has.
 
-    Cheap to call at every step: what has been resolved once is kept as long as the process lives.
+    Cheap to call at every step: the last ones that were resolved are kept.
     """
     return _resolved(spec.name, tuple(sorted(spec.params.items())))
 
 
-@cache
+@lru_cache(maxsize=64)  # a coefficient that is adapted makes a new one at every step
 def _resolved(loss: str, given: tuple[tuple[str, Scalar], ...]) -> Callable[[LossInputs], LossResult]:
     params: dict[str, Any] = dict(given)
     function = _find(loss)
@@ -62,7 +62,10 @@ def loss_spec(
         "kl_coef": kl_coef,
         "kl_estimator": kl_estimator,
     }
-    parameters = _parameters(_find(loss), name=loss)
+    function = _find(loss)
+    if function is value:
+        raise ConfigError(f"algorithm.loss={loss!r} is what a critic is trained with; take a loss for the policy")
+    parameters = _parameters(function, name=loss)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     taken = {p.name for p in parameters}
     for coefficient in ("entropy_coef", "kl_coef"):
@@ -78,6 +81,11 @@ def loss_spec(
     )
     resolve_loss(spec)
     return spec
+
+
+def value_loss_spec(*, value_clip: float) -> LossSpec:
+    """The critic's loss as data."""
+    return LossSpec(name="value", params={"value_clip": value_clip}, outputs=(Output.VALUES,))
 
 
 def _find(name: str) -> Loss:

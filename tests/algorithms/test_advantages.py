@@ -1,12 +1,22 @@
-"""The references are statistics.mean and statistics.stdev of Python, group by group."""
+"""The references are Python's own: its statistics group by group, and papers' sums token by token."""
 
+import itertools
 import statistics
 
 import numpy as np
 import pytest
 
-from corerl.algorithms.advantages import STD_EPS, broadcast, group_advantages
-from corerl.types import SampleBatch
+from corerl.algorithms.advantages import (
+    STD_EPS,
+    at_last_token,
+    broadcast,
+    explained_variance,
+    gae,
+    group_advantages,
+    spread,
+    whiten,
+)
+from corerl.types import BoolArray, FloatArray, SampleBatch
 
 REWARDS = np.array([1.0, 0.25, 0.0, 0.5, 0.75, 0.5], dtype=np.float32)
 GROUPS = np.array([7, 3, 7, 3, 3, 7])
@@ -44,3 +54,179 @@ def test_broadcast_writes_a_samples_number_at_its_loss_tokens_only() -> None:
         columns={"loss_mask": np.array([False, True, False, False, True, True])},
     )
     assert broadcast(np.array([-1.5, 2.0], dtype=np.float32), batch).tolist() == [0.0, -1.5, 0.0, 0.0, 2.0, 2.0]
+
+
+def batch_of(*masks: str) -> SampleBatch:
+    """One sample for each text, in which x is a loss token and . is none."""
+    return SampleBatch(
+        tokens=np.zeros(len("".join(masks)), dtype=np.int64),
+        offsets=np.cumsum([0, *map(len, masks)]),
+        columns={"loss_mask": np.array([mark == "x" for mark in "".join(masks)], dtype=np.bool_)},
+    )
+
+
+def random_batch(rng: np.random.Generator) -> SampleBatch:
+    """Samples of 0 to 12 tokens with prompts, answers of an environment in between, and some without a loss token."""
+    return batch_of(*("".join(rng.choice([".", "x"], size=rng.integers(0, 13))) for _ in range(40)), "....", "", "xxx")
+
+
+def random_numbers(rng: np.random.Generator, batch: SampleBatch, *, elsewhere: float = np.nan) -> FloatArray:
+    """[N] standard normal at loss tokens."""
+    numbers = rng.standard_normal(len(batch.tokens)).astype(np.float32)
+    return np.where(batch.columns["loss_mask"], numbers, np.float32(elsewhere))
+
+
+def loss_tokens_of(batch: SampleBatch) -> list[list[int]]:
+    """Of each sample, where its loss tokens are."""
+    mask = batch.columns["loss_mask"]
+    return [[n for n in range(start, end) if mask[n]] for start, end in itertools.pairwise(batch.offsets.tolist())]
+
+
+def test_at_last_token_of_three_samples_worked_by_hand() -> None:
+    batch = batch_of(".xx.", "..", "x")
+    got = at_last_token(np.array([-1.5, 7.0, 2.0], dtype=np.float32), batch)
+    assert got.dtype == np.float32
+    assert got.tolist() == [0.0, 0.0, -1.5, 0.0, 0.0, 0.0, 2.0]
+
+
+def test_at_last_token_of_ragged_samples_is_that_of_a_loop() -> None:
+    rng = np.random.default_rng(1)
+    batch = random_batch(rng)
+    rewards = rng.standard_normal(len(batch)).astype(np.float32)
+    expected = np.zeros(len(batch.tokens), dtype=np.float32)
+    for reward, tokens in zip(rewards, loss_tokens_of(batch), strict=True):
+        if tokens:
+            expected[tokens[-1]] = reward
+    np.testing.assert_array_equal(at_last_token(rewards, batch), expected)
+
+
+def test_advantages_of_three_steps_with_an_environment_between_worked_by_hand() -> None:
+    # loss tokens:   1      2      4        gamma = 1/2, lambda = 1/2
+    # reward         0      1      4
+    # value          2      4      2
+    # delta          0     -2      2        0 + 4/2 - 2,  1 + 2/2 - 4,  4 + 0 - 2
+    # advantage   -3/8   -3/2      2        0 + -3/2 / 4,  -2 + 2/4,  2
+    batch = batch_of(".xx.x")
+    rewards = np.array([9, 0, 1, 9, 4], dtype=np.float32)
+    values = np.array([9, 2, 4, 9, 2], dtype=np.float32)
+    advantages, returns = gae(rewards, values, batch, gamma=0.5, lam=0.5)
+    assert advantages.dtype == returns.dtype == np.float32
+    assert advantages.tolist() == [0.0, -0.375, -1.5, 0.0, 2.0]
+    assert returns.tolist() == [0.0, 1.625, 2.5, 0.0, 4.0]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 0.7), (1.0, 0.5)])
+def test_gae_is_the_papers_sum_of_discounted_residuals(gamma: float, lam: float) -> None:
+    rng = np.random.default_rng(2)
+    batch = random_batch(rng)
+    rewards, values = random_numbers(rng, batch), random_numbers(rng, batch)
+    expected = np.zeros((2, len(batch.tokens)))
+    for tokens in loss_tokens_of(batch):
+        r, v = rewards[tokens].tolist(), [*values[tokens].tolist(), 0.0]
+        for t, token in enumerate(tokens):
+            advantage = sum((gamma * lam) ** (s - t) * (r[s] + gamma * v[s + 1] - v[s]) for s in range(t, len(tokens)))
+            expected[:, token] = advantage, advantage + v[t]
+    got = gae(rewards, values, batch, gamma=gamma, lam=lam)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_with_lambda_1_returns_are_discounted_rewards_whatever_the_values_are() -> None:
+    rng = np.random.default_rng(3)
+    batch = random_batch(rng)
+    rewards, values = random_numbers(rng, batch), random_numbers(rng, batch)
+    expected = np.zeros(len(batch.tokens))
+    for tokens in loss_tokens_of(batch):
+        for t, token in enumerate(tokens):
+            expected[token] = sum(0.9**s * float(rewards[later]) for s, later in enumerate(tokens[t:]))
+    _, returns = gae(rewards, values, batch, gamma=0.9, lam=1.0)
+    np.testing.assert_allclose(returns, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_long_sample_does_not_lose_digits_on_the_way() -> None:
+    batch = batch_of("x" * 20_000)
+    rewards = np.full(20_000, 0.1, dtype=np.float32)
+    values = 1000 * np.random.default_rng(0).standard_normal(20_000, dtype=np.float32)
+    _, returns = gae(rewards, values, batch, gamma=1.0, lam=1.0)
+    # Even without the values, summed in float32 it would be wrong in the fourth digit.
+    np.testing.assert_allclose(returns[0], 20_000 * float(np.float32(0.1)), rtol=1e-7)
+
+
+def test_a_batch_without_loss_tokens_has_no_advantages() -> None:
+    batch = batch_of("..", "", ".")
+    nothing = np.full(3, np.nan, dtype=np.float32)
+    assert [part.tolist() for part in gae(nothing, nothing, batch, gamma=1.0, lam=1.0)] == [[0.0] * 3] * 2
+    assert at_last_token(nothing, batch).tolist() == [0.0] * 3
+    assert whiten(nothing, batch.columns["loss_mask"]).tolist() == [0.0] * 3
+
+
+def test_whitening_three_tokens_worked_by_hand() -> None:
+    # 1, 1, 4: mean 2, variance (1 + 1 + 4) / 3 = 2
+    mask = np.array([True, False, True, True])
+    got = whiten(np.array([1, 50, 1, 4], dtype=np.float32), mask)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, [-(0.5**0.5), 0.0, -(0.5**0.5), 2**0.5], rtol=1e-6)
+
+
+def test_whitened_advantages_have_mean_0_and_standard_deviation_1_and_keep_their_order() -> None:
+    rng = np.random.default_rng(4)
+    batch = random_batch(rng)
+    advantages, mask = 3.0 + 5.0 * random_numbers(rng, batch), batch.columns["loss_mask"]
+    got = whiten(advantages, mask)
+    chosen = got[mask].tolist()
+    assert statistics.mean(chosen) == pytest.approx(0.0, abs=1e-6)
+    assert statistics.pstdev(chosen) == pytest.approx(1.0, rel=1e-6)
+    assert np.argsort(chosen).tolist() == np.argsort(advantages[mask]).tolist()
+    assert not got[~mask].any()
+
+
+def test_equal_advantages_are_whitened_to_exactly_zero() -> None:
+    mask = np.array([True, True, True, False])
+    for dtype in (np.float32, np.float64):  # in float64 the mean of three times 0.1 is not 0.1
+        assert whiten(np.array([0.1, 0.1, 0.1, 7.0], dtype=dtype), mask).tolist() == [0.0] * 4
+
+
+def test_spread_tells_groups_whose_rewards_differ() -> None:
+    rewards = np.array([1.0, 0.1, 0.5, 1.0, 0.1, 0.25, 0.1], dtype=np.float32)
+    assert spread(rewards, np.array([2, 0, 1, 2, 0, 1, 0])).tolist() == [False, True, False]
+    assert spread(rewards[:3], np.array([0, 1, 2])).tolist() == [False, False, False]  # groups of one
+
+
+def test_groups_without_spread_are_those_without_advantages() -> None:
+    rng = np.random.default_rng(5)
+    groups = np.concatenate([np.arange(30), rng.integers(0, 30, size=70)])
+    rewards = rng.integers(0, 2, size=100).astype(np.float32)
+    advantages = group_advantages(rewards, groups, normalize_std=False)
+    expected = [bool(advantages[groups == group].any()) for group in range(30)]
+    assert 0 < sum(expected) < 30
+    assert spread(rewards, groups).tolist() == expected
+
+
+def chosen(*numbers: float) -> tuple[FloatArray, BoolArray]:
+    """Numbers at loss tokens, after one that is at none."""
+    return np.array([np.nan, *numbers], dtype=np.float32), np.array([False] + [True] * len(numbers))
+
+
+def test_explained_variance_of_three_tokens_worked_by_hand() -> None:
+    returns, mask = chosen(1, 2, 6)  # mean 3, variance 14/3
+    values, _ = chosen(0, 3, 5)  # errors 1, -1, 1: mean 1/3, variance 8/9
+    assert explained_variance(values, returns, mask) == pytest.approx(1 - (8 / 9) / (14 / 3))
+    assert explained_variance(returns, returns, mask) == 1.0
+    assert explained_variance(returns + 5, returns, mask) == 1.0  # off by a constant
+    assert explained_variance(np.zeros_like(values), returns, mask) == 0.0
+    assert explained_variance(-returns, returns, mask) == pytest.approx(-3.0)  # errors are twice the returns
+
+
+def test_explained_variance_is_that_of_pythons_statistics() -> None:
+    rng = np.random.default_rng(6)
+    batch = random_batch(rng)
+    returns, values, mask = random_numbers(rng, batch), random_numbers(rng, batch), batch.columns["loss_mask"]
+    errors = [r - v for r, v in zip(returns[mask].tolist(), values[mask].tolist(), strict=True)]
+    expected = 1 - statistics.pvariance(errors) / statistics.pvariance(returns[mask].tolist())
+    assert explained_variance(values, returns, mask) == pytest.approx(expected)
+
+
+def test_returns_that_are_all_equal_leave_nothing_to_explain() -> None:
+    returns, mask = chosen(0.1, 0.1, 0.1)
+    values, _ = chosen(1, 2, 3)
+    assert explained_variance(values, returns, mask) == 0.0
+    assert explained_variance(values, returns, np.zeros(4, dtype=np.bool_)) == 0.0

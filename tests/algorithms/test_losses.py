@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric, clipped
+from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric, clipped, value
 from corerl.errors import ContractError
 from corerl.types import Reduction
 
@@ -202,3 +202,102 @@ def test_a_missing_column_or_output_is_named() -> None:
     columns = {name: column for name, column in inputs.columns.items() if name != "ref_logprobs"}
     with pytest.raises(ContractError, match=r"needs the column 'ref_logprobs' \[T\]; got: advantages, old_logprobs"):
         clipped(LossInputs(logprobs=inputs.logprobs, columns=columns), kl_coef=0.1)
+
+
+# token   value   old   return   error^2    clipped to old +- 1/2   its error^2    max
+#   0       2      0      3         1             0.5                  6.25        6.25   clipped, no gradient
+#   1       2      0      0         4             0.5                  0.25        4      too far, and may come back
+#   2       1.25   1      1         0.0625        1.25                 0.0625      0.0625
+VALUES, OLD_VALUES, RETURNS = [2.0, 2.0, 1.25], [0.0, 0.0, 1.0], [3.0, 0.0, 1.0]
+
+
+def three_values(*, around: float | None = None) -> LossInputs:
+    """The three tokens, between two of weight zero that hold `around` where it is given."""
+
+    def widen(numbers: list[float], idle: float | None = around) -> torch.Tensor:
+        return torch.tensor(numbers if idle is None else [idle, *numbers, idle], dtype=torch.float64)
+
+    return LossInputs(
+        values=widen(VALUES).requires_grad_(),
+        columns={
+            "weights": widen(WEIGHTS, None if around is None else 0.0),
+            "returns": widen(RETURNS),
+            "values": widen(OLD_VALUES),
+        },
+    )
+
+
+def value_gradient(inputs: LossInputs, **params: Any) -> list[float]:
+    assert inputs.values is not None
+    (gradient,) = torch.autograd.grad(value(inputs, **params).loss, inputs.values)
+    numbers: list[float] = gradient.tolist()
+    return numbers
+
+
+def test_the_critics_loss_of_three_tokens_worked_by_hand() -> None:
+    assert value(three_values()).loss.item() == 0.5 * (0.5 * 1 + 0.25 * 4 + 0.25 * 0.0625)
+    assert value(three_values(), value_clip=0.5).loss.item() == 0.5 * (0.5 * 6.25 + 0.25 * 4 + 0.25 * 0.0625)
+
+
+def test_the_critics_gradient_is_weight_times_error_where_the_clip_does_not_decide() -> None:
+    assert value_gradient(three_values()) == [0.5 * -1.0, 0.25 * 2.0, 0.25 * 0.25]
+    assert value_gradient(three_values(), value_clip=0.5) == [0.0, 0.25 * 2.0, 0.25 * 0.25]
+
+
+def test_the_critics_metrics_of_three_tokens_worked_by_hand() -> None:
+    result = value(three_values(), value_clip=0.5)
+    metrics = dict(result.metrics)
+    loss = metrics.pop("loss")
+    assert (loss.total.item(), loss.reduction) == (result.loss.item(), Reduction.SUM)
+    assert {name: mean(metric) for name, metric in metrics.items()} == pytest.approx(
+        {"value": 5.25 / 3, "return": 4 / 3, "value_error": 3.25 / 3, "value_clip_fraction": 1 / 3}
+    )
+    assert not any(metric.total.requires_grad for metric in result.metrics.values())
+    assert mean(value(three_values()).metrics["value_clip_fraction"]) == 0.0
+
+
+@pytest.mark.parametrize("value_clip", [0.0, 0.3])
+def test_the_critics_loss_is_the_formula_token_by_token(value_clip: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, old, returns = torch.randn(3, 300, generator=generator, dtype=torch.float64)
+    weights = torch.rand(300, generator=generator, dtype=torch.float64)
+    loss, clip_decides = 0.0, 0
+    slopes = []
+    for w, v, o, r in zip(weights.tolist(), values.tolist(), old.tolist(), returns.tolist(), strict=True):
+        free, bounded = (v - r) ** 2, (min(max(v, o - value_clip), o + value_clip) - r) ** 2
+        decides = value_clip > 0 and bounded > free
+        loss += w * 0.5 * (bounded if decides else free)
+        slopes.append(0.0 if decides else w * (v - r))
+        clip_decides += decides
+    inputs = LossInputs(values=values.requires_grad_(), columns={"weights": weights, "returns": returns, "values": old})
+    result = value(inputs, value_clip=value_clip)
+    assert result.loss.item() == pytest.approx(loss)
+    assert value_gradient(inputs, value_clip=value_clip) == pytest.approx(slopes)
+    assert mean(result.metrics["value_clip_fraction"]) == pytest.approx(clip_decides / 300)
+
+
+@pytest.mark.parametrize("value_clip", [0.0, 0.5])
+@pytest.mark.parametrize("poison", [7.0, math.inf, -math.inf, math.nan])
+def test_tokens_of_weight_zero_reach_nothing_of_the_critics(poison: float, value_clip: float) -> None:
+    alone, among = (value(three_values(around=around), value_clip=value_clip) for around in (None, poison))
+    assert among.loss.item() == alone.loss.item()
+    assert_equal_metrics(among, alone)
+    expected = [0.0, *value_gradient(three_values(), value_clip=value_clip), 0.0]
+    assert value_gradient(three_values(around=poison), value_clip=value_clip) == expected
+
+
+def test_a_filler_micro_batch_of_the_critic_has_a_gradient_of_zero() -> None:
+    inputs = three_values()
+    filler = LossInputs(values=inputs.values, columns={**inputs.columns, "weights": torch.zeros(3)})
+    assert value_gradient(filler, value_clip=0.5) == [0.0, 0.0, 0.0]
+    assert {metric.total.item() for metric in value(filler, value_clip=0.5).metrics.values()} == {0.0}
+
+
+def test_a_missing_column_or_output_of_the_critic_is_named() -> None:
+    inputs = three_values()
+    with pytest.raises(ContractError, match="loss 'value' was given no values; ask for them in LossSpec.outputs"):
+        value(LossInputs(columns=inputs.columns))
+    without = {name: column for name, column in inputs.columns.items() if name != "values"}
+    with pytest.raises(ContractError, match=r"loss 'value' needs the column 'values' \[T\]; got: returns, weights"):
+        value(LossInputs(values=inputs.values, columns=without), value_clip=0.5)
+    assert value(LossInputs(values=inputs.values, columns=without)).loss.item() == value(inputs).loss.item()

@@ -1,12 +1,14 @@
+import gc
 import sys
+import weakref
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
 
-from corerl.algorithms.losses import LossInputs, LossResult, clipped
-from corerl.algorithms.registry import loss_spec, resolve_loss
+from corerl.algorithms.losses import LossInputs, LossResult, clipped, value
+from corerl.algorithms.registry import loss_spec, resolve_loss, value_loss_spec
 from corerl.errors import ConfigError
 from corerl.types import LossSpec, Output
 
@@ -73,10 +75,18 @@ def test_a_loss_is_resolved_once_for_each_name_and_parameters(monkeypatch: pytes
     assert [loss(ONE_TOKEN).loss.item() for loss in first] == [-2.0, -3.0, -2.0]
 
 
+def test_losses_whose_coefficient_a_run_has_left_behind_are_not_kept() -> None:
+    first = weakref.ref(resolve_loss(LossSpec(name="clipped", params={"kl_coef": 2.0})))
+    for step in range(200):
+        resolve_loss(LossSpec(name="clipped", params={"kl_coef": 3.0 + step}))
+    gc.collect()
+    assert first() is None
+
+
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("cliped", {}, "unknown loss 'cliped'; known: clipped, or 'module:function'; did you mean 'clipped'?"),
+        ("cliped", {}, "unknown loss 'cliped'; known: clipped, value, or 'module:function'; did you mean 'clipped'?"),
         ("no_such_module:f", {}, "cannot import 'no_such_module': ModuleNotFoundError"),
         ("my_losses:reinforced", {}, "has no function 'reinforced'; did you mean 'reinforce'?"),
         (
@@ -115,3 +125,16 @@ def test_a_loss_of_the_user_is_given_the_fields_that_it_takes() -> None:
 def test_a_coefficient_that_the_loss_would_leave_out_is_refused() -> None:
     with pytest.raises(ConfigError, match="algorithm.kl_coef=0.1, but loss 'my_losses:bare' has no such parameter"):
         spec_of("my_losses:bare", kl_coef=0.1)
+
+
+def test_the_critics_spec_asks_for_values_alone_and_resolves_to_its_loss() -> None:
+    spec = value_loss_spec(value_clip=0.5)
+    assert spec == LossSpec(name="value", params={"value_clip": 0.5}, outputs=(Output.VALUES,))
+    columns = {"weights": torch.ones(1), "returns": torch.tensor([3.0]), "values": torch.tensor([0.0])}
+    inputs = LossInputs(values=torch.tensor([2.0]), columns=columns)
+    assert resolve_loss(spec)(inputs).loss.item() == value(inputs, value_clip=0.5).loss.item() == 0.5 * 2.5**2
+
+
+def test_a_policy_is_not_trained_with_the_critics_loss() -> None:
+    with pytest.raises(ConfigError, match="algorithm.loss='value' is what a critic is trained with"):
+        spec_of("value")

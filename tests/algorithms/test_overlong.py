@@ -1,0 +1,72 @@
+"""The reference is DAPO's equation case by case."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from corerl.algorithms.overlong import soft_overlong_penalty, without_truncated
+from corerl.types import SampleBatch
+
+
+def test_the_penalty_of_five_lengths_worked_by_hand() -> None:
+    got = soft_overlong_penalty(np.array([1, 6, 7, 10, 11]), max_tokens=10, buffer=4)
+    assert got.dtype == np.float32
+    assert got.tolist() == [0.0, 0.0, -0.25, -1.0, -1.0]
+
+
+@pytest.mark.parametrize("buffer", [0, 1, 7, 50])
+def test_the_penalty_is_the_papers_equation(buffer: int) -> None:
+    expected = []
+    for length in range(61):
+        if length <= 50 - buffer:
+            expected.append(0.0)
+        elif length <= 50:
+            expected.append(((50 - buffer) - length) / buffer)
+        else:
+            expected.append(-1.0)
+    got = soft_overlong_penalty(np.arange(61), max_tokens=50, buffer=buffer)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_truncated_samples_lose_their_loss_tokens_and_what_is_said_of_them_and_nothing_else() -> None:
+    batch = SampleBatch(
+        tokens=np.arange(1, 7),
+        offsets=np.array([0, 2, 5, 6]),
+        columns={
+            "loss_mask": np.array([False, True, False, True, True, True]),
+            "rollout_logprobs": np.array([0, -1, 0, -2, -3, -4], dtype=np.float32),
+            "versions": np.array([0, 7, 0, 7, 8, 8]),
+            "experts": np.array([1, 2, 3, 4, 5, 6]),
+        },
+        rows={"truncated": np.array([False, True, False]), "group": np.array([0, 0, 1])},
+    )
+    got = without_truncated(batch)
+    assert {name: column.tolist() for name, column in got.columns.items()} == {
+        "loss_mask": [False, True, False, False, False, True],
+        "rollout_logprobs": [0.0, -1.0, 0.0, 0.0, 0.0, -4.0],
+        "versions": [0, 7, 0, 0, 0, 8],
+        "experts": [1, 2, 3, 4, 5, 6],
+    }
+    assert {name: got.columns[name].dtype for name in got.columns} == {
+        name: column.dtype for name, column in batch.columns.items()
+    }
+    assert got.tokens is batch.tokens and got.rows == batch.rows and len(got) == 3
+    assert batch.columns["loss_mask"].sum() == 4  # the batch that was given stays as it was
+
+
+def test_ragged_samples_that_were_not_cut_off_keep_their_loss_tokens() -> None:
+    rng = np.random.default_rng(0)
+    offsets = np.concatenate([[0], np.cumsum(rng.integers(0, 9, size=30))])
+    batch = SampleBatch(
+        tokens=np.zeros(offsets[-1], dtype=np.int64),
+        offsets=offsets,
+        columns={"loss_mask": rng.random(offsets[-1]) < 0.5},
+        rows={"truncated": rng.random(30) < 0.4},
+    )
+    kept = without_truncated(batch).columns["loss_mask"]
+    for sample, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        expected = batch.columns["loss_mask"][start:end] & ~batch.rows["truncated"][sample]
+        assert kept[start:end].tolist() == expected.tolist()
+    none = batch.with_rows(truncated=np.zeros(30, dtype=np.bool_))
+    assert without_truncated(none).columns["loss_mask"].tolist() == batch.columns["loss_mask"].tolist()
