@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from corerl.config.schema import Config
 from corerl.driver.launch import launch
 from corerl.driver.run import Summary
@@ -14,6 +16,7 @@ def train(config: Config) -> Summary:
             run.push_weights()
         run.evaluate()
         for scored in run.source:  # sampled when asked for, under the weights pushed last
+            run.keep(scored)
             with run.training():
                 stamped = run.with_advantages(scored)
                 results = run.optimize(stamped.samples)
@@ -25,3 +28,40 @@ def train(config: Config) -> Summary:
             if run.stop.requested:
                 break
         return run.finish()
+
+
+def collect(config: Config) -> Summary:
+    """Only sample, with the weights that the run begins with; every batch is kept for a run that only trains."""
+    with launch(config) as run:
+        with run.training():
+            run.push_weights()
+        run.evaluate()
+        for scored in run.source:
+            run.keep(scored)
+            run.rollout_step += 1
+            run.report(scored, None, {})
+            if run.stop.requested:
+                break
+        return run.finish()
+
+
+def evaluate(config: Config) -> Summary:
+    """Score the weights that the run begins with, or resumes, on the held-out prompts."""
+    with launch(config) as run:
+        with run.training():
+            run.push_weights()
+        run.evaluate(always=True)
+        return run.finish()
+
+
+MODES: Mapping[str, Callable[[Config], Summary]] = {
+    "train": train,
+    "train-only": train,
+    "rollout-only": collect,
+    "eval": evaluate,
+}
+
+
+def execute(config: Config) -> Summary:
+    """What `run.mode` says."""
+    return MODES[config.run.mode](config)

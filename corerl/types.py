@@ -5,7 +5,7 @@ Axes: N tokens of a rollout batch, B samples, T tokens of a micro-batch, S seque
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -116,6 +116,31 @@ class SampleBatch:
     def lengths(self) -> IntArray:
         """[B] tokens of each sample."""
         return np.diff(self.offsets)
+
+    def take(self, samples: IntArray) -> SampleBatch:
+        """These samples [n] alone, in this order."""
+        lengths = self.lengths[samples]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        tokens = np.arange(offsets[-1]) + np.repeat(self.offsets[samples] - offsets[:-1], lengths)
+        return evolve(
+            self,
+            tokens=self.tokens[tokens],
+            offsets=offsets,
+            columns={name: column[tokens] for name, column in self.columns.items()},
+            rows={name: row[samples] for name, row in self.rows.items()},
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[SampleBatch]) -> SampleBatch:
+        """The samples of several batches of the same columns and rows, drawn at one temperature."""
+        first = parts[0]
+        return evolve(
+            first,
+            tokens=np.concatenate([part.tokens for part in parts]),
+            offsets=np.concatenate([[0], np.cumsum(np.concatenate([part.lengths for part in parts]))]),
+            columns={name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns},
+            rows={name: np.concatenate([part.rows[name] for part in parts]) for name in first.rows},
+        )
 
     def with_columns(self, **columns: Array) -> SampleBatch:
         return evolve(self, columns={**self.columns, **columns})

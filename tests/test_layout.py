@@ -107,7 +107,7 @@ def test_every_test_file_has_a_source_at_the_same_place_or_a_package_that_it_tes
     lost = [
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
-        if (parent := "/".join(path.parent.relative_to(ROOT / "tests").parts)) not in packages | {"docs", "end_to_end"}
+        if (parent := "/".join(path.parent.relative_to(ROOT / "tests").parts)) not in packages | {"docs", "end_to_end", "examples", "benchmarks"}
         and parent
     ]
     assert lost == []

@@ -1,4 +1,4 @@
-"""`corerl export CHECKPOINT DIRECTORY`: the actor's weights of a checkpoint as a Hugging Face model directory."""
+"""`corerl export CHECKPOINT DIRECTORY`: a role's weights of a checkpoint as a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("export", help="write a checkpoint's weights as a Hugging Face model directory")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint's directory, or a run's: its newest one")
     parser.add_argument("directory", metavar="DIRECTORY", help="to write to; must not exist")
+    parser.add_argument("--role", default="actor", help="whose weights: actor (the default) or critic")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -19,6 +20,6 @@ def run(args: argparse.Namespace) -> int:
     from corerl.driver.export import export
 
     checkpoint = Path(args.checkpoint)
-    written = export(latest(checkpoint) or checkpoint, Path(args.directory))
+    written = export(latest(checkpoint) or checkpoint, Path(args.directory), role=args.role)
     print(f"wrote {written}")
     return 0

@@ -13,7 +13,7 @@ from corerl import __version__
 from corerl.errors import CorerlError
 
 # Modules of this package, each with `add_parser(subparsers)` and `run(args) -> int`; light, so that help is instant.
-COMMANDS = ("train", "export", "config", "backends", "engines", "extensions")
+COMMANDS = ("train", "eval", "export", "config", "backends", "engines", "extensions")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from corerl.config.load import load_config
-    from corerl.train import train
+    from corerl.train import execute
 
-    train(load_config(args.file, args.overrides))
+    execute(load_config(args.file, args.overrides))
     return 0

@@ -12,7 +12,23 @@ from corerl.config.schema import Config, CriticConfig
 
 def problems(config: Config) -> list[str]:
     """One line for each contradiction, its dotted path first; empty where the configuration can run."""
-    return [*_model(config), *_batch(config), *_algorithm(config), *_extensions(config), *_files(config)]
+    checks = (_mode, _model, _batch, _algorithm, _extensions, _files)
+    return [line for check in checks for line in check(config)]
+
+
+def _mode(config: Config) -> Iterator[str]:
+    from_files = config.run.mode == "train-only"
+    if from_files and not config.rollout.saved:
+        yield "rollout.saved: empty, and run.mode='train-only' trains from saved batches; give their directory"
+    if config.rollout.saved and not from_files:
+        yield f"rollout.saved: given, and run.mode={config.run.mode!r} samples; remove it, or set run.mode='train-only'"
+    if from_files and config.algorithm.dynamic_sampling:
+        yield "algorithm.dynamic_sampling: nothing is sampled with run.mode='train-only'; set it to 0"
+    if config.weights.every > 1 and config.checkpoint.every % config.weights.every:
+        yield (
+            f"checkpoint.every: {config.checkpoint.every} is no multiple of weights.every={config.weights.every}; a "
+            "resumed run begins with new weights in its engines, so save where they are new"
+        )
 
 
 def _model(config: Config) -> Iterator[str]:
@@ -98,6 +114,12 @@ def _algorithm(config: Config) -> Iterator[str]:
             "set algorithm.old_logprobs='recompute'"
         )
     penalised = algorithm.overlong == "penalty"
+    if algorithm.kl_target and config.rollout.prompts * config.rollout.samples >= 5 * algorithm.kl_horizon:
+        yield (
+            f"algorithm.kl_horizon: {algorithm.kl_horizon}, and a rollout step has "
+            f"{config.rollout.prompts * config.rollout.samples} samples, so that one step could turn kl_coef negative; "
+            "set it to more than a fifth of that"
+        )
     if penalised != bool(algorithm.overlong_buffer) or algorithm.overlong_buffer > config.rollout.max_tokens:
         yield (
             f"algorithm.overlong_buffer: {algorithm.overlong_buffer} with algorithm.overlong={algorithm.overlong!r}; "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from corerl.config.structuring import Keys, attempt, structure
 from corerl.config.words import parse_toml, to_plain
 from corerl.errors import ConfigError
 
-__all__ = ["dump_toml", "load_config", "structure", "to_plain"]
+__all__ = ["config_of", "dump_toml", "load_config", "structure", "to_plain"]
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
@@ -35,6 +36,16 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
         lines.append(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); give the path of a TOML file")
     except tomllib.TOMLDecodeError as error:
         lines.append(f"{path}: is not TOML: {error}")
+    return _config(data, overrides, lines)
+
+
+def config_of(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The same from plain data, such as a checkpoint's, which stays as it is."""
+    return _config(copy.deepcopy(dict(data)), overrides, [])
+
+
+def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str]) -> Config:
+    """`lines` tell why `data` could not be read, if they tell anything."""
     readable = not lines
     applied: list[tuple[Keys, str]] = []
     for text in overrides:

@@ -54,11 +54,33 @@ def decays(_: Any, attribute: Attribute[Any], value: Any) -> None:
         raise ValueError(f"must each be at least 0 and below 1, got {list(value)}")
 
 
+def custom_resources(_: Any, attribute: Attribute[Any], value: Mapping[str, float]) -> None:
+    for name, amount in value.items():
+        if name in ("CPU", "GPU", "memory", "object_store_memory"):
+            raise ValueError(f"must be custom resources of Ray, got {name!r}, which CoreRL reckons itself")
+        if amount <= 0:
+            raise ValueError(f"must be amounts above 0, got {amount!r} of {name!r}")
+
+
 @frozen(kw_only=True)
 class RunConfig:
     dir: str = option("where everything the run writes goes; one directory a run", default="runs/default")
+    mode: Literal["train", "rollout-only", "train-only", "eval"] = option(
+        "train; or only sample, and save the batches; or only train, from batches that were saved, without engines; "
+        "or only score the held-out prompts",
+        default="train",
+    )
     steps: int = option("rollout steps to train for", default=250, validator=at_least(0))
     seed: int = option("seeds prompts' order, sampling noise and random weights", default=0, validator=at_least(0))
+
+    @property
+    def trains(self) -> bool:
+        return self.mode in ("train", "train-only")
+
+    @property
+    def samples(self) -> bool:
+        """Whether there are engines."""
+        return self.mode != "train-only"
 
 
 @frozen(kw_only=True)
@@ -77,6 +99,19 @@ class ClusterConfig:
     )
     timeout: float = option(
         "seconds that ranks wait for each other in one collective before they fail", default=600.0, validator=above(0)
+    )
+    watchdog: float = option(
+        "seconds after which the user is told which ranks a call still waits for, and where they are; 0 never",
+        default=60.0,
+        validator=at_least(0),
+    )
+    resources: Mapping[str, float] = option(
+        "custom resources of Ray that each bundle asks of a node besides CPUs and GPUs, such as {h200 = 1}",
+        factory=dict,
+        validator=custom_resources,
+    )
+    environment: Mapping[str, str] = option(
+        "environment variables that every rank and engine is given before it starts", factory=dict
     )
 
 
@@ -187,7 +222,7 @@ class AlgorithmConfig:
     """From rewards to the policy's loss."""
 
     name: Literal["grpo", "ppo"] = option(
-        "how rewards become advantages: grpo compares the samples of a prompt (Shao et al. 2024, \"DeepSeekMath\"), "
+        'how rewards become advantages: grpo compares the samples of a prompt (Shao et al. 2024, "DeepSeekMath"), '
         "ppo asks a critic (Schulman et al. 2017)",
         default="grpo",
     )
@@ -229,7 +264,7 @@ class AlgorithmConfig:
     correction_cap: float = option("the largest importance weight", default=2.0, validator=above(0))
     dynamic_sampling: int = option(
         "times at most that groups whose rewards are all equal are dropped and other prompts sampled in their place "
-        "(Yu et al. 2025, \"DAPO\"); 0 keeps them",
+        '(Yu et al. 2025, "DAPO"); 0 keeps them',
         default=0,
         validator=at_least(0),
     )
@@ -244,17 +279,48 @@ class AlgorithmConfig:
 
 
 @frozen(kw_only=True)
+class DataSource:
+    """One of several sources of prompts."""
+
+    source: str = option("as data.source")
+    name: str = option("what `Prompt.source` and metrics call it; empty takes the file's name", default="")
+    weight: float = option("its share of the prompts, relative to the others'", default=1.0, validator=above(0))
+    prompt_key: str = option("empty takes data.prompt_key", default="")
+    answer_key: str = option("empty takes data.answer_key", default="")
+
+
+@frozen(kw_only=True)
 class DataConfig:
-    source: str = option("a generated task (sort-digits), or a path to a .jsonl file", default="sort-digits")
-    prompt_key: str = option("the jsonl field that holds the prompt", default="prompt")
-    answer_key: str = option("the jsonl field that holds the answer; missing is allowed", default="answer")
-    held_out: int = option("prompts kept for evaluation and never trained on", default=256, validator=at_least(0))
+    source: str = option(
+        "a generated task (sort-digits), a .jsonl or .parquet file, a directory of .parquet files, or one that the "
+        "`datasets` library saved",
+        default="sort-digits",
+    )
+    sources: tuple[DataSource, ...] = option("instead of source: several, mixed by weight", default=())
+    prompt_key: str = option("the field that holds the prompt: a text, or a list of messages", default="prompt")
+    answer_key: str = option("the field that holds the answer; missing is allowed", default="answer")
+    chat: bool = option("make a text prompt the user's message in the tokenizer's chat template", default=False)
+    system: str = option("with chat: what begins a chat that has no system message of its own", default="")
+    held_out: int = option(
+        "prompts, of each source, kept for evaluation and never trained on", default=256, validator=at_least(0)
+    )
 
 
 @frozen(kw_only=True)
 class RewardConfig:
     name: str = option("a built-in reward, or 'module:function'", default="position-match")
     options: Mapping[str, Any] = option("keyword arguments of the reward function", factory=dict)
+    processes: int = option(
+        "in which samples are scored side by side; 0 scores them in the driver, without a time limit",
+        default=2,
+        validator=at_least(0),
+    )
+    timeout: float = option("seconds for one sample", default=30.0, validator=above(0))
+    failed_value: float = option(
+        "the reward of a sample whose own raises, is no finite number, takes too long or ends its process",
+        default=0.0,
+        validator=between(-1e9, 1e9),
+    )
 
 
 @frozen(kw_only=True)
@@ -269,6 +335,11 @@ class RolloutConfig:
         "new tokens at most; a sample cut there is marked truncated", default=256, validator=at_least(1)
     )
     stop: tuple[str, ...] = option("tokens that end a sample, besides the tokenizer's end of sequence", default=())
+    postprocess: str = option(
+        "'module:function' from one scored batch to another, called before advantages are made of it", default=""
+    )
+    save: bool = option("keep every batch under run.dir/rollouts; rollout-only always does", default=False)
+    saved: str = option("train-only: the directory of batches to train from", default="")
 
 
 @frozen(kw_only=True)
@@ -334,17 +405,20 @@ class Config:
 
     @property
     def chosen_roles(self) -> dict[str, RoleChoice]:
-        """The roles of this run by name, the actor first."""
+        """The roles of this run by name, the actor first; a critic is there to be trained."""
         roles: dict[str, RoleChoice] = {"actor": self.roles.actor}
-        if self.roles.critic is not None:
+        if self.roles.critic is not None and self.run.trains:
             roles["critic"] = self.roles.critic
         return roles
 
     @property
     def apart(self) -> tuple[str, ...]:
         """The roles that have devices of their own."""
-        critic = self.roles.critic
-        return ("critic",) if critic is not None and critic.devices == "own" else ()
+        return tuple(
+            name
+            for name, choice in self.chosen_roles.items()
+            if isinstance(choice, CriticChoice) and choice.devices == "own"
+        )
 
     def train_of(self, role: str) -> TrainConfig:
         """What `role` is trained with: its own table where it has one, else the common one."""

@@ -25,8 +25,9 @@ class Stamped:
 def stamp(
     samples: SampleBatch, rewards: FloatArray, algorithm: AlgorithmConfig, *, kl_coef: float, max_tokens: int
 ) -> Stamped:
-    """`advantages`, and for a critic `returns`, from the rewards [B] and the columns `old_logprobs`, `rollout_logprobs`,
-    with a KL penalty `ref_logprobs`, with a critic `values`. `kl_coef` is what it has been adapted to by now."""
+    """`advantages`, and for a critic `returns`, from the rewards [B] and the columns `old_logprobs` and
+    `rollout_logprobs`, with a KL penalty `ref_logprobs`, with a critic `values`. `kl_coef` is what it has been adapted
+    to by now."""
     columns, mask = samples.columns, samples.columns["loss_mask"]
     metrics: dict[str, float] = {}
     kl: float | None = None
@@ -37,9 +38,7 @@ def stamp(
         rewards = rewards + penalty
     per_token = np.zeros(len(mask), dtype=np.float32)
     if "ref_logprobs" in columns:
-        divergence = token_kl(
-            columns["old_logprobs"], columns["ref_logprobs"], mask, estimator=algorithm.kl_estimator
-        )
+        divergence = token_kl(columns["old_logprobs"], columns["ref_logprobs"], mask, estimator=algorithm.kl_estimator)
         kl = float(divergence[mask].mean(dtype=np.float64)) if mask.any() else 0.0
         metrics |= {"train/kl_reference": kl, "train/kl_coef": kl_coef}
         if algorithm.kl_in == "reward":

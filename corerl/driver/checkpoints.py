@@ -45,7 +45,8 @@ class Checkpoints:
         """Make a save that all ranks have written visible. Raises SaveFailed where one could not be written."""
         if self._pending is None:
             return
-        written = [role.group.saved(wait=wait) for role in self.roles.values()]  # every role is asked, whatever one says
+        # Every role is asked, whatever one says.
+        written = [role.group.saved(wait=wait) for role in self.roles.values()]
         if all(written):
             self._commit(*self._pending)
 

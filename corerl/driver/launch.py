@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from corerl.cluster.group import ProcessGroup
 from corerl.cluster.placement import Seat, seated
@@ -28,9 +30,11 @@ from corerl.plugin.options import merge_environments, notes
 from corerl.plugin.registry import one_line
 from corerl.rollout.engine import EngineContext
 from corerl.rollout.fleet import EngineFleet
+from corerl.rollout.postprocess import Postprocessed
 from corerl.rollout.sampler import Sampler
+from corerl.rollout.saved import SavedRollouts
 from corerl.rollout.service import EngineAssignment
-from corerl.rollout.sources import Synchronous
+from corerl.rollout.sources import Source, Synchronous
 from corerl.trainer.assign import ACTOR, RolePlan, offloaded
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult
@@ -41,10 +45,31 @@ from corerl.weights.transport import Address
 def launch(config: Config) -> Iterator[Run]:
     """Start the processes of a run; however the block ends, none of them is left. Errors are told to the observers."""
     prepared = prepare(config)
-    config = prepared.config
-    state = prepared.state
+    with occupied(prepared.run_dir):
+        yield from _launched(prepared)
+
+
+@contextlib.contextmanager
+def occupied(run_dir: Path) -> Iterator[None]:
+    """The directory is this process's alone. Raises ConfigError where another run has it, or it cannot be written."""
     try:
-        prepared.run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot write to {run_dir} ({error.strerror}); give another directory") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system takes it back however the process ends
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"run.dir: another run is writing to {run_dir}; give another directory, or wait until that one ends"
+            ) from error
+        yield
+
+
+def _launched(prepared: Prepared) -> Iterator[Run]:
+    config, state = prepared.config, prepared.state
+    try:
         (prepared.run_dir / "config.toml").write_text(dump_toml(config))
     except OSError as error:
         raise ConfigError(
@@ -67,7 +92,8 @@ def launch(config: Config) -> Iterator[Run]:
                 yield run
             for role in run.roles.values():
                 role.group.shutdown("finished")
-            run.fleet.close()
+            if run.fleet is not None:
+                run.fleet.close()
     except BaseException:
         observers.emit(
             RunFinished(
@@ -113,8 +139,10 @@ def _start(
     for name, plan in prepared.roles.items():
         groups[name] = TrainGroup.launch(plan, seats[name], rank_environment(prepared, plan))
         stack.callback(groups[name].processes.kill)
-    fleet = make_fleet(prepared, seats[ENGINES])
-    stack.callback(fleet.processes.kill)
+    fleet: EngineFleet | None = None
+    if config.run.samples:
+        fleet = make_fleet(prepared, seats[ENGINES])
+        stack.callback(fleet.processes.kill)
     inits = _init(groups, fleet)
     roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.roles.items()}
     actor = groups[ACTOR]
@@ -123,7 +151,7 @@ def _start(
     host, port = actor.processes.free_address(0)
     address = Address(
         transport=config.weights.transport,
-        engines=fleet.names,
+        engines=fleet.names if fleet else (),
         host=host,
         port=port,
         path=str(prepared.run_dir / "weights"),
@@ -131,17 +159,11 @@ def _start(
         # Less than the ranks' own: those that gather must not give up while the sender waits for an engine.
         timeout=config.cluster.timeout / 2,
     )
-    sampler = Sampler(tokenizer=prepared.tokenizer, generate=fleet.generate, seed=config.run.seed)
-    source = Synchronous(
-        stream=PromptStream(prepared.prompts, config.run.seed),
-        sampler=sampler,
-        reward=prepared.reward,
-        params=prepared.params,
-        prompts=config.rollout.prompts,
-        samples=config.rollout.samples,
-        steps=config.run.steps,
-    )
-    if state:
+    sampler: Sampler | None = None
+    if fleet is not None:
+        sampler = Sampler(tokenizer=prepared.tokenizer, generate=fleet.generate, seed=config.run.seed)
+    source = make_source(prepared, sampler)
+    if state and config.run.mode != "eval":
         source.restore(state["source"])
     run = Run(
         config=config,
@@ -169,31 +191,55 @@ def _start(
         offloaded=offloaded(config, prepared.device),
         rollout_step=step,
         weights_version=inits[ACTOR].weights_version,
-        kl_coef=state.get("kl_coef", config.algorithm.kl_coef) if config.algorithm.kl_target else config.algorithm.kl_coef,
+        kl_coef=state["kl_coef"] if state and config.algorithm.kl_target else config.algorithm.kl_coef,
         before=answers_in(state),
     )
     observers.emit(PhaseStarted(name="sending the first weights", step=step))
     return run
 
 
+def make_source(prepared: Prepared, sampler: Sampler | None) -> Source:
+    """Of the run's batches: sampled, or read."""
+    config = prepared.config
+    source: Source
+    if sampler is None:
+        source = SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=prepared.vocab_size)
+    else:
+        source = Synchronous(
+            stream=PromptStream(prepared.prompts, config.run.seed),
+            sampler=sampler,
+            reward=prepared.reward,
+            params=prepared.params,
+            prompts=config.rollout.prompts,
+            samples=config.rollout.samples,
+            steps=config.run.steps,
+        )
+    if prepared.postprocess is not None:
+        source = Postprocessed(source, prepared.postprocess, config.rollout.postprocess)
+    return source
+
+
 def _counted(seats: Mapping[str, Sequence[Seat]]) -> str:
     """Such as "2 actor ranks, 1 critic rank and 2 engines"."""
-    counts = [f"{len(seats[name])} {name} rank{'s' * (len(seats[name]) != 1)}" for name in seats if name != ENGINES]
-    engines = len(seats[ENGINES])
-    return f"{', '.join(counts)} and {engines} engine{'s' * (engines != 1)}"
+    counts = [
+        f"{len(group)} {'engine' if name == ENGINES else f'{name} rank'}{'s' * (len(group) != 1)}"
+        for name, group in seats.items()
+    ]
+    return " and ".join(filter(None, [", ".join(counts[:-1]), counts[-1]]))
 
 
-def _init(groups: Mapping[str, TrainGroup], fleet: EngineFleet) -> dict[str, InitResult]:
+def _init(groups: Mapping[str, TrainGroup], fleet: EngineFleet | None) -> dict[str, InitResult]:
     """All groups and the engines start at the same time."""
     starting = {name: group.init_async() for name, group in groups.items()}
-    engines = fleet.start_async()
     calls = {
         name: Call(group.processes, starting[name].initialising, functools.partial(group.wait_init, starting[name]))
         for name, group in groups.items()
     }
-    results = together(calls | {ENGINES: Call(fleet.processes, engines, lambda: fleet.wait_started(engines))})
-    del results[ENGINES]
-    return results
+    if fleet is not None:
+        engines = fleet.start_async()
+        calls[ENGINES] = Call(fleet.processes, engines, functools.partial(fleet.wait_started, engines))
+    results = together(calls)
+    return {name: results[name] for name in groups}
 
 
 def make_role(plan: RolePlan, config: Config, group: TrainGroup, init: InitResult) -> Role:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from corerl.checkpoint.commit import latest, read_state
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.cluster.placement import Seating, arrange
 from corerl.config.check import problems as contradictions
+from corerl.config.functions import imported
 from corerl.config.schema import ClusterInfo, Config, ModelConfig
-from corerl.data.prompts import PromptSource, PromptStream, load_prompts
+from corerl.data.load import load_prompts
+from corerl.data.prompts import PromptSource, PromptStream
 from corerl.errors import CheckpointError, ConfigError, ModelError, UserError
 from corerl.models.build import build_on_meta
 from corerl.models.config import experts, hf_config
@@ -24,9 +26,12 @@ from corerl.models.names import hf_boxes
 from corerl.models.tokenizer import CHARACTERS, load_tokenizer
 from corerl.plugin.options import backend_name, check_spec, resolve_tables
 from corerl.plugin.registry import Kind, Loaded, load
+from corerl.rollout.encoding import require_encodable
 from corerl.rollout.engine import SamplingParams
 from corerl.rollout.rewards import Reward, resolve_reward
 from corerl.rollout.sampler import sampling_params
+from corerl.rollout.saved import SavedRollouts
+from corerl.rollout.sources import Scored
 from corerl.trainer.assign import ACTOR, CRITIC, RolePlan, loss_of, plan_role
 from corerl.types import LossSpec
 from corerl.weights.transports import require_transport
@@ -50,6 +55,8 @@ class Prepared:
     prompts: PromptSource
     reward: Reward
     params: SamplingParams
+    postprocess: Callable[[Scored], Any] | None
+    vocab_size: int  # of the actor's model
 
 
 class Problems:
@@ -116,16 +123,18 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     config = _with_absolute_paths(config)
 
     with problems.stage("data"):
-        data = config.data
-        prompts = load_prompts(
-            source=data.source,
-            prompt_key=data.prompt_key,
-            answer_key=data.answer_key,
-            held_out=data.held_out,
-            seed=config.run.seed,
-        )
+        prompts = load_prompts(config.data, seed=config.run.seed)
+        if problems.none_in("model.path", "model.tokenizer"):
+            require_encodable(prompts, tokenizer)
     with problems.stage("reward"):
         reward = resolve_reward(config.reward.name, config.reward.options)
+    postprocess: Callable[[Scored], Any] | None = None
+    if config.rollout.postprocess:
+        with problems.stage("rollout.postprocess"):
+            postprocess = imported(config.rollout.postprocess, setting="rollout.postprocess")
+    if config.rollout.saved and config.run.mode == "train-only":
+        with problems.stage("rollout.saved"):
+            SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=0)  # raises where there are too few
     with problems.stage("weights.transport"):
         require_transport(config.weights.transport)
 
@@ -134,13 +143,13 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     state: dict[str, Any] = {}
     if problems.none_in("checkpoint.resume"):
         with problems.stage("checkpoint.resume"):
-            resume = resume_from(config, run_dir, starting=starting)
+            resume = resume_from(config, run_dir, starting=starting and config.run.trains)
             state = read_state(resume) if resume else {}
     if resume and problems.none_in("checkpoint.resume"):
         with problems.stage("checkpoint.model"):
             for role, hf in models.items():
                 require_same_model(resume, role, hf)
-    if state and problems.none_in("data"):
+    if state and config.run.mode in ("train", "rollout-only") and problems.none_in("data"):
         with problems.stage("checkpoint.data"):
             PromptStream(prompts, config.run.seed).restore(state["source"]["prompts"])  # raises where it does not fit
 
@@ -173,9 +182,11 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
                 )
     problems.raise_all()
 
-    groups = {**{role: choice.ranks for role, choice in config.chosen_roles.items()}, ENGINES: config.rollout.replicas}
+    groups = {role: choice.ranks for role, choice in config.chosen_roles.items()}
     resources = [plan.resources for plan in plans.values()]
-    resources.append(engine.spec.resources(config.engines[engine.name], engines))
+    if config.run.samples:
+        groups[ENGINES] = config.rollout.replicas
+        resources.append(engine.spec.resources(config.engines[engine.name], engines))
     return Prepared(
         config=config,
         device=device,
@@ -194,6 +205,8 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         prompts=prompts,
         reward=reward,
         params=params,
+        postprocess=postprocess,
+        vocab_size=model.get_text_config().vocab_size,
     )
 
 
@@ -312,8 +325,8 @@ def title(prepared: Prepared) -> str:
         + (f" for the {role}" if role != ACTOR else "")
         for role, plan in prepared.roles.items()
     ]
-    engines = config.rollout.replicas
-    return (
-        f"{config.algorithm.name} on {config.data.source}: {model}, {', '.join(ranks)}, "
-        f"{engines} {prepared.engine.name} engine{'s' * (engines != 1)}, {prepared.device}"
-    )
+    if config.run.samples:
+        engines = config.rollout.replicas
+        ranks.append(f"{engines} {prepared.engine.name} engine{'s' * (engines != 1)}")
+    source = config.data.source if config.run.samples else config.rollout.saved
+    return f"{config.algorithm.name} on {source}: {model}, {', '.join(ranks)}, {prepared.device}"

@@ -55,9 +55,7 @@ class Role:
 
     def step(self, rollout_step: int) -> Step:
         """The optimizer step that comes next."""
-        return Step(
-            optimizer_step=self.optimizer_step, rollout_step=rollout_step, lr=self.lr(self.optimizer_step)
-        )
+        return Step(optimizer_step=self.optimizer_step, rollout_step=rollout_step, lr=self.lr(self.optimizer_step))
 
     def plan(self, samples: SampleBatch, rollout_step: int) -> list[StepPlan]:
         """The optimizer steps of this rollout batch."""

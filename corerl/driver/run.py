@@ -44,7 +44,8 @@ from corerl.rollout.engine import SamplingParams
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.rewards import Reward
 from corerl.rollout.sampler import Sampler
-from corerl.rollout.sources import Scored, Synchronous, evaluate
+from corerl.rollout.saved import write_rollout
+from corerl.rollout.sources import Scored, Source, evaluate
 from corerl.trainer.assign import ACTOR, CRITIC
 from corerl.trainer.group import GroupTrainResult
 from corerl.types import LossSpec, Output, SampleBatch
@@ -79,9 +80,9 @@ class Run:
     phases: Phases
     stop: StopRequest
     roles: Mapping[str, Role]
-    fleet: EngineFleet
-    source: Synchronous
-    sampler: Sampler
+    fleet: EngineFleet | None  # None where nothing is sampled
+    source: Source
+    sampler: Sampler | None
     reward: Reward
     params: SamplingParams
     held_out: Sequence[Prompt]
@@ -118,6 +119,12 @@ class Run:
             yield
 
     # ---- from samples to optimizer steps ----------------------------------------------------------------------------
+
+    def keep(self, scored: Scored) -> None:
+        """Write the batch where `run.mode = "train-only"` reads it, if it is to be kept."""
+        if self.config.rollout.save or self.config.run.mode == "rollout-only":
+            with self.phases("keep"):
+                write_rollout(self.run_dir / "rollouts", scored)
 
     def with_advantages(self, scored: Scored) -> Stamped:
         """The samples with everything the losses read, from the models as they are before the first step."""
@@ -187,19 +194,20 @@ class Run:
         """All engines serve the actor's weights when this returns. Raises WeightUpdateError where one does not.
 
         Nothing is sent where engines hold these weights already, nor in the steps that weights.every passes over."""
-        if not self._push_due():
+        fleet = self.fleet
+        if fleet is None or not self._push_due():
             return
         with self.phase("update_weights"):
             if self.offloaded:
-                self.fleet.wake_up()
+                fleet.wake_up()
             group = self.actor.group
             sending = group.update_weights_async(self.address, self.weights_version)
-            receiving = self.fleet.receive_async(self.manifest, self.weights_version, self.address)
+            receiving = fleet.receive_async(self.manifest, self.weights_version, self.address)
             # At once: either side would wait in vain for the other, until a timeout, where that one has died.
             both = together(
                 {
                     "sent": Call(group.processes, sending, lambda: group.wait_update(sending)),
-                    "received": Call(self.fleet.processes, receiving, lambda: self.fleet.wait_received(receiving)),
+                    "received": Call(fleet.processes, receiving, lambda: fleet.wait_received(receiving)),
                 }
             )
         received = both["received"]
@@ -232,18 +240,22 @@ class Run:
                     self.roles[name].group.sleep()
 
     def _wake_ranks(self) -> None:
-        self.fleet.sleep()
+        if self.fleet is not None:
+            self.fleet.sleep()
         for name in self.offloaded:
             self.roles[name].group.wake_up()
 
     # ---- what the user sees and keeps -------------------------------------------------------------------------------
 
-    def report(self, scored: Scored, stamped: Stamped, results: Mapping[str, Sequence[GroupTrainResult]]) -> None:
+    def report(
+        self, scored: Scored, stamped: Stamped | None, results: Mapping[str, Sequence[GroupTrainResult]]
+    ) -> None:
+        """Tell of one rollout step; `stamped` is None where it was not for training."""
         now = time.perf_counter()
         rollout = rollout_metrics(scored)
         seconds = {**scored.seconds, **self.phases.take()}
-        metrics = {**rollout, **stamped.metrics}
-        if self.config.algorithm.old_logprobs == "recompute":
+        metrics = {**rollout, **(stamped.metrics if stamped else {})}
+        if stamped and self.config.algorithm.old_logprobs == "recompute":
             metrics |= recomputed_mismatch(stamped.samples)
         elif ACTOR in results:
             metrics |= first_step_mismatch(results[ACTOR][0])
@@ -255,17 +267,17 @@ class Run:
         self._step_started = now
         self.tell(StepFinished(step=scored.step, metrics=metrics, shown=scored.shown()))
 
-    def evaluate(self) -> None:
+    def evaluate(self, *, always: bool = False) -> None:
         """On the held-out prompts, where it is due: a function of the steps done alone, so that a resumed run evaluates
         where an uninterrupted one does."""
-        if self.held_out and self._evaluation_due():
+        if self.sampler is not None and self.held_out and (always or self._evaluation_due()):
             with self.phase("eval"):
                 evaluation = evaluate(self.sampler, self.held_out, self.reward, params=self.params)
             self._evaluation = evaluation.metrics
             self._before = self._before or evaluation.shown
             self._after = evaluation.shown
             self.tell(Evaluated(step=self.rollout_step, metrics=evaluation.metrics, shown=evaluation.shown))
-        self.tell(PhaseStarted(name="rollout", step=self.rollout_step))
+        self.tell(PhaseStarted(name="rollout" if self.sampler else "reading", step=self.rollout_step))
 
     def _evaluation_due(self) -> bool:
         every = self.config.eval.every
@@ -295,23 +307,14 @@ class Run:
     def finish(self) -> Summary:
         """Save what is not saved, export, and tell how it went."""
         # A request that comes in the last step has nothing left to stop.
-        reason = "interrupted" if self.stop.requested and self.rollout_step < self.config.run.steps else "finished"
-        self.tell(PhaseStarted(name="saving", step=self.rollout_step))
-        if self.checkpoints.last_step != self.rollout_step:
-            if self.offloaded:
-                self._wake_ranks()
-            self._start_save(background=False)
-        self.checkpoints.complete(wait=True)
+        done = self.rollout_step >= self.config.run.steps or self.config.run.mode == "eval"
+        reason = "interrupted" if self.stop.requested and not done else "finished"
         artifacts = {"run directory": str(self.run_dir)}
-        newest = self.checkpoints.newest
-        if newest is not None:
-            artifacts["checkpoint"] = str(newest)
-            if self.config.checkpoint.export and reason == "finished":
-                from corerl.driver.export import export
-
-                self.tell(PhaseStarted(name="exporting", step=self.rollout_step))
-                artifacts["model"] = str(export(newest, self.run_dir / "model", replace=True))
-        if reason == "interrupted":
+        if self.config.run.mode == "rollout-only":
+            artifacts["rollouts"] = str(self.run_dir / "rollouts")
+        if self.config.run.trains:
+            artifacts |= self._finish_training(export=self.config.checkpoint.export and reason == "finished")
+        if reason == "interrupted" and self.config.run.trains:
             artifacts["to go on"] = f"the same command with run.dir={self.run_dir} checkpoint.resume=auto"
         self.tell(
             RunFinished(
@@ -324,3 +327,22 @@ class Run:
             )
         )
         return Summary(reason=reason, run_dir=self.run_dir, steps_done=self.rollout_step, evaluation=self._evaluation)
+
+    def _finish_training(self, *, export: bool) -> dict[str, str]:
+        """Paths of what is left, by what it is."""
+        self.tell(PhaseStarted(name="saving", step=self.rollout_step))
+        if self.checkpoints.last_step != self.rollout_step:
+            if self.offloaded:
+                self._wake_ranks()
+            self._start_save(background=False)
+        self.checkpoints.complete(wait=True)
+        newest = self.checkpoints.newest
+        if newest is None:
+            return {}
+        artifacts = {"checkpoint": str(newest)}
+        if export:
+            from corerl.driver.export import export as write_model
+
+            self.tell(PhaseStarted(name="exporting", step=self.rollout_step))
+            artifacts["model"] = str(write_model(newest, self.run_dir / "model", replace=True))
+        return artifacts

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from corerl.errors import ModelError
 from corerl.models.attention import PACKED, register_packed_attention
 
-
 VALUE_HEAD = "value_head"
 VALUE_HEAD_WEIGHT = f"{VALUE_HEAD}.weight"  # [1, hidden], under this name in every backend and checkpoint
 

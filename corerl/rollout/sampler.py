@@ -10,7 +10,8 @@ from attrs import frozen
 
 from corerl.config.schema import RolloutConfig
 from corerl.data.prompts import Prompt
-from corerl.errors import ConfigError, DataError
+from corerl.errors import ConfigError
+from corerl.rollout.encoding import encode
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.noise import noise_keys
 from corerl.types import IntArray, SampleBatch
@@ -31,6 +32,29 @@ class Rollout:
     prompts: tuple[Prompt, ...]  # [P]
     texts: list[str]  # [B] responses without special tokens
 
+    def take(self, groups: IntArray) -> Rollout:
+        """The samples of these prompts [n] alone, numbered anew."""
+        of_prompt = self.batch.rows["group"]
+        samples = np.concatenate([np.flatnonzero(of_prompt == group) for group in groups] or [np.zeros(0, np.int64)])
+        batch = self.batch.take(samples)
+        position = {int(group): index for index, group in enumerate(groups)}
+        return Rollout(
+            batch=batch.with_rows(group=np.array([position[int(group)] for group in batch.rows["group"]], np.int64)),
+            prompts=tuple(self.prompts[group] for group in groups),
+            texts=[self.texts[sample] for sample in samples],
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Rollout]) -> Rollout:
+        """The prompts of several rollouts, one after the other."""
+        firsts = np.cumsum([0, *(len(part.prompts) for part in parts)])
+        group = [part.batch.rows["group"] + first for part, first in zip(parts, firsts, strict=False)]
+        return cls(
+            batch=SampleBatch.concatenate([part.batch for part in parts]).with_rows(group=np.concatenate(group)),
+            prompts=tuple(prompt for part in parts for prompt in part.prompts),
+            texts=[text for part in parts for text in part.texts],
+        )
+
 
 class Sampler:
     """Turns prompts into samples with whatever generates; holds no state but the seed."""
@@ -46,9 +70,12 @@ class Sampler:
         self._generate = generate
         self._seed = seed
 
-    def sample(self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams) -> Rollout:
+    def sample(
+        self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
+    ) -> Rollout:
         """`samples` responses to each prompt. What is drawn depends on the weights, the seed and `rollout_step`, on the
-        prompt and on the sample's number. Prompts are encoded with the tokenizer's own special tokens (its <bos>).
+        prompt and on the sample's number; a later `attempt` at the same step draws anew. Prompts are encoded with the
+        tokenizer's own special tokens (its <bos>).
 
         Raises DataError for a prompt of no tokens, and what `generate` raises.
         """
@@ -62,7 +89,7 @@ class Sampler:
                 self._seed,
                 rollout_step,
                 np.array([prompt.index for prompt in prompts])[group],
-                _occurrence(prompts)[group] * samples + sample,
+                (attempt * len(prompts) + _occurrence(prompts)[group]) * samples + sample,
             ),
             params=params,
         )
@@ -77,10 +104,7 @@ class Sampler:
 
     def _encode(self, prompts: Sequence[Prompt]) -> tuple[IntArray, IntArray]:
         """Prompts as ragged tokens [n] and offsets [P + 1]."""
-        encoded = self._tokenizer([prompt.text for prompt in prompts], add_special_tokens=True)["input_ids"]
-        for prompt, ids in zip(prompts, encoded, strict=True):
-            if not ids:
-                raise DataError(f"prompt {prompt.index} ({prompt.text!r}) has no tokens; there is nothing to continue")
+        encoded = encode(self._tokenizer, prompts)
         offsets = np.cumsum([0, *map(len, encoded)])
         return np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded]), offsets
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from corerl.data.prompts import Prompt, PromptStream
 from corerl.plugin.events import Shown
 from corerl.rollout.engine import SamplingParams
-from corerl.rollout.rewards import exact_match, score
+from corerl.rollout.rewards import Scorer, exact_match
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.types import FloatArray
 
@@ -26,10 +26,26 @@ class Scored:
     rewards: FloatArray  # [B]
     exact_match: float | None  # share of samples that equal their answer; None where no prompt has one
     seconds: Mapping[str, float]  # by phase: rollout, reward
+    failures: Mapping[str, int] = field(factory=dict)  # samples without a reward of their own, by kind of failure
+    first_failure: str = ""  # as one line
 
     def shown(self, count: int = 3) -> tuple[Shown, ...]:
         """The first sample of each of the first `count` prompts, to look at."""
         return shown(self.rollout, self.rewards, count)
+
+
+class Source(Protocol):
+    """Rollout steps for the loop. `position` counts a step as done as soon as it was handed out: taken after that step
+    was trained on, it is where a resumed run goes on."""
+
+    def __iter__(self) -> Iterator[Scored]: ...
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Plain data for a checkpoint."""
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        """Go on where `position` was taken. Raises CheckpointError where the data are not those of the checkpoint."""
 
 
 class Synchronous:
@@ -44,7 +60,7 @@ class Synchronous:
         *,
         stream: PromptStream,
         sampler: Sampler,
-        reward: Callable[[Prompt, str], float],
+        reward: Scorer,
         params: SamplingParams,
         prompts: int,
         samples: int,
@@ -70,11 +86,19 @@ class Synchronous:
             self._stream.take(self._prompts), rollout_step=self._step, samples=self._samples, params=self._params
         )
         sampled = time.perf_counter()
-        rewards = score(self._reward, rollout)
+        scores = self._reward.score(rollout)
         matched = exact_share(rollout)
         seconds = {"rollout": sampled - started, "reward": time.perf_counter() - sampled}
         self._step += 1
-        return Scored(step=self._step - 1, rollout=rollout, rewards=rewards, exact_match=matched, seconds=seconds)
+        return Scored(
+            step=self._step - 1,
+            rollout=rollout,
+            rewards=scores.rewards,
+            exact_match=matched,
+            seconds=seconds,
+            failures=scores.failures,
+            first_failure=scores.first,
+        )
 
     @property
     def position(self) -> dict[str, Any]:
@@ -91,19 +115,25 @@ class Synchronous:
 class Evaluation:
     metrics: dict[str, float]  # eval/reward, eval/exact_match (where prompts have answers), eval/response_length
     shown: tuple[Shown, ...]  # the first prompts, the same ones every time
+    failures: Mapping[str, int] = field(factory=dict)  # samples without a reward of their own, by kind of failure
+    first_failure: str = ""  # as one line
 
 
 def evaluate(
     sampler: Sampler,
     prompts: Sequence[Prompt],
-    reward: Callable[[Prompt, str], float],
+    reward: Scorer,
     *,
     params: SamplingParams,
     show: int = 3,
 ) -> Evaluation:
-    """One greedy response to each prompt, scored. The same weights give the same scores at any step."""
+    """One greedy response to each prompt, scored. The same weights give the same scores at any step.
+
+    Where sources are mixed, each has its `eval/NAME/reward` too.
+    """
     rollout = sampler.sample(prompts, rollout_step=0, samples=1, params=evolve(params, greedy=True))
-    rewards = score(reward, rollout)
+    scores = reward.score(rollout)
+    rewards = scores.rewards
     metrics = {
         "eval/reward": float(rewards.mean(dtype=np.float64)),
         "eval/response_length": float(rollout.batch.rows["response_length"].mean()),
@@ -111,7 +141,15 @@ def evaluate(
     matched = exact_share(rollout)
     if matched is not None:
         metrics["eval/exact_match"] = matched
-    return Evaluation(metrics=metrics, shown=shown(rollout, rewards, show))
+    sources = np.array([prompt.source for prompt in prompts])
+    for name in dict.fromkeys(prompt.source for prompt in prompts if prompt.source):
+        metrics[f"eval/{name}/reward"] = float(rewards[sources == name].mean(dtype=np.float64))
+    return Evaluation(
+        metrics=metrics,
+        shown=shown(rollout, rewards, show),
+        failures=scores.failures,
+        first_failure=scores.first,
+    )
 
 
 def exact_share(rollout: Rollout) -> float | None:

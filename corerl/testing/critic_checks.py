@@ -1,7 +1,7 @@
 """What a backend with a value head must do besides: subclass it with the backend's name, as `BackendChecks`.
 
-    class TestMineAsCritic(CriticChecks):
-        backend_name = "mine"
+class TestMineAsCritic(CriticChecks):
+    backend_name = "mine"
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def transformers_values(directory: Path, head: FloatArray, samples: SampleBatch)
 
 class CriticChecks(OnRanks):
     @pytest.mark.parametrize(
-        ("kind", "packing"), [("qwen3", "packed"), ("qwen3-tied", "packed"), ("qwen3", "padded"), ("qwen3", "one by one")]
+        ("kind", "packing"),
+        [("qwen3", "packed"), ("qwen3-tied", "packed"), ("qwen3", "padded"), ("qwen3", "one by one")],
     )
     def test_a_critic_trains_as_the_plain_one_does(self, subject: Subject, kind: str, packing: str) -> None:
         setup = critic(subject, kind, packing)

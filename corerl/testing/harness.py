@@ -139,9 +139,10 @@ def make_worker(setup: Setup, *, resume: str = "") -> Worker:
     """A worker that is not initialised yet; its rank and world size are this process's."""
     several = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+    role = "critic" if setup.value_head else "actor"
     return Worker(
         Assignment(
-            context=Context(role="critic" if setup.value_head else "actor", rank=rank, world_size=world_size, local_rank=0, run_dir=""),
+            context=Context(role=role, rank=rank, world_size=world_size, local_rank=0, run_dir=""),
             backend=setup.backend,
             config=role_config(setup, resume=resume),
             loss=setup.loss,

@@ -20,7 +20,6 @@ from corerl.plugin.spec import Process, Resources
 from corerl.trainer.worker import Assignment
 from corerl.types import LossSpec
 
-
 ACTOR = "actor"
 CRITIC = "critic"
 
@@ -106,8 +105,8 @@ def plan_role(
 def needed(
     role: str, config: Config, cluster: ClusterInfo, *, experts: int = 1, saved_ranks: int = 0
 ) -> dict[Capability, str]:
-    """Capabilities that the run will use of the role's backend, each with the setting that asks for it. `saved_ranks` wrote the checkpoint
-    that the role resumes; 0 where it resumes none."""
+    """Capabilities of the role's backend that the run will use, each with the setting that asks for it. `saved_ranks`
+    wrote the checkpoint that the role resumes; 0 where it resumes none."""
     needs: dict[Capability, str] = {}
     train = config.train_of(role)
     halves = {"bfloat16": Capability.BFLOAT16, "float16": Capability.FLOAT16}
@@ -140,6 +139,7 @@ def needed(
 def offloaded(config: Config, device: str) -> tuple[str, ...]:
     """The roles that share devices with engines, and take turns with them in their memory."""
     offload = config.cluster.offload
-    if config.cluster.placement != "colocated" or offload == "never" or (offload == "auto" and device != "cuda"):
+    apart = config.cluster.placement != "colocated" or not config.run.samples
+    if apart or offload == "never" or (offload == "auto" and device != "cuda"):
         return ()
     return tuple(role for role in config.chosen_roles if role not in config.apart)

@@ -31,16 +31,22 @@ def test_transformers_loads_the_weights_and_the_tokenizer_bit_for_bit(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "tables",
+    ("tables", "dtype"),
     [
-        {"train": {"precision": "bfloat16"}},
-        {"train": {"precision": "float32"}, "roles": {"actor": {"train": {"precision": "bfloat16"}}}},
+        ({"train": {"precision": "bfloat16"}}, torch.bfloat16),
+        ({"train": {"precision": "float16"}}, torch.float16),
+        (
+            {"train": {"precision": "float32"}, "roles": {"actor": {"train": {"precision": "bfloat16"}}}},
+            torch.bfloat16,
+        ),
     ],
 )
-def test_the_precision_is_the_one_that_the_role_was_trained_in(tmp_path: Path, tables: dict[str, object]) -> None:
+def test_the_precision_is_the_one_that_the_role_was_trained_in(
+    tmp_path: Path, tables: dict[str, object], dtype: torch.dtype
+) -> None:
     config = make_config(**tables)
     model = make_model(config, seed=1)
-    assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model"), model, torch.bfloat16)
+    assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model"), model, dtype)
 
 
 def test_another_model_is_replaced_only_where_that_is_allowed(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from attrs import evolve
 
 from corerl.config.schema import Config, EvalConfig
-from corerl.data.prompts import Prompt
 from corerl.data.plan import StepPlan
+from corerl.data.prompts import Prompt
 from corerl.driver import run as driver
 from corerl.driver.advantages import Stamped
 from corerl.driver.roles import Role

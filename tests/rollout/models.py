@@ -79,7 +79,8 @@ def update(
     names = tuple(f"engine-{index}" for index in range(len(engines)))
     address = Address(transport="disk", engines=names, path=str(path), timeout=timeout)
     shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    manifest = build_manifest(shapes, dtype="float32", bucket_bytes=8192)
+    (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    manifest = build_manifest(shapes, dtype=dtype, bucket_bytes=8192)
     results: list[Received | None] = [None] * len(engines)
 
     def receive(index: int) -> None:

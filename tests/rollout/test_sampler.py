@@ -6,7 +6,8 @@ from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
-from corerl.rollout.sampler import Sampler, sampling_params
+from corerl.rollout.sampler import Rollout, Sampler, sampling_params
+from tests.rollout.scored import scored
 
 TOKENIZER = load_tokenizer(
     tokenizer="characters:0123456789>s", path=""
@@ -107,3 +108,15 @@ def test_stop_texts_become_tokens_after_the_end_of_sequence() -> None:
     for text in ("12", "x"):
         with pytest.raises(ConfigError, match=f"rollout.stop: '{text}'"):
             sampling_params(RolloutConfig(stop=(text,)), TOKENIZER)
+
+
+def test_prompts_are_taken_and_joined_with_their_samples() -> None:
+    given = scored().rollout
+    second = given.take(np.array([1]))
+    assert (second.prompts, second.texts) == (given.prompts[1:], ["zzz", "x"])
+    assert second.batch.rows["group"].tolist() == [0, 0]
+    assert second.batch.tokens.tolist() == given.batch.tokens[5:].tolist()
+    joined = Rollout.concatenate([second, given])
+    assert [prompt.index for prompt in joined.prompts] == [2, 7, 2]
+    assert joined.batch.rows["group"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert joined.texts == ["zzz", "x", "x", "yy", "zzz", "x"]

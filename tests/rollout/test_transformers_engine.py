@@ -98,6 +98,21 @@ def test_recorded_logprobs_are_those_of_a_plain_forward_pass_of_each_sequence(
         )
 
 
+def test_an_engine_in_float16_records_logprobs_near_those_of_float32(tmp_path: Path) -> None:
+    model = random_model(UNTIED, seed=1)
+    half = evolve(context(), precision="float16")
+    served = TransformersEngine(ModelConfig(config=UNTIED), TransformersConfig(), half)
+    tensors = {name: tensor.half() for name, tensor in hf_tensors(model, tmp_path / "hf").items()}
+    (received,) = update([served], tensors, version=0, path=tmp_path / "weights")
+    assert received.error == "" and received.bytes == sum(tensor.numel() * 2 for tensor in tensors.values())
+    asked = request(24)
+    generation = served.generate(asked)
+    for prompt, response, logprobs in sequences(asked, generation):
+        expected = plain_logprobs(model, prompt + response, PARAMS.temperature)[len(prompt) - 1 :]
+        wanted = expected.gather(1, torch.tensor(response)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), wanted, atol=2e-2, rtol=0)
+
+
 def test_what_is_drawn_depends_neither_on_the_batch_size_nor_on_the_number_of_engines(tmp_path: Path) -> None:
     tensors = hf_tensors(random_model(TIED, seed=1), tmp_path / "hf")
     engines = [engine(TIED), engine(TIED, index=1, batch_size=5), engine(TIED, index=2, batch_size=1)]

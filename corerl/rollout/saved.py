@@ -1,0 +1,137 @@
+"""Rollout batches on disk, one file a step: written by a run that samples, read by one that trains."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attrs import asdict, evolve
+
+from corerl.data.prompts import Prompt
+from corerl.errors import CheckpointError, DataError
+from corerl.rollout.sampler import Rollout
+from corerl.rollout.sources import Scored
+from corerl.types import Array, SampleBatch
+
+NAME = re.compile(r"step-(\d{8})\.npz")
+
+
+def write_rollout(directory: Path, scored: Scored) -> Path:
+    """One .npz: the batch's arrays under their names, and as JSON the prompts, the texts and what else is no array."""
+    rollout, batch = scored.rollout, scored.rollout.batch
+    facts = {
+        "step": scored.step,
+        "temperature": batch.temperature,
+        "exact_match": scored.exact_match,
+        "prompts": [asdict(prompt) for prompt in rollout.prompts],
+        "texts": rollout.texts,
+    }
+    arrays: dict[str, Array] = {
+        "tokens": batch.tokens,
+        "offsets": batch.offsets,
+        "rewards": scored.rewards,
+        **{f"columns/{name}": column for name, column in batch.columns.items()},
+        **{f"rows/{name}": row for name, row in batch.rows.items()},
+        "facts": np.frombuffer(json.dumps(facts, default=str).encode(), dtype=np.uint8),
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"step-{scored.step:08d}.npz"
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+    os.replace(partial, path)
+    return path
+
+
+def read_rollout(path: Path) -> Scored:
+    """What `write_rollout` wrote. Raises DataError where the file is missing or damaged."""
+    try:
+        # numpy would leave a damaged file open.
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
+            arrays: dict[str, Array] = dict(file)
+        facts = json.loads(arrays["facts"].tobytes())
+        batch = SampleBatch(
+            tokens=arrays["tokens"],
+            offsets=arrays["offsets"],
+            columns=_under("columns/", arrays),
+            rows=_under("rows/", arrays),
+            temperature=facts["temperature"],
+        )
+        prompts = tuple(Prompt(**prompt) for prompt in facts["prompts"])
+        return Scored(
+            step=facts["step"],
+            rollout=Rollout(batch=batch, prompts=prompts, texts=facts["texts"]),
+            rewards=arrays["rewards"],
+            exact_match=facts["exact_match"],
+            seconds={},
+        )
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} is no rollout batch that can be read ({error}); sample it again") from error
+
+
+def _under(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def saved_rollouts(directory: str | Path) -> list[Path]:
+    """The rollout batches in `directory`, in the order of their steps. Raises DataError where there are none."""
+    path = Path(directory)
+    found = sorted(file for file in path.iterdir() if NAME.fullmatch(file.name)) if path.is_dir() else []
+    if not found:
+        raise DataError(
+            f"rollout.saved: no rollout batches (step-00000000.npz, ...) in {str(directory)!r}; give the `rollouts` "
+            "directory of a run with rollout.save=true or run.mode='rollout-only'"
+        )
+    return found
+
+
+class SavedRollouts:
+    """Rollout steps out of files, in their order, numbered anew from 0."""
+
+    def __init__(self, directory: str | Path, *, steps: int, vocab_size: int) -> None:
+        """Raises DataError where there are fewer than `steps`."""
+        self._files = saved_rollouts(directory)
+        if len(self._files) < steps:
+            raise DataError(
+                f"run.steps: {steps}, and {str(directory)!r} holds {len(self._files)} rollout batches; "
+                f"set run.steps to at most {len(self._files)}"
+            )
+        self._steps = steps
+        self._vocab_size = vocab_size
+        self._step = 0
+
+    def __iter__(self) -> Iterator[Scored]:
+        return self
+
+    def __next__(self) -> Scored:
+        if self._step >= self._steps:
+            raise StopIteration
+        path = self._files[self._step]
+        scored = read_rollout(path)
+        largest = int(scored.rollout.batch.tokens.max(initial=0))
+        if largest >= self._vocab_size:
+            raise DataError(
+                f"{path} has the token {largest}, and the model a vocabulary of {self._vocab_size}; "
+                "train the model that it was sampled with"
+            )
+        self._step += 1
+        return evolve(scored, step=self._step - 1)
+
+    @property
+    def position(self) -> dict[str, Any]:
+        return {"rollout_step": self._step, "files": len(self._files)}
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        if position.get("files") != len(self._files):
+            raise CheckpointError(
+                f"the checkpoint was trained from {position.get('files', 'no')} saved rollout batches, now there are "
+                f"{len(self._files)}; resume with the same rollout.saved"
+            )
+        self._step = position["rollout_step"]

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from corerl.config.functions import imported
+from corerl.errors import ConfigError
+
+
+def test_a_function_is_found_by_module_and_name() -> None:
+    assert imported("math:sqrt", setting="rollout.postprocess") is math.sqrt
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sqrt", "a.b: got 'sqrt', wanted 'module:function'"),
+        (
+            "no_such_module:f",
+            (
+                "a.b: 'no_such_module:f': cannot import 'no_such_module': ModuleNotFoundError: No module named "
+                "'no_such_module'"
+            ),
+        ),
+        ("math:sqr", "a.b: 'math:sqr': module 'math' has no function 'sqr'; did you mean 'sqrt'?"),
+        ("math:pi", "a.b: 'math:pi': module 'math' has no function 'pi'; did you mean 'pi'?"),
+    ],
+)
+def test_what_is_not_there_is_told_with_the_setting(name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        imported(name, setting="a.b")
+    assert caught.value.message == message

@@ -1,0 +1,97 @@
+"""The other modes of a run: sampling without training, training without engines, scoring; and PPO with its critic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from corerl.checkpoint.reader import CheckpointSource
+from corerl.types import Array
+from tests.end_to_end.command import Command, metrics, numbers, write_small
+
+STEPS = 4
+# One process a role is enough here, and the plain backend's starts fastest.
+PLAIN = ["backend.name=plain", "roles.actor.ranks=1", f"run.steps={STEPS}", "eval.every=2", "checkpoint.every=0"]
+PPO = ["algorithm.name=ppo", "roles.critic.ranks=1", "rollout.samples=1", "rollout.prompts=16"]
+
+
+def corerl(*arguments: str | Path, logs: Path) -> str:
+    """Run the command to its good end, with nothing left of it; returns what it printed."""
+    with Command(*arguments, logs=logs) as command:
+        assert command.finish() == 0, command.err
+        command.assert_nothing_is_left()
+        return command.out
+
+
+def weights(run_dir: Path, role: str = "actor") -> dict[str, Array]:
+    source = CheckpointSource(run_dir / f"checkpoints/step-{STEPS:08d}" / role, "master")
+    return {name: source.read(name, (0,) * len(shape), shape).numpy().copy() for name, shape in source.shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a PPO run that kept its batches."""
+    directory = tmp_path_factory.mktemp("ppo")
+    corerl(
+        *("train", write_small(directory), *PLAIN, *PPO, "rollout.save=true", f"run.dir={directory}/run"),
+        logs=directory,
+    )
+    return directory
+
+
+def test_a_critic_learns_beside_the_actor_and_both_are_in_the_checkpoint(trained: Path) -> None:
+    steps = [line for line in metrics(trained / "run") if "train/loss" in line]
+    assert len(steps) == STEPS
+    assert all(line["critic/tokens"] == line["train/tokens"] for line in steps)
+    assert steps[-1]["critic/loss"] < steps[0]["critic/loss"]
+    actor, critic = weights(trained / "run"), weights(trained / "run", "critic")
+    assert critic.keys() - actor.keys() == {"value_head.weight"}
+    trunk = actor.keys() & critic.keys()
+    assert any(not np.array_equal(actor[name], critic[name]) for name in trunk)
+
+
+def test_training_from_saved_batches_is_the_same_training(trained: Path) -> None:
+    saved = f"rollout.saved={trained}/run/rollouts"
+    corerl(
+        *("train", trained / "small.toml", *PLAIN, *PPO, "run.mode=train-only", saved, f"run.dir={trained}/again"),
+        logs=trained,
+    )
+    for role in ("actor", "critic"):
+        wanted, found = weights(trained / "run", role), weights(trained / "again", role)
+        assert found.keys() == wanted.keys()
+        assert [name for name in wanted if not np.array_equal(found[name], wanted[name])] == []
+    first, again = ([line for line in numbers(trained / each) if "train/loss" in line] for each in ("run", "again"))
+    assert again == first
+
+
+def test_sampling_alone_draws_what_a_first_step_trains_on_and_trains_nothing(trained: Path) -> None:
+    out = trained / "sampled"
+    corerl(*("train", trained / "small.toml", *PLAIN, *PPO, "run.mode=rollout-only", f"run.dir={out}"), logs=trained)
+    assert sorted(path.name for path in (out / "rollouts").iterdir()) == [
+        f"step-{step:08d}.npz" for step in range(STEPS)
+    ]
+    assert not (out / "checkpoints").exists()
+    with (
+        np.load(out / "rollouts/step-00000000.npz") as found,
+        np.load(trained / "run/rollouts/step-00000000.npz") as wanted,
+    ):
+        assert found.files == wanted.files
+        assert all(np.array_equal(found[name], wanted[name]) for name in wanted.files)
+
+
+def test_eval_scores_a_checkpoint_as_the_run_did(trained: Path) -> None:
+    (last,) = [line for line in metrics(trained / "run") if line["step"] == STEPS and "eval/reward" in line]
+    before = sorted(path.name for path in (trained / "run").iterdir())
+    scores = json.loads(corerl("eval", trained / "run", "--json", logs=trained))
+    assert scores == {name: value for name, value in last.items() if name.startswith("eval/")}
+    assert sorted(path.name for path in (trained / "run").iterdir()) == sorted([*before, "eval"])
+
+
+def test_a_critic_is_exported_under_its_own_name(trained: Path) -> None:
+    corerl("export", trained / "run", trained / "critic", "--role", "critic", logs=trained)
+    with (trained / "critic/model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    assert header["value_head.weight"]["shape"] == [1, 32]

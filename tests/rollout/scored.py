@@ -1,0 +1,31 @@
+"""A scored rollout batch by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from corerl.data.prompts import Prompt
+from corerl.rollout.sampler import Rollout
+from corerl.rollout.sources import Scored
+from corerl.types import SampleBatch
+
+
+def scored(step: int = 0) -> Scored:
+    """Two prompts of a token each with two samples of 1, 2, 3 and 1 tokens."""
+    offsets = np.array([0, 2, 5, 9, 11])
+    mask = ~np.isin(np.arange(11), offsets[:-1])
+    batch = SampleBatch(
+        tokens=np.arange(11) + step,
+        offsets=offsets,
+        columns={"loss_mask": mask, "rollout_logprobs": np.where(mask, -0.5, 0.0).astype(np.float32)},
+        rows={"group": np.array([0, 0, 1, 1]), "sample": np.array([0, 1, 0, 1]), "truncated": np.zeros(4, np.bool_)},
+        temperature=0.7,
+    )
+    prompts = (Prompt(index=7, text="a>", answer="x", fields={"id": 3}), Prompt(index=2, text="b>", answer=""))
+    return Scored(
+        step=step,
+        rollout=Rollout(batch=batch, prompts=prompts, texts=["x", "yy", "zzz", "x"]),
+        rewards=np.array([1.0, 0.5, 0.0, 0.25], np.float32),
+        exact_match=0.5,
+        seconds={"rollout": 1.0},
+    )

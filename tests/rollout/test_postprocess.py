@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl.errors import DataError
+from corerl.rollout.postprocess import Postprocessed
+from corerl.rollout.sources import Scored
+from tests.rollout.scored import scored
+
+
+class Two:
+    """A source of two steps."""
+
+    position: Mapping[str, Any] = {"rollout_step": 2}
+
+    def __init__(self) -> None:
+        self.restored: Mapping[str, Any] = {}
+
+    def __iter__(self) -> Iterator[Scored]:
+        yield scored(0)
+        yield scored(1)
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        self.restored = position
+
+
+def through(function: Callable[[Scored], Any]) -> list[Scored]:
+    return list(Postprocessed(Two(), function, "mine:shape"))
+
+
+def test_every_batch_passes_through_the_function() -> None:
+    halved = through(lambda batch: evolve(batch, rewards=batch.rewards / 2))
+    assert [each.rewards.tolist() for each in halved] == [[0.5, 0.25, 0.0, 0.125]] * 2
+
+
+def test_samples_can_be_left_out() -> None:
+    def first_prompt(batch: Scored) -> Scored:
+        return evolve(batch, rollout=batch.rollout.take(np.array([0])), rewards=batch.rewards[:2])
+
+    (kept, _) = through(first_prompt)
+    assert (kept.rollout.texts, len(kept.rollout.batch), len(kept.rollout.prompts)) == (["x", "yy"], 2, 1)
+
+
+def test_the_position_is_the_sources() -> None:
+    source = Two()
+    wrapped = Postprocessed(source, lambda batch: batch, "mine:shape")
+    assert wrapped.position == {"rollout_step": 2}
+    wrapped.restore({"rollout_step": 1})
+    assert source.restored == {"rollout_step": 1}
+
+
+def no_tokens(batch: Scored) -> Scored:
+    samples = batch.rollout.batch
+    return evolve(
+        batch,
+        rollout=evolve(batch.rollout, batch=samples.with_columns(loss_mask=np.zeros(len(samples.tokens), np.bool_))),
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda batch: 1 / 0, r"raised ZeroDivisionError: division by zero at step 0$"),
+        (lambda batch: None, r"returned NoneType, wanted a Scored$"),
+        (lambda batch: evolve(batch, rewards=batch.rewards[:3]), r"of 4 samples with 3 rewards and 4 texts"),
+        (lambda batch: evolve(batch, rewards=batch.rewards * np.nan), r"whose rewards are not all finite$"),
+        (no_tokens, r"without a single loss token$"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_told_with_the_functions_name(
+    function: Callable[[Scored], Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=rf"^rollout.postprocess='mine:shape' (returned a batch )?{message}"):
+        through(function)

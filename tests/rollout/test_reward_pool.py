@@ -1,0 +1,147 @@
+"""Real processes, which import `tests.rollout.user_rewards` by name."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from corerl.config.schema import RewardConfig
+from corerl.data.prompts import Prompt
+from corerl.errors import ConfigError, RewardError
+from corerl.rollout.reward_pool import scorer
+from corerl.rollout.rewards import Reward, Scores, resolve_reward
+from corerl.rollout.sampler import Rollout
+from corerl.types import SampleBatch
+
+ACT = "tests.rollout.user_rewards:act"
+
+
+def rollout(texts: list[str]) -> Rollout:
+    batch = SampleBatch(
+        tokens=np.zeros(len(texts), dtype=np.int64),
+        offsets=np.arange(len(texts) + 1),
+        rows={"group": np.zeros(len(texts), dtype=np.int64)},
+    )
+    return Rollout(batch=batch, prompts=(Prompt(index=7, text="p", answer="a"),), texts=texts)
+
+
+def scores(texts: list[str], name: str = ACT, options: dict[str, Any] | None = None, **settings: Any) -> Scores:
+    config = RewardConfig(name=name, options=options or {}, **settings)
+    with scorer(resolve_reward(config.name, config.options), config) as judge:
+        return judge.score(rollout(texts))
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def gone(pids: set[int], *, within: float = 20.0) -> bool:
+    end = time.monotonic() + within
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def test_rewards_stand_in_the_order_of_the_samples_whatever_the_number_of_processes() -> None:
+    texts = ["x" * (3 * i % 11) for i in range(150)]
+    inside, outside = (scores(texts, processes=processes) for processes in (0, 2))
+    assert inside.rewards.tolist() == outside.rewards.tolist() == [float(3 * i % 11) for i in range(150)]
+    assert (outside.failures, outside.first) == ({}, "")
+
+
+def test_samples_that_fail_get_the_failed_value_and_the_others_of_their_chunk_their_own() -> None:
+    texts = ["ok", "raise", "nan", "loop", "leave", "exit", "segfault", "regular", "sleep", "four"]
+    found = scores(texts * 2, processes=2, timeout=0.5, failed_value=-1.0)  # 3 samples travel together
+    assert found.rewards.tolist() == [2.0, *[-1.0] * 8, 4.0] * 2
+    assert found.failures == {"raised": 2, "no-number": 2, "timeout": 6, "died": 6}
+    assert found.first == (f"reward {ACT!r} raised KeyError: 'x\\ny' on prompt 7 ('p') with the response 'raise'")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("loop", "timeout", "took longer than reward.timeout=0.5 seconds on prompt 7"),
+        ("stuck", "timeout", "took longer than reward.timeout=0.5 seconds on prompt 7"),
+        ("exit", "died", "ended its process (exit status 3) on prompt 7"),
+        ("leave", "died", "ended its process (sys.exit(4)) on prompt 7"),
+        ("segfault", "died", "ended its process (SIGSEGV) on prompt 7"),
+    ],
+)
+def test_a_failure_says_what_the_reward_did(text: str, kind: str, message: str) -> None:
+    found = scores([text, "ok"], processes=1, timeout=0.5)
+    assert found.rewards.tolist() == [0.0, 2.0]
+    assert found.failures == {kind: 1}
+    assert message in found.first
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_reward_that_fails_on_every_sample_is_an_error_with_the_first_failure(processes: int) -> None:
+    with pytest.raises(RewardError, match=r"'nan'|returned nan, wanted a finite number, on prompt 7 .*all 2 samples"):
+        scores(["nan", "raise"], processes=processes)
+
+
+def test_a_slow_reward_is_not_taken_for_a_late_one() -> None:
+    # Each chunk of 3 takes 1.5 seconds, more than its turn and one sample's time would be without handing back.
+    found = scores(["a", "bb", "ccc"] * 2, options={"seconds": 0.5}, processes=1, timeout=5.0)
+    assert found.rewards.tolist() == [1.0, 2.0, 3.0] * 2
+    assert found.failures == {}
+
+
+def test_samples_are_scored_side_by_side_in_processes_that_end_with_the_block() -> None:
+    found = scores(["x"] * 24, name="tests.rollout.user_rewards:pid", processes=2)
+    pids = set(found.rewards.astype(int).tolist())
+    assert len(pids) == 2 and os.getpid() not in pids
+    assert gone(pids)
+
+
+def test_processes_that_cannot_import_the_reward_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = Reward(name="tests.rollout.no_such_module:f", function=lambda prompt, response: 1.0)
+    with scorer(reward, RewardConfig(name=reward.name)) as judge:
+        with pytest.raises(ConfigError, match="no_such_module.*ModuleNotFoundError"):
+            judge.score(rollout(["x"]))
+
+
+DRIVER = """
+import sys
+from corerl.config.schema import RewardConfig
+from corerl.rollout.reward_pool import scorer
+from corerl.rollout.rewards import resolve_reward
+from tests.rollout.test_reward_pool import rollout
+
+if __name__ == "__main__":
+    config = RewardConfig(name="tests.rollout.user_rewards:mark", options={"directory": sys.argv[1]}, timeout=600.0)
+    with scorer(resolve_reward(config.name, config.options), config) as judge:
+        judge.score(rollout(["x"] * 2))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_busy_processes_do_not_outlive_a_driver_that_is_killed_or_interrupted(
+    tmp_path: Path, how: signal.Signals
+) -> None:
+    script, marks = tmp_path / "driver.py", tmp_path / "marks"
+    script.write_text(DRIVER)
+    marks.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    driver = subprocess.Popen(
+        [sys.executable, str(script), str(marks)], env=environment, start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    end = time.monotonic() + 60
+    while len(list(marks.iterdir())) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    pids = {int(mark.name) for mark in marks.iterdir()}
+    assert len(pids) == 2 and all(map(alive, pids))
+    # Ctrl-C in a terminal reaches the whole group: the processes leave it to the driver.
+    (os.killpg if how is signal.SIGINT else os.kill)(driver.pid, how)
+    assert driver.wait(timeout=30) != 0
+    assert gone(pids)

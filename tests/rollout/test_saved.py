@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl.errors import CheckpointError, DataError
+from corerl.rollout.saved import SavedRollouts, read_rollout, write_rollout
+from tests.rollout.scored import scored
+
+
+def write(directory: Path, *steps: int) -> None:
+    for step in steps:
+        write_rollout(directory, scored(step))
+
+
+def test_a_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
+    given = scored(3)
+    path = write_rollout(tmp_path / "rollouts", given)
+    assert path.name == "step-00000003.npz" and [each.name for each in path.parent.iterdir()] == [path.name]
+    found = read_rollout(path)
+    batch, wanted = found.rollout.batch, given.rollout.batch
+    for arrays, expected in (
+        (batch.columns, wanted.columns),
+        (batch.rows, wanted.rows),
+        ({"t": batch.tokens, "o": batch.offsets}, {"t": wanted.tokens, "o": wanted.offsets}),
+        ({"r": found.rewards}, {"r": given.rewards}),
+    ):
+        assert arrays.keys() == expected.keys()
+        for name in expected:
+            np.testing.assert_array_equal(arrays[name], expected[name])
+            assert arrays[name].dtype == expected[name].dtype
+    assert (found.step, found.exact_match, batch.temperature) == (3, 0.5, 0.7)
+    assert (found.rollout.prompts, found.rollout.texts) == (given.rollout.prompts, given.rollout.texts)
+
+
+def test_files_come_in_the_order_of_their_steps_and_are_numbered_from_0(tmp_path: Path) -> None:
+    write(tmp_path, 30, 4, 100)
+    (tmp_path / "step-00000001.partial").touch()
+    steps = list(SavedRollouts(tmp_path, steps=3, vocab_size=200))
+    assert [each.step for each in steps] == [0, 1, 2]
+    assert [int(each.rollout.batch.tokens[0]) for each in steps] == [4, 30, 100]
+    assert len(list(SavedRollouts(tmp_path, steps=2, vocab_size=200))) == 2
+
+
+def test_a_resumed_run_goes_on_behind_what_it_was_trained_on(tmp_path: Path) -> None:
+    write(tmp_path, 0, 1, 2)
+    source = SavedRollouts(tmp_path, steps=3, vocab_size=200)
+    next(iter(source))
+    resumed = SavedRollouts(tmp_path, steps=3, vocab_size=200)
+    resumed.restore(source.position)
+    assert [each.step for each in resumed] == [1, 2]
+    write(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="was trained from 3 saved rollout batches, now there are 4"):
+        SavedRollouts(tmp_path, steps=3, vocab_size=200).restore(source.position)
+
+
+def test_too_few_none_or_foreign_batches_are_told_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^rollout.saved: no rollout batches .* in '.*/none'; give the `rollouts`"):
+        SavedRollouts(tmp_path / "none", steps=1, vocab_size=200)
+    write(tmp_path, 0)
+    with pytest.raises(DataError, match=r"^run.steps: 2, and .* holds 1 rollout batches; set run.steps to at most 1"):
+        SavedRollouts(tmp_path, steps=2, vocab_size=200)
+    with pytest.raises(DataError, match=r"has the token 10, and the model a vocabulary of 10"):
+        next(SavedRollouts(tmp_path, steps=1, vocab_size=10))
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "other"])
+def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
+    path = write_rollout(tmp_path, scored())
+    content: Any = path.read_bytes()
+    path.write_bytes({"cut": content[: len(content) // 2], "empty": b"", "other": b"no zip at all"}[damage])
+    with pytest.raises(DataError, match=r"step-00000000.npz is no rollout batch that can be read"):
+        read_rollout(path)
+
+
+def test_what_json_cannot_hold_in_a_row_is_kept_as_text(tmp_path: Path) -> None:
+    given = scored()
+    prompt = evolve(given.rollout.prompts[0], fields={"where": Path("a/b")})
+    given = evolve(given, rollout=evolve(given.rollout, prompts=(prompt, given.rollout.prompts[1])))
+    assert read_rollout(write_rollout(tmp_path, given)).rollout.prompts[0].fields == {"where": "a/b"}

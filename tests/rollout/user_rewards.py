@@ -1,0 +1,52 @@
+"""Rewards that a user might write, as a module that a reward's own process imports by name."""
+
+import ctypes
+import os
+import re
+import time
+from pathlib import Path
+
+from corerl.data.prompts import Prompt
+
+
+def act(prompt: Prompt, response: str, *, seconds: float = 0.0) -> float:
+    """What the response says; else its length."""
+    time.sleep(seconds)
+    match response:
+        case "raise":
+            raise KeyError("x\ny")
+        case "nan":
+            return float("nan")
+        case "loop":
+            while True:
+                pass
+        case "regular":  # an expression that takes for ever on this text
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        case "sleep":
+            time.sleep(600)
+        case "stuck":  # in C, which looks at no signal
+            ctypes.CDLL(None).pause()
+            ctypes.CDLL(None).pause()  # the first one ended with the signal
+        case "exit":
+            os._exit(3)
+        case "leave":
+            raise SystemExit(4)
+        case "segfault":
+            ctypes.string_at(0)
+    return float(len(response))
+
+
+def pid(prompt: Prompt, response: str) -> float:
+    time.sleep(0.05)
+    return float(os.getpid())
+
+
+async def promised(prompt: Prompt, response: str) -> float:
+    return 1.0
+
+
+def mark(prompt: Prompt, response: str, *, directory: str) -> float:
+    """Leave the process's id, then never come back."""
+    Path(directory, str(os.getpid())).touch()
+    while True:
+        pass

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from corerl.types import SampleBatch
+
+
+def batch(*lengths: int, start: int = 0) -> SampleBatch:
+    """Tokens counted through, and what is to go with them."""
+    total = sum(lengths)
+    return SampleBatch(
+        tokens=np.arange(start, start + total),
+        offsets=np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))]),
+        columns={"tenth": np.arange(start, start + total) / 10},
+        rows={"length": np.array(lengths)},
+    )
+
+
+def test_samples_are_taken_whole_and_in_the_order_asked_for() -> None:
+    taken = batch(2, 0, 3, 1).take(np.array([2, 0, 1]))
+    assert taken.tokens.tolist() == [2, 3, 4, 0, 1]
+    assert taken.offsets.tolist() == [0, 3, 5, 5]
+    assert taken.columns["tenth"] == pytest.approx(taken.tokens / 10)
+    assert taken.rows["length"].tolist() == [3, 2, 0]
+    assert len(batch(2, 1).take(np.zeros(0, np.int64))) == 0
+
+
+def test_batches_are_joined_end_to_end() -> None:
+    joined = SampleBatch.concatenate([batch(2, 1), batch(0, 3, start=3)])
+    assert joined.tokens.tolist() == [0, 1, 2, 3, 4, 5]
+    assert joined.offsets.tolist() == [0, 2, 3, 3, 6]
+    assert joined.rows["length"].tolist() == [2, 1, 0, 3]
+    assert joined.columns["tenth"] == pytest.approx(joined.tokens / 10)
