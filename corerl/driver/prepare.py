@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from attrs import evolve, frozen
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -35,6 +37,8 @@ from corerl.rollout.sources import Scored
 from corerl.trainer.assign import ACTOR, CRITIC, RolePlan, loss_of, plan_role
 from corerl.types import LossSpec
 from corerl.weights.transports import require_transport
+
+TABLE = re.compile(rf"(?:{'|'.join(attrs.fields_dict(Config))})[.\[=:]")  # how a line begins that has its path
 
 ENGINES = "engines"  # the group of engine processes, beside those of the roles
 
@@ -69,12 +73,13 @@ class Problems:
         self._found.append((setting, error))
 
     @contextmanager
-    def stage(self, setting: str) -> Iterator[None]:
-        """An error of the user's ends the block, and no more than the block."""
+    def stage(self, setting: str, *, path: str = "") -> Iterator[None]:
+        """An error of the user's ends the block, and no more than the block. `path` is where it stands in the config,
+        for what raises without knowing."""
         try:
             yield
         except UserError as error:
-            self.add(setting, error)
+            self.add(setting, _at(path, error) if path else error)
 
     def none_in(self, *settings: str) -> bool:
         """Whether nothing is wrong with these settings, or with what is inside them: ask before building on them."""
@@ -87,6 +92,14 @@ class Problems:
             raise errors[0]
         if errors:
             raise ConfigError("\n".join(error.message for error in errors)) from ExceptionGroup("problems", errors)
+
+
+def _at(path: str, error: UserError) -> UserError:
+    """The same error, `path` before each line that has none."""
+    lines = [line if TABLE.match(line) else f"{path}: {line}" for line in error.message.splitlines()]
+    told = type(error)("\n".join(lines))
+    told.__cause__ = error
+    return told
 
 
 def prepare(config: Config, *, starting: bool = True) -> Prepared:
@@ -122,11 +135,11 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
             params = sampling_params(config.rollout, tokenizer)
     config = _with_absolute_paths(config)
 
-    with problems.stage("data"):
+    with problems.stage("data", path="data.source"):
         prompts = load_prompts(config.data, seed=config.run.seed)
         if problems.none_in("model.path", "model.tokenizer"):
             require_encodable(prompts, tokenizer)
-    with problems.stage("reward"):
+    with problems.stage("reward", path="reward.name"):
         reward = resolve_reward(config.reward.name, config.reward.options)
     postprocess: Callable[[Scored], Any] | None = None
     if config.rollout.postprocess:
@@ -135,7 +148,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     if config.rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
             SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=0)  # raises where there are too few
-    with problems.stage("weights.transport"):
+    with problems.stage("weights.transport", path="weights.transport"):
         require_transport(config.weights.transport)
 
     run_dir = Path(config.run.dir).absolute()
@@ -157,7 +170,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         device = resolve_device(config.cluster.device, address=config.cluster.address)
     losses: dict[str, LossSpec] = {}
     for role in config.chosen_roles:
-        with problems.stage("algorithm.loss"):
+        with problems.stage("algorithm.loss", path="algorithm.loss"):
             losses[role] = loss_of(role, config)
     config = _resolve_plugins(config, problems)
     plans: dict[str, RolePlan] = {}
@@ -170,7 +183,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
             with problems.stage("backends"):  # `plan_role` asks this too, but not where a capability is missing
                 backend = load(Kind.BACKENDS, backend_name(config, role))
                 check_spec(backend, config.backends[backend.name], ClusterInfo(device=device, ranks=choice.ranks))
-            with problems.stage(f"roles.{role}"):
+            with problems.stage(f"roles.{role}", path=f"roles.{role}"):
                 plans[role] = plan_role(
                     role,
                     config,
@@ -212,14 +225,15 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
 
 def _resolve_plugins(config: Config, problems: Problems) -> Config:
     """With each plugin's table as its own class, where all plugins are found and their tables fit."""
+    own = {f"roles.{role}.backend": choice.backend for role, choice in config.chosen_roles.items() if choice.backend}
+    extensions = {f"extensions[{index}].name": each.name for index, each in enumerate(config.extensions)}
     chosen = [
-        (Kind.BACKENDS, config.backend.name),
-        *((Kind.BACKENDS, backend_name(config, role)) for role in config.chosen_roles),
-        (Kind.ENGINES, config.rollout.engine),
-        *((Kind.EXTENSIONS, extension.name) for extension in config.extensions),
+        *((Kind.BACKENDS, path, name) for path, name in {"backend.name": config.backend.name, **own}.items()),
+        (Kind.ENGINES, "rollout.engine", config.rollout.engine),
+        *((Kind.EXTENSIONS, path, name) for path, name in extensions.items()),
     ]
-    for kind, name in chosen:
-        with problems.stage("plugins"):
+    for kind, path, name in chosen:
+        with problems.stage("plugins", path=path):
             load(kind, name)
     if problems.none_in("plugins"):
         with problems.stage("plugins"):

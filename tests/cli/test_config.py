@@ -85,11 +85,11 @@ def test_check_says_all_that_train_would_say(sound: str, capsys: pytest.CaptureF
         "model.config.hiden_size is no field",
         "rollout.stop: 'two words' is 9 tokens",
         "data.source: unknown source 'nope'",
-        "unknown reward 'exakt'",
-        "unknown weight transport 'pigeon'",
-        "unknown loss 'cliped'",
+        "reward.name: unknown reward 'exakt'",
+        "weights.transport: unknown weight transport 'pigeon'",
+        "algorithm.loss: unknown loss 'cliped'",
         "backends.plain: the plain backend is one process, got 2 ranks",
-        "2 ranks asks for 'multi-rank', which the backend 'plain' cannot do",
+        "roles.actor: 2 ranks asks for 'multi-rank', which the backend 'plain' cannot do",
     )
     assert out == ""
     assert [line.startswith(beginning) for line, beginning in zip(lines, beginnings, strict=True)] == [True] * 8

@@ -103,9 +103,9 @@ def test_what_builds_on_a_setting_that_is_wrong_is_left_out(tmp_path: Path) -> N
     assert beginnings == [
         "model.path: no directory 'no/model'; giv",
         "checkpoint.resume: no directory '" + checkpoint[:7],
-        "unknown reward 'exakt-match', did you me",
-        "unknown weight transport 'colective'; kn",
-        "unknown backend 'plian'; installed: fsdp",
+        "reward.name: unknown reward 'exakt-match",
+        "weights.transport: unknown weight transp",
+        "backend.name: unknown backend 'plian'; i",
     ]
 
 
@@ -120,9 +120,9 @@ def test_every_unknown_plugin_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         prepare(config)
     assert [line.split(";")[0] for line in caught.value.message.splitlines()] == [
-        "unknown backend 'plian'",
-        "unknown engine 'fakee'",
-        "unknown extension 'jsnol'",
+        "backend.name: unknown backend 'plian'",
+        "rollout.engine: unknown engine 'fakee'",
+        "extensions[0].name: unknown extension 'jsnol'",
     ]
 
 

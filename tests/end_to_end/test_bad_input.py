@@ -111,15 +111,15 @@ def test_a_setting_that_cannot_be_meant_is_one_line_before_any_process(
 @pytest.mark.parametrize(
     ("override", "beginning", "advice"),
     [
-        ("backend.name=fsbd", "unknown backend 'fsbd'; installed: ", "; did you mean 'fsdp'?"),
-        ("rollout.engine=transformer", "unknown engine 'transformer'; installed: ", "; did you mean 'transformers'?"),
+        ("backend.name=fsbd", "backend.name: unknown backend 'fsbd'; installed: ", "; did you mean 'fsdp'?"),
+        ("rollout.engine=transformer", "rollout.engine: unknown engine 'transformer'; installed: ", "; did you mean 'transformers'?"),
         (
             "reward.name=exakt-match",
-            "unknown reward 'exakt-match', did you mean 'exact-match'?; built in: exact-match, position-match",
+            "reward.name: unknown reward 'exakt-match', did you mean 'exact-match'?; built in: exact-match, position-match",
             "; your own is written 'module:function'",
         ),
-        ("weights.transport=pigeon", "unknown weight transport 'pigeon'; known: ", "collective, disk"),
-        ("algorithm.loss=cliped", "unknown loss 'cliped'", "'clipped'?"),
+        ("weights.transport=pigeon", "weights.transport: unknown weight transport 'pigeon'; known: ", "collective, disk"),
+        ("algorithm.loss=cliped", "algorithm.loss: unknown loss 'cliped'", "'clipped'?"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_known_ones(
