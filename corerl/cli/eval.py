@@ -9,7 +9,7 @@ from typing import Any
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("eval", help="score weights on the held-out prompts")
     parser.add_argument(
-        "what", metavar="WHAT", help="a checkpoint's directory, a run's (its newest one), or a TOML file: where it begins"
+        "what", metavar="WHAT", help="a directory of a checkpoint or of a run (its newest one), or a TOML file"
     )
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as data.source=other.jsonl")
     parser.add_argument("--json", action="store_true", help="print the scores alone, as JSON")

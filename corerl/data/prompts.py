@@ -1,192 +1,172 @@
-"""Prompts to sample from: a generated task or a jsonl file, split once into prompts to train on and held-out ones."""
+"""Prompts to sample from, split once into prompts to train on and held-out ones, and the order that they come in."""
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from difflib import get_close_matches
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 from attrs import field, frozen
 
-from corerl.errors import CheckpointError, ConfigError, DataError
+from corerl.errors import CheckpointError, DataError
 from corerl.types import IntArray
+
+
+def _tuple(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    return tuple(messages)  # JSON, through which prompts are saved, has lists alone
 
 
 @frozen(kw_only=True)
 class Prompt:
     index: int  # in its source; the same prompt has the same index in every run
-    text: str
+    text: str  # of a chat: its only message, or all of them as lines `role: content`
     answer: str  # "" where the data has none
     fields: Mapping[str, Any] = field(factory=dict)  # the whole row, for reward functions
+    messages: tuple[Mapping[str, Any], ...] = field(default=(), converter=_tuple)  # of a chat; () continues the text
+    source: str = ""  # name of the source, where several are mixed
+
+
+@frozen(kw_only=True)
+class Share:
+    """What one source is of the prompts to train on."""
+
+    name: str
+    weight: float  # relative to that of the others
+    train: IntArray  # [n] indices
 
 
 class PromptSource(ABC):
-    """Numbered prompts. Which of them are held out follows from `seed` alone, and they are never trained on."""
+    """Numbered prompts. Which of them are held out follows from the seed alone, and they are never trained on."""
 
     train: IntArray  # [n] indices
     held_out: IntArray  # [h] indices
-
-    def __init__(self, *, size: int, held_out: int, seed: int, name: str) -> None:
-        if held_out >= size:
-            raise DataError(
-                f"data.held_out={held_out} leaves nothing to train on: {name} has {size} prompts; hold out fewer"
-            )
-        order = np.random.default_rng([seed, 0]).permutation(size)
-        self.held_out = order[:held_out]
-        self.train = np.sort(order[held_out:])
+    chat: bool = False  # whether a prompt is messages, for which the tokenizer must have a template
 
     @abstractmethod
     def prompt(self, index: int) -> Prompt: ...
+
+    def __len__(self) -> int:
+        return len(self.train) + len(self.held_out)
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """What is mixed; a source by itself is the only share."""
+        return (Share(name="", weight=1.0, train=self.train),)
 
     def held_out_prompts(self) -> list[Prompt]:
         """In an order that is the same in every run of this seed, so that the first few are a fair sample."""
         return [self.prompt(index) for index in self.held_out.tolist()]
 
 
+def split(size: int, *, held_out: int, seed: int, name: str) -> tuple[IntArray, IntArray]:
+    """(train, held out): `held_out` of the indices below `size`. Raises DataError where nothing is left to train on."""
+    if held_out >= size:
+        raise DataError(
+            f"data.held_out={held_out} leaves nothing to train on: {name} has {size} prompts; hold out fewer"
+        )
+    order = np.random.default_rng([seed, 0]).permutation(size)
+    return np.sort(order[held_out:]), order[:held_out]
+
+
 class SortDigits(PromptSource):
     """Sort five digits: prompt `35018>`, answer `01358`; all 100,000 numbers. Learns from random weights."""
 
     def __init__(self, *, held_out: int, seed: int) -> None:
-        super().__init__(size=10**5, held_out=held_out, seed=seed, name="sort-digits")
+        self.train, self.held_out = split(10**5, held_out=held_out, seed=seed, name="sort-digits")
 
     def prompt(self, index: int) -> Prompt:
         digits = f"{index:05d}"
         return Prompt(index=index, text=f"{digits}>", answer="".join(sorted(digits)))
 
 
-class JsonlPrompts(PromptSource):
-    """One JSON object a line. All lines are checked at once, then only their byte offsets are kept.
+class _Epochs:
+    """One share's indices without end: every epoch goes through all of them in an order of its own."""
 
-    An answer that is no string (a number, a list) becomes its JSON text; blank lines are passed over.
-    Raises DataError, with file and line, for the first line that cannot be used.
-    """
+    def __init__(self, train: IntArray, seed: int) -> None:
+        self._train = train
+        self._seed = seed
+        self.start(epoch=0, offset=0)
 
-    def __init__(self, path: str | Path, *, prompt_key: str, answer_key: str, held_out: int, seed: int) -> None:
-        self._path = Path(path)
-        self._prompt_key = prompt_key
-        self._answer_key = answer_key
-        offsets: list[int] = []
-        at = 0
-        try:
-            with self._path.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        self._parse(line, index=len(offsets), where=f"{self._path}:{number}")
-                        offsets.append(at)
-                    at += len(line)
-        except OSError as error:
-            raise DataError(
-                f"data.source: cannot read {self._path}: {error.strerror}; give a path to a .jsonl file"
-            ) from error
-        if not offsets:
-            raise DataError(f"data.source: {self._path} is empty; it must hold one JSON object a line")
-        self._offsets = np.array(offsets, dtype=np.int64)
-        super().__init__(size=len(offsets), held_out=held_out, seed=seed, name=str(self._path))
+    def start(self, *, epoch: int, offset: int) -> None:
+        self.epoch, self.offset = epoch, offset
+        self._order = np.random.default_rng([self._seed, 1, epoch]).permutation(self._train)
 
-    def prompt(self, index: int) -> Prompt:
-        with self._path.open("rb") as lines:
-            lines.seek(self._offsets[index])
-            return self._parse(lines.readline(), index=index, where=f"{self._path}, prompt {index}")
+    @property
+    def taken(self) -> int:
+        return self.epoch * len(self._order) + self.offset
 
-    def _parse(self, line: bytes, *, index: int, where: str) -> Prompt:
-        try:
-            row = json.loads(line)
-        except ValueError as error:  # broken JSON or broken UTF-8
-            raise DataError(f"{where}: not valid JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: got {_kind(row)}, wanted a JSON object with the field {self._prompt_key!r}")
-        if self._prompt_key not in row:
-            near = get_close_matches(self._prompt_key, row, n=1)
-            raise DataError(
-                f"{where}: no field {self._prompt_key!r}; it has: {', '.join(row) or 'none'}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-                + " Set data.prompt_key"
-            )
-        text = row[self._prompt_key]
-        if not isinstance(text, str) or not text:
-            raise DataError(f"{where}: field {self._prompt_key!r} is {_kind(text)}, wanted a text that is not empty")
-        answer = row.get(self._answer_key)
-        if answer is None:
-            answer = ""
-        return Prompt(
-            index=index, text=text, answer=answer if isinstance(answer, str) else json.dumps(answer), fields=row
-        )
-
-
-def _kind(value: object) -> str:
-    """What a JSON value is, in words."""
-    match value:
-        case "":
-            return "an empty text"
-        case None:
-            return "null"
-        case bool():
-            return "true or false"
-        case int() | float():
-            return "a number"
-        case str():
-            return "a text"
-        case list():
-            return "a list"
-        case _:
-            return "an object"
+    def take(self) -> int:
+        if self.offset == len(self._order):
+            self.start(epoch=self.epoch + 1, offset=0)
+        self.offset += 1
+        return int(self._order[self.offset - 1])
 
 
 class PromptStream:
-    """Training prompts without end: every epoch goes through all of them in an order of its own, given by `seed`."""
+    """Training prompts without end, in an order that `seed` fixes.
+
+    Where sources are mixed, each prompt is from the source that lags most behind its share of the prompts so far, so
+    that every batch has the mix that was asked for: no source is ever a whole prompt ahead of its share.
+    """
 
     def __init__(self, source: PromptSource, seed: int) -> None:
         self._source = source
         self._seed = seed
-        self._start(epoch=0, offset=0)
-
-    def _start(self, *, epoch: int, offset: int) -> None:
-        self._epoch, self._offset = epoch, offset
-        self._order = np.random.default_rng([self._seed, 1, epoch]).permutation(self._source.train)
+        self._shares = source.shares
+        self._epochs = [_Epochs(share.train, seed) for share in self._shares]
+        weights = [Fraction(share.weight) for share in self._shares]  # exact, so that a tie is one on every machine
+        self._parts = [weight / sum(weights) for weight in weights]
 
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts; an epoch that ends within them is followed by the next one."""
-        indices: list[int] = []
-        while len(indices) < n:
-            if self._offset == len(self._order):
-                self._start(epoch=self._epoch + 1, offset=0)
-            found = self._order[self._offset : self._offset + n - len(indices)].tolist()
-            indices += found
-            self._offset += len(found)
-        return [self._source.prompt(index) for index in indices]
+        return [self._source.prompt(self._epochs[self._next()].take()) for _ in range(n)]
+
+    def _next(self) -> int:
+        """The share that the next prompt is from; of equal ones the first."""
+        if len(self._parts) == 1:
+            return 0
+        taken = [epochs.taken for epochs in self._epochs]
+        lag = [part * (sum(taken) + 1) - n for part, n in zip(self._parts, taken, strict=True)]
+        return lag.index(max(lag))
 
     @property
-    def position(self) -> dict[str, int]:
+    def position(self) -> dict[str, Any]:
         """Where the stream stands, as plain data for a checkpoint."""
-        return {
-            "epoch": self._epoch,
-            "offset": self._offset,
-            "prompts": len(self._source.train),
-            "seed": self._seed,
-        }
+        stands = [
+            {"epoch": epochs.epoch, "offset": epochs.offset, "prompts": len(share.train)}
+            for epochs, share in zip(self._epochs, self._shares, strict=True)
+        ]
+        if len(self._shares) == 1:
+            return {**stands[0], "seed": self._seed}
+        sources = [
+            {"name": share.name, "weight": share.weight, **stand}
+            for share, stand in zip(self._shares, stands, strict=True)
+        ]
+        return {"sources": sources, "seed": self._seed}
 
-    def restore(self, position: Mapping[str, int]) -> None:
-        """Continue where `position` was taken. CheckpointError where data or seed are not those of the checkpoint."""
-        for name, now in (("prompts", len(self._source.train)), ("seed", self._seed)):
-            if position.get(name) != now:
+    def restore(self, position: Mapping[str, Any]) -> None:
+        """Continue where `position` was taken. CheckpointError where data, mix or seed are not the checkpoint's."""
+        held, now = _facts(position), _facts(self.position)
+        for name, value in now.items():
+            if held.get(name) != value:
                 raise CheckpointError(
-                    f"the checkpoint's data position has {name}={position.get(name)}, this run has {name}={now}; "
+                    f"the checkpoint's data position has {name}={held.get(name)}, this run has {name}={value}; "
                     f"resume with the same [data] and run.seed, or start a new run from its export"
                 )
-        self._start(epoch=position["epoch"], offset=position["offset"])
+        for epochs, stand in zip(self._epochs, _stands(position), strict=True):
+            epochs.start(epoch=stand["epoch"], offset=stand["offset"])
 
 
-def load_prompts(*, source: str, prompt_key: str, answer_key: str, held_out: int, seed: int) -> PromptSource:
-    """The source that `[data]` names: `sort-digits`, or a path to a .jsonl file."""
-    if source == "sort-digits":
-        return SortDigits(held_out=held_out, seed=seed)
-    if not source.endswith(".jsonl") and not Path(source).exists():
-        near = "; did you mean 'sort-digits'?" if get_close_matches(source, ["sort-digits"]) else ""
-        raise ConfigError(
-            f"data.source: unknown source {source!r}; known: sort-digits, or a path to a .jsonl file{near}"
-        )
-    return JsonlPrompts(source, prompt_key=prompt_key, answer_key=answer_key, held_out=held_out, seed=seed)
+def _stands(position: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return position.get("sources", [position])
+
+
+def _facts(position: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a position must be the same in the run that goes on from it."""
+    facts = {"prompts": position.get("prompts"), "seed": position.get("seed")}
+    if "sources" in position:
+        words = (f"{each['name']} ({each['prompts']} prompts, weight {each['weight']:g})" for each in _stands(position))
+        facts["prompts"] = ", ".join(words)
+    return facts

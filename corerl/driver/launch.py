@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from corerl.algorithms.advantages import spread
 from corerl.cluster.group import ProcessGroup
 from corerl.cluster.placement import Seat, seated
 from corerl.cluster.runtime import ray_session
@@ -31,10 +32,12 @@ from corerl.plugin.registry import one_line
 from corerl.rollout.engine import EngineContext
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.postprocess import Postprocessed
+from corerl.rollout.reward_pool import scorer
+from corerl.rollout.rewards import Scorer
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.saved import SavedRollouts
 from corerl.rollout.service import EngineAssignment
-from corerl.rollout.sources import Source, Synchronous
+from corerl.rollout.sources import Refill, Source, Synchronous
 from corerl.trainer.assign import ACTOR, RolePlan, offloaded
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult
@@ -131,6 +134,9 @@ def _start(
 ) -> Run:
     config, state = prepared.config, prepared.state
     step = state.get("rollout_step", 0)
+    reward: Scorer = prepared.reward
+    if config.run.samples:  # first: its processes start while Ray does
+        reward = stack.enter_context(scorer(prepared.reward, config.reward))
     observers.emit(PhaseStarted(name="starting Ray", step=step))
     stack.enter_context(ray_session(address=config.cluster.address, cpus=prepared.seating.cpus))
     seats = stack.enter_context(seated(prepared.seating, timeout=60.0))
@@ -162,7 +168,7 @@ def _start(
     sampler: Sampler | None = None
     if fleet is not None:
         sampler = Sampler(tokenizer=prepared.tokenizer, generate=fleet.generate, seed=config.run.seed)
-    source = make_source(prepared, sampler)
+    source = make_source(prepared, sampler, reward)
     if state and config.run.mode != "eval":
         source.restore(state["source"])
     run = Run(
@@ -175,7 +181,7 @@ def _start(
         fleet=fleet,
         source=source,
         sampler=sampler,
-        reward=prepared.reward,
+        reward=reward,
         params=prepared.params,
         held_out=prepared.prompts.held_out_prompts(),
         manifest=actor.manifest(),
@@ -198,21 +204,23 @@ def _start(
     return run
 
 
-def make_source(prepared: Prepared, sampler: Sampler | None) -> Source:
+def make_source(prepared: Prepared, sampler: Sampler | None, reward: Scorer) -> Source:
     """Of the run's batches: sampled, or read."""
     config = prepared.config
     source: Source
     if sampler is None:
         source = SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=prepared.vocab_size)
     else:
+        attempts = config.algorithm.dynamic_sampling
         source = Synchronous(
             stream=PromptStream(prepared.prompts, config.run.seed),
             sampler=sampler,
-            reward=prepared.reward,
+            reward=reward,
             params=prepared.params,
             prompts=config.rollout.prompts,
             samples=config.rollout.samples,
             steps=config.run.steps,
+            refill=Refill(useful=spread, attempts=attempts) if attempts else None,
         )
     if prepared.postprocess is not None:
         source = Postprocessed(source, prepared.postprocess, config.rollout.postprocess)

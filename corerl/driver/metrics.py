@@ -21,6 +21,9 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
         "rollout/truncated": float(rows["truncated"].mean()),
         "rollout/tokens": float(rows["response_length"].sum()),
     }
+    if scored.failures:
+        metrics["reward/failed"] = float(sum(scored.failures.values()))
+    metrics |= {f"rollout/{name}": float(count) for name, count in scored.counts.items()}
     if scored.exact_match is not None:
         metrics["rollout/exact_match"] = scored.exact_match
     return metrics

@@ -342,5 +342,6 @@ def title(prepared: Prepared) -> str:
     if config.run.samples:
         engines = config.rollout.replicas
         ranks.append(f"{engines} {prepared.engine.name} engine{'s' * (engines != 1)}")
-    source = config.data.source if config.run.samples else config.rollout.saved
+    sources = [each.source for each in config.data.sources] or [config.data.source]
+    source = " + ".join(sources) if config.run.samples else config.rollout.saved
     return f"{config.algorithm.name} on {source}: {model}, {', '.join(ranks)}, {prepared.device}"

@@ -34,6 +34,7 @@ from corerl.observability.timing import Phases
 from corerl.plugin.events import (
     Evaluated,
     Event,
+    Notice,
     PhaseStarted,
     RunFinished,
     Shown,
@@ -42,7 +43,7 @@ from corerl.plugin.events import (
 from corerl.plugin.observers import Observers
 from corerl.rollout.engine import SamplingParams
 from corerl.rollout.fleet import EngineFleet
-from corerl.rollout.rewards import Reward
+from corerl.rollout.rewards import Scorer
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.saved import write_rollout
 from corerl.rollout.sources import Scored, Source, evaluate
@@ -52,6 +53,7 @@ from corerl.types import LossSpec, Output, SampleBatch
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
+CONSTANT_STEPS = 3  # in a row with one reward for all samples before the user is told
 REFERENCE = "reference"  # the snapshot that KL is measured against
 
 
@@ -83,7 +85,7 @@ class Run:
     fleet: EngineFleet | None  # None where nothing is sampled
     source: Source
     sampler: Sampler | None
-    reward: Reward
+    reward: Scorer
     params: SamplingParams
     held_out: Sequence[Prompt]
     manifest: Manifest
@@ -100,6 +102,7 @@ class Run:
     _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
     _before: tuple[Shown, ...] = ()  # of the first evaluation, which a resumed run has from its checkpoint
     _after: tuple[Shown, ...] = ()
+    _constant: int = 0  # steps in a row whose rewards were all equal
     _evaluation: dict[str, float] = field(factory=dict)
 
     # ---- where it stands --------------------------------------------------------------------------------------------
@@ -264,8 +267,24 @@ class Run:
             prefix = "train" if name == ACTOR else name
             metrics |= train_metrics(steps, role.lr(role.optimizer_step - 1), prefix=prefix)  # of the last step done
         metrics |= time_metrics(seconds, now - self._step_started, rollout["rollout/tokens"])
+        self._warn(scored)
         self._step_started = now
         self.tell(StepFinished(step=scored.step, metrics=metrics, shown=scored.shown()))
+
+    def _warn(self, scored: Scored) -> None:
+        """Of what makes a step teach less than it could."""
+        if scored.first_failure:
+            failed = sum(scored.failures.values())
+            self.tell(Notice(text=f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}"))
+        rewards = scored.rewards
+        self._constant = self._constant + 1 if len(rewards) > 1 and (rewards == rewards[0]).all() else 0
+        if self._constant == CONSTANT_STEPS:
+            self.tell(
+                Notice(
+                    text=f"every sample of the last {CONSTANT_STEPS} steps had the reward {rewards[0]:g}: nothing is "
+                    "learned from that; look at reward.name, and at what is sampled"
+                )
+            )
 
     def evaluate(self, *, always: bool = False) -> None:
         """On the held-out prompts, where it is due: a function of the steps done alone, so that a resumed run evaluates
@@ -274,6 +293,9 @@ class Run:
             with self.phase("eval"):
                 evaluation = evaluate(self.sampler, self.held_out, self.reward, params=self.params)
             self._evaluation = evaluation.metrics
+            if evaluation.first_failure:
+                failed = sum(evaluation.failures.values())
+                self.tell(Notice(text=f"evaluation: {failed} samples failed; the first: {evaluation.first_failure}"))
             self._before = self._before or evaluation.shown
             self._after = evaluation.shown
             self.tell(Evaluated(step=self.rollout_step, metrics=evaluation.metrics, shown=evaluation.shown))

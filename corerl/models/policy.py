@@ -1,4 +1,4 @@
-"""A causal language model as a policy or a critic: packed tokens in; per token log-prob and entropy, or a value, out."""
+"""A causal language model as policy or critic: packed tokens in; per token log-prob and entropy, or a value, out."""
 
 from __future__ import annotations
 

@@ -19,6 +19,8 @@ class Capability(StrEnum):
     UPDATE_IPC = "update-ipc"
     SLEEP = "sleep"
     BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"  # with a loss scale
+    RECOMPUTE = "recompute"  # activations, in the backward pass
     MOE = "moe"  # a model of several experts
 
 

@@ -88,7 +88,7 @@ class EngineContext:
     name: str  # engine-0, ...
     index: int
     device: str  # cpu or cuda
-    precision: str  # float32 or bfloat16
+    precision: str  # float32, bfloat16 or float16
 
 
 class Engine(ABC):

@@ -1,18 +1,19 @@
-"""What a sample is worth: built-in rewards, the user's own by `module:function`, and errors that name the sample."""
+"""What a sample is worth: built-in rewards, the user's own by `module:function`, and failures that name the sample."""
 
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from attrs import frozen
+from attrs import field, frozen
 
+from corerl.config.functions import imported
 from corerl.errors import ConfigError, RewardError
 from corerl.types import FloatArray
 
@@ -39,7 +40,30 @@ def _answer(prompt: Prompt) -> str:
     return prompt.answer
 
 
+RESPONSES = ("response", "completion", "answer", "output", "text")  # names that are no prompt's
 BUILT_IN: dict[str, Callable[..., Any]] = {"position-match": position_match, "exact-match": exact_match}
+
+
+@frozen(kw_only=True)
+class Failure:
+    """Why a sample has no reward."""
+
+    kind: str  # raised, no-number, timeout, died
+    message: str  # one line: the reward, what it did, on which sample
+
+
+@frozen(kw_only=True)
+class Scores:
+    """What the samples of a rollout are worth."""
+
+    rewards: FloatArray  # [B] reward.failed_value where the reward failed
+    failures: Mapping[str, int] = field(factory=dict)  # samples by kind of failure
+    first: str = ""  # the first failure in the samples' order, as one line
+
+
+class Scorer(Protocol):
+    def score(self, rollout: Rollout) -> Scores:
+        """Raises RewardError where every single sample fails: then it is the reward that is broken."""
 
 
 @frozen(kw_only=True)
@@ -48,19 +72,54 @@ class Reward:
 
     name: str
     function: Callable[..., Any]  # (prompt, response, **options) -> number
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(factory=dict)
+    failed_value: float = 0.0  # of a sample on which the function fails
 
     def __call__(self, prompt: Prompt, response: str) -> float:
         """Raises RewardError, naming the sample, where the function raises or returns no finite number."""
-        sample = f"on prompt {prompt.index} ({_short(prompt.text)}) with the response {_short(response)}"
+        outcome = self.outcome(prompt, response)
+        if isinstance(outcome, Failure):
+            raise RewardError(outcome.message)
+        return outcome
+
+    def outcome(self, prompt: Prompt, response: str) -> float | Failure:
+        """What the sample is worth, or why that is not known."""
         try:
             value = self.function(prompt, response, **self.options)
         except Exception as error:
-            raise RewardError(f"reward {self.name!r} raised {type(error).__name__}: {error} {sample}") from error
+            return self.failure("raised", f"raised {type(error).__name__}: {error}", prompt, response)
         # numpy's bool is no Real, and its other scalars are.
         if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
-            raise RewardError(f"reward {self.name!r} returned {value!r}, wanted a finite number, {sample}")
+            return self.failure("no-number", f"returned {value!r}, wanted a finite number,", prompt, response)
         return float(value)
+
+    def failure(self, kind: str, what: str, prompt: Prompt, response: str) -> Failure:
+        sample = f"on prompt {prompt.index} ({_short(prompt.text)}) with the response {_short(response)}"
+        return Failure(kind=kind, message=" ".join(f"reward {self.name!r} {what} {sample}".split()))
+
+    def score(self, rollout: Rollout) -> Scores:
+        """In this process, one sample after the other, without a time limit."""
+        return gathered([self.outcome(*sample) for sample in samples_of(rollout)], self.failed_value)
+
+
+def samples_of(rollout: Rollout) -> list[tuple[Prompt, str]]:
+    """[B] each response with its prompt."""
+    groups = rollout.batch.rows["group"]
+    return [(rollout.prompts[group], text) for group, text in zip(groups, rollout.texts, strict=True)]
+
+
+def gathered(outcomes: Sequence[float | Failure], failed_value: float) -> Scores:
+    """Raises RewardError where all are failures."""
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+    first = failures[0].message if failures else ""
+    if failures and len(failures) == len(outcomes):
+        raise RewardError(first + (f"; and fails on all {len(outcomes)} samples" if len(outcomes) > 1 else ""))
+    rewards = [failed_value if isinstance(outcome, Failure) else outcome for outcome in outcomes]
+    return Scores(
+        rewards=np.array(rewards, dtype=np.float32),
+        failures=dict(Counter(failure.kind for failure in failures)),
+        first=first,
+    )
 
 
 def _short(text: str, limit: int = 80) -> str:
@@ -68,41 +127,44 @@ def _short(text: str, limit: int = 80) -> str:
 
 
 def resolve_reward(name: str, options: Mapping[str, Any]) -> Reward:
-    """The reward of that name; raises ConfigError where there is none, or where it does not take these options."""
-    function = BUILT_IN.get(name) or _imported(name)
+    """The reward of that name. Raises ConfigError where there is none, or where it cannot be called as it will be."""
+    function = BUILT_IN.get(name)
+    if function is None:
+        if ":" not in name:
+            near = difflib.get_close_matches(name, BUILT_IN, n=1)
+            raise ConfigError(
+                f"reward.name: unknown reward {name!r}{f', did you mean {near[0]!r}?' if near else ''}; "
+                f"built in: {', '.join(sorted(BUILT_IN))}; your own is written 'module:function'"
+            )
+        function = imported(name, setting="reward.name")
+    _require_callable(name, function, options)
+    return Reward(name=name, function=function, options=options)
+
+
+def _require_callable(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"reward.name={name!r} is an async function; wanted a plain one, run your event loop in it")
     try:
-        inspect.signature(function).bind(None, "", **options)
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # a function written in C may have no signature to check
+    try:
+        signature.bind_partial(None, "")
+    except TypeError as error:
+        raise ConfigError(
+            f"reward.name={name!r} takes {signature}, and is called as function(prompt, response, **options): {error}; "
+            "let its first two parameters be positional"
+        ) from error
+    order = [word.lower() for word in list(signature.parameters)[:2]]
+    if len(order) == 2 and order[0] in RESPONSES and order[1] == "prompt":
+        raise ConfigError(
+            f"reward.name={name!r} takes {signature}, and is called as function(prompt, response, **options); "
+            "swap its first two parameters"
+        )
+    try:
+        signature.bind(None, "", **options)
     except TypeError as error:
         raise ConfigError(
             f"reward.options={dict(options)} do not fit reward {name!r}, which is called with (prompt, response, "
             f"**options): {error}"
         ) from error
-    except ValueError:
-        pass  # a function written in C may have no signature to check
-    return Reward(name=name, function=function, options=options)
-
-
-def _imported(name: str) -> Callable[..., Any]:
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        raise ConfigError(
-            f"unknown reward {name!r}{f', did you mean {near[0]!r}?' if near else ''}; "
-            f"built in: {', '.join(sorted(BUILT_IN))}; your own is written 'module:function'"
-        )
-    try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # the user's module may raise anything while it is imported
-        raise ConfigError(f"reward.name={name!r} cannot be imported ({type(error).__name__}: {error})") from error
-    if not callable(function):
-        raise ConfigError(f"reward.name={name!r} is {function!r}, wanted a function of (prompt, response)")
-    return function
-
-
-def score(reward: Callable[[Prompt, str], float], rollout: Rollout) -> FloatArray:
-    """[B] the reward of each sample."""
-    groups = rollout.batch.rows["group"]
-    return np.array(
-        [reward(rollout.prompts[group], text) for group, text in zip(groups, rollout.texts, strict=True)],
-        dtype=np.float32,
-    )

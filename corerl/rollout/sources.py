@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ from corerl.plugin.events import Shown
 from corerl.rollout.engine import SamplingParams
 from corerl.rollout.rewards import Scorer, exact_match
 from corerl.rollout.sampler import Rollout, Sampler
-from corerl.types import FloatArray
+from corerl.types import BoolArray, FloatArray, IntArray
 
 
 @frozen(kw_only=True)
@@ -28,10 +29,45 @@ class Scored:
     seconds: Mapping[str, float]  # by phase: rollout, reward
     failures: Mapping[str, int] = field(factory=dict)  # samples without a reward of their own, by kind of failure
     first_failure: str = ""  # as one line
+    counts: Mapping[str, int] = field(factory=dict)  # of what was sampled besides, by name
 
     def shown(self, count: int = 3) -> tuple[Shown, ...]:
         """The first sample of each of the first `count` prompts, to look at."""
         return shown(self.rollout, self.rewards, count)
+
+    def take(self, groups: IntArray) -> Scored:
+        """The samples of these prompts [n] alone."""
+        samples = np.flatnonzero(np.isin(self.rollout.batch.rows["group"], groups))
+        order = np.argsort(_position(groups)[self.rollout.batch.rows["group"][samples]], kind="stable")
+        rollout = self.rollout.take(groups)
+        rewards = self.rewards[samples[order]]
+        return evolve(self, rollout=rollout, rewards=rewards, exact_match=exact_share(rollout))
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Scored]) -> Scored:
+        """What several attempts at one step have drawn."""
+        rollout = Rollout.concatenate([part.rollout for part in parts])
+        return evolve(
+            parts[0],
+            rollout=rollout,
+            rewards=np.concatenate([part.rewards for part in parts]),
+            exact_match=exact_share(rollout),
+        )
+
+
+def _position(groups: IntArray) -> IntArray:
+    """[max + 1] where each group stands among `groups`."""
+    position = np.zeros(int(groups.max(initial=0)) + 1, dtype=np.int64)
+    position[groups] = np.arange(len(groups))
+    return position
+
+
+@frozen(kw_only=True)
+class Refill:
+    """Groups that teach nothing are dropped, and other prompts sampled in their place."""
+
+    useful: Callable[[FloatArray, IntArray], BoolArray]  # rewards [B], groups [B] -> [P]
+    attempts: int  # beyond the first; whatever is missing then is filled with groups that had been dropped
 
 
 class Source(Protocol):
@@ -65,6 +101,7 @@ class Synchronous:
         prompts: int,
         samples: int,
         steps: int,
+        refill: Refill | None = None,
     ) -> None:
         self._stream = stream
         self._sampler = sampler
@@ -72,6 +109,7 @@ class Synchronous:
         self._params = params
         self._prompts = prompts  # a step
         self._samples = samples  # a prompt
+        self._refill = refill
         self._steps = steps  # rollout steps in all, those before a resume included
         self._step = 0  # the next one
 
@@ -81,17 +119,58 @@ class Synchronous:
     def __next__(self) -> Scored:
         if self._step >= self._steps:
             raise StopIteration
+        scored = self._attempt(0)
+        if self._refill is not None:
+            scored = self._refilled(scored, self._refill)
+        self._step += 1
+        return scored
+
+    def _refilled(self, first: Scored, refill: Refill) -> Scored:
+        attempts, useful, dull = [first], [], []
+        while True:
+            scored = attempts[-1]
+            teaches = refill.useful(scored.rewards, scored.rollout.batch.rows["group"])
+            useful.append(scored.take(np.flatnonzero(teaches)))
+            dull.append(scored.take(np.flatnonzero(~teaches)))
+            found = sum(len(part.rollout.prompts) for part in useful)
+            if found >= self._prompts or len(attempts) > refill.attempts:
+                break
+            attempts.append(self._attempt(len(attempts)))
+        failures: Counter[str] = Counter()
+        seconds: Counter[str] = Counter()
+        for scored in attempts:
+            failures.update(scored.failures)
+            seconds.update(scored.seconds)  # type: ignore[arg-type]  # it adds up numbers of any kind
+        kept = Scored.concatenate([*useful, *dull]).take(np.arange(self._prompts))
+        return evolve(
+            kept,
+            seconds=dict(seconds),
+            failures=dict(failures),
+            first_failure=next((scored.first_failure for scored in attempts if scored.first_failure), ""),
+            counts={
+                "attempts": len(attempts),
+                "groups_without_spread": sum(len(part.rollout.prompts) for part in dull),
+                "groups_unused": max(found - self._prompts, 0),
+                "groups_missing": max(self._prompts - found, 0),
+            },
+        )
+
+    def _attempt(self, number: int) -> Scored:
+        """A batch of prompts that come next, sampled and scored."""
         started = time.perf_counter()
         rollout = self._sampler.sample(
-            self._stream.take(self._prompts), rollout_step=self._step, samples=self._samples, params=self._params
+            self._stream.take(self._prompts),
+            rollout_step=self._step,
+            samples=self._samples,
+            params=self._params,
+            attempt=number,
         )
         sampled = time.perf_counter()
         scores = self._reward.score(rollout)
         matched = exact_share(rollout)
         seconds = {"rollout": sampled - started, "reward": time.perf_counter() - sampled}
-        self._step += 1
         return Scored(
-            step=self._step - 1,
+            step=self._step,
             rollout=rollout,
             rewards=scores.rewards,
             exact_match=matched,

@@ -19,7 +19,7 @@ from corerl.driver.roles import Role
 from corerl.driver.run import REFERENCE, Run, answers_in
 from corerl.errors import WeightUpdateError, WorkerDied
 from corerl.observability.timing import Phases
-from corerl.plugin.events import Event, RunFinished, Shown, StepFinished
+from corerl.plugin.events import Event, Notice, RunFinished, Shown, StepFinished
 from corerl.plugin.hookspecs import hookimpl
 from corerl.plugin.observers import Observers
 from corerl.rollout.engine import Received
@@ -115,6 +115,7 @@ class Ears:
     def __init__(self) -> None:
         self.steps: list[StepFinished] = []
         self.finished: list[RunFinished] = []
+        self.notices: list[Notice] = []
 
     @hookimpl
     def observe(self, event: Event) -> None:
@@ -122,6 +123,8 @@ class Ears:
             self.steps.append(event)
         if isinstance(event, RunFinished):
             self.finished.append(event)
+        if isinstance(event, Notice):
+            self.notices.append(event)
 
 
 @pytest.fixture
@@ -138,6 +141,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "phases": Phases(),
                 "rollout_step": 0,
                 "weights_version": 0,
+                "sampler": "a sampler",
                 "kl_coef": config.algorithm.kl_coef,
                 "roles": {"actor": role("actor", actor, config)},
                 **parts,
@@ -270,6 +274,39 @@ def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) 
         run.push_weights()
     # Weights that no step has changed are not sent again.
     assert actor.log == ["send 0", "train at 0 of 2", "send 1", "train at 1 of 3", "send 2"]
+
+
+# ---- warnings --------------------------------------------------------------------------------------------------------
+
+
+def told(ears: Ears) -> list[str]:
+    return [notice.text for notice in ears.notices]
+
+
+def test_a_reward_that_never_differs_is_told_once_until_it_does(make_run: Callable[..., Run]) -> None:
+    ears = Ears()
+    run = make_run(make_config(), observers=Observers([("ears", ears)]))
+    same = evolve(scored(), rewards=np.array([0.25, 0.25], np.float32))
+    line = (
+        "every sample of the last 3 steps had the reward 0.25: nothing is learned from that; "
+        "look at reward.name, and at what is sampled"
+    )
+    for expected in (0, 0, 1, 1):
+        run.report(same, None, {})
+        assert told(ears) == [line] * expected
+    run.report(scored(), None, {})
+    for _ in range(3):
+        run.report(same, None, {})
+    assert told(ears) == [line] * 2
+
+
+def test_the_first_sample_without_a_reward_is_named(make_run: Callable[..., Run]) -> None:
+    ears = Ears()
+    run = make_run(make_config(), observers=Observers([("ears", ears)]))
+    failed = evolve(scored(), failures={"timeout": 2, "died": 1}, first_failure="reward 'mine:f' took 30 s on 'a'")
+    run.report(failed, None, {})
+    assert told(ears) == ["step 4: 3 samples failed; the first: reward 'mine:f' took 30 s on 'a'"]
+    assert ears.steps[0].metrics["reward/failed"] == 3.0
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

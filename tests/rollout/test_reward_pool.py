@@ -111,17 +111,21 @@ def test_processes_that_cannot_import_the_reward_say_so(monkeypatch: pytest.Monk
             judge.score(rollout(["x"]))
 
 
+# Without torch, which takes its time: a rollout is what has samples.
 DRIVER = """
 import sys
+from types import SimpleNamespace
 from corerl.config.schema import RewardConfig
+from corerl.data.prompts import Prompt
 from corerl.rollout.reward_pool import scorer
 from corerl.rollout.rewards import resolve_reward
-from tests.rollout.test_reward_pool import rollout
 
 if __name__ == "__main__":
     config = RewardConfig(name="tests.rollout.user_rewards:mark", options={"directory": sys.argv[1]}, timeout=600.0)
+    prompts = (Prompt(index=0, text="p", answer=""),)
+    rollout = SimpleNamespace(prompts=prompts, texts=["x", "x"], batch=SimpleNamespace(rows={"group": [0, 0]}))
     with scorer(resolve_reward(config.name, config.options), config) as judge:
-        judge.score(rollout(["x"] * 2))
+        judge.score(rollout)
 """
 
 

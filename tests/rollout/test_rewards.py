@@ -2,10 +2,11 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
-from corerl.rollout.rewards import resolve_reward, score
+from corerl.rollout.rewards import Reward, resolve_reward
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
 
@@ -43,20 +44,42 @@ def test_built_in_rewards_count_right_positions_over_the_longer_text_and_exact_a
 def test_scores_follow_the_samples_to_their_own_prompts() -> None:
     other = Prompt(index=7, text="00007>", answer="00007")
     both = rollout(["01358", "00007", "00007", "01357"], [0, 0, 1, 1], (SORT, other))
-    assert score(resolve_reward("exact-match", {}), both).tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert resolve_reward("exact-match", {}).score(both).rewards.tolist() == [1.0, 0.0, 1.0, 0.0]
 
 
 def test_a_reward_of_ones_own_is_imported_and_given_its_options(mine: ModuleType) -> None:
     mine.longer = lambda prompt, response, *, than: len(response) > than  # type: ignore[attr-defined]
     reward = resolve_reward("my_rewards:longer", {"than": 3})
-    assert score(reward, rollout(["ab", "abcd"], [0, 0], (SORT,))).tolist() == [0.0, 1.0]
+    assert reward.score(rollout(["ab", "abcd"], [0, 0], (SORT,))).rewards.tolist() == [0.0, 1.0]
 
 
 def test_a_reward_that_raises_is_an_error_that_names_function_sample_and_cause(mine: ModuleType) -> None:
     mine.parse = lambda prompt, response: int(response)  # type: ignore[attr-defined]
     reward = resolve_reward("my_rewards:parse", {})
     with pytest.raises(RewardError, match=r"'my_rewards:parse' raised ValueError: .*prompt 35018 \('35018>'\).*'1x'"):
-        score(reward, rollout(["12", "1x"], [0, 0], (SORT,)))
+        reward(SORT, "1x")
+
+
+def test_samples_without_a_reward_of_their_own_are_counted_by_kind_and_the_first_is_named(mine: ModuleType) -> None:
+    mine.parse = lambda prompt, response: float(response)  # type: ignore[attr-defined]
+    reward = evolve(resolve_reward("my_rewards:parse", {}), failed_value=-0.5)
+    scores = reward.score(rollout(["2", "nan", "1x", "3", "y"], [0] * 5, (SORT,)))
+    assert scores.rewards.tolist() == [2.0, -0.5, -0.5, 3.0, -0.5]
+    assert scores.failures == {"no-number": 1, "raised": 2}
+    assert scores.first == (
+        "reward 'my_rewards:parse' returned nan, wanted a finite number, on prompt 35018 ('35018>') with the response "
+        "'nan'"
+    )
+
+
+def test_a_reward_that_fails_on_every_sample_is_an_error_that_names_the_first() -> None:
+    def broken(prompt: Prompt, response: str) -> float:
+        raise ValueError("no\nway")
+
+    with pytest.raises(
+        RewardError, match=r"^reward 'mine' raised ValueError: no way on .* 'a'; and fails on all 2 sam"
+    ):
+        Reward(name="mine", function=broken).score(rollout(["a", "b"], [0, 0], (SORT,)))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1.0", [1.0]])
@@ -76,9 +99,42 @@ def test_unknown_names_imports_that_fail_and_options_that_do_not_fit_are_config_
     for name, options, text in [
         ("exact-mach", {}, "did you mean 'exact-match'"),
         ("no_such_module:f", {}, "ModuleNotFoundError"),
-        ("my_rewards:absent", {}, "AttributeError"),
-        ("my_rewards:number", {}, "wanted a function"),
+        ("my_rewards:absent", {}, "has no function 'absent'"),
+        ("my_rewards:number", {}, "has no function 'number'"),
         ("exact-match", {"strict": True}, "'strict'"),
     ]:
         with pytest.raises(ConfigError, match=text):
             resolve_reward(name, options)
+
+
+def swapped(response: str, prompt: Prompt) -> float:
+    return 1.0
+
+
+def by_name(*, prompt: Prompt, response: str) -> float:
+    return 1.0
+
+
+def one(prompt: Prompt) -> float:
+    return 1.0
+
+
+async def promised(prompt: Prompt, response: str) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (swapped, r"takes \(response: .* swap its first two parameters"),
+        (by_name, "let its first two parameters be positional"),
+        (one, "let its first two parameters be positional"),
+        (promised, "is an async function; wanted a plain one"),
+    ],
+)
+def test_a_reward_that_cannot_be_called_with_prompt_and_response_is_refused(
+    mine: ModuleType, function: object, text: str
+) -> None:
+    mine.reward = function  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=text):
+        resolve_reward("my_rewards:reward", {})

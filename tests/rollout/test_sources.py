@@ -3,7 +3,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 
+from corerl.algorithms.advantages import spread
 from corerl.config.schema import ModelConfig
 from corerl.data.prompts import Prompt, PromptStream, SortDigits
 from corerl.errors import CheckpointError, RewardError
@@ -11,9 +13,9 @@ from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.engines import FakeConfig
 from corerl.rollout.fake_engine import FakeEngine
-from corerl.rollout.rewards import resolve_reward
-from corerl.rollout.sampler import Sampler
-from corerl.rollout.sources import Scored, Synchronous, evaluate
+from corerl.rollout.rewards import Reward, Scorer, Scores, resolve_reward
+from corerl.rollout.sampler import Rollout, Sampler
+from corerl.rollout.sources import Refill, Scored, Synchronous, evaluate
 from tests.rollout.models import context, update
 
 TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")
@@ -28,11 +30,11 @@ def sampler(tmp_path: Path) -> Sampler:
     return Sampler(tokenizer=TOKENIZER, generate=engine.generate, seed=7)
 
 
-def source(sampler: Sampler, *, steps: int = 4, seed: int = 7) -> Synchronous:
+def source(sampler: Sampler, *, steps: int = 4, seed: int = 7, reward: Scorer = REWARD) -> Synchronous:
     return Synchronous(
         stream=PromptStream(SortDigits(held_out=10, seed=seed), seed=seed),
         sampler=sampler,
-        reward=REWARD,
+        reward=reward,
         params=PARAMS,
         prompts=3,
         samples=2,
@@ -76,22 +78,27 @@ def test_a_source_restored_at_a_position_continues_with_the_very_same_samples(sa
         source(sampler, seed=8).restore(position)
 
 
-def test_a_reward_that_fails_stops_the_step_with_its_sample_named(sampler: Sampler) -> None:
-    def odd(prompt: Prompt, response: str) -> float:
-        raise RewardError(f"no score for {response!r}")
+def test_failures_of_the_reward_travel_with_the_step_and_a_broken_reward_stops_it(sampler: Sampler) -> None:
+    calls = iter(range(12))
 
-    broken = Synchronous(
-        stream=PromptStream(SortDigits(held_out=10, seed=7), seed=7),
-        sampler=sampler,
-        reward=odd,
-        params=PARAMS,
-        prompts=1,
-        samples=1,
-        steps=1,
+    def odd(prompt: Prompt, response: str) -> float:
+        if next(calls) not in (0, 2, 3, 5):  # of the first step samples 1 and 4, of the second all
+            raise ValueError("odd")
+        return 0.5
+
+    begun = source(sampler, reward=Reward(name="odd", function=odd, failed_value=-1.0))
+    scored = next(begun)
+    assert scored.rewards.tolist() == [0.5, -1.0, 0.5, 0.5, -1.0, 0.5]
+    assert scored.failures == {"raised": 2}
+    prompt = scored.rollout.prompts[0]
+    assert scored.first_failure == (
+        f"reward 'odd' raised ValueError: odd on prompt {prompt.index} ({prompt.text!r}) with the response "
+        f"{scored.rollout.texts[1]!r}"
     )
-    with pytest.raises(RewardError, match="no score for"):
-        next(broken)
-    assert broken.position["rollout_step"] == 0
+    assert begun.position["rollout_step"] == 1
+    with pytest.raises(RewardError, match="raised ValueError: odd .* fails on all 6 samples"):
+        next(begun)
+    assert begun.position["rollout_step"] == 1
 
 
 def test_evaluation_is_greedy_scored_by_hand_and_counts_exact_answers_where_there_are_any() -> None:
@@ -120,7 +127,81 @@ def test_evaluation_is_greedy_scored_by_hand_and_counts_exact_answers_where_ther
         ("1>", "9", "98", 0.5),
     ]
     unanswered = [Prompt(index=i, text=f"{i}>", answer="") for i in range(3)]
-    free = evaluate(
-        Sampler(tokenizer=TOKENIZER, generate=generate, seed=0), unanswered, lambda prompt, text: 1.0, params=PARAMS
-    )
+    ones = Reward(name="ones", function=lambda prompt, text: 1.0)
+    free = evaluate(Sampler(tokenizer=TOKENIZER, generate=generate, seed=0), unanswered, ones, params=PARAMS)
     assert "eval/exact_match" not in free.metrics
+    mixed = [evolve(prompt, source=name) for prompt, name in zip(prompts, ["a", "b", "a"], strict=True)]
+    parts = evaluate(Sampler(tokenizer=TOKENIZER, generate=generate, seed=0), mixed, REWARD, params=PARAMS)
+    assert (parts.metrics["eval/a/reward"], parts.metrics["eval/b/reward"]) == (1.0, 0.5)
+
+
+# ---- dynamic sampling ------------------------------------------------------------------------------------------------
+
+
+class ByIndex:
+    """Half of all prompts have groups whose rewards differ."""
+
+    def score(self, rollout: Rollout) -> Scores:
+        groups, samples = rollout.batch.rows["group"], rollout.batch.rows["sample"]
+        odd = np.array([rollout.prompts[group].index % 2 for group in groups])
+        return Scores(rewards=(odd * samples).astype(np.float32), failures={"raised": 1}, first="the first")
+
+
+def refilled(sampler: Sampler, attempts: int, *, reward: Scorer | None = None, prompts: int = 4) -> Synchronous:
+    return Synchronous(
+        stream=PromptStream(SortDigits(held_out=10, seed=7), seed=7),
+        sampler=sampler,
+        reward=reward or ByIndex(),
+        params=PARAMS,
+        prompts=prompts,
+        samples=2,
+        steps=3,
+        refill=Refill(useful=spread, attempts=attempts),
+    )
+
+
+def test_groups_without_spread_are_replaced_by_the_next_prompts_that_have_some(sampler: Sampler) -> None:
+    upcoming = PromptStream(SortDigits(held_out=10, seed=7), seed=7)
+    for scored in refilled(sampler, attempts=20):
+        drawn = [prompt for _ in range(scored.counts["attempts"]) for prompt in upcoming.take(4)]
+        odd = [prompt for prompt in drawn if prompt.index % 2]
+        assert list(scored.rollout.prompts) == odd[:4]
+        assert scored.counts["groups_without_spread"] == len(drawn) - len(odd)
+        assert (scored.counts["groups_unused"], scored.counts["groups_missing"]) == (len(odd) - 4, 0)
+        assert scored.rewards.tolist() == [0.0, 1.0] * 4
+        assert scored.rollout.batch.rows["group"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert len(scored.rollout.texts) == len(scored.rollout.batch) == 8
+        assert (scored.failures, scored.first_failure) == ({"raised": scored.counts["attempts"]}, "the first")
+
+
+def test_what_is_missing_at_the_end_is_filled_with_groups_that_had_been_dropped(sampler: Sampler) -> None:
+    class Never:
+        def score(self, rollout: Rollout) -> Scores:
+            return Scores(rewards=np.ones(len(rollout.batch), np.float32), failures={}, first="")
+
+    scored = next(refilled(sampler, attempts=2, reward=Never()))
+    assert scored.counts == {
+        "attempts": 3,
+        "groups_without_spread": 12,
+        "groups_unused": 0,
+        "groups_missing": 4,
+    }
+    assert len(scored.rollout.prompts) == 4 and len(scored.rollout.batch) == 8
+
+
+def test_a_prompt_that_is_drawn_again_in_one_step_draws_other_noise(sampler: Sampler) -> None:
+    prompt = [Prompt(index=5, text="00005>", answer="00005")]
+    texts = [
+        sampler.sample(prompt, rollout_step=0, samples=2, params=PARAMS, attempt=attempt).texts for attempt in (0, 1)
+    ]
+    assert texts[0] != texts[1]
+    assert texts[0] == sampler.sample(prompt, rollout_step=0, samples=2, params=PARAMS).texts
+
+
+def test_a_refilled_run_resumes_where_it_stood(sampler: Sampler) -> None:
+    steps = list(refilled(sampler, attempts=3))
+    first = refilled(sampler, attempts=3)
+    next(first)
+    resumed = refilled(sampler, attempts=3)
+    resumed.restore(first.position)
+    assert [same(a, b) for a, b in zip(list(resumed), steps[1:], strict=True)] == [True, True]

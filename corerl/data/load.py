@@ -1,0 +1,74 @@
+"""From `[data]` to the prompts of a run."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import fields
+
+from corerl.data.chat import ChatPrompts
+from corerl.data.mixture import MixedPrompts
+from corerl.data.prompts import PromptSource, SortDigits
+from corerl.data.rows import RowPrompts, open_rows
+from corerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from corerl.config.schema import DataConfig
+
+GENERATED = {"sort-digits": SortDigits}
+KNOWN = (
+    f"{', '.join(GENERATED)}, or a path to a .jsonl or .parquet file, to a directory of .parquet files, or to one that "
+    "`save_to_disk` wrote"
+)
+
+
+def load_prompts(data: DataConfig, *, seed: int) -> PromptSource:
+    """All rows are checked. Raises ConfigError where settings contradict each other, DataError where files are bad."""
+    if data.system and not data.chat:
+        raise ConfigError("data.system: is read with data.chat=true alone; set that, or remove data.system")
+    prompts = _mixed(data, seed) if data.sources else _source(data, data.source, seed=seed)
+    return ChatPrompts(prompts, system=data.system) if data.chat else prompts
+
+
+def _mixed(data: DataConfig, seed: int) -> PromptSource:
+    if data.source != fields(type(data)).source.default:
+        raise ConfigError(f"data.sources: given beside data.source={data.source!r}; keep one of the two")
+    sources: dict[str, PromptSource] = {}
+    weights: dict[str, float] = {}
+    for each in data.sources:
+        name = each.name or Path(each.source).stem
+        if name in sources:
+            raise ConfigError(f"data.sources: two are called {name!r}; give each a name of its own")
+        weights[name] = each.weight
+        sources[name] = _source(
+            data, each.source, prompt_key=each.prompt_key, answer_key=each.answer_key, setting="data.sources", seed=seed
+        )
+    return MixedPrompts(sources, weights)
+
+
+def _source(
+    data: DataConfig,
+    source: str,
+    *,
+    prompt_key: str = "",
+    answer_key: str = "",
+    setting: str = "data.source",
+    seed: int,
+) -> PromptSource:
+    if source in GENERATED:
+        return GENERATED[source](held_out=data.held_out, seed=seed)
+    path = Path(source)
+    if not path.exists() and path.suffix not in (".jsonl", ".parquet"):
+        near = get_close_matches(source, GENERATED, n=1)
+        raise ConfigError(
+            f"{setting}: unknown source {source!r}; known: {KNOWN}{f'; did you mean {near[0]!r}?' if near else ''}"
+        )
+    return RowPrompts(
+        open_rows(path),
+        prompt_key=prompt_key or data.prompt_key,
+        answer_key=answer_key or data.answer_key,
+        held_out=data.held_out,
+        seed=seed,
+    )

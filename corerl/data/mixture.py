@@ -1,0 +1,40 @@
+"""Several prompt sources as one, drawn by weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from attrs import evolve
+
+from corerl.data.prompts import Prompt, PromptSource, Share
+from corerl.types import IntArray
+
+
+class MixedPrompts(PromptSource):
+    """The prompts of each source, numbered one source after the other. Each keeps the split that it has by itself.
+
+    All sources hold out the same number; held-out prompts come in turn, one from each.
+    """
+
+    def __init__(self, sources: Mapping[str, PromptSource], weights: Mapping[str, float]) -> None:
+        self._names = tuple(sources)
+        self._sources = tuple(sources.values())
+        self._weights = tuple(weights[name] for name in self._names)
+        self._starts: IntArray = np.cumsum([0, *(len(source) for source in self._sources[:-1])])
+        self.chat = any(source.chat for source in self._sources)
+        self.train = np.concatenate([share.train for share in self.shares])
+        held_out = [source.held_out + start for source, start in zip(self._sources, self._starts, strict=True)]
+        self.held_out = np.stack(held_out, axis=1).ravel()
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        return tuple(
+            Share(name=name, weight=weight, train=source.train + start)
+            for name, weight, source, start in zip(self._names, self._weights, self._sources, self._starts, strict=True)
+        )
+
+    def prompt(self, index: int) -> Prompt:
+        at = int(np.searchsorted(self._starts, index, side="right")) - 1
+        prompt = self._sources[at].prompt(index - int(self._starts[at]))
+        return evolve(prompt, index=index, source=self._names[at])

@@ -1,0 +1,243 @@
+"""Prompts out of files: jsonl, parquet, saved Hugging Face data sets; checked at once, each row read on demand."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from corerl.data.chat import read_messages, readable
+from corerl.data.prompts import Prompt, PromptSource, split
+from corerl.errors import ConfigError, DataError
+
+BATCH = 1024  # rows that are decoded together
+
+
+class Rows(ABC):
+    """The rows of one data set, by their number from 0; what is kept in memory is where they are."""
+
+    name: str
+
+    @abstractmethod
+    def scan(self, column: str) -> Iterator[tuple[str, Any]]:
+        """(where, row) of each row, in order; a row holds at least `column`, where there is one."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class JsonlRows(Rows):
+    """One JSON object a line; blank lines are passed over. Only byte offsets are kept, from the scan on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.name = str(path)
+        self._offsets = np.zeros(0, dtype=np.int64)
+
+    def scan(self, column: str) -> Iterator[tuple[str, Any]]:
+        offsets: list[int] = []
+        at = 0
+        try:
+            with self._path.open("rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        where = f"{self._path}:{number}"
+                        offsets.append(at)
+                        yield where, _json(line, where)
+                    at += len(line)
+        except OSError as error:
+            raise _unreadable(self._path, error.strerror) from error
+        if not offsets:
+            raise DataError(f"data.source: {self._path} is empty; it must hold one JSON object a line")
+        self._offsets = np.array(offsets, dtype=np.int64)
+
+    def __getitem__(self, index: int) -> Any:
+        with self._path.open("rb") as lines:
+            lines.seek(self._offsets[index])
+            return _json(lines.readline(), f"{self._path}, prompt {index}")
+
+
+def _json(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:  # broken JSON or broken UTF-8
+        raise DataError(f"{where}: not valid JSON: {error}") from error
+
+
+class ArrowRows(Rows):
+    """The rows of an Arrow table that lies in mapped files: the system reads in, and drops, the pages that are used."""
+
+    def __init__(self, table: Any, name: str) -> None:
+        self._table = table  # pyarrow.Table
+        self.name = name
+
+    def scan(self, column: str) -> Iterator[tuple[str, Any]]:
+        if not len(self._table):
+            raise DataError(f"data.source: {self.name} has no rows")
+        if column not in self._table.column_names:
+            yield f"{self.name}, row 0", self[0]
+            return
+        index = 0
+        for batch in self._table.select([column]).to_batches(max_chunksize=BATCH):
+            for row in batch.to_pylist():
+                yield f"{self.name}, row {index}", row
+                index += 1
+
+    def __getitem__(self, index: int) -> Any:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+
+def open_rows(path: Path) -> Rows:
+    """Raises DataError where `path` is nothing that holds rows, ConfigError where a library is missing to read it."""
+    if path.is_dir() and (path / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(entry.name for entry in path.iterdir() if (entry / "state.json").is_file()))
+        raise DataError(f"data.source: {path} holds several splits ({splits}); give the directory of one of them")
+    if path.is_dir() and (path / "state.json").is_file():
+        return ArrowRows(_saved(path), str(path))
+    if path.is_dir():
+        files = sorted(path.glob("*.parquet"))
+        if not files:
+            raise DataError(
+                f"data.source: {path} holds neither .parquet files nor a data set saved by `save_to_disk`; "
+                "give a directory that does, or a .jsonl or .parquet file"
+            )
+        return ArrowRows(_parquet(files), str(path))
+    if path.suffix == ".parquet":
+        return ArrowRows(_parquet([path]), str(path))
+    return JsonlRows(path)
+
+
+def _parquet(files: list[Path]) -> Any:
+    """All rows of the files. They are unpacked into a temporary file: a packed row cannot be read by itself."""
+    arrow = _pyarrow(files[0])
+    path = files[0]
+    try:
+        schema = arrow.parquet.ParquetFile(path).schema_arrow
+        with tempfile.NamedTemporaryFile(prefix="corerl-", suffix=".arrow") as unpacked:
+            with arrow.ipc.new_stream(unpacked.name, schema) as writer:
+                for path in files:
+                    file = arrow.parquet.ParquetFile(path)
+                    if not file.schema_arrow.equals(schema):
+                        raise DataError(
+                            f"data.source: {path} has the columns {_columns(file.schema_arrow)}, {files[0].name} has "
+                            f"{_columns(schema)}; give data sets that differ as [[data.sources]]"
+                        )
+                    for batch in file.iter_batches(batch_size=BATCH):
+                        writer.write_batch(batch)
+            return _mapped(arrow, Path(unpacked.name))  # what is mapped outlives the file's name
+    except (OSError, arrow.ArrowException) as error:
+        raise _unreadable(path, error) from error
+
+
+def _saved(directory: Path) -> Any:
+    """All rows of a data set that `datasets` saved: a list of Arrow files."""
+    arrow = _pyarrow(directory)
+    try:
+        files = json.loads((directory / "state.json").read_bytes())["_data_files"]
+        return arrow.concat_tables([_mapped(arrow, directory / file["filename"]) for file in files])
+    except (OSError, ValueError, LookupError, TypeError, arrow.ArrowException) as error:
+        raise _unreadable(directory, error) from error
+
+
+def _mapped(arrow: Any, path: Path) -> Any:
+    return arrow.ipc.open_stream(arrow.memory_map(str(path))).read_all()
+
+
+def _columns(schema: Any) -> str:
+    return ", ".join(f"{field.name} ({field.type})" for field in schema)
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"data.source: {path} is read by pyarrow, which is not installed; pip install 'corerl[data]'"
+        ) from error
+    return pyarrow
+
+
+def _unreadable(path: Path, error: object) -> DataError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return DataError(
+        f"data.source: cannot read {path}: {reason}; give a path to a .jsonl or .parquet file, to a directory of "
+        ".parquet files, or to one that `save_to_disk` wrote"
+    )
+
+
+class RowPrompts(PromptSource):
+    """A prompt for each row: a text, or a list of messages. An answer that is no string becomes its JSON text.
+
+    Raises DataError, with file and line or row, for the first row that cannot be used.
+    """
+
+    def __init__(self, rows: Rows, *, prompt_key: str, answer_key: str, held_out: int, seed: int) -> None:
+        self._rows = rows
+        self._prompt_key = prompt_key
+        self._answer_key = answer_key
+        size = 0
+        for where, row in rows.scan(prompt_key):
+            self.chat |= bool(self._parse(row, index=size, where=where).messages)
+            size += 1
+        self.train, self.held_out = split(size, held_out=held_out, seed=seed, name=rows.name)
+
+    def prompt(self, index: int) -> Prompt:
+        return self._parse(self._rows[index], index=index, where=f"{self._rows.name}, prompt {index}")
+
+    def _parse(self, row: Any, *, index: int, where: str) -> Prompt:
+        key = self._prompt_key
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: got {_kind(row)}, wanted a JSON object with the field {key!r}")
+        if key not in row:
+            near = get_close_matches(key, row, n=1)
+            raise DataError(
+                f"{where}: no field {key!r}; it has: {', '.join(row) or 'none'}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+                + " Set data.prompt_key"
+            )
+        value = row[key]
+        if not isinstance(value, str | list) or not value:
+            raise DataError(
+                f"{where}: field {key!r} is {_kind(value)}, wanted a text that is not empty, or a list of messages"
+            )
+        try:
+            messages = () if isinstance(value, str) else read_messages(value)
+        except ValueError as error:
+            raise DataError(f"{where}: field {key!r}: {error}") from error
+        answer = row.get(self._answer_key)
+        if not isinstance(answer, str):
+            answer = "" if answer is None else json.dumps(answer, default=str)  # parquet has dates and the like
+        return Prompt(
+            index=index,
+            text=value if isinstance(value, str) else readable(messages),
+            answer=answer,
+            fields=row,
+            messages=messages,
+        )
+
+
+def _kind(value: object) -> str:
+    """What a value is, in words."""
+    match value:
+        case "":
+            return "an empty text"
+        case []:
+            return "an empty list"
+        case None:
+            return "null"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a text"
+        case list():
+            return "a list"
+        case _:
+            return "an object"

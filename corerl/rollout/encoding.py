@@ -1,0 +1,57 @@
+"""Prompts as tokens: a text with the tokenizer's own special tokens, a chat by the tokenizer's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jinja2 import TemplateError
+
+from corerl.data.prompts import Prompt, PromptSource
+from corerl.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """[P] the tokens of each prompt, up to where the response begins.
+
+    Raises DataError for a prompt of no tokens, and for a chat that the template refuses.
+    """
+    encoded: list[list[int]] = [[]] * len(prompts)
+    for chat in (False, True):
+        rows = [row for row, prompt in enumerate(prompts) if bool(prompt.messages) is chat]
+        texts = [_rendered(tokenizer, prompts[row]) if chat else prompts[row].text for row in rows]
+        if texts:
+            # A template writes its <bos> itself.
+            tokens = tokenizer(texts, add_special_tokens=not chat)["input_ids"]
+            for row, ids in zip(rows, tokens, strict=True):
+                encoded[row] = ids
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        if not ids:
+            raise DataError(f"prompt {prompt.index} ({prompt.text!r}) has no tokens; there is nothing to continue")
+    return encoded
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
+    messages = [dict(message) for message in prompt.messages]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:  # templates refuse a system message, or roles that do not take turns
+        raise DataError(
+            f"prompt {prompt.index}: the tokenizer's chat template refuses its messages ({error}); their roles are: "
+            + ", ".join(str(message["role"]) for message in messages)
+        ) from error
+    return str(text)
+
+
+def require_encodable(source: PromptSource, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ModelError where prompts are chats and the tokenizer has no template, DataError where that refuses the
+    first prompt of a share."""
+    if source.chat and not tokenizer.chat_template:
+        raise ModelError(
+            "data: there are chat prompts, and the tokenizer has no chat template; take the tokenizer of a chat model "
+            "(model.tokenizer), or prompts that are texts, with data.chat=false"
+        )
+    encode(tokenizer, [source.prompt(int(share.train[0])) for share in source.shares])

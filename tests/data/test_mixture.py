@@ -1,0 +1,113 @@
+"""Shares are compared with the weights, order and position with the sources by themselves."""
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from corerl.config.schema import DataConfig, DataSource
+from corerl.data.load import load_prompts
+from corerl.data.prompts import PromptSource, PromptStream
+from corerl.errors import CheckpointError, ConfigError
+from tests.data.files import load, numbered, write
+
+WEIGHTS = {"math": 3.0, "code": 1.5, "chat": 0.5}
+
+
+def mixed(directory: Path, *, seed: int = 0, **weights: float) -> PromptSource:
+    sizes = {"math": 23, "code": 9, "chat": 40}
+    sources = tuple(
+        DataSource(source=str(numbered(directory / f"{name}.jsonl", sizes[name], prefix=name)), weight=weight)
+        for name, weight in {**WEIGHTS, **weights}.items()
+    )
+    return load_prompts(DataConfig(sources=sources, held_out=2), seed=seed)
+
+
+def test_every_prompt_is_from_the_source_that_lags_most_and_shares_stay_within_one_prompt(tmp_path: Path) -> None:
+    stream = PromptStream(mixed(tmp_path), seed=1)
+    names = [prompt.source for n in (1, 7, 64, 128) for prompt in stream.take(n)]
+    shares = {"math": Fraction(6, 10), "code": Fraction(3, 10), "chat": Fraction(1, 10)}
+    counts = dict.fromkeys(shares, 0)
+    for n, name in enumerate(names, start=1):
+        lag = {each: share * n - counts[each] for each, share in shares.items()}
+        assert lag[name] == max(lag.values())
+        counts[name] += 1
+        assert all(abs(share * n - counts[each]) < 1 for each, share in shares.items())
+    assert counts == {"math": 120, "code": 60, "chat": 20}
+    assert names[:10] == ["math", "code", "math", "math", "code", "math", "chat", "math", "code", "math"]
+
+
+def test_each_source_keeps_the_split_and_the_order_that_it_has_by_itself(tmp_path: Path) -> None:
+    mix = mixed(tmp_path)
+    alone = {name: load(tmp_path / f"{name}.jsonl", held_out=2) for name in WEIGHTS}
+    taken = PromptStream(mix, seed=1).take(200)
+    for name, source in alone.items():
+        ours = [prompt.text for prompt in taken if prompt.source == name]
+        assert ours == [prompt.text for prompt in PromptStream(source, seed=1).take(len(ours))]
+    held_out = [(prompt.source, prompt.text) for prompt in mix.held_out_prompts()]
+    theirs = [[(name, prompt.text) for prompt in source.held_out_prompts()] for name, source in alone.items()]
+    assert held_out == [each[turn] for turn in (0, 1) for each in theirs]
+    assert not set(held_out) & {(prompt.source, prompt.text) for prompt in taken}
+
+
+def test_indices_are_unique_across_sources_and_find_their_prompt(tmp_path: Path) -> None:
+    mix = mixed(tmp_path)
+    indices = sorted([*mix.train.tolist(), *mix.held_out.tolist()])
+    assert indices == list(range(23 + 9 + 40))
+    prompts = [mix.prompt(index) for index in indices]
+    assert [prompt.index for prompt in prompts] == indices
+    assert [prompt.text for prompt in prompts] == [
+        *(f"math{i}" for i in range(23)),
+        *(f"code{i}" for i in range(9)),
+        *(f"chat{i}" for i in range(40)),
+    ]
+
+
+def test_a_restored_mix_goes_on_with_the_very_same_prompts(tmp_path: Path) -> None:
+    whole, begun, resumed = (PromptStream(mixed(tmp_path), seed=1) for _ in range(3))
+    begun.take(77)
+    resumed.restore(json.loads(json.dumps(begun.position)))
+    assert resumed.take(90) == begun.take(90) == whole.take(77 + 90)[77:]
+    assert resumed.position == begun.position == whole.position
+
+
+def test_a_position_in_another_mix_is_refused(tmp_path: Path) -> None:
+    position = PromptStream(mixed(tmp_path), seed=1).position
+    with pytest.raises(
+        CheckpointError, match=r"has prompts=math \(21 prompts, weight 3\), .*, this run has .*weight 2\)"
+    ):
+        PromptStream(mixed(tmp_path, math=2.0), seed=1).restore(position)
+    with pytest.raises(CheckpointError, match="has seed=1, this run has seed=2"):
+        PromptStream(mixed(tmp_path), seed=2).restore(position)
+    alone = PromptStream(load(tmp_path / "math.jsonl"), seed=1)
+    with pytest.raises(CheckpointError, match=r"has prompts=math .*, this run has prompts=22"):
+        alone.restore(position)
+    with pytest.raises(CheckpointError, match="has prompts=22, this run has prompts=math"):
+        PromptStream(mixed(tmp_path), seed=1).restore(alone.position)
+
+
+def test_sources_have_keys_of_their_own_and_take_the_common_ones_where_they_name_none(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", '{"question": "q", "solution": "s"}')
+    second = write(tmp_path / "b.jsonl", '{"text": "t", "label": "l"}')
+    sources = (
+        DataSource(source=str(first)),
+        DataSource(source=str(second), name="other", prompt_key="text", answer_key="label"),
+        DataSource(source="sort-digits"),
+    )
+    data = DataConfig(sources=sources, prompt_key="question", answer_key="solution", held_out=0)
+    mix = load_prompts(data, seed=0)
+    found = [(each.source, each.text, each.answer) for each in (mix.prompt(0), mix.prompt(1), mix.prompt(2 + 35018))]
+    assert found == [("a", "q", "s"), ("other", "t", "l"), ("sort-digits", "35018>", "01358")]
+
+
+def test_contradictions_are_named(tmp_path: Path) -> None:
+    path = str(numbered(tmp_path / "p.jsonl", 3))
+    with pytest.raises(ConfigError, match="data.sources: given beside data.source='x.jsonl'; keep one of the two"):
+        load_prompts(DataConfig(source="x.jsonl", sources=(DataSource(source=path),)), seed=0)
+    with pytest.raises(ConfigError, match="data.sources: two are called 'p'; give each a name of its own"):
+        load_prompts(DataConfig(sources=(DataSource(source=path),) * 2, held_out=0), seed=0)
+    with pytest.raises(ConfigError, match="data.sources: unknown source 'sort-digit'; .*did you mean 'sort-digits'"):
+        load_prompts(DataConfig(sources=(DataSource(source="sort-digit"),)), seed=0)
+    with pytest.raises(ConfigError, match="data.system: is read with data.chat=true alone"):
+        load_prompts(DataConfig(system="Be brief."), seed=0)

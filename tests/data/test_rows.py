@@ -1,0 +1,192 @@
+"""Files as `pyarrow` and `datasets` write them."""
+
+import datetime
+import sys
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from corerl.errors import ConfigError, DataError
+from tests.data.files import load, numbered, write
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4?"}]
+
+
+def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
+    lines = [
+        '{"prompt": "grüß", "answer": "a", "level": 2}',
+        "",
+        '{"prompt": "two"}',
+        '{"answer": 42, "prompt": "three"}',
+    ]
+    source = load(write(tmp_path / "p.jsonl", *lines))
+    first, second, third = (source.prompt(index) for index in range(3))
+    assert (first.index, first.text, first.answer, first.fields["level"]) == (0, "grüß", "a", 2)
+    assert (second.text, second.answer) == ("two", "")
+    assert (third.text, third.answer) == ("three", "42")
+    assert sorted([*source.train.tolist(), *source.held_out.tolist()]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "x"', "p.jsonl:2: not valid JSON"),
+        ('["x"]', "p.jsonl:2: got a list, wanted a JSON object with the field 'prompt'"),
+        ('{"promt": "x", "id": 1}', "p.jsonl:2: no field 'prompt'; it has: promt, id; did you mean 'promt'?"),
+        (
+            '{"prompt": 3}',
+            "p.jsonl:2: field 'prompt' is a number, wanted a text that is not empty, or a list of messages",
+        ),
+        ('{"prompt": ""}', "p.jsonl:2: field 'prompt' is an empty text"),
+        ('{"prompt": []}', "p.jsonl:2: field 'prompt' is an empty list"),
+        ('{"prompt": ["x"]}', "p.jsonl:2: field 'prompt': message 1 has no text 'role'; each wants a role and a con"),
+        ('{"prompt": [{"role": "user", "content": ["x"]}]}', "field 'prompt': message 1 has no text 'content'"),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_named_with_its_number(tmp_path: Path, line: str, message: str) -> None:
+    path = write(tmp_path / "p.jsonl", '{"prompt": "fine"}', line, '{"prompt": "fine"}')
+    with pytest.raises(DataError, match=message):
+        load(path)
+
+
+def test_a_line_that_is_not_utf8_is_named_with_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"prompt": "fine"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(DataError, match="p.jsonl:2: not valid JSON"):
+        load(path)
+
+
+def test_a_missing_an_empty_and_an_unknown_source_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot read .*none.jsonl: No such file or directory"):
+        load(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match="p.jsonl is empty"):
+        load(write(tmp_path / "p.jsonl", "", ""))
+    with pytest.raises(ConfigError, match="unknown source 'sort-digit'; known: sort-digits, .*did you mean"):
+        load("sort-digit")
+
+
+# ---- parquet ---------------------------------------------------------------------------------------------------------
+
+
+def parquet(path: Path, **columns: list[object]) -> Path:
+    pq.write_table(pa.table(columns), path, row_group_size=2)
+    return path
+
+
+def test_rows_of_a_parquet_file_are_read_by_their_number(tmp_path: Path) -> None:
+    path = parquet(
+        tmp_path / "p.parquet",
+        question=["grüß", "two", "three"],
+        answer=["a", None, "c"],
+        tests=[{"in": [1], "out": "x"}, None, {"in": [], "out": "y"}],
+        day=[datetime.date(2025, 3, day) for day in (1, 2, 3)],
+    )
+    source = load(path, prompt_key="question")
+    third, first, second = (source.prompt(index) for index in (2, 0, 1))
+    assert (first.index, first.text, first.answer) == (0, "grüß", "a")
+    assert (second.text, second.answer, third.text) == ("two", "", "three")
+    assert third.fields == {
+        "question": "three",
+        "answer": "c",
+        "tests": {"in": [], "out": "y"},
+        "day": datetime.date(2025, 3, 3),
+    }
+    assert sorted([*source.train.tolist(), *source.held_out.tolist()]) == [0, 1, 2]
+    assert load(path, prompt_key="question", answer_key="tests").prompt(0).answer == '{"in": [1], "out": "x"}'
+    assert load(path, prompt_key="question", answer_key="day").prompt(0).answer == '"2025-03-01"'
+
+
+def test_a_directory_of_parquet_files_is_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    directory = tmp_path / "train"
+    directory.mkdir()
+    parquet(directory / "b.parquet", prompt=[f"b{i}" for i in range(3000)])
+    parquet(directory / "a.parquet", prompt=["a0", "a1"])
+    source = load(directory)
+    assert [source.prompt(index).text for index in (0, 1, 2, 1500, 3001)] == ["a0", "a1", "b0", "b1498", "b2999"]
+    assert len(source) == 3002
+    parquet(directory / "c.parquet", promt=["c0"])
+    with pytest.raises(DataError, match=r"c.parquet has the columns promt \(string\), a.parquet has prompt \(string\)"):
+        load(directory)
+
+
+def test_a_column_of_messages_is_a_chat_without_the_fields_that_a_message_has_not(tmp_path: Path) -> None:
+    named = [{"role": "user", "content": "x", "name": "eve"}]
+    source = load(parquet(tmp_path / "p.parquet", prompt=[CHAT, named]))
+    assert source.chat
+    assert list(source.prompt(0).messages) == CHAT
+    assert list(source.prompt(1).messages) == named
+    assert source.prompt(0).text == "system: Be brief.\nuser: 3+4?"
+    assert source.prompt(1).text == "x"
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"promt": ["x"], "id": [1]}, "p.parquet, row 0: no field 'prompt'; it has: promt, id; did you mean 'promt'?"),
+        ({"prompt": ["fine", None]}, "p.parquet, row 1: field 'prompt' is null, wanted a text that is not empty"),
+        ({"prompt": ["fine", ""]}, "p.parquet, row 1: field 'prompt' is an empty text"),
+        ({"prompt": [3]}, "p.parquet, row 0: field 'prompt' is a number"),
+        ({"prompt": [[{"role": "user"}]]}, "p.parquet, row 0: field 'prompt': message 1 has no text 'content'"),
+        ({"prompt": []}, "data.source: .*p.parquet has no rows"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_with_its_number(
+    tmp_path: Path, columns: dict[str, list[object]], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        load(parquet(tmp_path / "p.parquet", **columns))
+
+
+def test_what_is_no_parquet_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot read .*p.parquet: Parquet magic bytes not found"):
+        load(write(tmp_path / "p.parquet", "no parquet at all"))
+    with pytest.raises(DataError, match="cannot read .*none.parquet: .*[Nn]o such file"):
+        load(tmp_path / "none.parquet")
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds neither .parquet files nor a data set saved by `save_to_disk`"):
+        load(empty)
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = parquet(tmp_path / "p.parquet", prompt=["x", "y"])
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ConfigError, match=r"is read by pyarrow, which is not installed; pip install 'corerl\[data\]'"):
+        load(path)
+    assert load(numbered(tmp_path / "p.jsonl", 3)).prompt(1).text == "p1"  # which asks nothing of it
+
+
+# ---- saved data sets -------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_data_set_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict(
+        {"prompt": [f"p{i}" for i in range(50)], "answer": [str(i) for i in range(50)], "level": list(range(50))}
+    )
+    rows.shuffle(seed=3).save_to_disk(tmp_path / "saved", num_shards=3)
+    source, reference = load(tmp_path / "saved"), datasets.load_from_disk(str(tmp_path / "saved"))
+    for index in (0, 17, 49):
+        assert source.prompt(index).fields == reference[index]
+        assert (source.prompt(index).text, source.prompt(index).answer) == (
+            reference[index]["prompt"],
+            reference[index]["answer"],
+        )
+    assert len(source) == 50
+
+
+def test_messages_of_a_saved_data_set_are_a_chat(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"prompt": [CHAT, CHAT[1:]]}).save_to_disk(tmp_path / "saved")
+    source = load(tmp_path / "saved")
+    assert [list(source.prompt(index).messages) for index in (0, 1)] == [CHAT, CHAT[1:]]
+
+
+def test_several_splits_are_refused_with_their_names(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"prompt": ["x", "y"]})
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "both")
+    with pytest.raises(
+        DataError, match=r"both holds several splits \(test, train\); give the directory of one of them"
+    ):
+        load(tmp_path / "both")
+    assert load(tmp_path / "both" / "train").prompt(1).text == "y"
