@@ -18,11 +18,11 @@ export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help setup quickstart test lint types docs wheels
+.PHONY: help setup quickstart test test-fsdp-oldest lint types docs wheels
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=$(PYTHON)   the interpreter that creates the environment, 3.11 or later"
 	@echo "  VENV=$(VENV)       where the environment is"
@@ -30,10 +30,12 @@ help: ## this list
 	@echo "  CONSTRAINTS=$(CONSTRAINTS)   exact versions to install"
 	@echo "  ARGS=              more words for quickstart (ARGS=\"run.seed=1\") and test (ARGS=\"tests/config -x\")"
 
-# Two stamps: what a run needs, so that `make quickstart` installs no more, and the tools on top of it.
+# Three stamps: what a run needs, so that `make quickstart` installs no more, the tools on top of it, and
+# an environment of its own with the oldest transformers.
 # pip compiles nothing: Python compiles the modules that are imported, a small share of torch and transformers.
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
+OLDEST := $(VENV)/oldest
 
 $(RUNTIME): $(PROJECTS) $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("CoreRL needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12 ...")'
@@ -46,6 +48,13 @@ $(DEV): $(RUNTIME)
 	$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -e '.[test,docs,dev]' $(EDITABLE)
 	@touch $@
 
+$(OLDEST)/.installed: $(PROJECTS) $(CONSTRAINTS) constraints-oldest.txt
+	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	@awk -F== '!named[$$1]++' constraints-oldest.txt $(CONSTRAINTS) > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install -q --no-compile -c $(OLDEST)/constraints.txt $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
+	$(OLDEST)/bin/python -m pip install -q --no-compile -c $(OLDEST)/constraints.txt -e . -e plugins/fsdp pytest pytest-timeout
+	@touch $@
+
 setup: $(DEV) ## create or update the environment with everything below in it
 
 quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and watch the reward climb
@@ -53,6 +62,9 @@ quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and 
 
 test: $(DEV) ## every test that passes without a GPU
 	$(BIN)/python -m pytest $(ARGS)
+
+test-fsdp-oldest: $(OLDEST)/.installed ## the tests of models and of the FSDP plugin with the oldest transformers
+	$(OLDEST)/bin/python -m pytest plugins/fsdp/tests tests/models $(ARGS)
 
 lint: $(DEV) ## style, formatting and the borders between packages
 	$(BIN)/ruff check .

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections import Counter
+from functools import partial
+from typing import Any, ClassVar
+from unittest import mock
 
+import numpy as np
 import torch
 from attrs import evolve
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from corerl.memory.storage import resident_bytes
 from corerl.plugin.spec import BackendSpec
 from corerl.testing.allocations import Allocations
-from corerl.testing.harness import Setup, forward, running, samples_at, train
-from corerl.types import MemoryKind, UpdateResult
+from corerl.testing.harness import Setup, forward, packed_for_training, running, samples_at, step_at, train
+from corerl.types import MemoryKind, TrainResult, UpdateResult
 from corerl.weights.chunks import TensorSource
 from corerl.weights.transport import WeightSender
 from corerl_fsdp import SPEC
 from corerl_fsdp.backend import FsdpBackend
+
+KINDS = list(MemoryKind)
 
 
 class LoadsTheWholeModel(FsdpBackend):
@@ -49,3 +59,81 @@ def held_after_passes(setup: Setup) -> list[int]:
         after_forward = found.held
         train(worker, setup, 0)
         return [after_forward, found.held - resident_bytes(worker.backend.tensors(MemoryKind.OPTIMIZER))]
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+def saved_for_backward(setup: Setup) -> int:
+    """Tensors that the forward passes of one step keep outside of the layers that are recomputed."""
+    kept = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += 1
+        return tensor
+
+    with running(setup) as worker, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        train(worker, setup, 0)
+    return kept
+
+
+class Collectives(TorchDispatchMode):
+    """How often each operation on a process group runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back with the local tensors
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of_a_step(setup: Setup) -> tuple[int, int, Counter[str]]:
+    """Units that the model is sharded in, micro-batches of one step, and collectives of that step."""
+    with running(setup) as worker:
+        train(worker, setup, 0)  # what FSDP does once
+        units = sum(isinstance(module, FSDPModule) for module in worker.backend.policy.modules())
+        micro_batches = len(list(packed_for_training(worker, setup, samples_at(1)).micro_batches))
+        with Collectives() as found:
+            train(worker, setup, 1)
+        return units, micro_batches, found.counts
+
+
+def compiled(setup: Setup, steps: int) -> tuple[list[list[TrainResult]], list[int]]:
+    """The results of some steps, without recomputed layers and with them, and the graphs that were compiled until the
+    end of each. What inductor would make of them takes a minute; which there are, and that they are right, shows
+    without it."""
+    results: list[list[TrainResult]] = []
+    graphs = []
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        for recompute in ("none", "full"):
+            results.append([])
+            with running(evolve(setup, train=evolve(setup.train, recompute=recompute))) as worker:
+                for number in range(steps):
+                    results[-1].append(train(worker, setup, number))
+                    graphs.append(counters["stats"]["unique_graphs"])
+    torch._dynamo.reset()
+    counters.clear()
+    return results, graphs
+
+
+def overflow_and_go_on(setup: Setup, directory: str, resume: bool) -> list[TrainResult]:
+    """Step 0, step 1 on advantages that float16 cannot hold the gradients of, steps 2 and 3; saved and resumed by
+    another worker before step 2 where asked."""
+    results = []
+    with running(setup) as worker:
+        results.append(train(worker, setup, 0))
+        samples = samples_at(1)
+        huge = samples.columns["advantages"] * np.float32(1e6)
+        results.append(train(worker, setup, 1, samples=samples.with_columns(advantages=huge)))
+        if not resume:
+            return [*results, train(worker, setup, 2), train(worker, setup, 3)]
+        worker.save(directory, step_at(2), False)
+    torch.distributed.barrier()  # every rank has written before any reads
+    with running(setup, resume=directory) as worker:
+        return [*results, train(worker, setup, 2), train(worker, setup, 3)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from corerl.backend import Backend, StateKey
 from corerl.backend.adamw import adamw, moments, set_adam_step
+from corerl.backend.base import Extra
 from corerl.config.schema import RoleConfig
 from corerl.models.config import hf_config
 from corerl.models.names import hf_boxes
@@ -24,29 +24,35 @@ from corerl.types import (
     TrainResult,
 )
 from corerl.weights.chunks import Chunk
-from corerl_fsdp.build import build_policy, reshard
+from corerl.weights.manifest import Bucket
+from corerl_fsdp.build import build_mesh, build_policy, reshard
 from corerl_fsdp.chunks import shard_chunks
+from corerl_fsdp.scale import LossScale
 from corerl_fsdp.shards import LocalShards
 from corerl_fsdp.step import forward_pass, train_step
 
 
 class FsdpBackend(Backend):
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
-        mesh = init_device_mesh(self.device.type, (context.world_size,), mesh_dim_names=("dp",))
+        options = config.options
+        mesh = build_mesh(self.device, ranks=context.world_size, shard_size=options.shard_size)
         self.policy = build_policy(
             hf_config(config.model),
+            value_head=config.value_head,
             mesh=mesh,
             device=self.device,
             precision=config.train.precision,
-            reshard_after_forward=config.options.reshard_after_forward,
+            recompute=config.train.recompute == "full",
+            options=options,
         )
         self.boxes = hf_boxes(self.policy.model)
-        self.shards = LocalShards(self.policy.model)
+        self.shards = LocalShards(self.policy.model, on_host=options.offload == "optimizer")
         self.optimizer = adamw(
             self.shards.params, self.shards.shapes, config.train.optimizer, fused=self.device.type == "cuda"
         )
+        self.scale = LossScale() if config.train.precision == "float16" else None
         self.applied = 0
-        rank, size = mesh.get_local_rank(), mesh.size()
+        rank, size = context.rank, context.world_size
         return ParallelLayout(rank=rank, world_size=size, dp_rank=rank, dp_size=size)
 
     @property
@@ -63,6 +69,8 @@ class FsdpBackend(Backend):
             lr=step.lr,
             clip_norm=self.config.train.optimizer.clip_norm,
             dp_size=self.layout.dp_size,
+            sync=self.config.options.sync,
+            scale=self.scale,
             device=self.device,
         )
         self.applied += result.applied
@@ -74,25 +82,38 @@ class FsdpBackend(Backend):
 
     def local_state(self, key: StateKey) -> Sequence[Chunk]:
         reshard(self.policy)
-        held = {name: param for name, param in self.shards.params.items() if param.numel()}
+        held = [name for name, shard in self.shards.local.items() if shard.numel()]
         if key in (StateKey.PARAM, StateKey.MASTER):
-            values: dict[str, torch.Tensor] = {name: param.detach() for name, param in held.items()}
+            values = {name: self.shards.local[name] for name in held}
         else:
-            values = {name: moments(self.optimizer, param, self.applied)[key.value] for name, param in held.items()}
+            values = {name: moments(self.optimizer, self.shards.params[name], self.applied)[key.value] for name in held}
         return shard_chunks(self.shards.dtensors, values, self.boxes)
 
     def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
         reshard(self.policy)
         match kind:
             case MemoryKind.PARAM:
-                return list(self.shards.params.values())
+                held = list(self.shards.local.values())
             case MemoryKind.OPTIMIZER:
-                return [value for state in self.optimizer.state.values() for value in state.values()]
+                held = [value for state in self.optimizer.state.values() for value in state.values()]
             case _:
-                return []  # shards are float32 and their own masters; gradients do not outlive a step
+                held = []  # shards are float32 and their own masters; gradients do not outlive a step
+        return [tensor for tensor in held if tensor.device.type == self.device.type]  # the offloaded need not sleep
+
+    def gather(self, bucket: Bucket, out: torch.Tensor | None, *, chunks: Sequence[Chunk], root: int | None) -> None:
+        # Chunks may lie on the host; buckets travel between devices.
+        where = torch.empty(0, device=self.device) if out is None else out
+        super().gather(bucket, where, chunks=chunks, root=root)
 
     def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
         reshard(self.policy)
         if adam_step is not None:
             self.applied = adam_step
             set_adam_step(self.optimizer, adam_step)
+
+    def extra_state(self) -> Extra:
+        return {"loss_scale": self.scale.value, "finite_steps": self.scale.finite_steps} if self.scale else {}
+
+    def load_extra_state(self, state: Extra) -> None:
+        if self.scale and "loss_scale" in state:
+            self.scale = LossScale(value=float(state["loss_scale"]), finite_steps=int(state["finite_steps"]))

@@ -2,32 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, PretrainedConfig
 
 from corerl.models.attention import PACKED
 from corerl.models.build import build_on_meta, materialize
 from corerl.models.policy import CausalPolicy
+from corerl_fsdp.config import FsdpConfig
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+def build_mesh(device: torch.device, *, ranks: int, shard_size: int) -> DeviceMesh:
+    """All ranks share one copy; or groups of `shard_size` do, whose n-th ranks are replicas of each other."""
+    if shard_size in (0, ranks):
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
 def build_policy(
-    hf: PretrainedConfig, *, mesh: DeviceMesh, device: torch.device, precision: str, reshard_after_forward: bool
+    hf: PretrainedConfig,
+    *,
+    value_head: bool,
+    mesh: DeviceMesh,
+    device: torch.device,
+    precision: str,
+    recompute: bool,
+    options: FsdpConfig,
 ) -> CausalPolicy:
-    """Master weights are float32; layers compute in `precision` and gradients are reduced in float32."""
-    policy = CausalPolicy(build_on_meta(hf, dtype=torch.float32, attention=PACKED))
+    """A policy, or a critic with `value_head`. Master weights are float32; layers compute in `precision` and gradients
+    are reduced in float32."""
+    policy = CausalPolicy(build_on_meta(hf, dtype=torch.float32, attention=PACKED, value_head=value_head))
+    layers = policy.model.get_decoder().layers
+    # Both change what a layer's own forward does. FSDP's hooks stand around it, so neither runs or traces these.
+    if options.compile:
+        compile_forward(layers)
+    if recompute:
+        recompute_forward(layers)
+    on_host = options.offload == "parameters"
     shard(
         policy,
         mesh=mesh,
-        mixed=MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32),
-        reshard_after_forward=reshard_after_forward,
+        mixed=MixedPrecisionPolicy(param_dtype=getattr(torch, precision), reduce_dtype=torch.float32),
+        offload=CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy(),
+        reshard_after_forward=options.reshard_after_forward,
     )
-    materialize(policy.model, {name: allocate(param, device) for name, param in policy.model.named_parameters()})
+    held_on = torch.device("cpu") if on_host else device
+    params = policy.model.named_parameters()
+    materialize(policy.model, {name: nn.Parameter(torch.empty_like(param, device=held_on)) for name, param in params})
     # In its load hook FSDP takes over replaced parameters and pads uneven shards; later it would move their memory.
     policy.load_state_dict({}, strict=False)
     for module in policy.modules():
@@ -36,29 +63,41 @@ def build_policy(
     return policy
 
 
-def shard(policy: CausalPolicy, *, mesh: DeviceMesh, mixed: MixedPrecisionPolicy, reshard_after_forward: bool) -> None:
+def compile_forward(layers: Iterable[nn.Module]) -> None:
+    """Layers share what is compiled, and so do micro-batches of any length."""
+    # Attention walks over the packed sequences on the host: traced, each packing would be compiled anew.
+    AttentionInterface.register(PACKED, torch.compiler.disable(AttentionInterface()[PACKED]))
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def recompute_forward(layers: Iterable[nn.Module]) -> None:
+    """Of a layer's activations its inputs alone are kept; the backward pass makes the others again."""
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def shard(
+    policy: CausalPolicy,
+    *,
+    mesh: DeviceMesh,
+    mixed: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    reshard_after_forward: bool,
+) -> None:
     """One unit a decoder layer, one for an untied embedding, and the root: final norm and head.
 
     The root stays gathered from forward to backward, so log-probs can be computed straight from the head's weight in
     chunks. A tied embedding belongs to the root, which both of its uses are inside of.
     """
     model = policy.model
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    as_unit = partial(fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload)
     for layer in model.get_decoder().layers:
-        fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard_after_forward)
-    if head.weight is not embedding.weight:
-        fully_shard(embedding, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard_after_forward)
-    fully_shard(policy, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
-
-
-def allocate(param: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """This rank's share of a parameter on meta, as memory of its own."""
-    assert isinstance(param, DTensor)
-    local = torch.empty(param.to_local().shape, dtype=param.dtype, device=device)
-    sharded = DTensor.from_local(
-        local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride(), run_check=False
-    )
-    return nn.Parameter(sharded)
+        as_unit(layer, reshard_after_forward=reshard_after_forward)
+    if policy.head.weight is not embedding.weight:
+        as_unit(embedding, reshard_after_forward=reshard_after_forward)
+    as_unit(policy, reshard_after_forward=False)
 
 
 def reshard(policy: nn.Module) -> None:

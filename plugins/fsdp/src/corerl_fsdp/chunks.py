@@ -19,6 +19,14 @@ def shard_chunks(
     for name, param in params.items():
         if name not in values:
             continue  # no element of it is on this rank
+        replica = is_replica(param)
         for offsets, sizes, view in dtensor_boxes(param, values[name]):
-            chunks += local_chunks(boxes[name], offsets, sizes, view)
+            chunks += local_chunks(boxes[name], offsets, sizes, view, replica=replica)
     return chunks
+
+
+def is_replica(param: DTensor) -> bool:
+    """Whether an earlier rank holds the same shard."""
+    coordinate = param.device_mesh.get_coordinate()
+    assert coordinate is not None  # every rank is in the mesh
+    return any(placement.is_replicate() and at for placement, at in zip(param.placements, coordinate, strict=True))

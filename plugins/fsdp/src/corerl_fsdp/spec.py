@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from corerl.config.schema import ClusterInfo
 from corerl.plugin.capabilities import Capability, not_implemented
-from corerl.plugin.spec import BackendSpec
+from corerl.plugin.spec import BackendSpec, Problem
 from corerl_fsdp.config import FsdpConfig
+
+
+def check(config: FsdpConfig, cluster: ClusterInfo) -> Iterable[Problem]:
+    ranks, size = cluster.ranks, config.shard_size
+    if size and ranks % size:
+        yield Problem(
+            "shard_size",
+            f"{ranks} ranks do not make whole groups of {size}; take a divisor of {ranks}, or 0 for all ranks",
+        )
+
 
 SPEC = BackendSpec(
     implementation="corerl_fsdp.backend:FsdpBackend",
@@ -12,7 +25,7 @@ SPEC = BackendSpec(
     api=(1, 0),
     summary="torch FSDP2: any transformers model, parameters, gradients and moments sharded over all ranks",
     capabilities={
-        Capability.CRITIC: not_implemented("no value head yet"),
         Capability.UPDATE_IPC: not_implemented("no sender of CUDA IPC handles yet"),
     },
+    check=check,
 )

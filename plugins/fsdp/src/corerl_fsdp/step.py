@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from typing import Literal, TypeVar
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from corerl.backend import MetricSum, resolve_loss
 from corerl.backend.adamw import set_lr
 from corerl.backend.batches import OutputCollector, to_device
 from corerl.models.policy import CausalPolicy
 from corerl.ops.clip import grad_norm, scale_grads
-from corerl.types import ForwardResult, LossSpec, Output, PackedBatch, TrainResult
+from corerl.types import ForwardResult, LossSpec, Metric, Output, PackedBatch, TrainResult
 from corerl_fsdp.build import reshard
+from corerl_fsdp.scale import LossScale
 from corerl_fsdp.shards import LocalShards
+
+T = TypeVar("T")
 
 
 def train_step(
@@ -26,34 +32,55 @@ def train_step(
     lr: float,
     clip_norm: float,
     dp_size: int,
+    sync: Literal["every", "last"],
+    scale: LossScale | None,
     device: torch.device,
 ) -> TrainResult:
-    """Called on every rank. One reduce-scatter a unit and micro-batch, one all-reduce for the norm, which is therefore
-    equal on all ranks, as is the decision to skip."""
+    """Called on every rank. One reduce-scatter a unit and micro-batch (a step, where `sync` is "last"), one all-reduce
+    for the norm, which is therefore equal on all ranks, as is the decision to skip."""
+    assert isinstance(policy, FSDPModule)
     loss_function = resolve_loss(loss)
     metrics = MetricSum()
     tokens = 0
+    scaled_by = scale.value if scale else 1.0
     policy.train()
-    for micro in batch.micro_batches:
+    for micro, last in with_last(batch.micro_batches):
+        policy.set_requires_gradient_sync(last or sync == "every")
+        policy.set_requires_all_reduce(last)  # among replicas, where there are any: their sums add up until then
         inputs = to_device(micro, device)
         outputs = policy(inputs.tokens, inputs.packing, inputs.positions, batch.temperature, loss.outputs)
         result = loss_function(inputs.loss_inputs(outputs))
         # FSDP averages gradients over dp, and the tokens' weights already hold 1 / denominator of the whole step.
-        (result.loss * dp_size).backward()
+        (result.loss * (dp_size * scaled_by)).backward()
         metrics.add(result.metrics)
         tokens += len(micro.tokens)
     params = list(policy.parameters())
-    norm = grad_norm(params)
+    norm = grad_norm(params) / scaled_by
     value = norm.item()
     applied = math.isfinite(value)
     if applied:
+        if scale:
+            scale.unscale(params)
         if clip_norm:
             scale_grads(params, clip_norm, norm)
         set_lr(optimizer, lr)
-        shards.take_grads()
-        optimizer.step()
+        shards.step(optimizer)
     shards.drop_grads()
-    return TrainResult(applied=applied, metrics=metrics.finish(), grad_norm=value, tokens=tokens)
+    found = dict(metrics.finish())
+    if scale:
+        found["loss_scale"] = Metric(scaled_by)
+        scale.update(finite=applied)
+    return TrainResult(applied=applied, metrics=found, grad_norm=value, tokens=tokens)
+
+
+def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Each item, and whether it is the last; one item is taken ahead."""
+    ahead = iter(items)
+    for item in ahead:
+        for following in ahead:
+            yield item, False
+            item = following
+        yield item, True
 
 
 @torch.no_grad()

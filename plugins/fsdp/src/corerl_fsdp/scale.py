@@ -1,0 +1,40 @@
+"""The loss scale of float16, whose smallest number is 2**-24: gradients below it would be zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from attrs import define
+from torch.distributed.tensor import DTensor
+
+# The numbers of torch.amp.GradScaler.
+INITIAL = 2.0**16
+GROWTH, BACKOFF = 2.0, 0.5
+GROWTH_STEPS = 2000
+
+
+@define
+class LossScale:
+    """Doubled after GROWTH_STEPS finite steps in a row, halved after one that is not (Micikevicius et al. 2018,
+    "Mixed Precision Training"). A power of two, so that scaling rounds nothing."""
+
+    value: float = INITIAL
+    finite_steps: int = 0  # since it last changed
+
+    def update(self, *, finite: bool) -> None:
+        """After each step; `finite` is equal on all ranks, and so is the scale."""
+        self.finite_steps = self.finite_steps + 1 if finite else 0
+        if not finite:
+            self.value *= BACKOFF
+        elif self.finite_steps == GROWTH_STEPS:
+            self.value *= GROWTH
+            self.finite_steps = 0
+
+    @torch.no_grad()
+    def unscale(self, params: Iterable[torch.Tensor]) -> None:
+        """Divide the gradients, in place."""
+        for param in params:
+            if param.grad is not None:
+                local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+                local.div_(self.value)

@@ -1,0 +1,116 @@
+"""Offload on one GPU: where memory is, and that copies are waited for, which no CPU can show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve, frozen
+
+from corerl.memory.storage import resident_bytes
+from corerl.testing.checks import Tensors, different, weights_apart, whole
+from corerl.testing.harness import Setup, make_worker, state_of, step_at, train
+from corerl.testing.models import tiny_fields
+from corerl.trainer.worker import Worker
+from corerl.types import MemoryKind, TrainResult
+from corerl.weights.transports.inprocess import InProcessSender
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+# Rounding alone may differ: AdamW on the host is another program, and some sums on a GPU have no fixed order.
+RELATIVE = {"float32": 1e-4, "bfloat16": 5e-3, "float16": 5e-3}
+FIELDS = {**tiny_fields("qwen3"), "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 4001}
+
+
+@frozen(kw_only=True)
+class Ran:
+    results: list[TrainResult]  # of steps 0 to 3, between which everything sleeps once
+    state: Mapping[str, Tensors]
+    device_bytes: int  # allocated after step 1
+    freed: Mapping[MemoryKind, int]
+    resident: Mapping[str, int]  # device -> bytes of weights and moments
+
+
+def start(setup: Setup, *, resume: str = "") -> Worker:
+    worker = make_worker(setup, resume=resume)
+    worker.config = evolve(worker.config, device="cuda")
+    worker.init("127.0.0.1", 0)
+    return worker
+
+
+def ran(setup: Setup, directory: Path) -> Ran:
+    """Steps, a sleep, more steps; a weight update and a resumed worker on the way, both checked to the last bit."""
+    before = torch.cuda.memory_allocated()
+    worker = start(setup)
+    results = [train(worker, setup, number) for number in (0, 1)]
+    backend: Any = worker.backend
+    assert list(backend.tensors(MemoryKind.GRAD)) == []
+    device_bytes = torch.cuda.memory_allocated() - before
+    held = [
+        *backend.shards.local.values(),
+        *(value for state in backend.optimizer.state.values() for value in state.values()),
+    ]
+    resident = {kind: resident_bytes(t for t in held if t.ndim and t.device.type == kind) for kind in ("cpu", "cuda")}
+
+    arrived: Tensors = {}
+    sender = InProcessSender(
+        lambda bucket: arrived.update({name: value.float().cpu().numpy() for name, value in bucket.items()})
+    )
+    worker.host.update_weights(sender=sender, version=1)
+    state = whole([state_of(worker)])
+    sent = getattr(torch, worker.manifest().dtype)
+    rounded = {name: torch.tensor(value).to(sent).float().numpy() for name, value in state["master"].items()}
+    assert different({"master": arrived}, {"master": rounded}, ["master"]) == []
+
+    worker.save(str(directory / "actor"), step_at(2), False)
+    freed = {kind: worker.sleep({kind}).freed_bytes for kind in MemoryKind}
+    for kind in MemoryKind:
+        worker.wake_up({kind})
+    assert different(whole([state_of(worker)]), state) == []
+    results += [train(worker, setup, number) for number in (2, 3)]
+    end = whole([state_of(worker)])
+    worker.shutdown("the run is over")
+
+    resumed = start(setup, resume=str(directory / "actor"))
+    assert different(whole([state_of(resumed)]), state) == []
+    again = [train(resumed, setup, number) for number in (2, 3)]
+    resumed.shutdown("the run is over")
+    assert [result.grad_norm for result in again] == pytest.approx(
+        [result.grad_norm for result in results[2:]], rel=RELATIVE[setup.train.precision]
+    )
+    return Ran(results=results, state=end, device_bytes=device_bytes, freed=freed, resident=resident)
+
+
+@pytest.mark.parametrize("precision", list(RELATIVE))
+@pytest.mark.parametrize(("offload", "kinds"), [("optimizer", {"optimizer"}), ("parameters", {"param", "optimizer"})])
+def test_offloaded_memory_is_on_the_host_and_numbers_stay(
+    tmp_path: Path, offload: str, kinds: set[str], precision: str
+) -> None:
+    setup = Setup(backend="fsdp", model="", fields=FIELDS)
+    setup = evolve(setup, train=evolve(setup.train, precision=precision))
+    wanted = ran(setup, tmp_path / "none")
+    found = ran(evolve(setup, options={"offload": offload}), tmp_path / offload)
+
+    relative = RELATIVE[precision]
+    assert [result.applied for result in found.results] == [True] * 4
+    for name in ("loss", "entropy"):
+        means = [
+            [run.metrics[name].total / run.metrics[name].weight for run in each.results] for each in (found, wanted)
+        ]
+        assert means[0] == pytest.approx(means[1], rel=relative, abs=relative)
+    norms = [[result.grad_norm for result in each.results] for each in (found, wanted)]
+    assert norms[0] == pytest.approx(norms[1], rel=relative)
+    assert weights_apart(found.state["master"], wanted.state["master"]) < relative
+
+    size = {"param": 1, "optimizer": 2}  # times the model's float32
+    model = wanted.freed[MemoryKind.PARAM]
+    assert wanted.resident == {"cpu": 0, "cuda": 3 * model}
+    moved = model * sum(size[kind] for kind in kinds)
+    assert found.resident == {"cpu": moved, "cuda": 3 * model - moved}
+    assert wanted.device_bytes - found.device_bytes > 0.9 * moved
+    for kind in (MemoryKind.PARAM, MemoryKind.OPTIMIZER):
+        assert wanted.freed[kind] == size[kind] * model
+        assert found.freed[kind] == (0 if kind in kinds else size[kind] * model)

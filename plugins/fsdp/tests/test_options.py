@@ -1,0 +1,228 @@
+"""Options change memory, transfers and speed, and no number beyond rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve, field, frozen
+
+from corerl.checkpoint.commit import begin
+from corerl.config.schema import ClusterInfo
+from corerl.plugin.spec import Problem
+from corerl.testing.checks import (
+    PACKINGS,
+    BackendChecks,
+    Checkpoint,
+    Runs,
+    Subject,
+    assert_follows,
+    different,
+    grad_norm_of,
+    loss_of,
+    mean_apart,
+    weights_apart,
+)
+from corerl.testing.harness import Setup
+from corerl.testing.pool import RankPool
+from corerl.testing.tolerances import BFLOAT16_GRAD_NORM, BFLOAT16_LOSS, GRAD_NORM, LOSS
+from corerl_fsdp.config import FsdpConfig
+from corerl_fsdp.spec import check
+from plugins.fsdp.tests import ranks
+
+STEPS = range(4)
+
+
+@frozen(kw_only=True)
+class WithOptions(Subject):
+    """A subject of the shared checks whose backend has other options than its defaults."""
+
+    options: Mapping[str, Any] = field(factory=dict)
+    train_fields: Mapping[str, Any] = field(factory=dict)
+
+    def setup(self, kind: str, packing: tuple[int, int] = PACKINGS["packed"]) -> Setup:
+        return with_options(super().setup(kind, packing), self.options, **self.train_fields)
+
+
+def with_options(setup: Setup, options: Mapping[str, Any], **train_fields: Any) -> Setup:
+    return evolve(setup, options=options, train=evolve(setup.train, **train_fields))
+
+
+def subject(runs: Runs, directory: Path, options: Mapping[str, Any], **train_fields: Any) -> WithOptions:
+    return WithOptions(
+        backend="fsdp", world_size=2, runs=runs, directory=directory, options=options, train_fields=train_fields
+    )
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[RankPool]:
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+# ---- the same numbers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
+@pytest.mark.parametrize(
+    ("options", "train_fields"),
+    [({}, {"recompute": "full"}), ({"offload": "optimizer"}, {}), ({"offload": "parameters"}, {})],
+    ids=str,
+)
+def test_where_only_memory_changes_no_bit_of_a_run_does(
+    runs: Runs, kind: str, options: Mapping[str, Any], train_fields: Mapping[str, Any]
+) -> None:
+    plain = runs.setup("fsdp", kind)
+    found = runs.train(2, with_options(plain, options, **train_fields), STEPS)
+    wanted = runs.train(2, plain, STEPS)
+    assert (found.losses, found.grad_norms) == (wanted.losses, wanted.grad_norms)
+    assert different(found.state, wanted.state) == []
+
+
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "options",
+    [{"sync": "last"}, {"shard_size": 1}, {"shard_size": 1, "sync": "last"}, {"sync": "last", "offload": "parameters"}],
+    ids=str,
+)
+def test_where_sums_are_ordered_otherwise_a_run_follows_the_plain_backend(
+    runs: Runs, kind: str, options: Mapping[str, Any]
+) -> None:
+    found = runs.train(2, with_options(runs.setup("fsdp", kind), options), STEPS)
+    assert_follows(found, runs.train(1, runs.setup("plain", kind), STEPS))
+
+
+CHECKS = [
+    "test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trains",
+    "test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_current_ones_alone",
+    "test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit",
+    "test_an_update_delivers_every_tensor_once_and_bit_for_bit",
+    "test_sleep_frees_what_it_says_and_waking_restores_every_bit",
+]
+ARGUMENTS: dict[str, Any] = {"kind": "qwen3-tied", "down": ranks.KINDS, "up": ranks.KINDS}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    "options", [{"offload": "optimizer"}, {"offload": "parameters"}, {"shard_size": 1, "sync": "last"}], ids=str
+)
+def test_a_backend_with_options_keeps_the_contract(
+    runs: Runs, tmp_path: Path, options: Mapping[str, Any], check: str
+) -> None:
+    method = getattr(BackendChecks(), check)
+    names = method.__code__.co_varnames[2 : method.__code__.co_argcount]
+    given = {name: tmp_path if name == "tmp_path" else ARGUMENTS[name] for name in names}
+    method(subject(runs, tmp_path / "checkpoints", options), **given)
+
+
+# ---- what they save --------------------------------------------------------------------------------------------------
+
+
+def test_with_recomputed_layers_few_activations_are_kept(runs: Runs, rank_pool: RankPool) -> None:
+    setup = runs.setup("fsdp", "qwen3", PACKINGS["one by one"])
+    kept = rank_pool.run(ranks.saved_for_backward, setup)
+    fewer = rank_pool.run(ranks.saved_for_backward, with_options(setup, {}, recompute="full"))
+    for few, many in zip(fewer, kept, strict=True):
+        assert 0 < 4 * few < many
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"reduce_scatter": "each"}),
+        ({"sync": "last"}, {"reduce_scatter": "last"}),
+        ({"shard_size": 1}, {"allreduce": "last"}),  # a shard on one rank is whole: nothing to scatter
+    ],
+    ids=str,
+)
+def test_gradients_travel_as_often_as_the_option_says(
+    runs: Runs, rank_pool: RankPool, options: Mapping[str, Any], expected: Mapping[str, str]
+) -> None:
+    setup = with_options(runs.setup("fsdp", "qwen3"), options)
+    for units, micro_batches, counts in rank_pool.run(ranks.collectives_of_a_step, setup):
+        assert micro_batches > 1
+        times = {operation: units * (micro_batches if when == "each" else 1) for operation, when in expected.items()}
+        times["allreduce"] = times.get("allreduce", 0) + 1  # of the norm
+        found = {"reduce_scatter": counts["_reduce_scatter_base_"], "allreduce": counts["allreduce_"]}
+        assert found == {"reduce_scatter": 0, **times}
+
+
+# ---- replicas --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", ["every", "last"])
+def test_two_replicas_of_two_shards_train_save_and_resume(
+    runs: Runs, four_ranks: RankPool, tmp_path: Path, sync: str
+) -> None:
+    on_four = Runs({**runs.rank_sets, 4: four_ranks}, runs.models)
+    setup, checkpoint = runs.setup("fsdp", "qwen3-moe"), Checkpoint(begin(tmp_path, 2), 4)
+    replicated = with_options(setup, {"shard_size": 2, "sync": sync})
+    found = on_four.train(4, replicated, STEPS, save_after=1, save_to=checkpoint.role)
+    assert_follows(found, runs.train(1, evolve(setup, backend="plain"), STEPS))
+    saved = checkpoint.complete()  # fails where a tensor is not there exactly once
+    resumed = on_four.train(4, replicated, STEPS[2:], resume=saved)
+    assert (resumed.losses, different(resumed.state, found.state)) == (found.losses[2:], [])
+    elsewhere = on_four.train(2, setup, STEPS[2:], resume=saved)
+    assert elsewhere.losses == pytest.approx(found.losses[2:], rel=LOSS.relative, abs=LOSS.absolute)
+
+
+# ---- compiled layers -------------------------------------------------------------------------------------------------
+
+
+def test_compiled_layers_give_the_same_numbers_and_are_not_compiled_for_each_length(
+    runs: Runs, rank_pool: RankPool
+) -> None:
+    setup = runs.setup("fsdp", "qwen3")
+    wanted = runs.train(2, setup, STEPS)
+    reports = rank_pool.run(ranks.compiled, with_options(setup, {"compile": True}), len(STEPS))
+    for of_ranks in zip(*(results for results, _ in reports), strict=True):
+        steps = list(zip(*of_ranks, strict=True))
+        losses = [loss_of(results) for results in steps]
+        assert losses == pytest.approx(wanted.losses, rel=LOSS.relative, abs=LOSS.absolute)
+        norms = [grad_norm_of(results) for results in steps]
+        assert norms == pytest.approx(wanted.grad_norms, rel=GRAD_NORM.relative)
+    for _, graphs in reports:
+        assert graphs[0] > 0 and graphs == [graphs[0]] * len(graphs)
+
+
+# ---- float16 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_float16_stays_near_float32(runs: Runs, recompute: str) -> None:
+    setup = runs.setup("fsdp", "qwen3-tied")
+    found = runs.train(2, with_options(setup, {}, precision="float16", recompute=recompute), range(10))
+    wanted = runs.train(2, setup, range(10))
+    assert 0 < mean_apart(found.losses, wanted.losses) < BFLOAT16_LOSS
+    assert 0 < mean_apart(found.grad_norms, wanted.grad_norms) < BFLOAT16_GRAD_NORM
+    assert 0 < weights_apart(found.state["master"], wanted.state["master"]) < BFLOAT16_LOSS
+
+
+def test_an_overflow_is_skipped_on_all_ranks_halves_the_scale_and_is_remembered_by_a_checkpoint(
+    runs: Runs, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    setup = with_options(runs.setup("fsdp", "qwen3"), {}, precision="float16")
+    at_once, resumed = (
+        rank_pool.run(ranks.overflow_and_go_on, setup, str(tmp_path / "actor"), resume) for resume in (False, True)
+    )
+    for results in at_once:
+        assert [result.applied for result in results] == [True, False, True, True]
+        scales = [result.metrics["loss_scale"].total for result in results]
+        assert scales == [2.0**16, 2.0**16, 2.0**15, 2.0**15]
+    for results, after_resume in zip(at_once, resumed, strict=True):
+        assert after_resume[2:] == results[2:]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_do_not_make_whole_groups_are_refused() -> None:
+    (problem,) = check(FsdpConfig(shard_size=4), ClusterInfo(device="cpu", ranks=6))
+    assert problem == Problem(
+        "shard_size", "6 ranks do not make whole groups of 4; take a divisor of 6, or 0 for all ranks"
+    )
+    for size in (0, 1, 2, 3, 6):
+        assert list(check(FsdpConfig(shard_size=size), ClusterInfo(device="cpu", ranks=6))) == []
