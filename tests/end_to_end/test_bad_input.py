@@ -112,13 +112,22 @@ def test_a_setting_that_cannot_be_meant_is_one_line_before_any_process(
     ("override", "beginning", "advice"),
     [
         ("backend.name=fsbd", "backend.name: unknown backend 'fsbd'; installed: ", "; did you mean 'fsdp'?"),
-        ("rollout.engine=transformer", "rollout.engine: unknown engine 'transformer'; installed: ", "; did you mean 'transformers'?"),
+        (
+            "rollout.engine=transformer",
+            "rollout.engine: unknown engine 'transformer'; installed: ",
+            "; did you mean 'transformers'?",
+        ),
         (
             "reward.name=exakt-match",
-            "reward.name: unknown reward 'exakt-match', did you mean 'exact-match'?; built in: exact-match, position-match",
+            "reward.name: unknown reward 'exakt-match', did you mean 'exact-match'?; built in: exact-match, "
+            "position-match",
             "; your own is written 'module:function'",
         ),
-        ("weights.transport=pigeon", "weights.transport: unknown weight transport 'pigeon'; known: ", "collective, disk"),
+        (
+            "weights.transport=pigeon",
+            "weights.transport: unknown weight transport 'pigeon'; known: ",
+            "collective, disk",
+        ),
         ("algorithm.loss=cliped", "algorithm.loss: unknown loss 'cliped'", "'clipped'?"),
     ],
 )
