@@ -81,6 +81,7 @@ class Backend(BackendBase, ABC):
     context: Context
     layout: ParallelLayout
     weights_version = 0  # of the weights that are loaded now, as far as engines know them
+    phase = ""  # of `init`, while it lasts; the user is told where it takes long
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # Overriding a marked method loses pluggy's mark, and the hook would silently have no implementation.
@@ -165,7 +166,9 @@ class Backend(BackendBase, ABC):
         self._sleeper = StorageSleeper()
         self._snapshots = Snapshots()
         self._writer = BackgroundWriter()
+        self.phase = "model build"
         self.layout = self.build(config, context)
+        self.phase = "load"
         optimizer_step = self._resume(Path(config.resume)) if config.resume else self._load_initial()
         self._gather_plan = GatherPlan.build(self.local_state(StateKey.PARAM), self.group)
         if config.resume:
@@ -174,6 +177,7 @@ class Backend(BackendBase, ABC):
         self.manifest: Manifest = build_manifest(
             self._gather_plan.shapes, dtype=dtype, bucket_bytes=config.weights.bucket_bytes
         )
+        self.phase = ""
         return InitResult(layout=self.layout, optimizer_step=optimizer_step, weights_version=self.weights_version)
 
     @hookimpl

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
-from attrs import frozen
+from attrs import field, frozen
 from ray.exceptions import RayActorError, RayError
 
 from corerl.cluster.placement import Seat
-from corerl.cluster.process import Outcome, spawn
+from corerl.cluster.process import STATUS, Outcome, spawn
+from corerl.cluster.watchdog import ANSWER_SECONDS, SETTLE_SECONDS, Status, Watch, sentence
 from corerl.errors import CorerlError, HookFailed, WorkerDied
 
 # After a first failure the others get this long to fail too, so that the cause can be told from its consequences: a
@@ -26,6 +27,7 @@ class Pending:
     method: str
     members: tuple[int, ...]
     refs: tuple[Any, ...]
+    watch: Watch = field(factory=Watch)
 
 
 class ProcessGroup:
@@ -40,26 +42,28 @@ class ProcessGroup:
         *,
         failure: type[CorerlError] = HookFailed,
         threads: int = 1,
+        notify: Callable[[str], None] | None = None,
+        watchdog: float = 0.0,
     ) -> None:
         """`failure` is what foreign exceptions of the processes become. With one thread calls run in the order in which
-        they were started; with more, that many at once."""
+        they were started; with more, that many at once.
+
+        `notify` is told, while someone waits for a call that has taken `watchdog` seconds, who is late and where; then
+        after twice as long, and so on. 0 seconds, or no one to tell: never.
+        """
         if len(names) != len(seats):
             raise CorerlError(f"{len(names)} processes for {len(seats)} seats; give each process one")
         self.names = list(names)
         self.target = target
         self._environment = dict(environment)
         self._seats = list(seats)
-        self._actors = [
-            spawn(
-                name,
-                target,
-                options={**seat.options(), "max_concurrency": threads},
-                environment=self._environment,
-                failure=failure,
-            )
-            for name, seat in zip(names, seats, strict=True)
-        ]
+        self._failure = failure
+        self._threads = threads
+        self._actors = [self._spawn(member) for member in range(len(names))]
         self._alive = True
+        self._notify = notify
+        self._watchdog = watchdog
+        self._answered = 0.0  # time.monotonic() when the last call that was waited for had been answered by all
 
     def __len__(self) -> int:
         return len(self.names)
@@ -71,12 +75,6 @@ class ProcessGroup:
         self._check_lengths("start", arguments)
         refs = [actor.construct.remote(*args) for actor, args in zip(self._actors, arguments, strict=True)]
         return Pending("start", tuple(range(len(self))), tuple(refs))
-
-    def free_address(self, member: int) -> tuple[str, int]:
-        """The member's machine as others reach it, and a port that is free there now."""
-        ref = self._actors[member].free_address.remote()
-        address: tuple[str, int] = self.wait(Pending("free_address", (member,), (ref,)))[0]
-        return address
 
     def listen(self, member: int) -> tuple[str, int, int]:
         """(host, port, file descriptor there) of a socket on which the member's process listens already."""
@@ -110,9 +108,12 @@ class ProcessGroup:
         waiting = dict(zip(pending.refs, pending.members, strict=True))
         deadline: float | None = None
         while waiting:
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if deadline is None:
+                timeout = self._look(pending, waiting.values())
+            else:
+                timeout = max(0.0, deadline - time.monotonic())
             ready, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout)
-            if not ready:
+            if not ready and deadline is not None:
                 break
             for ref in ready:
                 member = waiting.pop(ref)
@@ -125,7 +126,23 @@ class ProcessGroup:
             if waiting or not all(error is not None and error.harmless for error in errors):
                 self.kill()
             raise self._first(failed, len(pending.members))
+        self._answered = time.monotonic()
         return [outcomes[member].value for member in pending.members]
+
+    def answers(self, pending: Pending) -> dict[int, Any]:
+        """What each member of the call gave: its result, or its CorerlError. Nobody is ended by another's failure."""
+        answers: dict[int, Any] = {}
+        for ref, member in zip(pending.refs, pending.members, strict=True):
+            outcome = self._outcome(ref, member, pending.method)
+            answers[member] = outcome.value if outcome.error is None else outcome.error
+        return answers
+
+    def replace(self, member: int, arguments: tuple[Any, ...]) -> None:
+        """Start a new process in the place of one that has died, and construct its object; returns when it is there."""
+        ray.kill(self._actors[member], no_restart=True)  # where it only seemed dead
+        self._actors[member] = self._spawn(member)
+        ref = self._actors[member].construct.remote(*arguments)
+        self.wait(Pending("start", (member,), (ref,)))
 
     def ready(self, pending: Pending, timeout: float) -> bool:
         """Whether `wait` would return or raise at once, after at most `timeout` seconds."""
@@ -133,6 +150,7 @@ class ProcessGroup:
         if len(ended) == len(pending.refs):
             return True
         members = dict(zip(pending.refs, pending.members, strict=True))
+        self._look(pending, [members[ref] for ref in pending.refs if ref not in ended])
         return any(self._outcome(ref, members[ref], pending.method).error is not None for ref in ended)
 
     def kill(self) -> None:
@@ -142,6 +160,46 @@ class ProcessGroup:
             ray.kill(actor, no_restart=True)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _spawn(self, member: int) -> Any:
+        return spawn(
+            self.names[member],
+            self.target,
+            options={**self._seats[member].options(), "max_concurrency": self._threads},
+            environment=self._environment,
+            failure=self._failure,
+        )
+
+    def _look(self, pending: Pending, waiting: Collection[int]) -> float | None:
+        """Look at the members that have not answered, where it is time to; returns the seconds until it is time again,
+        None for never. Two looks, a moment apart: a call that merely takes long moves on between them."""
+        if self._notify is None or not self._watchdog:
+            return None
+        watch = pending.watch
+        if watch.due is None:  # several calls may have been started at once, and each begins when the one before ends
+            watch.started, watch.due = max(watch.started, self._answered), self._watchdog
+        if watch.seconds >= watch.due:
+            statuses = self._statuses(waiting)
+            if watch.seen is None:
+                watch.seen, watch.due = statuses, watch.seconds + SETTLE_SECONDS
+            else:
+                if _stuck(watch.seen, statuses):
+                    done = [member for member in pending.members if member not in waiting]
+                    self._notify(sentence(self.names, pending.method, watch.seconds, statuses, done))
+                watch.seen, watch.due = None, 2 * watch.seconds
+        return max(0.0, watch.due - watch.seconds)
+
+    def _statuses(self, members: Collection[int]) -> dict[int, Status | None]:
+        """Where each stands; None for one that does not answer."""
+        asked = {self._actors[member].status.options(concurrency_group=STATUS).remote(): member for member in members}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
+        statuses: dict[int, Status | None] = dict.fromkeys(members)
+        for ref in answered:
+            try:
+                statuses[asked[ref]] = ray.get(ref)
+            except RayError:
+                continue  # it has died, and the call that is waited for says so
+        return statuses
 
     def _outcome(self, ref: Any, member: int, method: str) -> Outcome:
         name = self.names[member]
@@ -174,6 +232,15 @@ class ProcessGroup:
     def _check_lengths(self, method: str, arguments: Sequence[Any]) -> None:
         if len(arguments) != len(self):
             raise CorerlError(f"{method}: {len(arguments)} sets of arguments for {len(self)} processes")
+
+
+def _stuck(before: Mapping[int, Status | None], now: Mapping[int, Status | None]) -> bool:
+    """Whether no member got any further, or some are still at their beginning, of which the user wants to know."""
+    return any(status is None or status.phase for status in now.values()) or not any(
+        status.moved(earlier)
+        for member, status in now.items()
+        if status is not None and (earlier := before.get(member)) is not None
+    )
 
 
 def _last_line(error: RayError) -> str:

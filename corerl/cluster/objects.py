@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import ray
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
+
+from corerl.errors import CorerlError
 
 
 def share(value: Any) -> Any:
-    """A reference that any process call accepts in the value's place; arrays in it are then read without a copy."""
-    return ray.put(value)
+    """A reference that any process call accepts in the value's place; arrays in it are then read without a copy.
+
+    Where the store is full Ray moves older objects to disk; raises CorerlError where the disk has no room either.
+    """
+    try:
+        return ray.put(value)
+    except (ObjectStoreFullError, OutOfDiskError) as error:
+        there = sum(node["Resources"].get("object_store_memory", 0.0) for node in ray.nodes() if node["Alive"])
+        buffers: list[pickle.PickleBuffer] = []
+        asked = len(pickle.dumps(value, protocol=5, buffer_callback=buffers.append))
+        asked += sum(buffer.raw().nbytes for buffer in buffers)
+        raise CorerlError(
+            f"Ray's object store has no room for {asked / 2**20:.0f} MiB: the cluster's stores hold "
+            f"{there / 2**20:.0f} MiB in all, and the disk that they overflow to is full (see df and `ray memory`); "
+            "free some of it, use a smaller rollout batch, or start Ray with more --object-store-memory"
+        ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import socket
+import threading
 import time
 import traceback
 from typing import Any
@@ -11,7 +12,10 @@ from typing import Any
 import ray
 from attrs import frozen
 
+from corerl.cluster.watchdog import Status, frame_of, stand
 from corerl.errors import CorerlError, HookFailed
+
+STATUS = "status"  # the concurrency group that answers while all other threads work
 
 
 @frozen
@@ -41,23 +45,19 @@ def portable(error: BaseException, where: str, failure: type[CorerlError] = Hook
 
 
 class Process:
-    """The actor. `target` is "module:Class"; the class is imported here, after the environment is set."""
+    """The actor. `target` is "module:Class"; the class is imported here, after the environment is set.
+
+    What the watchdog asks for comes from the object where it has that: `phase`, a word for where its beginning stands,
+    and `collectives()`, how many it has begun by process group.
+    """
 
     def __init__(self, name: str, target: str, failure: type[CorerlError] = HookFailed) -> None:
         self.name = name
         self.target = target
         self.failure = failure
         self.held: Any = None
-
-    def free_address(self) -> Outcome:
-        """This machine as others reach it, and a port that is free now."""
-
-        def find() -> tuple[str, int]:
-            with socket.socket() as probe:
-                probe.bind(("", 0))
-                return ray.util.get_node_ip_address(), probe.getsockname()[1]
-
-        return self._outcome("free_address", find)
+        self._beginning = ""  # import, then start, until there is an object
+        self._working: dict[int, str] = {}  # thread -> method, the first that was called first
 
     def listen(self) -> Outcome:
         """(host, port, file descriptor) of a socket that listens already, for code in this process to take over: so no
@@ -74,18 +74,32 @@ class Process:
     def construct(self, *args: Any) -> Outcome:
         def make() -> None:
             module, _, attribute = self.target.partition(":")
-            self.held = getattr(importlib.import_module(module), attribute)(*args)
+            self._beginning = "import"
+            made = getattr(importlib.import_module(module), attribute)
+            self._beginning = "start"
+            self.held = made(*args)
 
         return self._outcome("start", make)
 
     def call(self, method: str, *args: Any) -> Outcome:
         return self._outcome(method, lambda: getattr(self.held, method)(*args))
 
+    def status(self) -> Status:
+        """Where the call stands that is under way; answered in a thread of its own."""
+        frame = frame_of(next(iter(list(self._working)), 0))
+        place, waits, stack = stand(frame) if frame is not None else ("", False, 0)
+        phase = self._beginning if self.held is None else getattr(self.held, "phase", "")
+        collectives = self.held.collectives() if hasattr(self.held, "collectives") else {}
+        return Status(phase=phase, place=place, waits=waits, collectives=collectives, stack=stack)
+
     def _outcome(self, method: str, work: Any) -> Outcome:
+        self._working[threading.get_ident()] = method
         try:
             return Outcome(value=work(), ended=time.time())
         except Exception as error:
             return Outcome(error=portable(error, f"{self.name}: {method}", self.failure), ended=time.time())
+        finally:
+            del self._working[threading.get_ident()]
 
 
 def spawn(
@@ -97,7 +111,9 @@ def spawn(
     failure: type[CorerlError] = HookFailed,
 ) -> Any:
     """Start a process with `environment` set before it imports anything; returns its actor handle at once."""
-    actor = ray.remote(Process)
+    # With a concurrency group besides, all calls run in threads of their groups and none in the process's main thread.
+    groups: dict[str, Any] = {"concurrency_groups": {STATUS: 1}}
+    actor = ray.remote(**groups)(Process)
     return actor.options(max_restarts=0, max_task_retries=0, runtime_env={"env_vars": environment}, **options).remote(
         name, target, failure
     )

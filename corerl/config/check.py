@@ -12,7 +12,7 @@ from corerl.config.schema import Config, CriticConfig
 
 def problems(config: Config) -> list[str]:
     """One line for each contradiction, its dotted path first; empty where the configuration can run."""
-    checks = (_mode, _model, _batch, _algorithm, _extensions, _files)
+    checks = (_mode, _model, _batch, _algorithm, _cluster, _extensions, _files)
     return [line for check in checks for line in check(config)]
 
 
@@ -124,6 +124,14 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield (
             f"algorithm.overlong_buffer: {algorithm.overlong_buffer} with algorithm.overlong={algorithm.overlong!r}; "
             f"'penalty' wants 1 to rollout.max_tokens={config.rollout.max_tokens}, the others 0"
+        )
+
+
+def _cluster(config: Config) -> Iterator[str]:
+    if config.cluster.resources and not config.cluster.address:
+        yield (
+            f"cluster.resources: {', '.join(config.cluster.resources)} asked for, and Ray started on this machine has "
+            "CPUs and GPUs alone; give cluster.address, or remove it"
         )
 
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from corerl.algorithms.advantages import spread
 from corerl.cluster.group import ProcessGroup
@@ -20,7 +21,7 @@ from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.prepare import ENGINES, Prepared, prepare, title
 from corerl.driver.roles import Role
-from corerl.driver.run import REFERENCE, Run, answers_in
+from corerl.driver.run import REFERENCE, Run, answers_in, meeting_at
 from corerl.driver.stop import StopRequest
 from corerl.driver.together import Call, together
 from corerl.errors import ConfigError, EngineFailed, SaveFailed
@@ -141,25 +142,28 @@ def _start(
     stack.enter_context(ray_session(address=config.cluster.address, cpus=prepared.seating.cpus))
     seats = stack.enter_context(seated(prepared.seating, timeout=60.0))
     observers.emit(PhaseStarted(name=f"starting {_counted(seats)}", step=step))
+    watched: dict[str, Any] = {
+        "notify": lambda text: observers.emit(Notice(text=text)),
+        "watchdog": config.cluster.watchdog,
+    }
     groups: dict[str, TrainGroup] = {}
     for name, plan in prepared.roles.items():
-        groups[name] = TrainGroup.launch(plan, seats[name], rank_environment(prepared, plan))
+        groups[name] = TrainGroup.launch(
+            plan, seats[name], environment_of(prepared, plan.backend.name, plan.environment), **watched
+        )
         stack.callback(groups[name].processes.kill)
     fleet: EngineFleet | None = None
     if config.run.samples:
-        fleet = make_fleet(prepared, seats[ENGINES])
+        fleet = make_fleet(prepared, seats[ENGINES], **watched)
         stack.callback(fleet.processes.kill)
     inits = _init(groups, fleet)
     roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.roles.items()}
     actor = groups[ACTOR]
     if config.algorithm.kl_coef:
         actor.snapshot(REFERENCE).load()
-    host, port = actor.processes.free_address(0)
     address = Address(
         transport=config.weights.transport,
         engines=fleet.names if fleet else (),
-        host=host,
-        port=port,
         path=str(prepared.run_dir / "weights"),
         device=prepared.device if config.cluster.placement == "disaggregated" else "cpu",
         # Less than the ranks' own: those that gather must not give up while the sender waits for an engine.
@@ -185,7 +189,7 @@ def _start(
         params=prepared.params,
         held_out=prepared.prompts.held_out_prompts(),
         manifest=actor.manifest(),
-        address=address,
+        address=meeting_at(address, actor),
         checkpoints=Checkpoints(
             run_dir=prepared.run_dir,
             config=config.checkpoint,
@@ -200,6 +204,8 @@ def _start(
         kl_coef=state["kl_coef"] if state and config.algorithm.kl_target else config.algorithm.kl_coef,
         before=answers_in(state),
     )
+    if fleet is not None:
+        fleet.on_replaced = run.bring_weights
     observers.emit(PhaseStarted(name="sending the first weights", step=step))
     return run
 
@@ -282,11 +288,16 @@ def process_environment(prepared: Prepared) -> dict[str, str]:
     return environment
 
 
-def rank_environment(prepared: Prepared, plan: RolePlan) -> dict[str, str]:
-    return merge_environments(("corerl", process_environment(prepared)), (plan.backend.name, plan.environment))
+def environment_of(prepared: Prepared, plugin: str, wanted: Mapping[str, str]) -> dict[str, str]:
+    """Of the processes of one plugin: what the user gives stands in the place of what a run gives by itself.
+
+    Raises ConfigError where the plugin wants another value."""
+    user = prepared.config.cluster.environment
+    own = {name: value for name, value in process_environment(prepared).items() if name not in user}
+    return merge_environments(("corerl", own), ("cluster.environment", user), (plugin, wanted))
 
 
-def make_fleet(prepared: Prepared, seats: list[Seat]) -> EngineFleet:
+def make_fleet(prepared: Prepared, seats: list[Seat], **watched: Any) -> EngineFleet:
     config, engine = prepared.config, prepared.engine
     options = config.engines[engine.name]
     assignments = [
@@ -304,11 +315,9 @@ def make_fleet(prepared: Prepared, seats: list[Seat]) -> EngineFleet:
         for index in range(len(seats))
     ]
     cluster = ClusterInfo(device=prepared.device, ranks=len(seats))
-    environment = merge_environments(
-        ("corerl", process_environment(prepared)), (engine.name, engine.spec.environment(options, cluster))
-    )
+    environment = environment_of(prepared, engine.name, engine.spec.environment(options, cluster))
     names = [assignment.context.name for assignment in assignments]
     processes = ProcessGroup(
-        names, "corerl.rollout.service:EngineService", seats, environment, failure=EngineFailed, threads=2
+        names, "corerl.rollout.service:EngineService", seats, environment, failure=EngineFailed, threads=2, **watched
     )
     return EngineFleet(processes, assignments)

@@ -213,6 +213,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
             apart=[*config.apart, *([ENGINES] if config.cluster.placement == "disaggregated" else [])],
             cpus=max(each.cpus for each in resources),
             gpus=max(each.gpus for each in resources),
+            resources=config.cluster.resources,
         ),
         tokenizer=tokenizer,
         prompts=prompts,

@@ -29,7 +29,7 @@ from corerl.driver.metrics import (
 from corerl.driver.roles import Role
 from corerl.driver.stop import StopRequest
 from corerl.driver.together import Call, together
-from corerl.errors import WeightUpdateError
+from corerl.errors import CorerlError, WeightUpdateError
 from corerl.observability.timing import Phases
 from corerl.plugin.events import (
     Evaluated,
@@ -48,13 +48,21 @@ from corerl.rollout.sampler import Sampler
 from corerl.rollout.saved import write_rollout
 from corerl.rollout.sources import Scored, Source, evaluate
 from corerl.trainer.assign import ACTOR, CRITIC
-from corerl.trainer.group import GroupTrainResult
+from corerl.trainer.group import GroupTrainResult, TrainGroup
 from corerl.types import LossSpec, Output, SampleBatch
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
 CONSTANT_STEPS = 3  # in a row with one reward for all samples before the user is told
 REFERENCE = "reference"  # the snapshot that KL is measured against
+
+
+def meeting_at(address: Address, actor: TrainGroup) -> Address:
+    """The same, at a new socket in the actor's first rank, where a transport has senders and receivers meet."""
+    if address.transport != "collective" or not address.engines:
+        return address
+    host, port, listening = actor.processes.listen(0)
+    return evolve(address, host=host, port=port, listening=listening)
 
 
 def answers_in(state: Mapping[str, Any]) -> tuple[Shown, ...]:
@@ -221,6 +229,14 @@ class Run:
             raise WeightUpdateError(f"weights version {self.weights_version} did not reach every engine: {reasons}")
         self.weights_version += 1
         self._pushed_at = self.actor.optimizer_step
+
+    def bring_weights(self, engine: str, error: CorerlError) -> None:
+        """To an engine that stands in the place of one that died while it sampled; the others get them too."""
+        self.tell(Notice(text=f"{engine} is replaced, once: {error.message}"))
+        self.address = meeting_at(self.address, self.actor.group)  # the dead one hangs in whatever was built at the old
+        self._pushed_at = None
+        with self.training():
+            self.push_weights()
 
     def _push_due(self) -> bool:
         if self.offloaded or self._pushed_at is None:  # engines that have slept, or are new, hold none

@@ -29,11 +29,17 @@ class Call:
 
 def together(calls: Mapping[Name, Call]) -> dict[Name, Any]:
     """The results by name. The first error of any group is raised at once: the others may be waiting for that one in
-    vain, until a timeout."""
+    vain, until a timeout. Of several calls of one group an earlier one ends before the next is looked at, so that the
+    error is of the call that it happened in."""
     results: dict[Name, Any] = {}
     while len(results) < len(calls):
+        busy: list[Group] = []
         for name, call in calls.items():
+            if name in results or call.group in busy:
+                continue
             alone = len(calls) - len(results) == 1
-            if name not in results and (alone or call.group.ready(call.pending, POLL_SECONDS)):
+            if alone or call.group.ready(call.pending, POLL_SECONDS):
                 results[name] = call.finish()
+            else:
+                busy.append(call.group)
     return {name: results[name] for name in calls}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from corerl.errors import CorerlError, WorkerDied
 from corerl.rollout.engine import GenerateRequest, Generation, Received
 from corerl.rollout.pool import split
 from corerl.rollout.service import EngineAssignment
@@ -22,6 +23,8 @@ class Processes(Protocol):
     def start_some(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Any: ...
     def wait(self, pending: Any) -> list[Any]: ...
     def ready(self, pending: Any, timeout: float) -> bool: ...
+    def answers(self, pending: Any) -> dict[int, Any]: ...
+    def replace(self, member: int, arguments: tuple[Any, ...]) -> None: ...
     def kill(self) -> None: ...
 
 
@@ -31,6 +34,8 @@ class EngineFleet:
     def __init__(self, processes: Processes, assignments: Sequence[EngineAssignment]) -> None:
         self.processes = processes
         self.assignments = list(assignments)
+        self.on_replaced: Callable[[str, CorerlError], None] | None = None  # must bring it weights, before it serves
+        self._replaced: set[int] = set()
 
     def start_async(self) -> Any:
         """Construct all replicas; `wait_started` blocks until they are there."""
@@ -44,10 +49,28 @@ class EngineFleet:
         return tuple(assignment.context.name for assignment in self.assignments)
 
     def generate(self, request: GenerateRequest) -> Generation:
-        """Rows in the order of the request, each replica completing a run of them."""
+        """Rows in the order of the request, each replica completing a run of them.
+
+        A replica whose process dies in it is replaced, once, and its share drawn again: from the same noise, so that
+        the samples are those that it would have drawn. Raises what a replica raises, and what one died of twice.
+        """
         shares = {replica: (part,) for replica, part in enumerate(split(request, len(self.processes)))}
-        parts: list[Generation] = self.processes.wait(self.processes.start_some("generate", shares))
-        return Generation.concatenate(parts)
+        done: dict[int, Generation] = {}
+        while left := {replica: share for replica, share in shares.items() if replica not in done}:
+            answers = self.processes.answers(self.processes.start_some("generate", left))
+            failed = {replica: answer for replica, answer in answers.items() if isinstance(answer, CorerlError)}
+            done |= {replica: answer for replica, answer in answers.items() if replica not in failed}
+            for replica, error in failed.items():
+                self._replace(replica, error)
+        return Generation.concatenate([done[replica] for replica in shares])
+
+    def _replace(self, replica: int, error: CorerlError) -> None:
+        if not isinstance(error, WorkerDied) or replica in self._replaced or self.on_replaced is None:
+            self.processes.kill()
+            raise error
+        self._replaced.add(replica)
+        self.processes.replace(replica, (self.assignments[replica],))
+        self.on_replaced(self.names[replica], error)
 
     def receive_async(self, manifest: Manifest, version: int, address: Address) -> Any:
         """To be started together with the group's `update_weights`."""

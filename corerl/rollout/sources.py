@@ -140,7 +140,7 @@ class Synchronous:
         seconds: Counter[str] = Counter()
         for scored in attempts:
             failures.update(scored.failures)
-            seconds.update(scored.seconds)  # type: ignore[arg-type]  # it adds up numbers of any kind
+            seconds.update(scored.seconds)
         kept = Scored.concatenate([*useful, *dull]).take(np.arange(self._prompts))
         return evolve(
             kept,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,10 +65,21 @@ class TrainGroup:
         self.layouts: list[ParallelLayout] = []
 
     @classmethod
-    def launch(cls, plan: RolePlan, seats: Sequence[Seat], environment: Mapping[str, str]) -> TrainGroup:
-        """Start a process for each rank, with `environment` set before it imports anything; returns at once."""
+    def launch(
+        cls,
+        plan: RolePlan,
+        seats: Sequence[Seat],
+        environment: Mapping[str, str],
+        *,
+        notify: Callable[[str], None] | None = None,
+        watchdog: float = 0.0,
+    ) -> TrainGroup:
+        """Start a process for each rank, with `environment` set before it imports anything; returns at once. `notify`
+        is told of ranks that are late by `watchdog` seconds."""
         names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
-        processes = ProcessGroup(names, "corerl.trainer.worker:Worker", seats, environment)
+        processes = ProcessGroup(
+            names, "corerl.trainer.worker:Worker", seats, environment, notify=notify, watchdog=watchdog
+        )
         return cls(processes, plan)
 
     # ---- training ---------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from corerl.plugin.fingerprint import Fingerprint, fingerprint, require_same
 from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_worker_extensions
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation
+from corerl.trainer.collectives import collectives_begun
 from corerl.types import (
     ForwardResult,
     InitResult,
@@ -84,13 +85,26 @@ class Worker:
         self.sender: WeightSender | None = None
         self._address: Address | None = None
         self._owns_process_group = False
+        self._joining = False
+
+    # ---- what the watchdog asks, while a verb goes on ---------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """Where the rank's beginning stands; "" before it and after."""
+        return "process group" if self._joining else self.backend.phase
+
+    def collectives(self) -> dict[str, int]:
+        return collectives_begun()
 
     # ---- the beginning and the end ----------------------------------------------------------------------------------
 
     def init(self, host: str, port: int, listening: int | None = None) -> InitResult:
         """Meet the other ranks at rank 0's address, then build, load and resume. Rank 0 takes over the socket
         `listening` where one listens at that address already; a port of 0 will do for a single rank."""
+        self._joining = True
         self._join(host, port, listening)
+        self._joining = False
         return self.host.init(config=self.config, context=self.context)
 
     def shutdown(self, reason: str) -> None:

@@ -27,6 +27,7 @@ class Address:
     engines: tuple[str, ...]  # names, in the order of their receiver index
     host: str = ""  # collective: of the store that sender and receivers meet at
     port: int = 0
+    listening: int | None = None  # file descriptor in the root's process of a socket that listens there already
     path: str = ""  # disk: directory that holds one directory a version
     device: str = "cpu"  # of the buffers: cpu or cuda
     timeout: float = field(default=600.0)  # seconds that one side waits for the other

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import ray
+
 from corerl.errors import WrongState
 
 WORD_AT_IMPORT = os.environ.get("CORERL_TEST_WORD", "")
@@ -22,6 +24,14 @@ class Member:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def node(self) -> str:
+        """The id of the Ray node that it is on."""
+        name: str = ray.get_runtime_context().get_node_id()
+        return name
+
+    def sleep(self) -> None:
+        time.sleep(FOREVER)
 
     def word(self) -> str:
         return WORD_AT_IMPORT

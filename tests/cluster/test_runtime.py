@@ -1,13 +1,22 @@
-"""A cluster's address that is wrong; sessions that start are in test_group.py."""
+"""Ray that cannot start, and addresses that are wrong; sessions that start are in test_group.py."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
+from corerl.cluster import runtime
 from corerl.cluster.runtime import ray_session
-from corerl.errors import ConfigError
+from corerl.errors import ConfigError, CorerlError
+from tests.cluster.nodes import session
 
 
 def closed_port() -> int:
@@ -34,3 +43,66 @@ def test_a_port_that_is_none_is_refused(port: str) -> None:
     with pytest.raises(ConfigError, match=rf"^cluster.address: no Ray cluster at '127.0.0.1:{port}' "):
         with ray_session(address=f"127.0.0.1:{port}", cpus=1):
             pass
+
+
+def test_an_address_where_something_else_listens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "ANSWER_SECONDS", 3.0)
+    with socket.socket() as silent:
+        silent.bind(("", 0))
+        silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConfigError) as caught:
+            with ray_session(address=address, cpus=1):
+                pass
+    assert caught.value.message.startswith(f"cluster.address: no Ray cluster at '{address}' (no answer within 3 s); ")
+
+
+def test_a_directory_that_ray_cannot_write_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file"))
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)]
+    with pytest.raises(CorerlError) as caught:
+        with ray_session(address="", cpus=1):
+            pass
+    assert re.fullmatch(
+        rf"cannot start Ray on this machine: \[Errno 20\] Not a directory: '{tmp_path}/file/ray'; it writes to "
+        rf"{tmp_path}/file \(.* GiB free\), RAY_TMPDIR names another directory; its logs: ray/session_latest/logs",
+        caught.value.message,
+    )
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)] == handlers
+
+
+HANGS = """
+import sys
+from ray._private import services
+from corerl.cluster import runtime
+
+services.GCS_SERVER_EXECUTABLE = sys.argv[1]
+runtime.START_SECONDS = 3.0
+try:
+    with runtime.ray_session(address="", cpus=1):
+        pass
+except runtime.CorerlError as error:
+    print(error)
+"""
+
+
+def test_a_ray_that_hangs_at_its_start_is_given_up_and_leaves_no_process(tmp_path: Path) -> None:
+    server = tmp_path / "server"
+    server.write_text("#!/bin/sh\nexec sleep 600\n")
+    server.chmod(0o755)
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGS, str(server)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # Ray sees no signal while it waits in native code, here for its server: for 30 s at a time by itself.
+        env={**os.environ, "RAY_gcs_server_port_wait_time_s": "4"},
+    ) as driver:
+        out, _ = driver.communicate(timeout=60.0)
+        deadline = time.monotonic() + 60.0
+        while left := session(driver.pid):
+            assert time.monotonic() < deadline, f"still there: {left}"
+            time.sleep(0.05)
+    (line,) = out.splitlines()
+    assert line.startswith("cannot start Ray on this machine: it did not answer within 3 s; it writes to ")

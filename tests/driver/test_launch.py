@@ -10,7 +10,7 @@ import pytest
 from attrs import evolve
 
 from corerl.driver import launch as driver
-from corerl.driver.launch import launch, make_fleet, process_environment, rank_environment
+from corerl.driver.launch import environment_of, launch, make_fleet, process_environment
 from corerl.driver.prepare import Prepared, prepare
 from corerl.errors import ConfigError, DataError, SaveFailed, WorkerDied
 from corerl.plugin.events import Event, Notice
@@ -41,11 +41,20 @@ def test_on_a_cluster_ranks_may_meet_over_any_interface(prepared: Prepared) -> N
 
 def test_a_backend_adds_to_the_environment_and_contradicts_nothing(prepared: Prepared) -> None:
     def environment(**own: str) -> dict[str, str]:
-        return rank_environment(prepared, evolve(prepared.roles["actor"], environment=own))
+        return environment_of(prepared, "plain", own)
 
     assert environment(ITS_OWN="1")["ITS_OWN"] == "1"
     with pytest.raises(ConfigError, match="OMP_NUM_THREADS: corerl wants '1', plain wants '4'"):
         environment(OMP_NUM_THREADS="4")
+
+
+def test_what_the_user_gives_is_what_processes_have(prepared: Prepared) -> None:
+    cluster = evolve(prepared.config.cluster, environment={"OMP_NUM_THREADS": "4", "NCCL_DEBUG": "INFO"})
+    own = evolve(prepared, config=evolve(prepared.config, cluster=cluster))
+    found = environment_of(own, "plain", {"OMP_NUM_THREADS": "4"})
+    assert (found["OMP_NUM_THREADS"], found["NCCL_DEBUG"], found["HF_HUB_OFFLINE"]) == ("4", "INFO", "1")
+    with pytest.raises(ConfigError, match="OMP_NUM_THREADS: cluster.environment wants '4', plain wants '1'"):
+        environment_of(own, "plain", {"OMP_NUM_THREADS": "1"})
 
 
 def test_nothing_is_written_for_a_run_that_cannot_be(tmp_path: Path) -> None:

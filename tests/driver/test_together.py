@@ -34,6 +34,19 @@ def test_the_first_error_is_raised_while_others_would_wait_for_ever() -> None:
         together(calls)
 
 
+def test_an_error_is_of_the_earliest_call_that_has_it() -> None:
+    group = Group(3)
+
+    def failing(step: int) -> Call:
+        def finish() -> None:
+            raise WorkerDied(f"its process died in step {step}")
+
+        return Call(group, None, finish)
+
+    with pytest.raises(WorkerDied, match="^its process died in step 0$"):
+        together({step: failing(step) for step in range(3)})
+
+
 def test_a_call_that_is_alone_is_waited_for_without_looking() -> None:
     group = Group(-5)
     assert together({"one": Call(group, None, lambda: 1)}) == {"one": 1}

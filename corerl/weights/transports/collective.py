@@ -61,6 +61,7 @@ class CollectiveSender(WeightSender):
 
     def __init__(self, address: Address) -> None:
         self._address = address
+        self._listening = address.listening  # until the store takes it over
         self._store: dist.Store | None = None
         self._group: _Group | None = None
         self._generation = 0
@@ -115,14 +116,21 @@ class CollectiveSender(WeightSender):
 
     def _open_store(self) -> dist.Store:
         if self._store is None:
-            address = self._address
-            self._store = dist.TCPStore(
-                address.host,
-                address.port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=address.timeout),
-            )
+            address, listening, self._listening = self._address, self._listening, None
+            try:
+                self._store = dist.TCPStore(
+                    address.host,
+                    address.port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=address.timeout),
+                    master_listen_fd=listening,
+                )
+            except dist.DistNetworkError as error:
+                raise WeightUpdateError(
+                    f"port {address.port}, where weights are sent from, is in use: another process took it since it "
+                    f"was chosen; start the run again ({_first_line(error)})"
+                ) from error
         return self._store
 
     def _collect_ready(self, store: dist.Store, manifest: Manifest, version: int) -> dict[int, int]:

@@ -315,7 +315,25 @@ def test_a_store_that_cannot_be_opened_is_an_entry_for_every_engine_and_no_excep
         address = Address(
             transport="collective", engines=("e",), host="127.0.0.1", port=taken.getsockname()[1], timeout=1.0
         )
-        assert push(open_sender(address), weights(1), 1)["e"].startswith("the collective failed")
+        assert push(open_sender(address), weights(1), 1)["e"].startswith(
+            f"the collective failed: port {address.port}, where weights are sent from, is in use: "
+        )
+
+
+def test_a_store_takes_over_the_socket_that_holds_its_port() -> None:
+    with socket.socket() as kept:
+        kept.bind(("", 0))
+        kept.listen()
+        address = Address(
+            transport="collective",
+            engines=("e",),
+            host="127.0.0.1",
+            port=kept.getsockname()[1],
+            listening=kept.detach(),
+            timeout=1.0,
+        )
+    # Somebody reached it: what is missed is an engine, and not the store.
+    assert push(open_sender(address), weights(1), 1)["e"] == "did not join the update to version 1 in 1 s"
 
 
 def test_the_in_process_sender_hands_over_every_tensor_and_reports_a_failing_load() -> None:

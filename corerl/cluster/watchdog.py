@@ -1,0 +1,142 @@
+"""Who is late: what processes are asked while a call lasts long, and the sentence that the user is then told."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from types import FrameType
+
+from attrs import define, field, frozen
+
+SETTLE_SECONDS = 2.0  # between two looks: whoever stands where it stood, and has begun no collective since, is stuck
+ANSWER_SECONDS = 5.0  # that a process has to say where it stands
+DESCRIBED = 8  # processes at most whose place is told; the others are only counted
+
+LIBRARIES = re.compile(r"[/\\]site-packages[/\\](torch|ray)[/\\]|^<|[/\\]corerl[/\\]cluster[/\\]process\.py$")
+COLLECTIVES = re.compile(r"[/\\]torch[/\\]distributed[/\\](distributed_c10d|_functional_collectives)\.py$")
+
+
+@frozen(kw_only=True)
+class Status:
+    """Where a process stands, as it says itself while its call goes on."""
+
+    phase: str = ""  # of its beginning, such as 'model build'; "" where it has one no longer
+    place: str = ""  # its innermost line of Python outside torch and Ray
+    waits: bool = False  # in a collective of torch.distributed
+    collectives: Mapping[str, int] = field(factory=dict)  # process group -> collectives that it has begun
+    stack: int = 0  # another number where it has moved
+
+    def moved(self, before: Status) -> bool:
+        return (self.stack, self.collectives) != (before.stack, before.collectives)
+
+
+@define
+class Watch:
+    """When to look at one call's processes, and what was seen last."""
+
+    started: float = field(factory=time.monotonic)
+    due: float | None = None  # seconds after the start; None before the first look
+    seen: dict[int, Status | None] | None = None  # at the first look of a pair
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+
+def stand(frame: FrameType) -> tuple[str, bool, int]:
+    """`place`, `waits` and `stack` of a thread whose innermost frame this is."""
+    place, waits, positions = "", False, []
+    current: FrameType | None = frame
+    while current is not None:
+        file = current.f_code.co_filename
+        positions.append((id(current.f_code), current.f_lasti))
+        if not place:
+            waits = waits or bool(COLLECTIVES.search(file))
+            if not LIBRARIES.search(file):
+                tail = "/".join(re.split(r"[/\\]", file)[-2:])
+                place = f"{tail}:{current.f_lineno} in {current.f_code.co_name}"
+        current = current.f_back
+    return place, waits, hash(tuple(positions))
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """The innermost frame of a thread of this process, as it is now."""
+    return sys._current_frames().get(thread)
+
+
+def late(statuses: Mapping[int, Status | None]) -> list[int]:
+    """Those for whom the others wait; empty where that cannot be told. None stands for one that did not answer.
+
+    A rank that has begun fewer collectives of a group than another of its ranks is behind, and one that has begun more
+    is ahead. Of those behind, some wait themselves, in a smaller group, for one that is further behind.
+    """
+    known = {member: status for member, status in statuses.items() if status is not None}
+    silent = [member for member in statuses if member not in known]
+    begun: dict[str, list[int]] = {}
+    for status in known.values():
+        for group, count in status.collectives.items():
+            begun.setdefault(group, []).append(count)
+
+    def behind(status: Status) -> bool:
+        return any(count < max(begun[group]) for group, count in status.collectives.items())
+
+    def ahead(status: Status) -> bool:
+        return any(count > min(begun[group]) for group, count in status.collectives.items())
+
+    waiting = [status for status in known.values() if status.waits]
+    for rule in (
+        lambda status: behind(status) and not ahead(status) and not status.waits,
+        lambda status: behind(status) and not status.waits,
+        lambda status: bool(waiting) and not status.waits and not ahead(status),
+        lambda status: behind(status) and not ahead(status),
+    ):
+        found = [member for member, status in known.items() if rule(status)]
+        if found:
+            return sorted({*found, *silent})
+    return sorted(silent)
+
+
+def sentence(
+    names: Sequence[str], method: str, seconds: float, statuses: Mapping[int, Status | None], done: Collection[int]
+) -> str:
+    """What the user is told of a call that `statuses`' members have not answered, and `done` have."""
+    culprits = late(statuses)
+    waiting = [member for member in statuses if member not in culprits] if culprits else []
+    shown = culprits or sorted(statuses)
+    parts = [_describe(names[member], statuses[member]) for member in shown[:DESCRIBED]]
+    if len(shown) > DESCRIBED:
+        parts.append(f"{len(shown) - DESCRIBED} more likewise")
+    if waiting:
+        phases = dict.fromkeys(status.phase for m in waiting if (status := statuses[m]) is not None and status.phase)
+        where = f" in {' and '.join(map(repr, phases))}" if phases else ""
+        verb, pronoun = "waits" if len(waiting) == 1 else "wait", "it" if len(culprits) == 1 else "them"
+        parts.append(f"{listed([names[m] for m in waiting])} {verb} for {pronoun}{where}")
+    if done:
+        parts.append(f"{listed([names[m] for m in sorted(done)])} {'is' if len(done) == 1 else 'are'} done")
+    return f"{method} has taken {seconds:.0f} s: {'; '.join(parts)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """'actor ranks 0-2, 5' for four of such names; others one after the other."""
+    matches = [re.fullmatch(r"(.* rank) (\d+)", name) for name in names]
+    heads = {match[1] for match in matches if match}
+    if len(names) < 2 or not all(matches) or len(heads) > 1:
+        return ", ".join(names)
+    ranges: list[list[int]] = []
+    for number in sorted(int(match[2]) for match in matches if match):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    return f"{heads.pop()}s {', '.join('-'.join(map(str, each)) for each in ranges)}"
+
+
+def _describe(name: str, status: Status | None) -> str:
+    if status is None:
+        return f"{name} does not say where it is: it has not started yet, or native code keeps Python's lock"
+    place = f" ({status.place})" if status.place else ""
+    if status.phase:
+        return f"{name} is in {status.phase!r}{place}"
+    return f"{name} {'waits in a collective' if status.waits else 'is at work'}{place}"

@@ -1,0 +1,73 @@
+"""A Ray cluster of several nodes on this machine, for tests that join it: `python nodes.py NODES_JSON`.
+
+Each node is a table of keyword arguments of `ray.cluster_utils.Cluster.add_node`, the first one the head's. Prints the
+address once all are there, and ends the cluster when its stdin is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def cluster(*nodes: dict[str, Any], **environment: str) -> Iterator[str]:
+    """Such a cluster in processes of its own, a session of their own too; gives its address."""
+    process = subprocess.Popen(
+        [sys.executable, Path(__file__), json.dumps(nodes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **environment},
+        start_new_session=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    with process:
+        try:
+            address = process.stdout.readline().strip()
+            assert address, "the cluster did not start"
+            yield address
+            process.stdin.close()
+            process.wait(timeout=60.0)
+        finally:
+            for pid in session(process.pid):
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.kill(pid, signal.SIGKILL)
+
+
+def session(leader: int) -> dict[int, str]:
+    """The processes of a session that run now, with their titles."""
+    found = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, of = (directory / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(of) == leader and state != "Z":
+                title = (directory / "cmdline").read_bytes().replace(bytes(1), b" ").decode(errors="replace")
+                found[int(directory.name)] = title.strip()
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+def main() -> None:
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster()
+    for arguments in json.loads(sys.argv[1]):
+        nodes.add_node(**arguments)
+    nodes.wait_for_nodes()
+    print(nodes.address, flush=True)
+    sys.stdin.read()
+    nodes.shutdown()
+
+
+if __name__ == "__main__":
+    main()

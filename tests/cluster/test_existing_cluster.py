@@ -1,0 +1,129 @@
+"""A run in a Ray cluster that is there already: two nodes on this machine, one of them with a custom resource."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from corerl.cluster.group import ProcessGroup
+from corerl.cluster.objects import share
+from corerl.cluster.placement import arrange, seated
+from corerl.cluster.runtime import ray_session
+from corerl.errors import CorerlError
+from tests.cluster.nodes import cluster, session
+from tests.end_to_end.command import AGENTS
+
+MEMBER = "tests.cluster.members:Member"
+RANK = "tests.cluster.ranks:Rank"
+STORE = 100 * 2**20  # bytes of each node's object store
+ENDS_WITHIN = 60.0  # seconds
+FULL_DISK = {"RAY_local_fs_capacity_threshold": "0.0001"}  # what Ray then finds: it writes to none above this share
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    node = {"num_cpus": 2, "object_store_memory": STORE}
+    with cluster({**node, "resources": {"h200": 2}, "include_dashboard": False}, node, **FULL_DISK) as address:
+        yield address
+
+
+def test_ranks_on_both_nodes_talk_to_each_other_and_leave_the_cluster_as_it_was(address: str) -> None:
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with ray_session(address=address, cpus=4.0):
+        there = ray.cluster_resources()["CPU"]
+        with seated(arrange({"ranks": 4}, cpus=1.0, gpus=0.0), timeout=60.0) as seats:
+            names = [f"actor rank {rank}" for rank in range(4)]
+            group = ProcessGroup(names, RANK, seats["ranks"], environment)
+            host, port, listening = group.listen(0)
+            group.wait(group.construct([(rank, 4) for rank in range(4)]))
+            group.wait(
+                group.start_each("init", [(host, port, listening if rank == 0 else None, "") for rank in range(4)])
+            )
+            nodes = group.call("node")
+            assert nodes[0] == nodes[1] != nodes[2] == nodes[3]  # neighbours in rank are neighbours in the machine
+            assert group.call("train", "") == [10.0] * 4
+            group.kill()
+    with ray_session(address=address, cpus=4.0):
+        assert ray.cluster_resources()["CPU"] == there == 4.0
+        assert len(ray.nodes()) == 2
+        deadline = time.monotonic() + ENDS_WITHIN
+        while ray.available_resources().get("CPU") != there:
+            assert time.monotonic() < deadline, ray.available_resources()
+            time.sleep(0.1)
+
+
+def test_bundles_go_where_the_custom_resource_is(address: str) -> None:
+    with ray_session(address=address, cpus=2.0):
+        having = [node["NodeID"] for node in ray.nodes() if "h200" in node["Resources"]]
+        with seated(arrange({"ranks": 2}, cpus=1.0, gpus=0.0, resources={"h200": 1.0}), timeout=60.0) as seats:
+            group = ProcessGroup(["actor rank 0", "actor rank 1"], MEMBER, seats["ranks"], {})
+            group.wait(group.construct([(0,), (1,)]))
+            assert group.call("node") == having * 2
+            group.kill()
+
+
+def test_too_little_of_a_custom_resource_is_said_with_what_is_there_and_what_is_asked(address: str) -> None:
+    with ray_session(address=address, cpus=3.0):
+        with pytest.raises(CorerlError) as caught:
+            with seated(arrange({"ranks": 3}, cpus=1.0, gpus=0.0, resources={"h200": 1.0}), timeout=1.0):
+                pass
+    assert "\n" not in caught.value.message
+    assert "the cluster has no room for 3 bundles of {'CPU': 1.0, 'h200': 1.0}" in caught.value.message
+    assert "h200 2 free of 2, 3 asked" in caught.value.message
+
+
+def test_an_object_store_and_a_disk_that_are_full_are_one_line(address: str) -> None:
+    with ray_session(address=address, cpus=1.0):
+        kept = share(np.ones(STORE // 2, dtype=np.uint8))
+        with pytest.raises(CorerlError) as caught:
+            share({"tokens": np.ones(STORE, dtype=np.uint8)})
+        assert ray.get(kept).sum() == STORE // 2
+    assert caught.value.message == (
+        "Ray's object store has no room for 100 MiB: the cluster's stores hold 200 MiB in all, and the disk that they "
+        "overflow to is full (see df and `ray memory`); free some of it, use a smaller rollout batch, or start Ray "
+        "with more --object-store-memory"
+    )
+
+
+@pytest.mark.parametrize("joins", [True, False], ids=["existing cluster", "Ray of its own"])
+def test_no_process_outlives_a_driver_that_is_killed(address: str, joins: bool) -> None:
+    code = f"from tests.cluster.test_existing_cluster import drive; drive({address if joins else ''!r})"
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert driver.stdout is not None
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    driver.stdout.close()
+    deadline = time.monotonic() + ENDS_WITHIN
+    while left := [
+        *(pid for pid in pids if Path(f"/proc/{pid}").exists()),
+        *(title for title in session(driver.pid).values() if title not in AGENTS),
+    ]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.1)
+
+
+def drive(address: str) -> None:
+    """A driver whose two processes work for longer than it lives."""
+    with ray_session(address=address, cpus=2.0):
+        with seated(arrange({"ranks": 2}, cpus=1.0, gpus=0.0), timeout=60.0) as seats:
+            group = ProcessGroup(["actor rank 0", "actor rank 1"], MEMBER, seats["ranks"], {})
+            group.wait(group.construct([(0,), (1,)]))
+            print(*group.call("pid"), flush=True)
+            group.call("sleep")
