@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -82,6 +83,7 @@ class Backend(BackendBase, ABC):
     layout: ParallelLayout
     weights_version = 0  # of the weights that are loaded now, as far as engines know them
     phase = ""  # of `init`, while it lasts; the user is told where it takes long
+    span: Callable[[str], AbstractContextManager[Any]] = staticmethod(lambda name: nullcontext())  # or a traced run's
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # Overriding a marked method loses pluggy's mark, and the hook would silently have no implementation.
@@ -187,17 +189,23 @@ class Backend(BackendBase, ABC):
         root = None if sender.every_rank else sender.root
         sent = 0
         if sends:
-            sender.begin(self.manifest, version)
+            with self.span("meet engines"):
+                sender.begin(self.manifest, version)
         chunks = self.local_state(StateKey.PARAM)
         for bucket in self.manifest.buckets:
             out = None
             if sends:
                 out = torch.empty(bucket.numel, dtype=getattr(torch, self.manifest.dtype), device=self.device)
-            self.gather(bucket, out, chunks=chunks, root=root)
+            with self.span("gather"):
+                self.gather(bucket, out, chunks=chunks, root=root)
             if out is not None:
-                sender.send(bucket, out)
+                with self.span("send"):
+                    sender.send(bucket, out)
                 sent += out.numel() * out.element_size()
-        engines = sender.commit(version) if sends else {}
+        engines: Mapping[str, str] = {}
+        if sends:
+            with self.span("wait for engines"):
+                engines = sender.commit(version)
         self.weights_version = version
         return UpdateResult(version=version, bytes=sent, seconds=time.perf_counter() - started, engines=engines)
 

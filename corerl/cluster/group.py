@@ -28,6 +28,8 @@ class Pending:
     members: tuple[int, ...]
     refs: tuple[Any, ...]
     watch: Watch = field(factory=Watch)
+    asked: float = field(factory=time.time)  # before the calls began
+    told: set[int] = field(factory=set)  # members whose answers `on_answer` has been told of
 
 
 class ProcessGroup:
@@ -44,12 +46,16 @@ class ProcessGroup:
         threads: int = 1,
         notify: Callable[[str], None] | None = None,
         watchdog: float = 0.0,
+        on_answer: Callable[[str, Pending, Outcome], None] | None = None,
     ) -> None:
         """`failure` is what foreign exceptions of the processes become. With one thread calls run in the order in which
         they were started; with more, that many at once.
 
         `notify` is told, while someone waits for a call that has taken `watchdog` seconds, who is late and where; then
         after twice as long, and so on. 0 seconds, or no one to tell: never.
+
+        `on_answer` is told once of every answer that is waited for, with the member's name; the processes then record
+        what they do in their calls.
         """
         if len(names) != len(seats):
             raise CorerlError(f"{len(names)} processes for {len(seats)} seats; give each process one")
@@ -59,6 +65,7 @@ class ProcessGroup:
         self._seats = list(seats)
         self._failure = failure
         self._threads = threads
+        self._on_answer = on_answer
         self._actors = [self._spawn(member) for member in range(len(names))]
         self._alive = True
         self._notify = notify
@@ -73,13 +80,15 @@ class ProcessGroup:
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Pending:
         """Construct each process's object with arguments of its own."""
         self._check_lengths("start", arguments)
+        asked = time.time()
         refs = [actor.construct.remote(*args) for actor, args in zip(self._actors, arguments, strict=True)]
-        return Pending("start", tuple(range(len(self))), tuple(refs))
+        return Pending("start", tuple(range(len(self))), tuple(refs), asked=asked)
 
     def listen(self, member: int) -> tuple[str, int, int]:
         """(host, port, file descriptor there) of a socket on which the member's process listens already."""
+        asked = time.time()
         ref = self._actors[member].listen.remote()
-        address: tuple[str, int, int] = self.wait(Pending("listen", (member,), (ref,)))[0]
+        address: tuple[str, int, int] = self.wait(Pending("listen", (member,), (ref,), asked=asked))[0]
         return address
 
     def start(self, method: str, *args: Any) -> Pending:
@@ -95,8 +104,9 @@ class ProcessGroup:
         """Call `method` in the named members only."""
         if not self._alive:
             raise WorkerDied(f"{self.names[0]} and its group have ended; {method} cannot be called any more")
+        asked = time.time()
         refs = tuple(self._actors[member].call.remote(method, *args) for member, args in arguments.items())
-        return Pending(method, tuple(arguments), refs)
+        return Pending(method, tuple(arguments), refs, asked=asked)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return self.wait(self.start(method, *args))
@@ -117,7 +127,7 @@ class ProcessGroup:
                 break
             for ref in ready:
                 member = waiting.pop(ref)
-                outcomes[member] = self._outcome(ref, member, pending.method)
+                outcomes[member] = self._outcome(ref, member, pending)
                 if outcomes[member].error is not None and deadline is None:
                     deadline = time.monotonic() + GRACE_SECONDS
         failed = {member: outcome for member, outcome in outcomes.items() if outcome.error is not None}
@@ -133,7 +143,7 @@ class ProcessGroup:
         """What each member of the call gave: its result, or its CorerlError. Nobody is ended by another's failure."""
         answers: dict[int, Any] = {}
         for ref, member in zip(pending.refs, pending.members, strict=True):
-            outcome = self._outcome(ref, member, pending.method)
+            outcome = self._outcome(ref, member, pending)
             answers[member] = outcome.value if outcome.error is None else outcome.error
         return answers
 
@@ -141,8 +151,9 @@ class ProcessGroup:
         """Start a new process in the place of one that has died, and construct its object; returns when it is there."""
         ray.kill(self._actors[member], no_restart=True)  # where it only seemed dead
         self._actors[member] = self._spawn(member)
+        asked = time.time()
         ref = self._actors[member].construct.remote(*arguments)
-        self.wait(Pending("start", (member,), (ref,)))
+        self.wait(Pending("start", (member,), (ref,), asked=asked))
 
     def ready(self, pending: Pending, timeout: float) -> bool:
         """Whether `wait` would return or raise at once, after at most `timeout` seconds."""
@@ -151,7 +162,7 @@ class ProcessGroup:
             return True
         members = dict(zip(pending.refs, pending.members, strict=True))
         self._look(pending, [members[ref] for ref in pending.refs if ref not in ended])
-        return any(self._outcome(ref, members[ref], pending.method).error is not None for ref in ended)
+        return any(self._outcome(ref, members[ref], pending).error is not None for ref in ended)
 
     def kill(self) -> None:
         """End all processes at once; idempotent."""
@@ -168,6 +179,7 @@ class ProcessGroup:
             options={**self._seats[member].options(), "max_concurrency": self._threads},
             environment=self._environment,
             failure=self._failure,
+            traced=self._on_answer is not None,
         )
 
     def _look(self, pending: Pending, waiting: Collection[int]) -> float | None:
@@ -201,10 +213,13 @@ class ProcessGroup:
                 continue  # it has died, and the call that is waited for says so
         return statuses
 
-    def _outcome(self, ref: Any, member: int, method: str) -> Outcome:
-        name = self.names[member]
+    def _outcome(self, ref: Any, member: int, pending: Pending) -> Outcome:
+        name, method = self.names[member], pending.method
         try:
             outcome: Outcome = ray.get(ref)
+            if self._on_answer is not None and member not in pending.told:
+                pending.told.add(member)
+                self._on_answer(name, pending, outcome)
             return outcome
         except RayActorError as error:
             detail = _last_line(error).rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]

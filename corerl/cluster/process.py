@@ -10,10 +10,12 @@ import traceback
 from typing import Any
 
 import ray
-from attrs import frozen
+from attrs import evolve, frozen
 
+from corerl.cluster.spans import Recorder
 from corerl.cluster.watchdog import Status, frame_of, stand
 from corerl.errors import CorerlError, HookFailed
+from corerl.plugin.events import Span
 
 STATUS = "status"  # the concurrency group that answers while all other threads work
 
@@ -24,7 +26,13 @@ class Outcome:
 
     value: Any = None
     error: CorerlError | None = None
-    ended: float = 0.0  # time.time() in the process that ran it
+    ended: float = 0.0  # time.time() in the process that ran it, as is `started`
+    started: float = 0.0
+    method: str = ""
+    # Of a process that is traced:
+    lane: int = 0  # more than 0 where the process runs several calls at the same time
+    spans: tuple[Span, ...] = ()
+    waits: tuple[Span, ...] = ()  # in collectives
 
 
 def portable(error: BaseException, where: str, failure: type[CorerlError] = HookFailed) -> CorerlError:
@@ -48,13 +56,15 @@ class Process:
     """The actor. `target` is "module:Class"; the class is imported here, after the environment is set.
 
     What the watchdog asks for comes from the object where it has that: `phase`, a word for where its beginning stands,
-    and `collectives()`, how many it has begun by process group.
+    and `collectives()`, how many it has begun by process group. Where the process is `traced`, the object's `trace`, if
+    it has one, is given the recorder before its first call.
     """
 
-    def __init__(self, name: str, target: str, failure: type[CorerlError] = HookFailed) -> None:
+    def __init__(self, name: str, target: str, failure: type[CorerlError] = HookFailed, traced: bool = False) -> None:
         self.name = name
         self.target = target
         self.failure = failure
+        self.recorder = Recorder() if traced else None
         self.held: Any = None
         self._beginning = ""  # import, then start, until there is an object
         self._working: dict[int, str] = {}  # thread -> method, the first that was called first
@@ -78,6 +88,8 @@ class Process:
             made = getattr(importlib.import_module(module), attribute)
             self._beginning = "start"
             self.held = made(*args)
+            if self.recorder is not None and hasattr(self.held, "trace"):
+                self.held.trace(self.recorder)
 
         return self._outcome("start", make)
 
@@ -94,12 +106,21 @@ class Process:
 
     def _outcome(self, method: str, work: Any) -> Outcome:
         self._working[threading.get_ident()] = method
+        if self.recorder is not None:
+            self.recorder.begin()
+        started, value, failed = time.time(), None, None
         try:
-            return Outcome(value=work(), ended=time.time())
+            value = work()
         except Exception as error:
-            return Outcome(error=portable(error, f"{self.name}: {method}", self.failure), ended=time.time())
+            failed = portable(error, f"{self.name}: {method}", self.failure)
         finally:
             del self._working[threading.get_ident()]
+            ended = time.time()
+            call = self.recorder.end(ended) if self.recorder is not None else None
+        outcome = Outcome(value=value, error=failed, ended=ended, started=started, method=method)
+        if call is None:
+            return outcome
+        return evolve(outcome, lane=call.lane, spans=tuple(call.spans), waits=tuple(call.waits))
 
 
 def spawn(
@@ -109,11 +130,12 @@ def spawn(
     options: dict[str, object],
     environment: dict[str, str],
     failure: type[CorerlError] = HookFailed,
+    traced: bool = False,
 ) -> Any:
     """Start a process with `environment` set before it imports anything; returns its actor handle at once."""
     # With a concurrency group besides, all calls run in threads of their groups and none in the process's main thread.
     groups: dict[str, Any] = {"concurrency_groups": {STATUS: 1}}
     actor = ray.remote(**groups)(Process)
     return actor.options(max_restarts=0, max_task_retries=0, runtime_env={"env_vars": environment}, **options).remote(
-        name, target, failure
+        name, target, failure, traced
     )

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from corerl.algorithms.advantages import spread
-from corerl.cluster.group import ProcessGroup
+from corerl.cluster.group import Pending, ProcessGroup
 from corerl.cluster.placement import Seat, seated
+from corerl.cluster.process import Outcome
 from corerl.cluster.runtime import ray_session
 from corerl.config.load import dump_toml, to_plain
 from corerl.config.schema import ClusterInfo, Config
@@ -26,8 +27,8 @@ from corerl.driver.stop import StopRequest
 from corerl.driver.together import Call, together
 from corerl.errors import ConfigError, EngineFailed, SaveFailed
 from corerl.observability.timing import Phases
-from corerl.plugin.events import Notice, PhaseStarted, RunFinished, RunStarted
-from corerl.plugin.observers import Observers, load_observers
+from corerl.plugin.events import Notice, PhaseStarted, RunFinished, RunStarted, Worked
+from corerl.plugin.observers import Observers, load_observers, traced
 from corerl.plugin.options import merge_environments, notes
 from corerl.plugin.registry import one_line
 from corerl.rollout.engine import EngineContext
@@ -43,6 +44,8 @@ from corerl.trainer.assign import ACTOR, RolePlan, offloaded
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult
 from corerl.weights.transport import Address
+
+SEATED_WITHIN = 60.0  # seconds that a cluster has to free what a run asks for
 
 
 @contextlib.contextmanager
@@ -140,11 +143,12 @@ def _start(
         reward = stack.enter_context(scorer(prepared.reward, config.reward))
     observers.emit(PhaseStarted(name="starting Ray", step=step))
     stack.enter_context(ray_session(address=config.cluster.address, cpus=prepared.seating.cpus))
-    seats = stack.enter_context(seated(prepared.seating, timeout=60.0))
+    seats = stack.enter_context(seated(prepared.seating, timeout=SEATED_WITHIN))
     observers.emit(PhaseStarted(name=f"starting {_counted(seats)}", step=step))
     watched: dict[str, Any] = {
         "notify": lambda text: observers.emit(Notice(text=text)),
         "watchdog": config.cluster.watchdog,
+        "on_answer": functools.partial(tell_of, observers) if traced(config.extensions) else None,
     }
     groups: dict[str, TrainGroup] = {}
     for name, plan in prepared.roles.items():
@@ -208,6 +212,24 @@ def _start(
         fleet.on_replaced = run.bring_weights
     observers.emit(PhaseStarted(name="sending the first weights", step=step))
     return run
+
+
+def tell_of(observers: Observers, process: str, pending: Pending, outcome: Outcome) -> None:
+    """Of a call that `process` has answered."""
+    observers.emit(
+        Worked(
+            process=process,
+            verb=outcome.method,
+            call=pending.method,
+            asked=pending.asked,
+            started=outcome.started,
+            ended=outcome.ended,
+            lane=outcome.lane,
+            error=outcome.error.message if outcome.error else "",
+            spans=outcome.spans,
+            waits=outcome.waits,
+        )
+    )
 
 
 def make_source(prepared: Prepared, sampler: Sampler | None, reward: Scorer) -> Source:

@@ -39,6 +39,11 @@ class CurvesOptions:
     )
 
 
+@frozen(kw_only=True)
+class TraceOptions:
+    """There is nothing to choose."""
+
+
 CONSOLE = ExtensionSpec(
     implementation="corerl.observability.console:Console",
     config=ConsoleOptions,
@@ -66,4 +71,12 @@ CURVES = ExtensionSpec(
     api=(1, 0),
     summary="curves.png in the run directory",
     process=Process.DRIVER,
+)
+TRACE = ExtensionSpec(
+    implementation="corerl.observability.trace:Trace",
+    config=TraceOptions,
+    api=(1, 0),
+    summary="trace.json in the run directory: what every process does when, for Perfetto",
+    process=Process.DRIVER,
+    traces=True,
 )

@@ -73,4 +73,31 @@ class RunFinished:
     artifacts: Mapping[str, str] = field(factory=dict)  # what -> path
 
 
-Event: TypeAlias = RunStarted | PhaseStarted | StepFinished | Evaluated | CheckpointSaved | Notice | RunFinished
+@frozen(kw_only=True)
+class Span:
+    """From when to when something went on, by time.time() of the machine that it went on on."""
+
+    name: str
+    started: float
+    ended: float
+
+
+@frozen(kw_only=True)
+class Worked:
+    """A process has answered a call. Told only where an extension's spec says `traces=True`."""
+
+    process: str  # actor rank 0, engine-0, ...
+    verb: str  # train, generate, ...
+    call: str  # the verb, and what else the driver says of this one: 'train at optimizer step 3'
+    asked: float  # time.time() on the driver
+    started: float  # time.time() where it worked, as is `ended`; before `started` it did what was asked earlier
+    ended: float
+    lane: int = 0  # more than 0 where it works on several calls at the same time
+    error: str = ""
+    spans: Sequence[Span] = field(factory=tuple)  # what it did in it, outer ones before those inside them
+    waits: Sequence[Span] = field(factory=tuple)  # when it was seen to wait in a collective
+
+
+Event: TypeAlias = (
+    RunStarted | PhaseStarted | StepFinished | Evaluated | CheckpointSaved | Notice | Worked | RunFinished
+)

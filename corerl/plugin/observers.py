@@ -75,6 +75,11 @@ def extensions_for(choices: Sequence[ExtensionChoice], process: Process) -> list
     return [(choice, loaded) for choice, loaded in pairs if loaded.spec.process is process]
 
 
+def traced(choices: Sequence[ExtensionChoice]) -> bool:
+    """Whether someone on the driver wants to hear of every call."""
+    return any(loaded.spec.traces for _, loaded in extensions_for(choices, Process.DRIVER))
+
+
 def _instances(choices: Sequence[ExtensionChoice], run_dir: str, process: Process) -> list[tuple[str, object]]:
     return [
         (loaded.name, _instance(loaded, choice.options, run_dir)) for choice, loaded in extensions_for(choices, process)

@@ -85,6 +85,7 @@ class ExtensionSpec:
     api: tuple[int, int]
     summary: str
     process: Process
+    traces: bool = False  # on the driver: hears `Worked` of every call, for which all processes then keep records
 
 
 Spec: TypeAlias = BackendSpec | EngineSpec | ExtensionSpec

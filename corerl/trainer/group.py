@@ -10,6 +10,7 @@ from attrs import evolve, field, frozen
 
 from corerl.cluster.group import Pending, ProcessGroup
 from corerl.cluster.placement import Seat
+from corerl.cluster.process import Outcome
 from corerl.data.plan import StepPlan
 from corerl.errors import ContractError
 from corerl.trainer.assign import RolePlan
@@ -73,12 +74,19 @@ class TrainGroup:
         *,
         notify: Callable[[str], None] | None = None,
         watchdog: float = 0.0,
+        on_answer: Callable[[str, Pending, Outcome], None] | None = None,
     ) -> TrainGroup:
         """Start a process for each rank, with `environment` set before it imports anything; returns at once. `notify`
-        is told of ranks that are late by `watchdog` seconds."""
+        is told of ranks that are late by `watchdog` seconds, `on_answer` of every answer."""
         names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
         processes = ProcessGroup(
-            names, "corerl.trainer.worker:Worker", seats, environment, notify=notify, watchdog=watchdog
+            names,
+            "corerl.trainer.worker:Worker",
+            seats,
+            environment,
+            notify=notify,
+            watchdog=watchdog,
+            on_answer=on_answer,
         )
         return cls(processes, plan)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import socket
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from corerl.types import (
     InitResult,
     LossSpec,
     MemoryKind,
+    MicroBatch,
     Output,
     PackedBatch,
     SampleBatch,
@@ -43,6 +45,8 @@ from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address, WeightSender
 from corerl.weights.transports import open_sender
 
+SpanMaker: TypeAlias = Callable[[str], contextlib.AbstractContextManager[Any]]
+
 
 @frozen(kw_only=True)
 class Assignment:
@@ -54,6 +58,28 @@ class Assignment:
     extensions: tuple[ExtensionChoice, ...] = ()  # those that live in workers, options as plain tables
     loss: LossSpec | None = None
     fingerprint: Fingerprint  # of what the driver resolved
+
+
+@frozen(eq=False)
+class TimedMicroBatches:
+    """A span for each micro-batch, from when it is handed over until the next one is asked for; `rest` begins where all
+    were handed over, and ends with `following`."""
+
+    micro_batches: Iterable[MicroBatch]
+    count: int
+    span: SpanMaker
+    rest: str
+    following: contextlib.ExitStack
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        self.following.close()  # of an earlier loop
+        for micro in self.micro_batches:
+            with self.span("micro-batch"):
+                yield micro
+        self.following.enter_context(self.span(self.rest))
 
 
 class Worker:
@@ -86,6 +112,7 @@ class Worker:
         self._address: Address | None = None
         self._owns_process_group = False
         self._joining = False
+        self._span: SpanMaker | None = None
 
     # ---- what the watchdog asks, while a verb goes on ---------------------------------------------------------------
 
@@ -96,6 +123,12 @@ class Worker:
 
     def collectives(self) -> dict[str, int]:
         return collectives_begun()
+
+    # ---- where the run is traced ------------------------------------------------------------------------------------
+
+    def trace(self, span: SpanMaker) -> None:
+        """Show what goes on inside the verbs: `with span("gather"): ...`."""
+        self._span = self.backend.span = span
 
     # ---- the beginning and the end ----------------------------------------------------------------------------------
 
@@ -120,10 +153,12 @@ class Worker:
 
     def train(self, samples: SampleBatch, plan: StepPlan, loss: LossSpec, step: Step) -> TrainResult:
         """This rank packs its own share; the rollout batch is read where it lies."""
-        return self.host.train(batch=self._pack(samples, plan), loss=loss, step=step)
+        with self._timed(self._pack(samples, plan), rest="optimizer") as batch:
+            return self.host.train(batch=batch, loss=loss, step=step)
 
     def forward(self, samples: SampleBatch, plan: StepPlan, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        return self.host.forward(batch=self._pack(samples, plan, columns=()), outputs=outputs, weights=weights)
+        with self._timed(self._pack(samples, plan, columns=()), rest="results") as batch:
+            return self.host.forward(batch=batch, outputs=outputs, weights=weights)
 
     def manifest(self) -> Manifest:
         return self.backend.manifest
@@ -173,6 +208,16 @@ class Worker:
     def _pack(self, samples: SampleBatch, plan: StepPlan, columns: Sequence[str] | None = None) -> PackedBatch:
         layout = self.backend.layout
         return pack(samples, plan, layout.dp_rank, sequence_multiple=layout.sequence_multiple, columns=columns)
+
+    @contextlib.contextmanager
+    def _timed(self, batch: PackedBatch, *, rest: str) -> Iterator[PackedBatch]:
+        """The same; in a traced run it shows when each micro-batch was worked on, and `rest`, what came after."""
+        if self._span is None:
+            yield batch
+            return
+        with contextlib.ExitStack() as following:
+            micro_batches = TimedMicroBatches(batch.micro_batches, batch.count, self._span, rest, following)
+            yield evolve(batch, micro_batches=micro_batches)
 
     def _join(self, host: str, port: int, listening: int | None) -> None:
         if dist.is_initialized():

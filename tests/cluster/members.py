@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import ray
@@ -70,3 +71,20 @@ class Member:
     def lock(self) -> Any:
         """Something that cannot be pickled."""
         return threading.Lock()
+
+
+class Shows:
+    """In a traced process it shows what it does."""
+
+    def trace(self, span: Callable[[str], AbstractContextManager[None]]) -> None:
+        self.span = span
+
+    def work(self, times: int) -> int:
+        for each in range(times):
+            with self.span(f"part {each}"):
+                time.sleep(0.001)
+        return times
+
+    def fail(self) -> None:
+        with self.span("in vain"):
+            raise WrongState("ask later")

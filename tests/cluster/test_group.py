@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
-from corerl.cluster.group import ProcessGroup
+from corerl.cluster.group import Pending, ProcessGroup
 from corerl.cluster.objects import share
 from corerl.cluster.placement import Seat, arrange, seated
+from corerl.cluster.process import Outcome
 from corerl.cluster.runtime import ray_session
 from corerl.errors import CorerlError, EngineFailed, HookFailed, WorkerDied, WrongState
 
@@ -92,6 +94,64 @@ def test_members_answer_in_order_with_what_each_was_asked(start: Start) -> None:
         group.call("answer", "all")
     with pytest.raises(WorkerDied, match=r"^actor rank 0: its process died during listen "):
         group.listen(0)
+
+
+def test_every_answer_is_told_of_once_however_often_it_is_looked_at(start: Start) -> None:
+    told: list[tuple[str, str, Outcome]] = []
+
+    def hear(name: str, pending: Pending, outcome: Outcome) -> None:
+        told.append((name, pending.method, outcome))
+
+    group = start(2, "tests.cluster.members:Shows", on_answer=hear)
+    names = ["actor rank 0", "actor rank 1"]
+    began = time.time()
+    group.wait(group.construct([(), ()]))
+    assert sorted(each[:2] for each in told) == [(name, "start") for name in names]
+    told.clear()
+    working = group.start_each("work", [(1,), (2,)])
+    working = evolve(working, method="work at 3")  # as callers say more of a call than its verb
+    assert began <= working.asked <= time.time()
+    while not group.ready(working, 0.1):
+        pass
+    assert group.ready(working, 0.0)
+    assert group.wait(working) == [1, 2]
+    assert sorted(each[:2] for each in told) == [(name, "work at 3") for name in names]
+    for name, _, outcome in told:
+        spans = [f"part {part}" for part in range(1 + names.index(name))]
+        assert (outcome.method, [span.name for span in outcome.spans]) == ("work", spans)
+        assert working.asked <= outcome.started <= outcome.spans[0].started
+        assert outcome.spans[-1].ended <= outcome.ended <= time.time()
+    told.clear()
+    assert [str(error) for error in group.answers(group.start("fail")).values()] == ["ask later"] * 2
+    with pytest.raises(WrongState, match="ask later"):
+        group.call("fail")
+    assert sorted((name, str(outcome.error)) for name, _, outcome in told) == [
+        (name, "ask later") for name in sorted(names * 2)
+    ]
+
+
+def test_a_rank_that_waits_in_a_collective_is_seen_there(start: Start, tmp_path: Path) -> None:
+    told: dict[tuple[str, str], Outcome] = {}
+
+    def hear(name: str, pending: Pending, outcome: Outcome) -> None:
+        told[name, pending.method] = outcome
+
+    group = start(2, "tests.cluster.ranks:Rank", on_answer=hear)
+    group.wait(group.construct([(0, 2), (1, 2)]))
+    host, port, listening = group.listen(0)
+    group.wait(group.start_each("init", [(host, port, listening, ""), (host, port, None, "")]))
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    training = group.start_each("train", [("",), (str(gate),)])
+    with gate.open("w"):  # the second has come to it, and goes on when it is closed
+        time.sleep(0.5)
+        opened = time.time()
+    assert group.wait(training) == [3.0, 3.0]
+    outcome = told["actor rank 0", "train"]
+    (wait,) = [wait for wait in outcome.waits if wait.started <= opened <= wait.ended]
+    assert wait.name == "all_reduce"
+    assert outcome.started <= wait.started and wait.ended <= outcome.ended
+    assert not any(wait.started < opened for wait in told["actor rank 1", "train"].waits)
 
 
 def test_the_first_failure_is_raised_and_ends_the_others_whatever_they_do(start: Start) -> None:

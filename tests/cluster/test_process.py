@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 
 import pytest
 
@@ -84,3 +85,31 @@ def test_a_call_gives_its_value_or_its_error_as_data() -> None:
     assert failed.error.message == (
         "engine-0: no_such_method: AttributeError: 'Fraction' object has no attribute 'no_such_method'"
     )
+
+
+def test_a_call_that_is_not_traced_says_when_it_ran_and_starts_no_thread() -> None:
+    threads = threading.active_count()
+    process = Process("engine-0", "fractions:Fraction")
+    made = process.construct(3, 4)
+    asked = process.call("as_integer_ratio")
+    assert made.started <= made.ended <= asked.started <= asked.ended
+    assert (made.method, asked.method) == ("start", "as_integer_ratio")
+    assert (asked.lane, asked.spans, asked.waits) == (0, (), ())
+    assert threading.active_count() == threads
+
+
+def test_a_traced_call_brings_what_its_object_showed_and_nothing_of_the_call_before() -> None:
+    process = Process("engine-0", "tests.cluster.members:Shows", traced=True)
+    assert process.construct().error is None
+    for parts in (2, 3):
+        done = process.call("work", parts)
+        assert (done.value, [span.name for span in done.spans]) == (parts, [f"part {n}" for n in range(parts)])
+        times = [done.started, *(time for span in done.spans for time in (span.started, span.ended)), done.ended]
+        assert times == sorted(times)
+    failed = process.call("fail")
+    assert failed.error is not None and failed.error.message == "ask later"
+    assert [span.name for span in failed.spans] == ["in vain"]
+    # What shows nothing is traced all the same.
+    other = Process("engine-1", "fractions:Fraction", traced=True)
+    assert other.construct(3, 4).error is None
+    assert other.call("as_integer_ratio").value == (3, 4)

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from corerl import hookimpl
+from corerl.cluster.group import Pending
+from corerl.cluster.process import Outcome
 from corerl.driver import launch as driver
-from corerl.driver.launch import environment_of, launch, make_fleet, process_environment
+from corerl.driver.launch import environment_of, launch, make_fleet, process_environment, tell_of
 from corerl.driver.prepare import Prepared, prepare
 from corerl.errors import ConfigError, DataError, SaveFailed, WorkerDied
-from corerl.plugin.events import Event, Notice
+from corerl.plugin.events import Event, Notice, Span, Worked
+from corerl.plugin.observers import Observers
 from tests.driver.saved import make_config
 
 
@@ -74,6 +78,31 @@ def test_engines_have_the_precision_that_the_actor_is_trained_in(
     for each, precision in ((prepared, "float32"), (own, "bfloat16")):
         (engine,) = make_fleet(each, seats=["a seat"]).assignments  # type: ignore[list-item]  # never sat on
         assert engine.context.precision == precision
+
+
+class Hears:
+    def __init__(self) -> None:
+        self.heard: list[Event] = []
+
+    @hookimpl
+    def observe(self, event: Event) -> None:
+        self.heard.append(event)
+
+
+def test_an_answer_is_told_with_what_the_driver_asked_and_what_the_process_did() -> None:
+    hears = Hears()
+    observers = Observers([("hears", hears)])
+    pending = Pending("train at optimizer step 2", (0,), (), asked=1.0)
+    spans = (Span(name="optimizer", started=3.0, ended=4.0),)
+    waits = (Span(name="all_reduce", started=3.5, ended=3.75),)
+    done = Outcome(value="much", started=2.0, ended=4.0, method="train", lane=1, spans=spans, waits=waits)
+    tell_of(observers, "actor rank 0", pending, done)
+    whole = Worked(
+        process="actor rank 0", verb="train", call="train at optimizer step 2", asked=1.0, started=2.0, ended=4.0,
+        lane=1, spans=spans, waits=waits,
+    )  # fmt: skip
+    tell_of(observers, "actor rank 0", pending, evolve(done, value=None, error=SaveFailed("disk full")))
+    assert hears.heard == [whole, evolve(whole, error="disk full")]
 
 
 # ---- the end by a failure --------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from corerl.observability import specs
 from corerl.plugin.spec import ExtensionSpec
 
-ALL = [specs.CONSOLE, specs.JSONL, specs.TENSORBOARD, specs.CURVES]
+ALL = [specs.CONSOLE, specs.JSONL, specs.TENSORBOARD, specs.CURVES, specs.TRACE]
 
 
 def test_listing_the_extensions_loads_no_heavy_library() -> None:

@@ -12,7 +12,7 @@ from corerl import hookimpl
 from corerl.config.schema import ExtensionChoice
 from corerl.errors import ConfigError, ContractError, PluginBroken
 from corerl.plugin.events import Event, Notice
-from corerl.plugin.observers import Observers, extensions_for, load_observers, load_worker_extensions
+from corerl.plugin.observers import Observers, extensions_for, load_observers, load_worker_extensions, traced
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import Process
 
@@ -84,6 +84,12 @@ def test_an_extension_that_cannot_be_made_says_which_and_why() -> None:
     )
     with pytest.raises(ConfigError, match=r"^extensions\.wrap\.options\.evry: unknown key"):
         load_worker_extensions([ExtensionChoice(name="wrap", options={"evry": 1})], "runs/x")
+
+
+def test_a_run_is_traced_where_an_extension_of_the_driver_wants_to_hear_of_every_call() -> None:
+    assert not traced([])
+    assert not traced([ExtensionChoice(name="jsonl"), ExtensionChoice(name="console")])
+    assert traced([ExtensionChoice(name="jsonl"), ExtensionChoice(name="trace")])
 
 
 def test_observers_hear_in_the_order_of_the_list_and_one_that_raises_only_falls_silent(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,6 +145,66 @@ def network(model: Path) -> torch.nn.Module:
         model, dtype=torch.float32, attn_implementation="eager"
     )
     return loaded
+
+
+# ---- what a traced run shows -----------------------------------------------------------------------------------------
+
+
+class Shown:
+    """What was begun and ended, in order: '> train', '< train'."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.log.append(f"> {name}")
+        try:
+            yield
+        finally:
+            self.log.append(f"< {name}")
+
+
+def test_a_traced_rank_shows_each_micro_batch_and_what_follows_and_computes_the_same(
+    worker: Worker, assignment: Assignment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, shown = make_samples(1), Shown()
+    traced = Worker(assignment)
+    traced.trace(shown)
+    traced.init("127.0.0.1", 0)
+    backend: Any = traced.backend
+    monkeypatch.setattr(backend, "outputs", logged(backend.outputs, "forward", shown))
+    monkeypatch.setattr(backend.optimizer, "step", logged(backend.optimizer.step, "step", shown))
+    count = len(training_plan(batch).micro_batches[0])
+    assert count > 1
+    assert train(traced, batch) == train(worker, batch)
+    one = ["> micro-batch", "forward", "< micro-batch"]
+    assert shown.log == [*one * count, "> optimizer", "step", "< optimizer"]
+    shown.log.clear()
+    assert np.array_equal(logprobs(traced, batch), logprobs(worker, batch))
+    assert shown.log == [*one * count, "> results", "< results"]
+
+
+def logged(function: Callable[..., Any], name: str, shown: Shown) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        shown.log.append(name)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def test_a_traced_weight_update_shows_whom_it_waits_for(worker: Worker, tmp_path: Path) -> None:
+    shown = Shown()
+    worker.trace(shown)
+    address = Address(transport="disk", engines=("engine-0",), path=str(tmp_path), timeout=60.0)
+    with ThreadPoolExecutor(1) as engine:
+        receiving = engine.submit(receive, address, worker.manifest(), 1)
+        worker.update_weights(address, 1)
+        receiving.result()
+    buckets = len(worker.manifest().buckets)
+    assert buckets > 1
+    parts = ["meet engines", *["gather", "send"] * buckets, "wait for engines"]
+    assert shown.log == [f"{way} {part}" for part in parts for way in "><"]
 
 
 # ---- verbs -----------------------------------------------------------------------------------------------------------

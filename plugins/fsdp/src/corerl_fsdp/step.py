@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -18,8 +17,6 @@ from corerl.types import ForwardResult, LossSpec, Metric, Output, PackedBatch, T
 from corerl_fsdp.build import reshard
 from corerl_fsdp.scale import LossScale
 from corerl_fsdp.shards import LocalShards
-
-T = TypeVar("T")
 
 
 def train_step(
@@ -44,7 +41,8 @@ def train_step(
     tokens = 0
     scaled_by = scale.value if scale else 1.0
     policy.train()
-    for micro, last in with_last(batch.micro_batches):
+    for number, micro in enumerate(batch.micro_batches, start=1):
+        last = number == batch.count
         policy.set_requires_gradient_sync(last or sync == "every")
         policy.set_requires_all_reduce(last)  # among replicas, where there are any: their sums add up until then
         inputs = to_device(micro, device)
@@ -71,16 +69,6 @@ def train_step(
         found["loss_scale"] = Metric(scaled_by)
         scale.update(finite=applied)
     return TrainResult(applied=applied, metrics=found, grad_norm=value, tokens=tokens)
-
-
-def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Each item, and whether it is the last; one item is taken ahead."""
-    ahead = iter(items)
-    for item in ahead:
-        for following in ahead:
-            yield item, False
-            item = following
-        yield item, True
 
 
 @torch.no_grad()
