@@ -192,16 +192,19 @@ class Backend(BackendBase, ABC):
             with self.span("meet engines"):
                 sender.begin(self.manifest, version)
         chunks = self.local_state(StateKey.PARAM)
+        buffer: torch.Tensor | None = None
+        if sends:  # one for all buckets: new memory costs more than what is written to it
+            largest = max(bucket.numel for bucket in self.manifest.buckets)
+            buffer = torch.empty(largest, dtype=getattr(torch, self.manifest.dtype), device=self.device)
         for bucket in self.manifest.buckets:
-            out = None
-            if sends:
-                out = torch.empty(bucket.numel, dtype=getattr(torch, self.manifest.dtype), device=self.device)
+            out = None if buffer is None else buffer[: bucket.numel]
             with self.span("gather"):
                 self.gather(bucket, out, chunks=chunks, root=root)
             if out is not None:
                 with self.span("send"):
                     sender.send(bucket, out)
                 sent += out.numel() * out.element_size()
+        self._gather_plan.release()
         engines: Mapping[str, str] = {}
         if sends:
             with self.span("wait for engines"):

@@ -56,23 +56,23 @@ class LazyMicroBatches:
         lengths = self.batch.lengths[samples]
         padded = -(-lengths // self.sequence_multiple) * self.sequence_multiple
         cu_seqlens = np.concatenate([[0], np.cumsum(padded)])
-        # Where each real token comes from and where it goes, sequence after sequence.
-        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        source = np.repeat(self.batch.offsets[samples], lengths) + within
-        target = np.repeat(cu_seqlens[:-1], lengths) + within
+        starts = self.batch.offsets[samples]
+        # Slice by slice: an index for every token would be as much memory again, and take several times as long.
+        spans = list(zip(starts.tolist(), (starts + lengths).tolist(), (padded - lengths).tolist(), strict=True))
+        padding = int(padded.max(initial=0))
 
         def place(values: Array) -> Array:
-            out = np.zeros((cu_seqlens[-1], *values.shape[1:]), dtype=values.dtype)
-            out[target] = values
-            return out
+            zeros = np.zeros((padding, *values.shape[1:]), dtype=values.dtype)
+            parts = [part for start, end, pad in spans for part in (values[start:end], zeros[:pad])[: 1 + (pad > 0)]]
+            return np.concatenate(parts) if parts else zeros
 
-        columns: dict[str, Array] = {name: place(self.batch.columns[name][source]) for name in self.columns}
-        mask = self.batch.columns["loss_mask"][source] & (not filler)
+        columns: dict[str, Array] = {name: place(self.batch.columns[name]) for name in self.columns}
+        mask = place(self.batch.columns["loss_mask"]) & (not filler)
         if "loss_mask" in columns:
-            columns["loss_mask"] = place(mask)
-        columns["weights"] = place(np.repeat(self.scales[samples], lengths) * mask)
+            columns["loss_mask"] = mask
+        columns["weights"] = np.repeat(self.scales[samples], padded) * mask
         return MicroBatch(
-            tokens=place(self.batch.tokens[source]),
+            tokens=place(self.batch.tokens),
             positions=np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], padded),
             cu_seqlens=cu_seqlens,
             lengths=lengths,

@@ -22,9 +22,10 @@ from corerl.config.schema import ClusterInfo, Config, ModelConfig
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource, PromptStream
 from corerl.errors import CheckpointError, ConfigError, ModelError, UserError
-from corerl.models.build import build_on_meta
+from corerl.models.build import VALUE_HEAD_WEIGHT, build_on_meta
 from corerl.models.config import experts, hf_config
 from corerl.models.names import hf_boxes
+from corerl.models.readers import SafetensorsSource
 from corerl.models.tokenizer import CHARACTERS, load_tokenizer
 from corerl.plugin.options import backend_name, check_spec, resolve_tables
 from corerl.plugin.registry import Kind, Loaded, load
@@ -162,6 +163,13 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         with problems.stage("checkpoint.model"):
             for role, hf in models.items():
                 require_same_model(resume, role, hf)
+    for role, hf in models.items():
+        own = config.model_of(role)
+        read = own.path and (not resume or config.algorithm.kl_coef)  # what is measured against is read again
+        if read and problems.none_in("model", f"roles.{role}.model", "checkpoint"):
+            table = "model" if own is config.model else f"roles.{role}.model"
+            with problems.stage(f"{table}.weights", path=f"{table}.path"):
+                require_weights(own.path, role, hf)
     if state and config.run.mode in ("train", "rollout-only") and problems.none_in("data"):
         with problems.stage("checkpoint.data"):
             PromptStream(prompts, config.run.seed).restore(state["source"]["prompts"])  # raises where it does not fit
@@ -321,15 +329,36 @@ def require_same_model(checkpoint: Path, role: str, model: PreTrainedConfig) -> 
             "trained with, or start a new run from its export"
         )
     held = CheckpointSource(checkpoint / role, "master").shapes
-    built = build_on_meta(model, dtype=torch.float32, attention="eager", value_head=role == CRITIC)
-    for box in (box for boxes in hf_boxes(built).values() for box in boxes):
-        found = held.get(box.name)
-        if found != box.shape:
+    for name, shape in shapes_of(role, model).items():
+        found = held.get(name)
+        if found != shape:
             what = "lacks" if found is None else f"has {list(found)} for"
             raise CheckpointError(
-                f"{checkpoint} {what} {box.name!r}, this run's {role} wants {list(box.shape)}; "
+                f"{checkpoint} {what} {name!r}, this run's {role} wants {list(shape)}; "
                 "resume with the [model] that it was trained with, or give another run.dir and start anew"
             )
+
+
+def require_weights(directory: str, role: str, model: PreTrainedConfig) -> None:
+    """Raises ModelError where the files of a model's directory are damaged, or lack a tensor of the model or have it in
+    another shape: what their headers tell, read before any process starts."""
+    files = SafetensorsSource(directory)
+    for name, shape in shapes_of(role, model).items():
+        found = files.shape(name)
+        if found is None and name == VALUE_HEAD_WEIGHT:
+            continue  # it then comes from the run's seed
+        if found != shape:
+            what = "lacks" if found is None else f"has {list(found)} for"
+            raise ModelError(
+                f"{files.where(name)} {what} {name!r}, and its config.json wants {list(shape)}: they are of different "
+                "models, or the file is not whole; download or save them again"
+            )
+
+
+def shapes_of(role: str, model: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a role's model by its Hugging Face name; nothing is allocated."""
+    built = build_on_meta(model, dtype=torch.float32, attention="eager", value_head=role == CRITIC)
+    return {box.name: box.shape for boxes in hf_boxes(built).values() for box in boxes}
 
 
 def title(prepared: Prepared) -> str:

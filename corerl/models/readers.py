@@ -51,6 +51,11 @@ class SafetensorsSource:
             return None
         return tuple(self._slice(name).get_shape())
 
+    def where(self, name: str) -> Path:
+        """The file that has the tensor, or that should name it."""
+        alone = INDEX if (self.directory / INDEX).is_file() else SINGLE
+        return self.directory / self._files.get(name, alone)
+
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         values: Tensor = self._slice(name)[box] if box else self._file(name).get_tensor(name)

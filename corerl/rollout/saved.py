@@ -24,7 +24,8 @@ NAME = re.compile(r"step-(\d{8})\.npz")
 
 
 def write_rollout(directory: Path, scored: Scored) -> Path:
-    """One .npz: the batch's arrays under their names, and as JSON the prompts, the texts and what else is no array."""
+    """One .npz: the batch's arrays under their names, and as JSON the prompts, the texts and what else is no array.
+    Raises DataError where it cannot be written."""
     rollout, batch = scored.rollout, scored.rollout.batch
     facts = {
         "step": scored.step,
@@ -41,12 +42,15 @@ def write_rollout(directory: Path, scored: Scored) -> Path:
         **{f"rows/{name}": row for name, row in batch.rows.items()},
         "facts": np.frombuffer(json.dumps(facts, default=str).encode(), dtype=np.uint8),
     }
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step-{scored.step:08d}.npz"
     partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        np.savez(file, allow_pickle=False, **arrays)
-    os.replace(partial, path)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+        os.replace(partial, path)
+    except OSError as error:
+        raise DataError(f"cannot write the rollout batch {path}: {error}; earlier ones are untouched") from error
     return path
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-CHUNK_BYTES = 8 * 2**20  # bounds the temporaries
-MULTIPLIER = 6364136223846793005  # odd, so that multiplying modulo 2**64 loses nothing (Knuth's MMIX generator)
+# Bounds the temporaries. On a CPU they stay in the cache, which is three times as fast as going through memory; a GPU
+# wants few launches. The sum is the same for any size.
+CHUNK_BYTES = {"cpu": 512 * 2**10}
+CHUNK_BYTES_ELSEWHERE = 64 * 2**20
 
 
 def checksum(flat: torch.Tensor) -> int:
@@ -16,10 +18,11 @@ def checksum(flat: torch.Tensor) -> int:
     """
     data = flat.detach().reshape(-1).view(torch.uint8)
     size = data.numel()
-    weights = torch.arange(1, 2 * ((min(size, CHUNK_BYTES) + 7) // 8), 2, dtype=torch.int64, device=data.device)
+    at_once = CHUNK_BYTES.get(data.device.type, CHUNK_BYTES_ELSEWHERE)
+    weights = torch.arange(1, 2 * ((min(size, at_once) + 7) // 8), 2, dtype=torch.int64, device=data.device)
     total = torch.full((), size, dtype=torch.int64, device=data.device)
-    for start in range(0, size, CHUNK_BYTES):
-        piece = data[start : start + CHUNK_BYTES]
+    for start in range(0, size, at_once):
+        piece = data[start : start + at_once]
         if piece.numel() % 8:
             piece = torch.nn.functional.pad(piece, (0, -piece.numel() % 8))
         elif piece.data_ptr() % 8 or piece.storage_offset() % 8:
@@ -28,5 +31,5 @@ def checksum(flat: torch.Tensor) -> int:
         # Folds the upper half into the lower one: without it, exchanging two words that differ in their sign bit alone
         # would go unnoticed, since all weights are odd and their differences even.
         mixed = words ^ ((words >> 32) & 0xFFFFFFFF)
-        total = total * MULTIPLIER + (mixed * weights[: words.numel()]).sum()
+        total += (mixed * weights[: words.numel()]).sum() + mixed.sum() * (2 * (start // 8))  # its place in the whole
     return int(total.item())

@@ -59,6 +59,7 @@ class GatherPlan:
     _rank: int
     _by_name: dict[str, list[tuple[int, int]]] = field(init=False)  # name -> (rank, index of the row)
     _layouts: dict[Bucket, Layout] = field(factory=dict, init=False)
+    _kept: dict[str, torch.Tensor] = field(factory=dict, init=False)  # memory that one bucket leaves for the next
 
     def __attrs_post_init__(self) -> None:
         self._by_name = {name: [] for name, _ in self.shapes}
@@ -122,6 +123,17 @@ class GatherPlan:
                         piece.place(share[piece.start : piece.stop].view(piece.sizes), out)
         return out
 
+    def release(self) -> None:
+        """Give back what was kept for a next bucket."""
+        self._kept.clear()
+
+    def _memory(self, use: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """[numel] for this use until the next bucket; what is in it is left over."""
+        kept = self._kept.get(use)
+        if kept is None or kept.numel() < numel or (kept.dtype, kept.device) != (dtype, device):
+            kept = self._kept[use] = torch.empty(numel, dtype=dtype, device=device)
+        return kept[:numel]
+
     def _layout(self, bucket: Bucket) -> Layout:
         pieces: list[list[Piece]] = [[] for _ in self._rows]
         lengths = [0] * len(self._rows)
@@ -145,7 +157,7 @@ class GatherPlan:
         self, layout: Layout, chunks: Sequence[Chunk], numel: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """This rank's boxes end to end, cast before they travel; [numel], of which the tail may be padding."""
-        share = torch.empty(numel, dtype=dtype, device=device)
+        share = self._memory("share", numel, dtype, device)
         for piece, position in zip(layout.pieces[self._rank], layout.local, strict=True):
             share[piece.start : piece.stop].view(piece.sizes).copy_(chunks[position].view)
         return share
@@ -159,7 +171,7 @@ class GatherPlan:
         if root is not None and root != self._rank:
             dist.gather(share, None, group=self._group, group_dst=root)
             return []
-        received = torch.empty(world * longest, dtype=dtype, device=device)
+        received = self._memory("received", world * longest, dtype, device)
         if root is None:
             # torch 2.13 deprecates all_gather_into_tensor for a name that 2.11 does not have yet.
             all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -178,7 +190,7 @@ class GatherPlan:
                 _wait([dist.P2POp(dist.isend, mine, group=self._group, group_peer=root)])
             return []
         shares = [
-            mine if rank == self._rank else torch.empty(length, dtype=dtype, device=device)
+            mine if rank == self._rank else self._memory(f"from {rank}", length, dtype, device)
             for rank, length in enumerate(layout.lengths)
         ]
         filled = [rank for rank, share in enumerate(shares) if share.numel()]

@@ -131,7 +131,7 @@ def test_every_unknown_plugin_is_named(tmp_path: Path) -> None:
 
 def test_a_models_directories_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_in(tmp_path / "run")
-    hf_config(config.model).save_pretrained(tmp_path / "model")
+    make_model(config, seed=0).save_pretrained(tmp_path / "model")
     character_tokenizer("0123456789>s").save_pretrained(tmp_path / "tokens")
     monkeypatch.chdir(tmp_path)
     prepared = prepare(evolve(config, model=ModelConfig(path="model", tokenizer="tokens")))

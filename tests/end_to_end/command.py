@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -81,7 +82,8 @@ def write_small(directory: Path) -> Path:
 class Command:
     """`corerl ARGUMENTS`, started at once. Use it as a context: whatever is left of it is killed at the end."""
 
-    def __init__(self, *arguments: str | Path, logs: Path) -> None:
+    def __init__(self, *arguments: str | Path, logs: Path, before: str = "") -> None:
+        """`before` is Python that its process runs first."""
         name = uuid.uuid4().hex
         self._paths = (logs / f"{name}.out", logs / f"{name}.err")
         environment = {
@@ -89,9 +91,10 @@ class Command:
             "PYTHONPATH": str(ROOT),  # where the tests' own backends are found, by the workers too
             "OMP_NUM_THREADS": "1",
         }
+        program = started_after(before) if before else [str(Path(sys.executable).with_name("corerl"))]
         with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
             self.process = subprocess.Popen(
-                [Path(sys.executable).with_name("corerl"), *map(str, arguments)],
+                [*program, *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -162,6 +165,12 @@ class Command:
             time.sleep(0.05)
 
 
+def started_after(before: str) -> list[str]:
+    """The command, in a process that runs `before` first."""
+    main = "import sys; from corerl.cli.main import main; sys.exit(main())"
+    return [sys.executable, "-c", f"{before}\n{main}"]
+
+
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The complete lines of metrics.jsonl; none where there is no file yet."""
     path = run_dir / "metrics.jsonl"
@@ -180,3 +189,9 @@ def numbers(run_dir: Path) -> list[dict[str, Any]]:
         {name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))}
         for line in metrics(run_dir)
     ]
+
+
+def content(directory: Path) -> dict[str, str]:
+    """Every file and what it holds, in short."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

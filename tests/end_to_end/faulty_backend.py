@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ from corerl.config.schema import RoleConfig
 from corerl.plugin.context import Context
 from corerl.types import LossSpec, PackedBatch, ParallelLayout, SaveResult, Step, TrainResult
 from corerl_fsdp.backend import FsdpBackend
+
+LARGE = 64 * 1024  # bytes: more than Ray's log of a process, less than a rank's part of a checkpoint
 
 
 class FaultyBackend(FsdpBackend):
@@ -26,7 +29,9 @@ class FaultyBackend(FsdpBackend):
         return super().train(batch, loss, step)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
-        if self.fails_in("save", step):  # in the background, while training goes on
+        if self.fails_in("save", step) and self.config.options.how == "full":
+            self.fail()
+        elif self.fails_in("save", step):  # in the background, while training goes on
             self._writer = BackgroundWriter(run=lambda job: self.fail())
         return super().save(path, step, background)
 
@@ -44,3 +49,5 @@ class FaultyBackend(FsdpBackend):
             case "wait":
                 while not (Path(self.context.run_dir) / "go").exists():
                     time.sleep(0.01)
+            case "full":  # as on a full disk, write() fails; Python ignores the signal that would end the process
+                resource.setrlimit(resource.RLIMIT_FSIZE, (LARGE, resource.RLIM_INFINITY))

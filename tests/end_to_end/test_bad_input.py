@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import ray
 
 from corerl.checkpoint.commit import latest
-from corerl.cli.main import main
-from tests.end_to_end.command import Command, steps_done, write_small
+from tests.end_to_end.command import Command, content, steps_done, write_small
 from tests.end_to_end.conftest import Finished
 
 REWARDS = '''
@@ -27,27 +23,6 @@ def to_nan(prompt, response):
 '''
 
 
-@pytest.fixture
-def refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., list[str]]:
-    """`corerl train` on a small run with overrides that it refuses before any process starts; the lines on stderr."""
-
-    def train(*overrides: str | Path) -> list[str]:
-        monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts the working directory there
-        run_dir = [] if any(str(override).startswith("run.dir=") for override in overrides) else ["run.dir=run"]
-        monkeypatch.chdir(tmp_path)
-        status = main(["train", str(write_small(tmp_path)), *run_dir, *map(str, overrides)])
-        out, err = capsys.readouterr()
-        assert (status, out) == (2, "")
-        assert not ray.is_initialized() and not (tmp_path / "run").exists()
-        lines = err.splitlines()
-        assert all(line.startswith("corerl: error: ") for line in lines)
-        return [line.removeprefix("corerl: error: ") for line in lines]
-
-    return train
-
-
 def copy_of(uninterrupted: Finished, tmp_path: Path, *steps: int) -> Path:
     """The run directory of a finished run with some of its checkpoints, to be spoilt."""
     run_dir = tmp_path / "earlier"
@@ -57,12 +32,6 @@ def copy_of(uninterrupted: Finished, tmp_path: Path, *steps: int) -> Path:
     shutil.copy(uninterrupted.run_dir / "config.toml", run_dir)
     shutil.copy(uninterrupted.run_dir / "metrics.jsonl", run_dir)
     return run_dir
-
-
-def content(directory: Path) -> dict[str, str]:
-    """Every file and what it holds, in short."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 # ---- the configuration -----------------------------------------------------------------------------------------------
@@ -94,7 +63,10 @@ def content(directory: Path) -> dict[str, str]:
         ),
         (
             "data.source=no.jsonl",
-            "data.source: cannot read no.jsonl: No such file or directory; give a path to a .jsonl file",
+            (
+                "data.source: cannot read no.jsonl: No such file or directory; give a path to a .jsonl or .parquet "
+                "file, to a directory of .parquet files, or to one that `save_to_disk` wrote"
+            ),
         ),
         (
             "model.config.hiden_size=64",
@@ -231,10 +203,10 @@ def test_a_checkpoint_of_another_model_or_of_other_data_is_refused(
     advice = "resume with the [model] that it was trained with, or give another run.dir and start anew"
     resume = [f"run.dir={earlier}", "checkpoint.resume=auto"]
     assert refused(*resume, "model.config.hidden_size=64") == [
-        f"{checkpoint} has [16, 32] for 'model.embed_tokens.weight', this run's model wants [16, 64]; {advice}"
+        f"{checkpoint} has [16, 32] for 'model.embed_tokens.weight', this run's actor wants [16, 64]; {advice}"
     ]
     assert refused(*resume, "model.config.num_hidden_layers=3") == [
-        f"{checkpoint} lacks 'model.layers.2.self_attn.q_proj.weight', this run's model wants [32, 32]; {advice}"
+        f"{checkpoint} lacks 'model.layers.2.self_attn.q_proj.weight', this run's actor wants [32, 32]; {advice}"
     ]
     (line,) = refused(*resume, "run.seed=1")
     assert line == (
@@ -253,7 +225,7 @@ def test_a_reward_that_is_nan_ends_the_run_with_the_sample_and_costs_no_checkpoi
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)  # where the command finds the module
     changes = ["backend.name=plain", "roles.actor.ranks=1", "rollout.engine=fake", "reward.name=my_rewards:to_nan"]
-    saved = ["checkpoint.every=1", "checkpoint.background=false", "run.dir=run"]
+    saved = ["checkpoint.every=1", "checkpoint.background=false", "run.dir=run", "reward.processes=1"]
     with Command("train", write_small(tmp_path), *changes, *saved, logs=tmp_path) as command:
         assert command.finish() == 2, command.err
         command.assert_nothing_is_left()

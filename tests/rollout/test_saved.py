@@ -37,6 +37,15 @@ def test_a_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (found.rollout.prompts, found.rollout.texts) == (given.rollout.prompts, given.rollout.texts)
 
 
+def test_a_directory_that_cannot_be_written_is_one_line_with_the_path(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").touch()
+    with pytest.raises(DataError) as caught:
+        write_rollout(tmp_path / "rollouts", scored(3))
+    message = caught.value.message
+    assert message.startswith(f"cannot write the rollout batch {tmp_path}/rollouts/step-00000003.npz: ")
+    assert message.endswith("; earlier ones are untouched") and "\n" not in message
+
+
 def test_files_come_in_the_order_of_their_steps_and_are_numbered_from_0(tmp_path: Path) -> None:
     write(tmp_path, 30, 4, 100)
     (tmp_path / "step-00000001.partial").touch()

@@ -1,10 +1,11 @@
-"""Each sequence by itself through a transformers model, whole logits, torch's own AdamW and clipping."""
+"""Sequences of one length at a time through a transformers model, whole logits, torch's own AdamW and clipping."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence, Set
 
+import numpy as np
 import torch
 
 from corerl.backend import Backend, LossInputs, MetricSum, StateKey, resolve_loss
@@ -93,24 +94,25 @@ class PlainBackend(Backend):
 
     def outputs(self, micro: MicroBatch, temperature: float) -> dict[Output, torch.Tensor]:
         """All that the model gives, [T] each; zeros at sequence starts and in padding."""
-        total = len(micro.tokens)
-        found: dict[Output, list[torch.Tensor]] = {}
-        for start, length in zip(micro.cu_seqlens[:-1].tolist(), micro.lengths.tolist(), strict=True):
-            tokens = torch.tensor(micro.tokens[start : start + length], device=self.device)
-            around = (start + 1, total - start - length)
-            for output, values in self.of_sequence(tokens, temperature).items():
-                found.setdefault(output, []).append(torch.nn.functional.pad(values, around))
-        return {output: torch.stack(parts).sum(0) for output, parts in found.items()}
+        tokens = torch.tensor(micro.tokens, device=self.device)
+        columns: dict[Output, torch.Tensor] = {}
+        for length in np.unique(micro.lengths):
+            starts = micro.cu_seqlens[:-1][micro.lengths == length]
+            rows = torch.tensor(starts[:, None] + np.arange(length), device=self.device)  # [S, L] where each token lies
+            for output, values in self.of_sequences(tokens[rows], temperature).items():
+                column = columns.get(output, torch.zeros(len(tokens), device=self.device))
+                columns[output] = column.index_put((rows[:, 1:],), values)
+        return columns
 
-    def of_sequence(self, tokens: torch.Tensor, temperature: float) -> dict[Output, torch.Tensor]:
-        """For all tokens but the first of one sequence [L], as the model sees them from the token before: [L - 1]."""
+    def of_sequences(self, tokens: torch.Tensor, temperature: float) -> dict[Output, torch.Tensor]:
+        """Of sequences [S, L], for all tokens but the first as the model sees them from the token before: [S, L - 1]."""
         if self.config.value_head:
-            hidden = self.model.get_decoder()(input_ids=tokens[None], use_cache=False).last_hidden_state
-            return {Output.VALUES: self.model.get_submodule(VALUE_HEAD)(hidden)[0, :-1, 0]}
-        logits = self.model(input_ids=tokens[None], use_cache=False).logits[0, :-1] / temperature
+            hidden = self.model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+            return {Output.VALUES: self.model.get_submodule(VALUE_HEAD)(hidden)[:, :-1, 0]}
+        logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1] / temperature
         distribution = torch.log_softmax(logits.float(), dim=-1)
         return {
-            Output.LOGPROBS: distribution.gather(-1, tokens[1:, None])[:, 0],
+            Output.LOGPROBS: distribution.gather(-1, tokens[:, 1:, None])[..., 0],
             Output.ENTROPY: -(distribution.exp() * distribution).sum(-1),
         }
 

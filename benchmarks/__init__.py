@@ -1,0 +1,1 @@
+"""Numbers against something else that does the same work, measured in one run: `python -m benchmarks.run`."""

@@ -1,0 +1,107 @@
+"""What it costs to reach a backend: `TrainGroup.train` around an empty `train`, against bare calls of Ray actors."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import ray
+
+from benchmarks.empty_backend import empty_result
+from benchmarks.report import ENVIRONMENT, Comparison, Number, Report, finish, in_turns, parser
+from benchmarks.samples import make_batch, plan_one_step
+from corerl.cluster.objects import share
+from corerl.cluster.placement import arrange, seated
+from corerl.cluster.runtime import ray_session
+from corerl.config.schema import BackendChoice, Config, RoleChoice, RolesConfig
+from corerl.plugin.options import resolve_tables
+from corerl.trainer.assign import loss_of, plan_role
+from corerl.trainer.group import TrainGroup
+from corerl.types import Step, TrainResult
+
+RANKS = 2
+
+
+class Bare:
+    """What one would write without CoreRL."""
+
+    def train(self, samples: Any, plan: Any, loss: Any, step: Any) -> TrainResult:
+        return empty_result()
+
+    def nothing(self) -> None:
+        """Neither arguments nor a result."""
+
+
+def per_call(call: Callable[[], object], calls: int) -> float:
+    """Seconds of the median call."""
+    took = []
+    for _ in range(calls):
+        began = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
+def measure(*, rounds: int, size: int, calls: int) -> Report:
+    config = resolve_tables(
+        Config(
+            backend=BackendChoice(name="benchmarks.empty_backend:SPEC"),
+            backends={"benchmarks.empty_backend:SPEC": {}},
+            roles=RolesConfig(actor=RoleChoice(ranks=RANKS)),
+            extensions=(),
+        )
+    )
+    loss = loss_of("actor", config)
+    plan = plan_role("actor", config, loss=loss, experts=1, device="cpu", run_dir="", resume="")
+    samples = make_batch(np.full(size, 13), prompt=7, vocab=16)  # the quickstart's
+    step_plan = plan_one_step(samples, dp_size=RANKS, tokens_per_micro_batch=16384)
+    step = Step(optimizer_step=0, rollout_step=0, lr=1e-3)
+    seating = arrange({"actor": RANKS, "bare": RANKS}, cpus=1.0, gpus=0.0)
+    with ray_session(address="", cpus=seating.cpus), seated(seating, timeout=60.0) as seats:
+        group = TrainGroup.launch(plan, seats["actor"], ENVIRONMENT)
+        group.init()
+        environment = {"env_vars": ENVIRONMENT}
+        actors: list[Any] = [
+            ray.remote(Bare).options(runtime_env=environment, **seat.options()).remote() for seat in seats["bare"]
+        ]
+        shared = share(samples)
+
+        def ours() -> object:
+            return group.train(shared, step_plan, loss, step)
+
+        def bare() -> object:
+            return ray.get([actor.train.remote(shared, step_plan, loss, step) for actor in actors])
+
+        def nothing() -> object:
+            return ray.get([actor.nothing.remote() for actor in actors])
+
+        for call in (ours, bare, nothing):
+            per_call(call, 20)  # Ray leases, imports and caches
+        seconds, others = in_turns(rounds, lambda _: per_call(ours, calls), lambda _: per_call(bare, calls))
+        empty = [per_call(nothing, calls) for _ in range(rounds)]
+        group.shutdown()
+    what = "one `TrainGroup.train`"
+    return Report(
+        name="dispatch",
+        size=f"{size} samples, {RANKS} ranks, {calls} calls a round",
+        comparisons=[
+            Comparison(what=what, against="bare actor calls, same arguments", ours=seconds, other=others, target=1.5),
+            Comparison(what=what, against="bare actor calls without arguments", ours=seconds, other=empty),
+        ],
+        numbers=[Number(what=what, values=seconds, unit="s", target=5e-3)],
+        note=(
+            "One call from the driver and back: both sides pass a reference to the batch, the plan of one step, the "
+            "loss and the step, and get a TrainResult of eight metrics from each of two processes. CoreRL's goes "
+            "through ProcessGroup, Worker, PluginHost and pluggy, and is merged over the ranks."
+        ),
+    )
+
+
+if __name__ == "__main__":
+    command = parser(__doc__, rounds=7, size=512, unit="samples of the batch")
+    command.add_argument("--calls", type=int, default=200, help="in one round (default: 200)")
+    args = command.parse_args()
+    finish(measure(rounds=args.rounds, size=args.size, calls=args.calls), args.output)

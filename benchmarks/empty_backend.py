@@ -1,0 +1,84 @@
+"""A backend that does nothing, so that what is left is what it costs to reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from attrs import frozen
+
+from corerl.config.schema import RoleConfig
+from corerl.plugin.context import Context
+from corerl.plugin.hookspecs import hookimpl
+from corerl.plugin.host import BackendBase
+from corerl.plugin.spec import BackendSpec
+from corerl.types import (
+    ForwardResult,
+    InitResult,
+    LossSpec,
+    MemoryKind,
+    Metric,
+    Output,
+    PackedBatch,
+    ParallelLayout,
+    SaveResult,
+    SleepResult,
+    Step,
+    TrainResult,
+    UpdateResult,
+    WakeResult,
+)
+
+# As many as a step of the clipped loss returns.
+METRICS = {f"metric_{number}": Metric(1.0) for number in range(8)}
+
+
+@frozen(kw_only=True)
+class EmptyConfig:
+    """No options."""
+
+
+SPEC = BackendSpec(
+    implementation="benchmarks.empty_backend:EmptyBackend", config=EmptyConfig, api=(1, 0), summary="does nothing"
+)
+
+
+def empty_result() -> TrainResult:
+    return TrainResult(applied=True, metrics=METRICS, grad_norm=1.0, tokens=0)
+
+
+class EmptyBackend(BackendBase):
+    phase = ""
+
+    @hookimpl
+    def init(self, config: RoleConfig, context: Context) -> InitResult:
+        rank, size = context.rank, context.world_size
+        self.layout = ParallelLayout(rank=rank, world_size=size, dp_rank=rank, dp_size=size)
+        return InitResult(layout=self.layout)
+
+    @hookimpl
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        return empty_result()
+
+    @hookimpl
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+        raise NotImplementedError("only train is measured")
+
+    @hookimpl
+    def update_weights(self, sender: object, version: int) -> UpdateResult:
+        return UpdateResult(version=version, bytes=0, seconds=0.0)
+
+    @hookimpl
+    def save(self, path: str, step: Step, background: bool) -> SaveResult:
+        return SaveResult(path=path, bytes=0, complete=True)
+
+    @hookimpl
+    def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
+        return SleepResult(freed_bytes=0, residual_bytes=0)
+
+    @hookimpl
+    def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
+        return WakeResult(restored_bytes=0)
+
+    @hookimpl
+    def shutdown(self, reason: str) -> None:
+        pass

@@ -1,0 +1,210 @@
+"""What all benchmarks share: rounds that take turns, rows of ratios, the machine in words, and the file they end in."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, field, frozen
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("corerl", "torch", "ray", "transformers", "numpy", "pluggy")
+
+# What every process of a benchmark is given: no more threads than it has work for, no network, one interface.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    # Ray's workers find modules of this folder where the driver finds them.
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+}
+
+
+@frozen(kw_only=True)
+class Comparison:
+    """The same work done by CoreRL and by something else, in turns."""
+
+    what: str
+    against: str
+    ours: Sequence[float]  # seconds, one a round
+    other: Sequence[float]  # seconds, one a round; round n of both were neighbours in time
+    target: float | None = None  # that the ratio should not exceed
+
+    @property
+    def ratios(self) -> list[float]:
+        return [ours / other for ours, other in zip(self.ours, self.other, strict=True)]
+
+    def row(self) -> list[str]:
+        ratio = statistics.median(self.ratios)
+        return [
+            f"{self.what} / {self.against}",
+            seconds(self.ours),
+            seconds(self.other),
+            f"**{ratio:.2f}** ({min(self.ratios):.2f} to {max(self.ratios):.2f})",
+            *verdict(ratio, self.target, f"≤ {self.target}"),
+        ]
+
+
+@frozen(kw_only=True)
+class Number:
+    """Something that stands for itself."""
+
+    what: str
+    values: Sequence[float]  # one a round
+    unit: str  # s (seconds), or any word
+    target: float | None = None  # that the median should not exceed
+
+    def row(self) -> list[str]:
+        median = statistics.median(self.values)
+        shown = seconds(self.values) if self.unit == "s" else spread(self.values, self.unit)
+        bound = "" if self.target is None else seconds([self.target]) if self.unit == "s" else f"{self.target:g}"
+        return [self.what, shown, "", "", *verdict(median, self.target, f"≤ {bound}")]
+
+
+@frozen(kw_only=True)
+class Report:
+    """What one benchmark found."""
+
+    name: str
+    size: str  # of the work, in words
+    comparisons: Sequence[Comparison] = ()
+    numbers: Sequence[Number] = ()
+    note: str = ""  # what is inside the measured part, and what is not
+    versions: Mapping[str, str] = field(factory=dict)  # of packages beyond PACKAGES
+
+    def rows(self) -> list[list[str]]:
+        return [each.row() for each in self.comparisons] + [each.row() for each in self.numbers]
+
+
+def verdict(value: float, target: float | None, bound: str) -> list[str]:
+    """The target in words, and whether it is met."""
+    if target is None:
+        return ["", ""]
+    return [bound, "yes" if value <= target else "**no**"]
+
+
+def seconds(values: Sequence[float]) -> str:
+    """Median and spread, in the unit that reads best."""
+    if statistics.median(values) < 1.0:
+        return spread([1e3 * value for value in values], "ms")
+    return spread(values, "s")
+
+
+def spread(values: Sequence[float], unit: str) -> str:
+    median = f"{statistics.median(values):.3g} {unit}"
+    return median if len(values) == 1 else f"{median} ({min(values):.3g} to {max(values):.3g})"
+
+
+def in_turns(rounds: int, ours: Callable[[int], float], other: Callable[[int], float]) -> tuple[list[float], ...]:
+    """`rounds` results of each, (ours, other). Who comes first changes every round: what comes second may find a warmer
+    machine, or a hotter one."""
+    results: tuple[list[float], ...] = ([], [])
+    for number in range(rounds):
+        pair = [(results[0], ours), (results[1], other)]
+        for into, measure in pair if number % 2 == 0 else reversed(pair):
+            into.append(measure(number))
+    return results
+
+
+# ---- one benchmark as a program --------------------------------------------------------------------------------------
+
+
+def parser(description: str | None, *, rounds: int, size: int, unit: str) -> argparse.ArgumentParser:
+    parsed = argparse.ArgumentParser(description=description)
+    parsed.add_argument("--rounds", type=int, default=rounds, help=f"of each side, in turns (default: {rounds})")
+    parsed.add_argument("--size", type=int, default=size, help=f"{unit} (default: {size})")
+    parsed.add_argument("--output", help="a JSON file for what was found; without it a table is printed")
+    return parsed
+
+
+def finish(report: Report, output: str | None) -> None:
+    if output:
+        Path(output).write_text(json.dumps(asdict(report)))
+    else:
+        print(table([report]))
+
+
+def load(path: Path) -> Report:
+    plain: dict[str, Any] = json.loads(path.read_text())
+    plain["comparisons"] = [Comparison(**each) for each in plain["comparisons"]]
+    plain["numbers"] = [Number(**each) for each in plain["numbers"]]
+    return Report(**plain)
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def table(reports: Sequence[Report]) -> str:
+    """All rows as one markdown table."""
+    lines = [
+        "| benchmark | CoreRL / against | CoreRL | the other | ratio, median (spread) | target | met |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rows = [(report.name, *row) for report in reports for row in report.rows()]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def document(reports: Sequence[Report], *, command: str, failures: Mapping[str, str], load_before: float) -> str:
+    """The markdown result file."""
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    for report in reports:
+        versions |= report.versions
+    facts = {
+        **machine(),
+        "load average before": f"{load_before:.2f}",
+        "versions": f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items()),
+        "commit": commit(),
+        "command": f"`{command}`",
+    }
+    parts = [
+        "# Benchmarks",
+        "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]),
+        "Medians over rounds, smallest and largest in parentheses; both sides of a ratio took turns in this one run.",
+        table(reports),
+        "\n".join(f"**{name} failed**: {reason}" for name, reason in failures.items()),
+        "\n".join(f"- **{report.name}** ({report.size}). {report.note}" for report in reports),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def machine() -> dict[str, str]:
+    cpus = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    memory = [int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")]
+    return {
+        "CPU": cpus[0] if cpus else platform.processor() or platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "memory": f"{memory[0] / 2**20:.1f} GiB" if memory else "unknown",
+        "system": platform.platform(),
+    }
+
+
+def commit() -> str:
+    """The checkout's commit, and whether files differ from it."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    changed = len(git("status", "--porcelain").splitlines())
+    return (git("rev-parse", "HEAD") or "unknown") + (f", with {changed} changed files" if changed else "")
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []  # no Linux
+
+
+def environment() -> dict[str, str]:
+    """For a benchmark's own processes."""
+    return {**os.environ, **ENVIRONMENT}

@@ -1,0 +1,54 @@
+"""Batches of made-up samples, of the columns that a GRPO step has."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from corerl.data.plan import StepPlan, plan_steps
+from corerl.types import IntArray, SampleBatch
+
+GROUP = 8  # samples of one prompt
+
+
+def make_batch(lengths: IntArray, *, prompt: int, vocab: int, seed: int = 0) -> SampleBatch:
+    """Samples of `lengths` tokens, the first `prompt` of each its prompt; nothing temporary is as large as a column."""
+    rng = np.random.default_rng(seed)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    total = int(offsets[-1])
+    mask = np.ones(total, dtype=np.bool_)
+    mask[(offsets[:-1, None] + np.arange(prompt)).ravel()] = False
+    logprobs = rng.standard_normal(total, dtype=np.float32)
+    logprobs *= 0.3
+    logprobs -= np.float32(np.log(vocab))
+    logprobs *= mask
+    advantages = np.repeat(rng.standard_normal(len(lengths), dtype=np.float32), lengths)
+    advantages *= mask
+    return SampleBatch(
+        tokens=rng.integers(3, vocab, total),
+        offsets=offsets,
+        columns={
+            "loss_mask": mask,
+            "rollout_logprobs": logprobs,
+            "old_logprobs": logprobs.copy(),
+            "advantages": advantages,
+            "versions": np.full(total, 1, dtype=np.int64),
+        },
+        rows={"group": np.arange(len(lengths)) // GROUP},
+    )
+
+
+def plan_one_step(batch: SampleBatch, *, dp_size: int, tokens_per_micro_batch: int) -> StepPlan:
+    """All samples as one optimizer step."""
+    (plan,) = plan_steps(
+        batch,
+        mini_batches=1,
+        epochs=1,
+        dp_size=dp_size,
+        tokens_per_micro_batch=tokens_per_micro_batch,
+        sequence_multiple=1,
+        micro_batch_multiple=1,
+        aggregation="token-mean",
+        max_tokens=1,
+        seed=0,
+    )
+    return plan

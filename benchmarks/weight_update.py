@@ -1,0 +1,142 @@
+"""One weight update from two FSDP ranks to an engine, as a run does it, against a broadcast of as many bytes."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from attrs import evolve
+
+from benchmarks.report import Comparison, Number, Report, finish, in_turns, parser
+from corerl.config.load import structure
+from corerl.config.schema import Config
+from corerl.driver.launch import launch
+from corerl.driver.run import Run
+from corerl.driver.together import Call, together
+from corerl.testing.pool import RankPool
+
+RANKS = 2
+
+
+def config_of(layers: int, bucket_mib: int, run_dir: str) -> Config:
+    """A Qwen3 of 26 M parameters and 4.6 M a layer, random weights; nothing is trained or sampled."""
+    tables = {
+        "run": {"dir": run_dir, "steps": 0},
+        "cluster": {"device": "cpu"},
+        "backend": {"name": "fsdp"},
+        "roles": {"actor": {"ranks": RANKS}},
+        "model": {
+            "tokenizer": "characters:0123456789>s",
+            "config": {
+                "model_type": "qwen3",
+                "vocab_size": 40000,
+                "hidden_size": 640,
+                "intermediate_size": 1792,
+                "num_hidden_layers": layers,
+                "num_attention_heads": 10,
+                "num_key_value_heads": 5,
+                "head_dim": 64,
+                "tie_word_embeddings": True,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                "pad_token_id": 0,
+            },
+        },
+        "weights": {"transport": "collective", "bucket_bytes": bucket_mib * 2**20},
+        "checkpoint": {"background": False},
+        "extensions": [],
+    }
+    config: Config = structure(tables, Config, path="")
+    return evolve(config)
+
+
+def update(run: Run, version: int) -> float:
+    """Seconds of one update: `Run.push_weights`, which sends nothing where weights have not changed, without that."""
+    assert run.fleet is not None
+    group, fleet = run.actor.group, run.fleet
+    began = time.perf_counter()
+    sending = group.update_weights_async(run.address, version)
+    receiving = fleet.receive_async(run.manifest, version, run.address)
+    both = together(
+        {
+            "sent": Call(group.processes, sending, lambda: group.wait_update(sending)),
+            "received": Call(fleet.processes, receiving, lambda: fleet.wait_received(receiving)),
+        }
+    )
+    took = time.perf_counter() - began
+    errors = [received.error for received in both["received"].values() if received.error]
+    assert not errors, errors
+    return took
+
+
+def broadcast(numel: int, times: int, receivers: int) -> float:
+    """Called on every rank of three. Seconds of one broadcast of `numel` float32 from rank 0 to so many others."""
+    members = list(range(3)) if receivers == 2 else [0, 2]
+    group = dist.new_group(members)
+    tensor = torch.zeros(numel)
+    took = 0.0
+    for _ in range(times):
+        dist.barrier()
+        began = time.perf_counter()
+        if dist.get_rank() in members:
+            dist.broadcast(tensor, src=0, group=group)
+        dist.barrier()
+        took += time.perf_counter() - began
+    if dist.get_rank() in members:
+        dist.destroy_process_group(group)
+    return took / times
+
+
+def measure(*, rounds: int, size: int, updates: int, bucket_mib: int) -> Report:
+    pool = RankPool(RANKS + 1)
+    try:
+        with tempfile.TemporaryDirectory() as run_dir, launch(config_of(size, bucket_mib, run_dir)) as run:
+            numel = sum(bucket.numel for bucket in run.manifest.buckets)
+            version = 0
+
+            def ours(_: int) -> float:
+                nonlocal version
+                took = 0.0
+                for _ in range(updates):
+                    version += 1
+                    took += update(run, version)
+                return took / updates
+
+            ours(0)  # connects, forms the group, touches the buffers
+            pool.run(broadcast, numel, 1, 2)
+            seconds, others = in_turns(rounds, ours, lambda _: max(pool.run(broadcast, numel, updates, 2)))
+            alone = [max(pool.run(broadcast, numel, updates, 1)) for _ in range(rounds)]
+    finally:
+        pool.close()
+    return Report(
+        name="weight_update",
+        size=f"{numel / 1e6:.1f} M float32 parameters, {RANKS} ranks, 1 engine, buckets of {bucket_mib} MiB",
+        comparisons=[
+            Comparison(
+                what="one update",
+                against="gloo broadcast to both others of three processes",
+                ours=seconds,
+                other=others,
+                target=1.5,
+            ),
+            Comparison(what="the same", against="gloo broadcast to one other process", ours=seconds, other=alone),
+        ],
+        numbers=[Number(what="bytes a second", values=[4e-9 * numel / each for each in seconds], unit="GB/s")],
+        note=(
+            "From the driver's calls until all ranks and the engine have answered: half of the weights gathered from "
+            "rank 1 to rank 0, the whole sent to the engine, a checksum on either side, and the engine's own copy into "
+            "its parameters; over Ray, in the processes that a run has. The broadcast is of one tensor of as many "
+            "bytes that is there already, among three processes of their own."
+        ),
+    )
+
+
+if __name__ == "__main__":
+    command = parser(__doc__, rounds=7, size=14, unit="layers; 14 are 90 M parameters")
+    command.add_argument("--updates", type=int, default=3, help="in one round (default: 3)")
+    command.add_argument("--bucket-mib", type=int, default=256, help="weights.bucket_bytes in MiB (default: 256)")
+    args = command.parse_args()
+    report = measure(rounds=args.rounds, size=args.size, updates=args.updates, bucket_mib=args.bucket_mib)
+    finish(report, args.output)

@@ -1,0 +1,48 @@
+"""Functions that a user might write, named in a config as 'tests.end_to_end.user_functions:constant'."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
+
+from corerl.data.prompts import Prompt
+
+KEPT: list[Any] = []  # references, in whose absence the store would drop the objects
+
+
+def constant(prompt: Prompt, response: str) -> float:
+    return 0.25
+
+
+def kind(response: str) -> int:
+    """0 to 31, about as often each."""
+    return zlib.crc32(response.encode()) % 32
+
+
+def unreliable(prompt: Prompt, response: str) -> float:
+    """On a few samples it raises, ends its process, or is never done; the others are worth their length."""
+    match kind(response):
+        case 0:  # the empty response among them
+            raise KeyError(response)
+        case 1:
+            os._exit(3)
+        case 2:
+            while True:
+                pass
+    return len(response) / 8
+
+
+def fill_store(scored: Any) -> Any:
+    """Leave no room in the object store after the first step, as others who share the cluster may do."""
+    size = 16 * 2**20
+    while scored.step and size >= 256:
+        try:
+            KEPT.append(ray.put(np.ones(size, dtype=np.uint8)))
+        except (ObjectStoreFullError, OutOfDiskError):
+            size //= 8
+    return scored
