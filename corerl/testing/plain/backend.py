@@ -105,7 +105,7 @@ class PlainBackend(Backend):
         return columns
 
     def of_sequences(self, tokens: torch.Tensor, temperature: float) -> dict[Output, torch.Tensor]:
-        """Of sequences [S, L], for all tokens but the first as the model sees them from the token before: [S, L - 1]."""
+        """For sequences [S, L], all tokens but the first as the model sees them from the token before: [S, L - 1]."""
         if self.config.value_head:
             hidden = self.model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
             return {Output.VALUES: self.model.get_submodule(VALUE_HEAD)(hidden)[:, :-1, 0]}
