@@ -16,16 +16,15 @@ def train(config: Config) -> Summary:
             run.push_weights()
         run.evaluate()
         for scored in run.source:  # sampled when asked for, under the weights pushed last
-            run.keep(scored)
             with run.training():
                 stamped = run.with_advantages(scored)
-                results = run.optimize(stamped.samples)
+                results = run.optimize(stamped)
                 run.rollout_step += 1
                 run.push_weights()
                 run.report(scored, stamped, results)
                 run.save()
             run.evaluate()
-            if run.stop.requested:
+            if run.stopping:
                 break
         return run.finish()
 
@@ -36,11 +35,10 @@ def collect(config: Config) -> Summary:
         with run.training():
             run.push_weights()
         run.evaluate()
-        for scored in run.source:
-            run.keep(scored)
+        for scored in run.source:  # which writes each batch down
             run.rollout_step += 1
             run.report(scored, None, {})
-            if run.stop.requested:
+            if run.stopping:
                 break
         return run.finish()
 

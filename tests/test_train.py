@@ -21,16 +21,13 @@ ONE_SCREEN = 40  # lines
 
 def test_the_loop_reads_on_one_screen() -> None:
     source = inspect.getsource(loop)
-    (function,) = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    function = next(node for node in functions if node.name == "train")
     assert function.end_lineno is not None
     assert function.end_lineno - function.lineno + 1 <= ONE_SCREEN
     assert max(len(line) for line in source.splitlines()) <= 120
     rollout_steps = [node for node in ast.walk(function) if isinstance(node, ast.For)]
     assert [ast.unparse(node.iter) for node in rollout_steps] == ["run.source"]
-
-
-class Stop:
-    requested = False
 
 
 @frozen(kw_only=True)
@@ -44,7 +41,7 @@ class FakeRun:
     def __init__(self, steps: int, *, stop_in: int = -1) -> None:
         self.log: list[str] = []
         self.source = iter(f"batch {step}" for step in range(steps))
-        self.stop = Stop()
+        self.stopping = False
         self.stop_in = stop_in
         self.rollout_step = 5
 
@@ -63,10 +60,10 @@ class FakeRun:
     def with_advantages(self, scored: str) -> FakeStamped:
         return FakeStamped(samples=f"samples of {scored}")
 
-    def optimize(self, samples: str) -> str:
-        self.log.append(f"train on {samples} at {self.rollout_step}")
-        self.stop.requested = self.stop.requested or self.rollout_step == self.stop_in
-        return f"results of {samples}"
+    def optimize(self, stamped: FakeStamped) -> str:
+        self.log.append(f"train on {stamped.samples} at {self.rollout_step}")
+        self.stopping = self.stopping or self.rollout_step == self.stop_in
+        return f"results of {stamped.samples}"
 
     def report(self, scored: str, stamped: FakeStamped, results: str) -> None:
         self.log.append(f"report {scored}: {results}")

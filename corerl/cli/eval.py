@@ -29,11 +29,16 @@ def run(args: argparse.Namespace) -> int:
     given = [*args.overrides, "run.mode=eval", *(["extensions=[]"] if args.json else [])]
     if what.is_dir():
         checkpoint = (latest(what) or what).absolute()
-        config = config_of(read_state(checkpoint)["config"], [f"checkpoint.resume={checkpoint}", *given])
+        config = config_of(
+            read_state(checkpoint)["config"], [f"checkpoint.resume={checkpoint}", "rollout.saved=", *given]
+        )
         run_dir = checkpoint.parents[1]
     else:
         config = load_config(what, given)
         run_dir = Path(config.run.dir)
+        if config.checkpoint.resume == "auto":  # of the run, not of the directory that the scores go to
+            newest = str(latest(run_dir) or "never")
+            config = evolve(config, checkpoint=evolve(config.checkpoint, resume=newest))
     # A directory of its own: what the run itself has written stays as it is.
     summary = evaluate(evolve(config, run=evolve(config.run, dir=str(run_dir / "eval"))))
     if args.json:

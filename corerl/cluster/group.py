@@ -142,9 +142,13 @@ class ProcessGroup:
     def answers(self, pending: Pending) -> dict[int, Any]:
         """What each member of the call gave: its result, or its CorerlError. Nobody is ended by another's failure."""
         answers: dict[int, Any] = {}
-        for ref, member in zip(pending.refs, pending.members, strict=True):
-            outcome = self._outcome(ref, member, pending)
-            answers[member] = outcome.value if outcome.error is None else outcome.error
+        waiting = dict(zip(pending.refs, pending.members, strict=True))
+        while waiting:
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=self._look(pending, waiting.values()))
+            for ref in ready:
+                member = waiting.pop(ref)
+                outcome = self._outcome(ref, member, pending)
+                answers[member] = outcome.value if outcome.error is None else outcome.error
         return answers
 
     def replace(self, member: int, arguments: tuple[Any, ...]) -> None:

@@ -22,6 +22,11 @@ def _mode(config: Config) -> Iterator[str]:
         yield "rollout.saved: empty, and run.mode='train-only' trains from saved batches; give their directory"
     if config.rollout.saved and not from_files:
         yield f"rollout.saved: given, and run.mode={config.run.mode!r} samples; remove it, or set run.mode='train-only'"
+    if config.run.mode == "eval" and not config.data.held_out:
+        yield "data.held_out: 0, and run.mode='eval' scores held-out prompts; hold some out"
+    warm = config.algorithm.critic.warmup_steps
+    if warm and warm >= config.run.steps:
+        yield f"algorithm.critic.warmup_steps: {warm} of run.steps={config.run.steps} leave none to train the actor in"
     if from_files and config.algorithm.dynamic_sampling:
         yield "algorithm.dynamic_sampling: nothing is sampled with run.mode='train-only'; set it to 0"
     if config.weights.every > 1 and config.checkpoint.every % config.weights.every:

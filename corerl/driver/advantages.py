@@ -19,6 +19,7 @@ class Stamped:
 
     samples: SampleBatch
     metrics: dict[str, float]
+    kl_coef: float = 0.0  # of this step
     kl: float | None = None  # from the reference policy, mean over loss tokens; None where there is no reference
 
 
@@ -71,4 +72,4 @@ def stamp(
         # The policy term is linear in the advantage and a weight is not negative, so it can stand there as well.
         advantages = advantages * weights
     added["advantages"] = advantages
-    return Stamped(samples=samples.with_columns(**added), metrics=metrics, kl=kl)
+    return Stamped(samples=samples.with_columns(**added), metrics=metrics, kl_coef=kl_coef, kl=kl)

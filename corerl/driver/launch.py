@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import os
@@ -37,7 +38,7 @@ from corerl.rollout.postprocess import Postprocessed
 from corerl.rollout.reward_pool import scorer
 from corerl.rollout.rewards import Scorer
 from corerl.rollout.sampler import Sampler
-from corerl.rollout.saved import SavedRollouts
+from corerl.rollout.saved import Kept, SavedRollouts
 from corerl.rollout.service import EngineAssignment
 from corerl.rollout.sources import Refill, Source, Synchronous
 from corerl.trainer.assign import ACTOR, RolePlan, offloaded
@@ -71,6 +72,9 @@ def occupied(run_dir: Path) -> Iterator[None]:
             raise ConfigError(
                 f"run.dir: another run is writing to {run_dir}; give another directory, or wait until that one ends"
             ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
+                raise
         yield
 
 
@@ -163,7 +167,7 @@ def _start(
     inits = _init(groups, fleet)
     roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.roles.items()}
     actor = groups[ACTOR]
-    if config.algorithm.kl_coef:
+    if config.algorithm.kl_coef and config.run.trains:
         actor.snapshot(REFERENCE).load()
     address = Address(
         transport=config.weights.transport,
@@ -250,6 +254,8 @@ def make_source(prepared: Prepared, sampler: Sampler | None, reward: Scorer) -> 
             steps=config.run.steps,
             refill=Refill(useful=spread, attempts=attempts) if attempts else None,
         )
+    if config.rollout.save or config.run.mode == "rollout-only":
+        source = Kept(source, prepared.run_dir / "rollouts")
     if prepared.postprocess is not None:
         source = Postprocessed(source, prepared.postprocess, config.rollout.postprocess)
     return source

@@ -35,7 +35,7 @@ from corerl.rollout.rewards import Reward, resolve_reward
 from corerl.rollout.sampler import sampling_params
 from corerl.rollout.saved import SavedRollouts
 from corerl.rollout.sources import Scored
-from corerl.trainer.assign import ACTOR, CRITIC, RolePlan, loss_of, plan_role
+from corerl.trainer.assign import ACTOR, CRITIC, RolePlan, loss_of, offloaded, plan_role
 from corerl.types import LossSpec
 from corerl.weights.transports import require_transport
 
@@ -170,7 +170,10 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
             table = "model" if own is config.model else f"roles.{role}.model"
             with problems.stage(f"{table}.weights", path=f"{table}.path"):
                 require_weights(own.path, role, hf)
-    if state and config.run.mode in ("train", "rollout-only") and problems.none_in("data"):
+    if state and config.run.mode != "eval":
+        with problems.stage("checkpoint.source"):
+            require_same_source(state, config, str(resume))
+    if state and config.run.mode == "train" and problems.none_in("data", "checkpoint"):
         with problems.stage("checkpoint.data"):
             PromptStream(prompts, config.run.seed).restore(state["source"]["prompts"])  # raises where it does not fit
 
@@ -180,6 +183,15 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     for role in config.chosen_roles:
         with problems.stage("algorithm.loss", path="algorithm.loss"):
             losses[role] = loss_of(role, config)
+    if config.weights.every > 1 and problems.none_in("cluster") and offloaded(config, device):
+        line = (
+            f"weights.every: {config.weights.every}, and engines that take turns in memory with the ranks get fresh "
+            "weights at every step; set it to 1, or cluster.offload='never', or cluster.placement='disaggregated'"
+        )
+        problems.add("weights.every", ConfigError(line))
+    if starting and config.run.mode == "rollout-only" and (run_dir / "rollouts").is_dir():
+        line = f"run.dir: {run_dir} holds rollouts already, which would be mixed with new ones; give another run.dir"
+        problems.add("run.dir", ConfigError(line))
     config = _resolve_plugins(config, problems)
     plans: dict[str, RolePlan] = {}
     if problems.none_in("plugins", "cluster.device"):
@@ -252,7 +264,16 @@ def _resolve_plugins(config: Config, problems: Problems) -> Config:
 
 def _with_absolute_paths(config: Config) -> Config:
     """For processes with another working directory, and for whoever reads the run's config later."""
-    config = evolve(config, model=_absolute(config.model))
+
+    def there(source: str) -> str:
+        return str(Path(source).absolute()) if source and Path(source).exists() else source
+
+    data = config.data
+    data = evolve(
+        data, source=there(data.source), sources=tuple(evolve(each, source=there(each.source)) for each in data.sources)
+    )
+    config = evolve(config, model=_absolute(config.model), data=data)
+    config = evolve(config, rollout=evolve(config.rollout, saved=there(config.rollout.saved)))
     critic = config.roles.critic
     if critic is None or critic.model is None:
         return config
@@ -359,6 +380,16 @@ def shapes_of(role: str, model: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of a role's model by its Hugging Face name; nothing is allocated."""
     built = build_on_meta(model, dtype=torch.float32, attention="eager", value_head=role == CRITIC)
     return {box.name: box.shape for boxes in hf_boxes(built).values() for box in boxes}
+
+
+def require_same_source(state: Mapping[str, Any], config: Config, checkpoint: str) -> None:
+    """Raises CheckpointError where a run that samples would go on from one that read its batches, or the other way."""
+    sampled = "prompts" in state["source"]
+    if sampled != config.run.samples:
+        raise CheckpointError(
+            f"{checkpoint} is of a run that {'sampled its batches' if sampled else 'read saved batches'}, and "
+            f"run.mode={config.run.mode!r} does not; resume with the run.mode that it was trained with"
+        )
 
 
 def title(prepared: Prepared) -> str:

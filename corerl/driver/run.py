@@ -45,11 +45,10 @@ from corerl.rollout.engine import SamplingParams
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.rewards import Scorer
 from corerl.rollout.sampler import Sampler
-from corerl.rollout.saved import write_rollout
 from corerl.rollout.sources import Scored, Source, evaluate
 from corerl.trainer.assign import ACTOR, CRITIC
 from corerl.trainer.group import GroupTrainResult, TrainGroup
-from corerl.types import LossSpec, Output, SampleBatch
+from corerl.types import LossSpec, Output
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
@@ -116,6 +115,11 @@ class Run:
     # ---- where it stands --------------------------------------------------------------------------------------------
 
     @property
+    def stopping(self) -> bool:
+        """Whether a request to stop is heeded now: where engines have just got new weights, as a resumed run's do."""
+        return self.stop.requested and self.rollout_step % self.config.weights.every == 0
+
+    @property
     def actor(self) -> Role:
         return self.roles[ACTOR]
 
@@ -130,12 +134,6 @@ class Run:
             yield
 
     # ---- from samples to optimizer steps ----------------------------------------------------------------------------
-
-    def keep(self, scored: Scored) -> None:
-        """Write the batch where `run.mode = "train-only"` reads it, if it is to be kept."""
-        if self.config.rollout.save or self.config.run.mode == "rollout-only":
-            with self.phases("keep"):
-                write_rollout(self.run_dir / "rollouts", scored)
 
     def with_advantages(self, scored: Scored) -> Stamped:
         """The samples with everything the losses read, from the models as they are before the first step."""
@@ -176,15 +174,22 @@ class Run:
             forwards["values"] = (CRITIC, Output.VALUES, "")
         return forwards
 
-    def optimize(self, samples: SampleBatch) -> dict[str, list[GroupTrainResult]]:
-        """All optimizer steps of the batch, of all roles at the same time; results by role, in the steps' order."""
+    def optimize(self, stamped: Stamped) -> dict[str, list[GroupTrainResult]]:
+        """All optimizer steps of the batch, of all roles at the same time; results by role, in the steps' order. None
+        where no token is left to learn from."""
+        samples = stamped.samples
+        if not samples.columns["loss_mask"].any():
+            self.tell(Notice(text=f"step {self.rollout_step} is passed over: none of its samples has a loss token"))
+            return {}
         shared = share(samples)
         with self.phase("train"):
             calls = {}
             for name, role in self.roles.items():
                 if self.rollout_step < role.first_step:
                     continue
-                for index, pending in enumerate(role.start(shared, samples, self.rollout_step, self._loss(role))):
+                for index, pending in enumerate(
+                    role.start(shared, samples, self.rollout_step, self._loss(role, stamped.kl_coef))
+                ):
                     calls[name, index] = Call(
                         role.group.processes, pending, functools.partial(role.group.wait_train, pending)
                     )
@@ -194,9 +199,10 @@ class Run:
             results.setdefault(name, []).append(result)
         return results
 
-    def _loss(self, role: Role) -> LossSpec:
-        if "kl_coef" in role.loss.params and self.config.algorithm.kl_target:
-            return evolve(role.loss, params={**role.loss.params, "kl_coef": self.kl_coef})
+    def _loss(self, role: Role, kl_coef: float) -> LossSpec:
+        algorithm = self.config.algorithm
+        if algorithm.kl_target and algorithm.kl_in == "loss" and "kl_coef" in role.loss.params:
+            return evolve(role.loss, params={**role.loss.params, "kl_coef": kl_coef})
         return role.loss
 
     # ---- weights and memory -----------------------------------------------------------------------------------------
@@ -230,9 +236,10 @@ class Run:
         self.weights_version += 1
         self._pushed_at = self.actor.optimizer_step
 
-    def bring_weights(self, engine: str, error: CorerlError) -> None:
-        """To an engine that stands in the place of one that died while it sampled; the others get them too."""
-        self.tell(Notice(text=f"{engine} is replaced, once: {error.message}"))
+    def bring_weights(self, replaced: Mapping[str, CorerlError]) -> None:
+        """To engines that stand in the place of those that died while they sampled; the others get them too."""
+        for engine, error in replaced.items():
+            self.tell(Notice(text=f"{engine} is replaced, once: {error.message}"))
         self.address = meeting_at(self.address, self.actor.group)  # the dead one hangs in whatever was built at the old
         self._pushed_at = None
         with self.training():

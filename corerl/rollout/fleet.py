@@ -34,7 +34,8 @@ class EngineFleet:
     def __init__(self, processes: Processes, assignments: Sequence[EngineAssignment]) -> None:
         self.processes = processes
         self.assignments = list(assignments)
-        self.on_replaced: Callable[[str, CorerlError], None] | None = None  # must bring it weights, before it serves
+        # Must bring weights to those that are new, before they serve; engine -> what it died of.
+        self.on_replaced: Callable[[Mapping[str, CorerlError]], None] | None = None
         self._replaced: set[int] = set()
 
     def start_async(self) -> Any:
@@ -60,17 +61,20 @@ class EngineFleet:
             answers = self.processes.answers(self.processes.start_some("generate", left))
             failed = {replica: answer for replica, answer in answers.items() if isinstance(answer, CorerlError)}
             done |= {replica: answer for replica, answer in answers.items() if replica not in failed}
-            for replica, error in failed.items():
-                self._replace(replica, error)
+            if failed:
+                self._replace(failed)
         return Generation.concatenate([done[replica] for replica in shares])
 
-    def _replace(self, replica: int, error: CorerlError) -> None:
-        if not isinstance(error, WorkerDied) or replica in self._replaced or self.on_replaced is None:
-            self.processes.kill()
-            raise error
-        self._replaced.add(replica)
-        self.processes.replace(replica, (self.assignments[replica],))
-        self.on_replaced(self.names[replica], error)
+    def _replace(self, failed: Mapping[int, CorerlError]) -> None:
+        for replica, error in failed.items():
+            if not isinstance(error, WorkerDied) or replica in self._replaced or self.on_replaced is None:
+                self.processes.kill()
+                raise error
+        for replica in failed:
+            self._replaced.add(replica)
+            self.processes.replace(replica, (self.assignments[replica],))
+        assert self.on_replaced is not None
+        self.on_replaced({self.names[replica]: error for replica, error in failed.items()})
 
     def receive_async(self, manifest: Manifest, version: int, address: Address) -> Any:
         """To be started together with the group's `update_weights`."""

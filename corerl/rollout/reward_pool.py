@@ -181,3 +181,5 @@ def _timed(reward: Reward, sample: Sample, limit: float) -> float | Failure:
         return _late(reward, sample, limit)
     except SystemExit as error:
         return reward.failure("died", f"ended its process (sys.exit({error.code!r}))", *sample)
+    except BaseException as error:  # such as asyncio's CancelledError: it would pass for one of this process
+        return reward.failure("raised", f"raised {type(error).__name__}", *sample)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 import numbers
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -66,6 +65,9 @@ class Scorer(Protocol):
         """Raises RewardError where every single sample fails: then it is the reward that is broken."""
 
 
+LARGEST = float(np.finfo(np.float32).max)
+
+
 @frozen(kw_only=True)
 class Reward:
     """A reward function together with its name in the config and its options."""
@@ -87,9 +89,8 @@ class Reward:
         try:
             value = self.function(prompt, response, **self.options)
         except Exception as error:
-            return self.failure("raised", f"raised {type(error).__name__}: {error}", prompt, response)
-        # numpy's bool is no Real, and its other scalars are.
-        if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
+            return self.failure("raised", f"raised {_told(error)}", prompt, response)
+        if not _finite(value):
             return self.failure("no-number", f"returned {value!r}, wanted a finite number,", prompt, response)
         return float(value)
 
@@ -120,6 +121,19 @@ def gathered(outcomes: Sequence[float | Failure], failed_value: float) -> Scores
         failures=dict(Counter(failure.kind for failure in failures)),
         first=first,
     )
+
+
+def _finite(value: Any) -> bool:
+    """Whether it is a number that float32 can hold. numpy's bool is no Real, and its other scalars are."""
+    number = isinstance(value, numbers.Real | np.bool_)
+    return number and bool(-LARGEST <= value <= LARGEST)
+
+
+def _told(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # its own text cannot be made
+        return type(error).__name__
 
 
 def _short(text: str, limit: int = 80) -> str:

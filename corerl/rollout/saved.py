@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import asdict, evolve
+from attrs import asdict, evolve, frozen
 
 from corerl.data.prompts import Prompt
 from corerl.errors import CheckpointError, DataError
 from corerl.rollout.sampler import Rollout
-from corerl.rollout.sources import Scored
+from corerl.rollout.sources import Scored, Source
 from corerl.types import Array, SampleBatch
 
 NAME = re.compile(r"step-(\d{8})\.npz")
@@ -33,6 +33,9 @@ def write_rollout(directory: Path, scored: Scored) -> Path:
         "exact_match": scored.exact_match,
         "prompts": [asdict(prompt) for prompt in rollout.prompts],
         "texts": rollout.texts,
+        "failures": dict(scored.failures),
+        "first_failure": scored.first_failure,
+        "counts": dict(scored.counts),
     }
     arrays: dict[str, Array] = {
         "tokens": batch.tokens,
@@ -52,6 +55,26 @@ def write_rollout(directory: Path, scored: Scored) -> Path:
     except OSError as error:
         raise DataError(f"cannot write the rollout batch {path}: {error}; earlier ones are untouched") from error
     return path
+
+
+@frozen
+class Kept:
+    """A source whose batches are written to `directory` as they come, before anything is made of them."""
+
+    source: Source
+    directory: Path
+
+    def __iter__(self) -> Iterator[Scored]:
+        for scored in self.source:
+            write_rollout(self.directory, scored)
+            yield scored
+
+    @property
+    def position(self) -> dict[str, Any]:
+        return self.source.position
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        self.source.restore(position)
 
 
 def read_rollout(path: Path) -> Scored:
@@ -75,6 +98,9 @@ def read_rollout(path: Path) -> Scored:
             rewards=arrays["rewards"],
             exact_match=facts["exact_match"],
             seconds={},
+            failures=facts["failures"],
+            first_failure=facts["first_failure"],
+            counts=facts["counts"],
         )
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} is no rollout batch that can be read ({error}); sample it again") from error

@@ -124,11 +124,11 @@ def needed(
         needs[Capability.MOE] = f"a model of {experts} experts"
     if saved_ranks and saved_ranks != cluster.ranks:
         needs[Capability.RESHARD] = f"resuming on {cluster.ranks} ranks what {saved_ranks} saved"
-    if role == ACTOR and config.algorithm.kl_coef:
+    if role == ACTOR and config.algorithm.kl_coef and config.run.trains:
         needs[Capability.SNAPSHOTS] = f"algorithm.kl_coef = {config.algorithm.kl_coef}, whose reference is a snapshot"
     if role in offloaded(config, cluster.device):
         needs[Capability.SLEEP] = f"cluster.offload = '{config.cluster.offload}' with colocated engines"
-    if config.checkpoint.background:
+    if config.checkpoint.background and config.run.trains:
         needs[Capability.SAVE_BACKGROUND] = "checkpoint.background = true"
     transport = {"collective": Capability.UPDATE_COLLECTIVE, "disk": Capability.UPDATE_DISK}
     if role == ACTOR and config.weights.transport in transport:

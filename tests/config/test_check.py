@@ -11,16 +11,20 @@ from corerl.config.schema import (
     AlgorithmConfig,
     BackendChoice,
     CheckpointConfig,
+    ClusterConfig,
     Config,
     CriticChoice,
     CriticConfig,
+    DataConfig,
     ExtensionChoice,
     ModelConfig,
     RewardConfig,
     RoleChoice,
     RolesConfig,
     RolloutConfig,
+    RunConfig,
     TrainConfig,
+    WeightsConfig,
 )
 
 MODEL = ModelConfig(config={"model_type": "qwen3"}, tokenizer="characters:0123")
@@ -239,3 +243,28 @@ def test_settings_that_would_do_nothing_are_told(algorithm: dict[str, Any], star
 def test_groups_of_one_have_no_spread_to_sample_for() -> None:
     (line,) = problems(evolve(PPO, algorithm=AlgorithmConfig(name="ppo", dynamic_sampling=2)))
     assert line.startswith("algorithm.dynamic_sampling: a group of one sample has no spread")
+
+
+def test_a_mode_that_could_do_nothing_is_refused() -> None:
+    nothing_held_out = evolve(VALID, run=RunConfig(mode="eval"), data=DataConfig(held_out=0))
+    assert problems(nothing_held_out) == [
+        "data.held_out: 0, and run.mode='eval' scores held-out prompts; hold some out"
+    ]
+    (line,) = problems(evolve(VALID, run=RunConfig(mode="train-only")))
+    assert line.startswith("rollout.saved: empty, and run.mode='train-only'")
+    (line,) = problems(evolve(VALID, rollout=RolloutConfig(saved="runs/a/rollouts")))
+    assert line.startswith("rollout.saved: given, and run.mode='train' samples")
+    warm = AlgorithmConfig(name="ppo", critic=CriticConfig(warmup_steps=250))
+    assert problems(evolve(PPO, algorithm=warm)) == [
+        "algorithm.critic.warmup_steps: 250 of run.steps=250 leave none to train the actor in"
+    ]
+
+
+def test_checkpoints_are_where_weights_are_new() -> None:
+    (line,) = problems(evolve(VALID, weights=WeightsConfig(every=3)))
+    assert line.startswith("checkpoint.every: 50 is no multiple of weights.every=3")
+
+
+def test_resources_that_no_machine_of_its_own_has_want_an_address() -> None:
+    (line,) = problems(evolve(VALID, cluster=ClusterConfig(resources={"h200": 1.0})))
+    assert line.startswith("cluster.resources: h200 asked for")

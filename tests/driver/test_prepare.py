@@ -22,6 +22,7 @@ from corerl.driver.prepare import (
     prepare,
     require_room_for_tokens,
     require_same_model,
+    require_same_source,
     resolve_device,
     resume_from,
     title,
@@ -236,6 +237,38 @@ def test_a_critics_own_model_must_know_the_actors_tokens(tmp_path: Path) -> None
     tables = {**CRITIC, "roles": {"critic": {"ranks": 1, "model": {"config": small}}}}
     with pytest.raises(ModelError, match=r"^roles.critic.model.config.vocab_size: the model's vocabulary has 3 tokens"):
         prepare(config_in(tmp_path / "run", **tables))
+
+
+# ---- modes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "mode", "line"),
+    [
+        ({"prompts": {}}, "train-only", "sampled its batches, and run.mode='train-only' does not"),
+        ({"files": 3}, "train", "read saved batches, and run.mode='train' does not"),
+    ],
+)
+def test_a_run_that_samples_goes_on_from_one_that_sampled(source: dict[str, Any], mode: str, line: str) -> None:
+    config = make_config(run={"mode": mode})
+    with pytest.raises(CheckpointError, match=rf"^step-2 is of a run that {line}; resume with the run.mode"):
+        require_same_source({"source": source}, config, "step-2")
+    require_same_source({"source": source}, make_config(run={"mode": "train" if mode != "train" else "train-only"}), "")
+
+
+def test_rollouts_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    (tmp_path / "run/rollouts").mkdir(parents=True)
+    config = make_config(run={"mode": "rollout-only", "dir": str(tmp_path / "run")})
+    with pytest.raises(ConfigError, match=r"^run.dir: .* holds rollouts already, which would be mixed with new ones"):
+        prepare(config)
+
+
+def test_older_weights_are_refused_where_engines_get_fresh_ones_anyway(tmp_path: Path) -> None:
+    tables = {"weights": {"every": 2}, "cluster": {"offload": "always"}, "checkpoint": {"every": 4}}
+    config = evolve(make_config(**tables), run=RunConfig(dir=str(tmp_path / "run")))
+    with pytest.raises(ConfigError, match=r"^weights.every: 2, and engines that take turns in memory with the ranks"):
+        prepare(config)
+    prepare(evolve(config, cluster=evolve(config.cluster, offload="never")))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

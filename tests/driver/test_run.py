@@ -25,6 +25,7 @@ from corerl.plugin.observers import Observers
 from corerl.rollout.engine import Received
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources import Evaluation, Scored
+from corerl.trainer.assign import loss_of
 from corerl.trainer.group import GroupTrainResult
 from corerl.types import LossSpec, Metric, Output, ParallelLayout, SampleBatch, Step, UpdateResult
 from tests.driver.saved import make_config
@@ -98,11 +99,10 @@ LOSS = LossSpec(name="clipped", params={"kl_coef": 0.5})
 
 def role(name: str, group: Group | None = None, config: Config | None = None, **parts: Any) -> Role:
     config = config or make_config()
-    given = {"optimizer_step": 0, "rollout_steps": config.run.steps, **parts}
+    given = {"loss": LOSS, "optimizer_step": 0, "rollout_steps": config.run.steps, **parts}
     return Role(
         name=name,
         group=group or Group(),  # type: ignore[arg-type]  # the part of a TrainGroup that is used
-        loss=LOSS,
         train=config.train,
         aggregation="token-mean",
         max_tokens=7,
@@ -235,8 +235,11 @@ def test_a_coefficient_is_adapted_to_the_kl_that_was_found_and_used_for_the_loss
     assert stamped.kl == pytest.approx((1.5 + 1.75 + 1.875) / 3)
     assert stamped.metrics["train/kl_coef"] == 0.5
     assert run.kl_coef == pytest.approx(0.5 * (1 + 0.2 * 2 / 20))
-    run.optimize(stamped.samples)
-    assert actor.losses == [evolve(LOSS, params={"kl_coef": run.kl_coef})]
+    run.optimize(stamped)  # under the coefficient of this step; the adapted one is the next step's
+    assert actor.losses == [evolve(LOSS, params={"kl_coef": 0.5})]
+    run.kl_coef = 0.75
+    run.optimize(run.with_advantages(scored()))
+    assert actor.losses[1].params["kl_coef"] == 0.75
 
 
 def test_cut_off_samples_are_left_out_where_they_are_to_be_masked(make_run: Callable[..., Run]) -> None:
@@ -247,6 +250,30 @@ def test_cut_off_samples_are_left_out_where_they_are_to_be_masked(make_run: Call
     assert masked.columns["loss_mask"].tolist() == [False, True, False, False, False]
 
 
+def test_a_coefficient_that_is_taken_off_rewards_is_not_in_the_loss_too(make_run: Callable[..., Run]) -> None:
+    algorithm = {"kl_coef": 0.5, "kl_target": 0.1, "kl_in": "reward"}
+    actor, config = Group(), make_config(algorithm=algorithm)
+    run = make_run(config, roles={"actor": role("actor", actor, config, loss=loss_of("actor", config))})
+    run.optimize(run.with_advantages(scored()))
+    assert [loss.params["kl_coef"] for loss in actor.losses] == [0.0]
+
+
+def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]) -> None:
+    ears, actor = Ears(), Group()
+    run = make_run(make_config(algorithm={"overlong": "mask"}), actor=actor, observers=Observers([("ears", ears)]))
+    cut = batch().with_rows(truncated=np.array([True, True]))
+    stamped = run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=cut)))
+    assert run.optimize(stamped) == {} and actor.losses == []
+    assert told(ears) == ["step 0 is passed over: none of its samples has a loss token"]
+
+
+def test_a_stop_is_heeded_where_engines_have_new_weights(make_run: Callable[..., Run]) -> None:
+    run = make_run(make_config(weights={"every": 3}, checkpoint={"every": 0}), stop=Stop(True))
+    assert [step for run.rollout_step, step in enumerate(range(7)) if run.stopping] == [0, 3, 6]
+    run.stop = Stop(False)
+    assert not run.stopping
+
+
 # ---- optimizer steps -------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +281,7 @@ def test_each_role_takes_its_own_steps_and_results_come_in_their_order(make_run:
     config = make_config(train={"epochs": 3})
     roles = {"actor": role("actor", config=config), "critic": role("critic", config=config, optimizer_step=10)}
     run = make_run(config, roles=roles, rollout_step=4)
-    results = run.optimize(run.with_advantages(scored()).samples)
+    results = run.optimize(run.with_advantages(scored()))
     assert {name: [each.grad_norm for each in steps] for name, steps in results.items()} == {
         "actor": [0.0, 1.0, 2.0],
         "critic": [10.0, 11.0, 12.0],
@@ -266,10 +293,10 @@ def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) 
     actor, fleet = Group(), Group()
     roles = {"actor": role("actor", actor, first_step=2), "critic": role("critic")}
     run = make_run(make_config(), roles=roles, fleet=fleet)
-    samples = run.with_advantages(scored()).samples
+    stamped = run.with_advantages(scored())
     run.push_weights()
     for run.rollout_step in range(4):
-        trained = list(run.optimize(samples))
+        trained = list(run.optimize(stamped))
         assert trained == (["critic"] if run.rollout_step < 2 else ["actor", "critic"])
         run.push_weights()
     # Weights that no step has changed are not sent again.

@@ -1,4 +1,6 @@
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -6,7 +8,7 @@ from attrs import evolve
 
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
-from corerl.rollout.rewards import Reward, resolve_reward
+from corerl.rollout.rewards import Failure, Reward, resolve_reward
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
 
@@ -138,3 +140,28 @@ def test_a_reward_that_cannot_be_called_with_prompt_and_response_is_refused(
     mine.reward = function  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=text):
         resolve_reward("my_rewards:reward", {})
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("not even this")
+
+
+def unspeakable(prompt: Prompt, response: str) -> float:
+    raise Unspeakable
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "told"),
+    [
+        (lambda prompt, response: 10**400, "no-number", "wanted a finite number"),
+        (lambda prompt, response: 1e300, "no-number", "returned 1e+300, wanted a finite number"),
+        (unspeakable, "raised", "raised Unspeakable on prompt"),
+    ],
+)
+def test_what_float32_cannot_hold_and_errors_without_words_are_failures(
+    function: Callable[..., Any], kind: str, told: str
+) -> None:
+    outcome = Reward(name="mine:f", function=function).outcome(Prompt(index=3, text="a", answer="b"), "c")
+    assert isinstance(outcome, Failure)
+    assert outcome.kind == kind and told in outcome.message

@@ -8,7 +8,8 @@ import pytest
 from attrs import evolve
 
 from corerl.errors import CheckpointError, DataError
-from corerl.rollout.saved import SavedRollouts, read_rollout, write_rollout
+from corerl.rollout.postprocess import Postprocessed
+from corerl.rollout.saved import Kept, SavedRollouts, read_rollout, write_rollout
 from tests.rollout.scored import scored
 
 
@@ -91,3 +92,13 @@ def test_what_json_cannot_hold_in_a_row_is_kept_as_text(tmp_path: Path) -> None:
     prompt = evolve(given.rollout.prompts[0], fields={"where": Path("a/b")})
     given = evolve(given, rollout=evolve(given.rollout, prompts=(prompt, given.rollout.prompts[1])))
     assert read_rollout(write_rollout(tmp_path, given)).rollout.prompts[0].fields == {"where": "a/b"}
+
+
+def test_what_is_kept_is_what_came_before_anything_was_made_of_it(tmp_path: Path) -> None:
+    write(tmp_path / "given", 0, 1)
+    source = Kept(SavedRollouts(tmp_path / "given", steps=2, vocab_size=200), tmp_path / "kept")
+    halved = Postprocessed(source, lambda each: evolve(each, rewards=each.rewards / 2), "mine:halve")
+    assert [each.rewards[0] for each in halved] == [0.5, 0.5]
+    assert halved.position == {"rollout_step": 2, "files": 2}
+    again = SavedRollouts(tmp_path / "kept", steps=2, vocab_size=200)
+    assert [each.rewards[0] for each in again] == [1.0, 1.0]
