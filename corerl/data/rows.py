@@ -199,7 +199,7 @@ class RowPrompts(PromptSource):
             raise DataError(
                 f"{where}: no field {key!r}; it has: {', '.join(row) or 'none'}"
                 + (f"; did you mean {near[0]!r}?" if near else "")
-                + " Set data.prompt_key"
+                + "; set data.prompt_key"
             )
         value = row[key]
         if not isinstance(value, str | list) or not value:

@@ -38,7 +38,7 @@ from corerl.rollout.postprocess import Postprocessed
 from corerl.rollout.reward_pool import scorer
 from corerl.rollout.rewards import Scorer
 from corerl.rollout.sampler import Sampler
-from corerl.rollout.saved import Kept, SavedRollouts
+from corerl.rollout.saved import ROLLOUTS, Kept, SavedRollouts
 from corerl.rollout.service import EngineAssignment
 from corerl.rollout.sources import Refill, Source, Synchronous
 from corerl.trainer.assign import ACTOR, RolePlan, offloaded
@@ -92,7 +92,7 @@ def _launched(prepared: Prepared) -> Iterator[Run]:
     observers.emit(
         RunStarted(run_dir=str(prepared.run_dir), steps=config.run.steps, first_step=step, title=title(prepared))
     )
-    for text in notes(config):
+    for text in [*notes(config), *missing_answers(prepared)]:
         observers.emit(Notice(text=text))
     run: Run | None = None
     try:
@@ -214,7 +214,7 @@ def _start(
     )
     if fleet is not None:
         fleet.on_replaced = run.bring_weights
-    observers.emit(PhaseStarted(name="sending the first weights", step=step))
+        observers.emit(PhaseStarted(name="sending the first weights", step=step))
     return run
 
 
@@ -255,7 +255,7 @@ def make_source(prepared: Prepared, sampler: Sampler | None, reward: Scorer) -> 
             refill=Refill(useful=spread, attempts=attempts) if attempts else None,
         )
     if config.rollout.save or config.run.mode == "rollout-only":
-        source = Kept(source, prepared.run_dir / "rollouts")
+        source = Kept(source, prepared.run_dir / ROLLOUTS)
     if prepared.postprocess is not None:
         source = Postprocessed(source, prepared.postprocess, config.rollout.postprocess)
     return source
@@ -299,6 +299,17 @@ def make_role(plan: RolePlan, config: Config, group: TrainGroup, init: InitResul
         rollout_steps=config.run.steps,
         optimizer_step=init.optimizer_step,
     )
+
+
+def missing_answers(prepared: Prepared, looked_at: int = 100) -> list[str]:
+    """One line where the first prompts have no answers: rewards that compare with one would be 0 without a word."""
+    config, prompts = prepared.config, prepared.prompts
+    found = [prompts.prompt(index) for index in prompts.train[:looked_at].tolist()]
+    if not config.run.samples or any(prompt.answer for prompt in found):
+        return []
+    has = ", ".join(found[0].fields) or "nothing"
+    line = f"data.answer_key: none of the first {len(found)} prompts has an answer under {config.data.answer_key!r}"
+    return [f"{line}; the first one has: {has}"]
 
 
 def process_environment(prepared: Prepared) -> dict[str, str]:

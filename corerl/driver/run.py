@@ -305,7 +305,7 @@ class Run:
             self.tell(
                 Notice(
                     text=f"every sample of the last {CONSTANT_STEPS} steps had the reward {rewards[0]:g}: nothing is "
-                    "learned from that; look at reward.name, and at what is sampled"
+                    "learned from that; look at reward.name, data.answer_key, and what is sampled"
                 )
             )
 

@@ -20,6 +20,7 @@ from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources import Scored, Source
 from corerl.types import Array, SampleBatch
 
+ROLLOUTS = "rollouts"  # in a run's directory
 NAME = re.compile(r"step-(\d{8})\.npz")
 
 
@@ -111,8 +112,10 @@ def _under(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def saved_rollouts(directory: str | Path) -> list[Path]:
-    """The rollout batches in `directory`, in the order of their steps. Raises DataError where there are none."""
+    """The rollout batches in `directory`, or of the run whose directory it is, in the order of their steps. Raises
+    DataError where there are none."""
     path = Path(directory)
+    path = path / ROLLOUTS if (path / ROLLOUTS).is_dir() else path
     found = sorted(file for file in path.iterdir() if NAME.fullmatch(file.name)) if path.is_dir() else []
     if not found:
         raise DataError(

@@ -220,6 +220,8 @@ def evaluate(
     matched = exact_share(rollout)
     if matched is not None:
         metrics["eval/exact_match"] = matched
+    if scores.failures:
+        metrics["eval/failed"] = float(sum(scores.failures.values()))
     sources = np.array([prompt.source for prompt in prompts])
     for name in dict.fromkeys(prompt.source for prompt in prompts if prompt.source):
         metrics[f"eval/{name}/reward"] = float(rewards[sources == name].mean(dtype=np.float64))

@@ -13,7 +13,7 @@ from corerl import hookimpl
 from corerl.cluster.group import Pending
 from corerl.cluster.process import Outcome
 from corerl.driver import launch as driver
-from corerl.driver.launch import environment_of, launch, make_fleet, process_environment, tell_of
+from corerl.driver.launch import environment_of, launch, make_fleet, missing_answers, process_environment, tell_of
 from corerl.driver.prepare import Prepared, prepare
 from corerl.errors import ConfigError, DataError, SaveFailed, WorkerDied
 from corerl.plugin.events import Event, Notice, Span, Worked
@@ -59,6 +59,16 @@ def test_what_the_user_gives_is_what_processes_have(prepared: Prepared) -> None:
     assert (found["OMP_NUM_THREADS"], found["NCCL_DEBUG"], found["HF_HUB_OFFLINE"]) == ("4", "INFO", "1")
     with pytest.raises(ConfigError, match="OMP_NUM_THREADS: cluster.environment wants '4', plain wants '1'"):
         environment_of(own, "plain", {"OMP_NUM_THREADS": "1"})
+
+
+def test_prompts_without_answers_are_told_with_what_they_have(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n}>", "target": "{n}"}}\n' for n in range(30)))
+    config = make_config(data={"source": str(rows), "held_out": 2}, run={"dir": str(tmp_path / "run")})
+    assert missing_answers(prepare(config)) == [
+        "data.answer_key: none of the first 28 prompts has an answer under 'answer'; the first one has: prompt, target"
+    ]
+    assert missing_answers(prepare(evolve(config, data=evolve(config.data, answer_key="target")))) == []
 
 
 def test_nothing_is_written_for_a_run_that_cannot_be(tmp_path: Path) -> None:

@@ -316,7 +316,7 @@ def test_a_reward_that_never_differs_is_told_once_until_it_does(make_run: Callab
     same = evolve(scored(), rewards=np.array([0.25, 0.25], np.float32))
     line = (
         "every sample of the last 3 steps had the reward 0.25: nothing is learned from that; "
-        "look at reward.name, and at what is sampled"
+        "look at reward.name, data.answer_key, and what is sampled"
     )
     for expected in (0, 0, 1, 1):
         run.report(same, None, {})

@@ -135,7 +135,7 @@ def test_a_run_directory_that_cannot_be_written_is_one_line(refused: Callable[..
         ('{"prompt": "1"}\n\n["prompt"]\n', "data.jsonl:3: got a list, wanted a JSON object with the field 'prompt'"),
         (
             '{"prompt": "1"}\n{"promt": "2"}\n',
-            "data.jsonl:2: no field 'prompt'; it has: promt; did you mean 'promt'? Set data.prompt_key",
+            "data.jsonl:2: no field 'prompt'; it has: promt; did you mean 'promt'?; set data.prompt_key",
         ),
         (
             '{"prompt": "1"}\n{"prompt": "2"}\n',

@@ -102,3 +102,8 @@ def test_what_is_kept_is_what_came_before_anything_was_made_of_it(tmp_path: Path
     assert halved.position == {"rollout_step": 2, "files": 2}
     again = SavedRollouts(tmp_path / "kept", steps=2, vocab_size=200)
     assert [each.rewards[0] for each in again] == [1.0, 1.0]
+
+
+def test_a_runs_directory_stands_for_the_rollouts_in_it(tmp_path: Path) -> None:
+    write(tmp_path / "run/rollouts", 0, 1)
+    assert [each.step for each in SavedRollouts(tmp_path / "run", steps=2, vocab_size=200)] == [0, 1]
