@@ -134,8 +134,6 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     if problems.none_in("model.path", "model.tokenizer"):
         with problems.stage("rollout.stop"):
             params = sampling_params(config.rollout, tokenizer)
-    config = _with_absolute_paths(config)
-
     with problems.stage("data", path="data.source"):
         prompts = load_prompts(config.data, seed=config.run.seed)
         if problems.none_in("model.path", "model.tokenizer"):
@@ -149,6 +147,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     if config.rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
             SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=0)  # raises where there are too few
+    config = _with_absolute_paths(config)  # after what names files as the user does
     with problems.stage("weights.transport", path="weights.transport"):
         require_transport(config.weights.transport)
 
