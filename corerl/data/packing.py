@@ -59,12 +59,14 @@ class LazyMicroBatches:
         starts = self.batch.offsets[samples]
         # Slice by slice: an index for every token would be as much memory again, and take several times as long.
         spans = list(zip(starts.tolist(), (starts + lengths).tolist(), (padded - lengths).tolist(), strict=True))
-        padding = int(padded.max(initial=0))
 
         def place(values: Array) -> Array:
-            zeros = np.zeros((padding, *values.shape[1:]), dtype=values.dtype)
-            parts = [part for start, end, pad in spans for part in (values[start:end], zeros[:pad])[: 1 + (pad > 0)]]
-            return np.concatenate(parts) if parts else zeros
+            parts: list[Array] = []
+            for start, end, padding in spans:
+                parts.append(values[start:end])
+                if padding:
+                    parts.append(np.zeros((padding, *values.shape[1:]), dtype=values.dtype))
+            return np.concatenate(parts)
 
         columns: dict[str, Array] = {name: place(self.batch.columns[name]) for name in self.columns}
         mask = place(self.batch.columns["loss_mask"]) & (not filler)
