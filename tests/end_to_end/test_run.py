@@ -97,7 +97,7 @@ def test_what_is_printed_to_a_file_has_no_control_codes_and_ends_with_what_is_wh
     assert uninterrupted.err == ""
     assert [character for character in out if not character.isprintable() and character != "\n"] == []
     lines = out.splitlines()
-    assert lines[0] == "grpo on sort-digits: qwen3 from scratch, 2 fsdp ranks, 1 transformers engines, cpu"
+    assert lines[0] == "grpo on sort-digits: qwen3 from scratch, 2 fsdp ranks, 1 transformers engine, cpu"
     assert any(re.fullmatch(r"finished after 6 of 6 steps, .*", line) for line in lines)
     answers = held_out_answers(run_dir, 6)
     assert len(answers) == 3
