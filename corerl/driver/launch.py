@@ -209,7 +209,9 @@ def _start(
         offloaded=offloaded(config, prepared.device),
         rollout_step=step,
         weights_version=inits[ACTOR].weights_version,
-        kl_coef=state["kl_coef"] if state and config.algorithm.kl_target else config.algorithm.kl_coef,
+        kl_coef=state.get("kl_coef", config.algorithm.kl_coef)
+        if config.algorithm.kl_target
+        else config.algorithm.kl_coef,
         before=answers_in(state),
     )
     if fleet is not None:
