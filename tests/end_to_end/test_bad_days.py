@@ -148,7 +148,7 @@ def test_a_second_run_in_one_directory_is_refused_and_a_killed_one_leaves_it_fre
         assert notes == [
             (
                 "note: every sample of the last 3 steps had the reward 0.25: nothing is learned from that; "
-                "look at reward.name, and at what is sampled"
+                "look at reward.name, data.answer_key, and what is sampled"
             )
         ]
         before = content(run_dir)
