@@ -195,7 +195,7 @@ class Backend(BackendBase, ABC):
         buffer: torch.Tensor | None = None
         if sends:  # one for all buckets: new memory costs more than what is written to it
             largest = max(bucket.numel for bucket in self.manifest.buckets)
-            buffer = torch.empty(largest, dtype=getattr(torch, self.manifest.dtype), device=self.device)
+            buffer = self._gather_plan.memory("bucket", largest, getattr(torch, self.manifest.dtype), self.device)
         for bucket in self.manifest.buckets:
             out = None if buffer is None else buffer[: bucket.numel]
             with self.span("gather"):

@@ -17,8 +17,8 @@ from corerl.weights.manifest import Bucket
 Shape: TypeAlias = tuple[int, ...]
 Row: TypeAlias = tuple[str, Shape, Box]  # one box that a rank sends
 
-# A bucket whose boxes are so unevenly spread that equal shares would take more than this many buckets of memory at the
-# receiver (pipeline stages: one rank holds all of it) goes point to point, without padding.
+# Where all ranks receive, a bucket whose boxes are so unevenly spread that equal shares would take more than this many
+# buckets of memory (pipeline stages: one rank holds all of it) goes by broadcasts, without padding.
 PADDED_BUCKETS = 2
 
 
@@ -50,7 +50,7 @@ class Layout:
 
 @define
 class GatherPlan:
-    """Made once, collectively; `gather` is then one collective a bucket, and holds about two buckets beside `out`."""
+    """Made once, collectively; `gather` then holds about two buckets beside `out`."""
 
     shapes: list[tuple[str, Shape]]  # every HF tensor, in the same order on all ranks: first appearance, rank by rank
     _rows: list[list[Row]]  # by rank
@@ -110,29 +110,27 @@ class GatherPlan:
         elif out is None:
             out = torch.empty(bucket.numel, dtype=dtype, device=device)
         with torch.no_grad():
-            if len(self._rows) == 1:
-                assert out is not None  # the only rank always receives
-                for piece, position in zip(layout.pieces[0], layout.local, strict=True):
-                    piece.place(chunks[position].view, out)
-                return out
-            exchange = self._padded if self._fits_padded(layout, bucket) else self._point_to_point
-            shares = exchange(layout, chunks, root, dtype, device)
+            if root is None and len(self._rows) > 1:
+                shares = self._to_all(layout, bucket, chunks, dtype, device)
+            else:
+                shares = self._to_root(layout, chunks, self._rank if root is None else root, dtype, device)
             if out is not None:
                 for pieces, share in zip(layout.pieces, shares, strict=True):
-                    for piece in pieces:
-                        piece.place(share[piece.start : piece.stop].view(piece.sizes), out)
+                    for piece, values in zip(pieces, share, strict=True):
+                        piece.place(values, out)
         return out
 
-    def release(self) -> None:
-        """Give back what was kept for a next bucket."""
-        self._kept.clear()
-
-    def _memory(self, use: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """[numel] for this use until the next bucket; what is in it is left over."""
+    def memory(self, use: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """[numel] for this use until it is asked for again; what is in it is left over."""
         kept = self._kept.get(use)
         if kept is None or kept.numel() < numel or (kept.dtype, kept.device) != (dtype, device):
             kept = self._kept[use] = torch.empty(numel, dtype=dtype, device=device)
         return kept[:numel]
+
+    def release(self) -> None:
+        """Give back a device's memory that was kept for a next bucket. The host's stays for the next update: the first
+        touch of its pages costs several times what is written to them."""
+        self._kept = {use: kept for use, kept in self._kept.items() if kept.device.type == "cpu"}
 
     def _layout(self, bucket: Bucket) -> Layout:
         pieces: list[list[Piece]] = [[] for _ in self._rows]
@@ -150,57 +148,66 @@ class GatherPlan:
                     local.append(self._sent[index])
         return Layout(pieces, lengths, local)
 
-    def _fits_padded(self, layout: Layout, bucket: Bucket) -> bool:
-        return max(layout.lengths) * len(layout.lengths) <= PADDED_BUCKETS * bucket.numel
+    def _own(self, layout: Layout, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
+        return [chunks[position].view for position in layout.local]
 
-    def _share(
+    def _packed(
         self, layout: Layout, chunks: Sequence[Chunk], numel: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """This rank's boxes end to end, cast before they travel; [numel], of which the tail may be padding."""
-        share = self._memory("share", numel, dtype, device)
-        for piece, position in zip(layout.pieces[self._rank], layout.local, strict=True):
-            share[piece.start : piece.stop].view(piece.sizes).copy_(chunks[position].view)
+        share = self.memory("share", numel, dtype, device)
+        for piece, values in zip(layout.pieces[self._rank], self._own(layout, chunks), strict=True):
+            share[piece.start : piece.stop].view(piece.sizes).copy_(values)
         return share
 
-    def _padded(
-        self, layout: Layout, chunks: Sequence[Chunk], root: int | None, dtype: torch.dtype, device: torch.device
-    ) -> list[torch.Tensor]:
-        """All ranks' shares, each padded to the longest, by one gather or all-gather."""
-        longest, world = max(layout.lengths), len(layout.lengths)
-        share = self._share(layout, chunks, longest, dtype, device)
-        if root is not None and root != self._rank:
-            dist.gather(share, None, group=self._group, group_dst=root)
+    def _to_root(
+        self, layout: Layout, chunks: Sequence[Chunk], root: int, dtype: torch.dtype, device: torch.device
+    ) -> list[list[torch.Tensor]]:
+        """All ranks' pieces, on `root`: its own as they are, the others' shares each of its own length."""
+        if root != self._rank:
+            if length := layout.lengths[self._rank]:
+                share = self._packed(layout, chunks, length, dtype, device)
+                _wait([dist.P2POp(dist.isend, share, group=self._group, group_peer=root)])
             return []
-        received = self._memory("received", world * longest, dtype, device)
-        if root is None:
+        others = {
+            rank: self.memory(f"from {rank}", length, dtype, device)
+            for rank, length in enumerate(layout.lengths)
+            if length and rank != root
+        }
+        _wait([dist.P2POp(dist.irecv, share, group=self._group, group_peer=rank) for rank, share in others.items()])
+        return [
+            self._own(layout, chunks) if rank == root else _cut(pieces, others[rank]) if pieces else []
+            for rank, pieces in enumerate(layout.pieces)
+        ]
+
+    def _to_all(
+        self, layout: Layout, bucket: Bucket, chunks: Sequence[Chunk], dtype: torch.dtype, device: torch.device
+    ) -> list[list[torch.Tensor]]:
+        """All ranks' pieces, on every rank: by one all-gather of shares padded to the longest, or by broadcasts."""
+        longest, world = max(layout.lengths), len(layout.lengths)
+        if longest * world <= PADDED_BUCKETS * bucket.numel:
+            share = self._packed(layout, chunks, longest, dtype, device)
+            received = self.memory("received", world * longest, dtype, device)
             # torch 2.13 deprecates all_gather_into_tensor for a name that 2.11 does not have yet.
             all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             all_gather(received, share, group=self._group)
+            shares = list(received.split(longest))
         else:
-            dist.gather(share, list(received.split(longest)), group=self._group, group_dst=root)
-        return list(received.split(longest))
+            shares = [
+                self._packed(layout, chunks, length, dtype, device)
+                if rank == self._rank
+                else self.memory(f"from {rank}", length, dtype, device)
+                for rank, length in enumerate(layout.lengths)
+            ]
+            for rank, share in enumerate(shares):
+                if share.numel():
+                    dist.broadcast(share, group=self._group, group_src=rank)
+        return [_cut(pieces, share) for pieces, share in zip(layout.pieces, shares, strict=True)]
 
-    def _point_to_point(
-        self, layout: Layout, chunks: Sequence[Chunk], root: int | None, dtype: torch.dtype, device: torch.device
-    ) -> list[torch.Tensor]:
-        """All ranks' shares, each of its own length; ranks without a share are left alone."""
-        mine = self._share(layout, chunks, layout.lengths[self._rank], dtype, device)
-        if root is not None and root != self._rank:
-            if mine.numel():
-                _wait([dist.P2POp(dist.isend, mine, group=self._group, group_peer=root)])
-            return []
-        shares = [
-            mine if rank == self._rank else self._memory(f"from {rank}", length, dtype, device)
-            for rank, length in enumerate(layout.lengths)
-        ]
-        filled = [rank for rank, share in enumerate(shares) if share.numel()]
-        if root is None:
-            for rank in filled:
-                dist.broadcast(shares[rank], group=self._group, group_src=rank)
-        else:
-            others = [rank for rank in filled if rank != root]
-            _wait([dist.P2POp(dist.irecv, shares[rank], group=self._group, group_peer=rank) for rank in others])
-        return shares
+
+def _cut(pieces: Sequence[Piece], share: torch.Tensor) -> list[torch.Tensor]:
+    """The boxes, each [piece.sizes], of which a share is made."""
+    return [share[piece.start : piece.stop].view(piece.sizes) for piece in pieces]
 
 
 def _wait(operations: list[dist.P2POp]) -> None:

@@ -61,7 +61,7 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Yield each bucket in order, its checksum verified.
+        """Yield each bucket in order, its checksum verified; its memory is used again for the next one.
 
         Raises WeightUpdateError where a bucket's checksum does not fit, or it does not arrive in time.
         """

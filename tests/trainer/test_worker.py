@@ -272,7 +272,7 @@ def receive(address: Address, manifest: Manifest, version: int) -> dict[str, tor
     """As an engine does."""
     receiver = open_receiver(address, index=0)
     tensors = {
-        name: tensor
+        name: tensor.clone()
         for bucket, flat in receiver.buckets(manifest, version)
         for name, tensor in bucket.views(flat).items()
     }

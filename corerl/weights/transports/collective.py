@@ -186,7 +186,7 @@ class CollectiveReceiver(WeightReceiver):
         self._asked: int | None = None  # version that this engine asked to take part in
         self._joined: int | None = None  # version that it does take part in
         self._rest: Iterator[Bucket] = iter(())  # that the sender will still broadcast
-        self._dtype = torch.float32
+        self._buffer = torch.empty(0)  # for every bucket: new memory costs more than what is written to it
 
     def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
         try:
@@ -195,7 +195,10 @@ class CollectiveReceiver(WeightReceiver):
             raise
         except Exception as error:
             raise WeightUpdateError(f"cannot join the update to version {version}: {_first_line(error)}") from error
-        self._dtype = getattr(torch, manifest.dtype)
+        largest = max(bucket.numel for bucket in manifest.buckets)
+        dtype, device = getattr(torch, manifest.dtype), self._address.device
+        if self._buffer.numel() < largest or self._buffer.dtype != dtype:
+            self._buffer = torch.empty(largest, dtype=dtype, device=device)
         self._rest = iter(manifest.buckets)
         for bucket in self._rest:
             flat, sent = self._receive(bucket, version)
@@ -220,6 +223,8 @@ class CollectiveReceiver(WeightReceiver):
                 self._receive(bucket, version)
         except WeightUpdateError as failure:
             error = error or failure.message
+        if self._buffer.device.type != "cpu":  # whoever sleeps on this device needs it
+            self._buffer = torch.empty(0)
         self._tell(f"{version}/done/{self._index}", error)
 
     def close(self) -> None:
@@ -268,7 +273,7 @@ class CollectiveReceiver(WeightReceiver):
 
     def _receive(self, bucket: Bucket, version: int) -> tuple[torch.Tensor, int]:
         """One bucket [bucket.numel] and the checksum it was sent with."""
-        flat = torch.empty(bucket.numel, dtype=self._dtype, device=self._address.device)
+        flat = self._buffer[: bucket.numel]
         digest = torch.empty(1, dtype=torch.int64, device=self._address.device)
         try:
             if self._group is None:

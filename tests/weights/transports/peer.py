@@ -48,7 +48,7 @@ def main() -> None:
                     raise WeightUpdateError("this engine cannot load it")
                 if order["act"] == "die":
                     os._exit(1)
-                fresh |= bucket.views(flat)
+                fresh |= {name: tensor.clone() for name, tensor in bucket.views(flat).items()}
             loaded, version = fresh, order["version"]
         except WeightUpdateError as failure:
             error = failure.message
