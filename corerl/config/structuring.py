@@ -244,9 +244,20 @@ def _missing(field: attrs.Attribute[Any], keys: Keys) -> Iterator[Problem]:
 def _unknown(error: ForbiddenExtraKeysError, keys: Keys) -> Iterator[Problem]:
     known = list(class_fields(error.cl))
     for key in sorted(error.extra_fields):
-        near = difflib.get_close_matches(key, known, n=1)
+        near = difflib.get_close_matches(key, known, n=1) or _deeper(error.cl, key)
         advice = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
         yield Problem((*keys, key), f"unknown key; {advice}")
+
+
+def _deeper(cls: type, key: str) -> list[str]:
+    """Where `key` stands in a table of `cls`, dotted."""
+    found = []
+    for name, field in class_fields(cls).items():
+        kind: Any = field.type
+        if attrs.has(kind):
+            found += [f"{name}.{key}"] if key in class_fields(kind) else []
+            found += [f"{name}.{path}" for path in _deeper(kind, key)]
+    return found
 
 
 def _text(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,19 @@ class History:
     def last(self, name: str) -> float | None:
         values = self._values.get(name)
         return values[-1] if values else None
+
+    def ends(self, names: Iterable[str]) -> tuple[list[str], dict[str, list[float | None]]]:
+        """What a summary shows of those of `names` that were heard: headings, and under them first and last value.
+
+        Nothing was learned between a value and itself: the last one is None where there is only one, and its column is
+        left out where that is so for all.
+        """
+        heard = {name: self._values[name] for name in names if name in self._values}
+        if all(len(values) == 1 for values in heard.values()):
+            return [""], {name: [values[0]] for name, values in heard.items()}
+        return ["start", "end"], {
+            name: [values[0], values[-1] if len(values) > 1 else None] for name, values in heard.items()
+        }
 
     def recent(self, name: str, steps: int) -> float:
         """Sum over the last `steps` steps of all that was heard, divided by them: what one step takes on average."""

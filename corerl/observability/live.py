@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import Lock
 
 from rich import box
@@ -16,7 +17,7 @@ from corerl.observability.braille import Line, draw
 from corerl.observability.history import phases
 from corerl.observability.story import NUMBERS, Story
 from corerl.observability.text import duration, number, printable
-from corerl.plugin.events import Event, Notice, RunFinished
+from corerl.plugin.events import Event, Notice, RunFinished, Shown
 
 REWARD, EXACT = "cyan", "magenta"
 
@@ -74,7 +75,7 @@ class LiveView:
             width = self._console.width
             parts += [Text(), _numbers(story), Text(), _pictures(story, width)]
             if story.shown:
-                parts += [Text(), _answers(story)]
+                parts += [Text(), _answers(story.shown[:3], story.shown_at)]
             return Group(*parts)
 
     def _progress(self) -> RenderableType:
@@ -154,30 +155,32 @@ def _phases(story: Story, width: int) -> RenderableType:
     return text
 
 
-def _answers(story: Story) -> RenderableType:
-    table = _table("prompt", "response", "expected", title=story.shown_at)
+def _answers(shown: Sequence[Shown], title: str) -> RenderableType:
+    table = _table("prompt", "response", "expected", title=title)
     table.add_column("reward", justify="right", no_wrap=True)
-    for answer in story.shown[:3]:
+    for answer in shown:
         table.add_row(_cell(answer.prompt), _cell(answer.response), _cell(answer.answer), number(answer.reward))
     return table
 
 
 def summary(story: Story, event: RunFinished) -> RenderableType:
-    """Start and end values, the same prompts before and after training, and where everything is."""
+    """First and last values, the same prompts before and after training, and where everything is."""
     colour = "green" if event.reason == "finished" else "red"
     outcome = f"{event.reason} after {event.steps_done} of {story.steps} steps, {duration(event.seconds)}"
     parts: list[RenderableType] = [Text(), Text(outcome, style=f"bold {colour}"), Text()]
     values = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     values.add_column("")
-    for heading in ("start", "end"):
+    headings, ends = story.history.ends(NUMBERS.values())
+    for heading in headings:
         values.add_column(heading, justify="right")
     for label, metric in NUMBERS.items():
-        ends = story.history.first(metric), story.history.last(metric)
-        if None not in ends:
-            values.add_row(label, *(number(value, metric) for value in ends))
+        if metric in ends:
+            values.add_row(label, *(number(value, metric) for value in ends[metric]))
     if values.row_count:
         parts.append(values)
-    if event.before and event.after:
+    if event.before and event.before == event.after:
+        parts += [_answers(event.after, ""), Text()]
+    elif event.before and event.after:
         answers = _table("prompt", "expected", "before", "after", title="")
         answers.add_column("reward", justify="right", no_wrap=True)
         for before, after in zip(event.before, event.after, strict=True):

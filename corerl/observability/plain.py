@@ -89,17 +89,26 @@ class PlainView:
 
 
 def summary(story: Story, event: RunFinished) -> Iterator[str]:
-    """Start and end values, the same prompts before and after training, and where everything is."""
+    """First and last values, the same prompts before and after training, and where everything is."""
     yield ""
     yield f"{event.reason} after {event.steps_done} of {story.steps} steps, {duration(event.seconds)}"
-    heard = {label: metric for label, metric in NUMBERS.items() if story.history.first(metric) is not None}
-    if heard:
+    headings, ends = story.history.ends(NUMBERS.values())
+    if ends:
         yield ""
-        yield f"{'':22}{'start':>10}{'end':>10}"
-        for label, metric in heard.items():
-            first, last = (number(value, metric) for value in (story.history.first(metric), story.history.last(metric)))
-            yield f"{label:22}{first:>10}{last:>10}"
-    if event.before and event.after:
+        if len(headings) > 1:
+            yield f"{'':22}" + "".join(f"{heading:>10}" for heading in headings)
+        for label, metric in NUMBERS.items():
+            if metric in ends:
+                yield f"{label:22}" + "".join(f"{number(value, metric):>10}" for value in ends[metric])
+    if event.before and event.before == event.after:
+        yield ""
+        yield f"{'prompt':18}  {'expected':12}  {'answer':>13}  {'reward':>7}"
+        for answer in event.after:
+            yield (
+                f"{shorten(answer.prompt, 18):18}  {shorten(answer.answer, 12):12}"
+                f"  {shorten(answer.response, 13):>13}  {number(answer.reward):>7}"
+            )
+    elif event.before and event.after:
         yield ""
         yield f"{'prompt':18}  {'expected':12}  {'before':>13}  {'after':>13}  {'reward':>14}"
         for before, after in zip(event.before, event.after, strict=True):

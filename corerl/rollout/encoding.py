@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+LOOKED_AT = 64  # prompts of each source, before a run starts
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
     """[P] the tokens of each prompt, up to where the response begins.
 
@@ -47,11 +50,19 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
 
 
 def require_encodable(source: PromptSource, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ModelError where prompts are chats and the tokenizer has no template, DataError where that refuses the
-    first prompt of a share."""
+    """Raises ModelError where prompts are chats and the tokenizer has no template, DataError where that refuses one of
+    the first prompts of a share, or where the tokenizer does not know all of its characters."""
     if source.chat and not tokenizer.chat_template:
         raise ModelError(
             "data: there are chat prompts, and the tokenizer has no chat template; take the tokenizer of a chat model "
             "(model.tokenizer), or prompts that are texts, with data.chat=false"
         )
-    encode(tokenizer, [source.prompt(int(share.train[0])) for share in source.shares])
+    for share in source.shares:
+        prompts = [source.prompt(int(index)) for index in share.train[:LOOKED_AT]]
+        for prompt, ids in zip(prompts, encode(tokenizer, prompts), strict=True):
+            if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+                raise DataError(
+                    f"prompt {prompt.index} ({prompt.text!r}) has characters that the tokenizer does not know: the "
+                    f"model would see {tokenizer.decode(ids)!r}; take another tokenizer (model.tokenizer), or name "
+                    "all of the prompts' characters in 'characters:...'"
+                )

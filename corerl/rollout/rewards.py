@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import numbers
+import os
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -130,10 +132,12 @@ def _finite(value: Any) -> bool:
 
 
 def _told(error: BaseException) -> str:
+    where = traceback.extract_tb(error.__traceback__)[1:]  # the first line is the call here
+    place = f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
     try:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}{place}"
     except Exception:  # its own text cannot be made
-        return type(error).__name__
+        return type(error).__name__ + place
 
 
 def _short(text: str, limit: int = 80) -> str:

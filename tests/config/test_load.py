@@ -112,6 +112,8 @@ def test_the_last_override_of_a_value_counts_and_its_neighbours_stay(tmp_path: P
         ),
         ("[trian]", "trian: unknown key; did you mean 'train'?"),
         ("[train]\nminibatches = 2", "train.minibatches: unknown key; did you mean 'mini_batches'?"),
+        ("[train]\nlr = 1e-3", "train.lr: unknown key; did you mean 'optimizer.lr'?"),
+        ("temperature = 0.7", "temperature: unknown key; did you mean 'rollout.temperature'?"),
         ("run = 3", "run: expected table, got integer 3"),
         ("[run]\nsteps = '10'", "run.steps: expected integer, got string '10'; leave out the quotes"),
         ("[run]\nsteps = 1.9", "run.steps: expected integer, got number 1.9"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -239,6 +241,23 @@ def test_ray_that_cannot_start_is_one_line(earlier: Path, tmp_path: Path, monkey
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file"))
     line = go_on(earlier, 1)
     assert line.startswith(f"cannot start Ray on this machine: [Errno 20] Not a directory: '{tmp_path}/file/ray'; ")
+
+
+def test_ports_that_others_have_taken_do_not_matter(tmp_path: Path) -> None:
+    # Ray's of its server, clients, dashboard and agents; and torch's.
+    with contextlib.ExitStack() as stack:
+        for port in (6379, 10001, 8265, 52365, 29400, 29500, 29501):
+            taken = stack.enter_context(socket.socket())
+            try:
+                taken.bind(("", port))
+            except OSError:
+                continue  # somebody else has it: taken all the same
+            taken.listen()
+        options = [f"run.dir={tmp_path}/run", "run.steps=2", "eval.every=0"]
+        with Command("train", write_small(tmp_path), *options, logs=tmp_path) as command:
+            assert command.finish() == 0, command.err
+            command.assert_nothing_is_left()
+    assert steps_done(tmp_path / "run") == 2
 
 
 def test_an_address_where_nobody_listens_is_one_line(earlier: Path) -> None:

@@ -4,8 +4,8 @@ import io
 
 from corerl.observability.plain import PlainView
 from corerl.observability.story import Story
-from corerl.plugin.events import Event, StepFinished
-from tests.observability.run import Clock, started, steps, whole
+from corerl.plugin.events import Event, RunFinished, StepFinished
+from tests.observability.run import Clock, evaluated, metrics, shown, started, steps, whole
 
 
 def lines(events: list[Event], *, every: int) -> list[str]:
@@ -61,6 +61,33 @@ def test_a_resumed_run_says_so_and_prints_its_first_step() -> None:
     assert printed[2] == "resumed after step 1 of 4"
     assert printed[-1].split()[:2] == ["2/4", "0.300"]
     assert printed[-1].split()[-1] == "0:06"  # two steps at three seconds, as time/step says
+
+
+def finished(*events: Event) -> list[str]:
+    """What stands below the line that says how the run ended, of a run that ends after these events."""
+    answers = shown("9", 0.0)
+    end = RunFinished(reason="interrupted", steps_done=1, seconds=5.0, before=answers, after=answers)
+    printed = lines([started("runs/small"), *events, end], every=100)
+    return printed[printed.index("interrupted after 1 of 4 steps, 0:05") + 2 :]
+
+
+def test_a_metric_that_was_heard_once_has_no_end() -> None:
+    told = finished(evaluated(0), StepFinished(step=0, metrics=metrics(0)), StepFinished(step=1, metrics=metrics(1)))
+    assert told[:3] == [
+        "                           start       end",
+        "reward                     0.100     0.300",
+        "held-out reward            0.000         -",
+    ]
+
+
+def test_a_single_evaluation_is_shown_as_such() -> None:
+    assert finished(evaluated(2)) == [
+        "held-out reward            0.500",
+        "held-out exact match       0.250",
+        "",
+        "prompt              expected             answer   reward",
+        "35018>              01358                     9    0.000",
+    ]
 
 
 def test_no_line_is_wider_than_eighty_characters() -> None:

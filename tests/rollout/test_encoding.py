@@ -86,3 +86,10 @@ def test_chats_want_a_template_before_anything_is_started() -> None:
         require_encodable(ChatPrompts(texts, system=""), without)
     with pytest.raises(DataError, match="refuses its messages"):
         require_encodable(ChatPrompts(texts, system="Be brief."), tokenizer())
+
+
+def test_characters_that_the_tokenizer_lacks_are_told_before_anything_is_started() -> None:
+    texts = SortDigits(held_out=1, seed=0)
+    require_encodable(texts, load_tokenizer(tokenizer="characters:0123456789>", path=""))
+    with pytest.raises(DataError, match=r"prompt \d+ \('\d+>'\) has characters .*does not know: .*<unk>.*'characters:"):
+        require_encodable(texts, load_tokenizer(tokenizer="characters:0123456789", path=""))

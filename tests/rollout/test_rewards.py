@@ -79,7 +79,8 @@ def test_a_reward_that_fails_on_every_sample_is_an_error_that_names_the_first() 
         raise ValueError("no\nway")
 
     with pytest.raises(
-        RewardError, match=r"^reward 'mine' raised ValueError: no way on .* 'a'; and fails on all 2 sam"
+        RewardError,
+        match=r"^reward 'mine' raised ValueError: no way \(test_rewards.py:\d+\) on .* 'a'; and fails on all 2 sam",
     ):
         Reward(name="mine", function=broken).score(rollout(["a", "b"], [0, 0], (SORT,)))
 
@@ -156,7 +157,7 @@ def unspeakable(prompt: Prompt, response: str) -> float:
     [
         (lambda prompt, response: 10**400, "no-number", "wanted a finite number"),
         (lambda prompt, response: 1e300, "no-number", "returned 1e+300, wanted a finite number"),
-        (unspeakable, "raised", "raised Unspeakable on prompt"),
+        (unspeakable, "raised", "raised Unspeakable (test_rewards.py:"),
     ],
 )
 def test_what_float32_cannot_hold_and_errors_without_words_are_failures(
