@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from attrs import evolve
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from corerl.data.prompts import Prompt
@@ -46,3 +47,12 @@ def fill_store(scored: Any) -> Any:
         except (ObjectStoreFullError, OutOfDiskError):
             size //= 8
     return scored
+
+
+def spoil_a_logprob(scored: Any) -> Any:
+    """As an engine might: one token of sample 5 has a log-prob that is no number."""
+    batch = scored.rollout.batch
+    logprobs = batch.columns["rollout_logprobs"].copy()
+    own = np.arange(batch.offsets[5], batch.offsets[6])
+    logprobs[own[batch.columns["loss_mask"][own]][0]] = np.nan
+    return evolve(scored, rollout=evolve(scored.rollout, batch=batch.with_columns(rollout_logprobs=logprobs)))

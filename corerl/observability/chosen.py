@@ -1,0 +1,34 @@
+"""Steps as a user writes them, "3", "3,20" or "10:100:10", as the numbers that are in it."""
+
+from __future__ import annotations
+
+import re
+
+from attrs import frozen
+
+WRITTEN = re.compile(r"(\d+)(?::(\d+)(?::([1-9]\d*))?)?")
+
+
+@frozen
+class Chosen:
+    """`step in chosen`."""
+
+    ranges: tuple[range, ...]
+
+    def __contains__(self, step: int) -> bool:
+        return any(step in each for each in self.ranges)
+
+
+def steps_chosen(text: str) -> Chosen:
+    """Of steps and ranges FIRST:LAST:EVERY with commas between; LAST is included, '' holds none.
+
+    Raises ValueError where it is something else.
+    """
+    ranges = []
+    for part in filter(None, text.replace(" ", "").split(",")):
+        match = WRITTEN.fullmatch(part)
+        if match is None:
+            raise ValueError(f"must be steps such as '3', '3,20' or '10:100:10', got {text!r}")
+        first, last, every = match.groups()
+        ranges.append(range(int(first), int(last or first) + 1, int(every or 1)))
+    return Chosen(tuple(ranges))

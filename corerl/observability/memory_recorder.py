@@ -1,0 +1,165 @@
+"""Write what each hook call takes of memory at its peak to RUN_DIR/memory/actor-0.jsonl, and torch's own snapshots of
+the allocations on a CUDA device beside it, for https://pytorch.org/memory_viz."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from attrs import evolve
+
+from corerl.config.schema import RoleConfig
+from corerl.observability.chosen import steps_chosen
+from corerl.observability.specs import MemoryOptions
+from corerl.plugin.context import Context
+from corerl.plugin.hookspecs import hookimpl
+from corerl.types import Metric, Reduction, Step, TrainResult
+
+MEMORY_DIR = "memory"
+PEAK = "peak_memory_gib"  # the metric, of whichever rank has the most
+
+
+class CudaMeter:
+    """What torch's allocator has handed out on this process's device."""
+
+    source = "allocated on the device"
+    since = "call"
+
+    def begin(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def read(self) -> tuple[int, int]:
+        """Bytes at the peak since `begin`, and now."""
+        return torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+
+
+class ResidentMeter:
+    """What the system counts as this process's resident set, libraries and shared pages included: on a CPU nobody
+    separates tensors from the rest."""
+
+    source = "resident set of the process"
+
+    def __init__(self, directory: str = "/proc/self") -> None:
+        self._status, self._reset = Path(directory, "status"), Path(directory, "clear_refs")
+        try:
+            self.begin()
+            self.since = "call"
+        except OSError:  # some containers do not allow it
+            self.since = "start of the process"
+
+    def begin(self) -> None:
+        if getattr(self, "since", "call") == "call":
+            self._reset.write_text("5")  # the peak begins anew (man 5 proc)
+
+    def read(self) -> tuple[int, int]:
+        """Bytes at the peak, and now."""
+        lines = dict(line.split(":", 1) for line in self._status.read_text().splitlines())
+        peak, now = (int(lines[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS"))
+        return peak, now
+
+
+class MemoryRecorder:
+    """Wraps every hook of a backend."""
+
+    def __init__(self, *, options: MemoryOptions, run_dir: str) -> None:
+        self._options = options
+        self._snapshots = steps_chosen(options.snapshots)
+        self._directory = Path(run_dir) / MEMORY_DIR
+        self._name = ""
+        self._meter: CudaMeter | ResidentMeter | None = None  # None on ranks that are not chosen
+        self._cuda = False
+        self._file: IO[str] | None = None
+
+    @hookimpl(wrapper=True)
+    def init(self, config: RoleConfig, context: Context) -> Generator[None, Any, Any]:
+        self._name = f"{context.role}-{context.rank}"
+        if not self._options.ranks or context.rank in self._options.ranks:
+            self._cuda = config.device == "cuda"
+            self._meter = CudaMeter() if self._cuda else ResidentMeter()
+        if self._cuda and self._options.on_out_of_memory:
+            self._record(True)
+        return (yield from self._around("init"))
+
+    @hookimpl(wrapper=True)
+    def train(self, step: Step) -> Generator[None, Any, TrainResult]:
+        chosen = self._cuda and step.optimizer_step in self._snapshots
+        if chosen:
+            self._record(True)
+        result: TrainResult = yield from self._around("train", step)
+        if chosen:
+            self._dump(f"train-step-{step.optimizer_step}")
+            self._record(self._options.on_out_of_memory)
+        if self._meter is None:
+            return result
+        peak = Metric(self._peak / 2**30, 1.0, Reduction.MAX)
+        return evolve(result, metrics={**result.metrics, PEAK: peak})
+
+    @hookimpl(wrapper=True)
+    def forward(self) -> Generator[None, Any, Any]:
+        return (yield from self._around("forward"))
+
+    @hookimpl(wrapper=True)
+    def update_weights(self) -> Generator[None, Any, Any]:
+        return (yield from self._around("update_weights"))
+
+    @hookimpl(wrapper=True)
+    def save(self, step: Step) -> Generator[None, Any, Any]:
+        return (yield from self._around("save", step))
+
+    @hookimpl(wrapper=True)
+    def sleep(self) -> Generator[None, Any, Any]:
+        return (yield from self._around("sleep"))
+
+    @hookimpl(wrapper=True)
+    def wake_up(self) -> Generator[None, Any, Any]:
+        return (yield from self._around("wake_up"))
+
+    @hookimpl
+    def shutdown(self, reason: str) -> None:
+        if self._cuda and self._options.on_out_of_memory:
+            self._record(False)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _around(self, hook: str, step: Step | None = None) -> Generator[None, Any, Any]:
+        if self._meter is None:
+            return (yield)
+        self._meter.begin()
+        error = ""
+        try:
+            return (yield)
+        except BaseException as raised:
+            error = type(raised).__name__
+            if isinstance(raised, torch.OutOfMemoryError) and self._cuda and self._options.on_out_of_memory:
+                self._dump(f"{hook}-out-of-memory")
+            raise
+        finally:
+            self._write(hook, step, error)
+
+    def _write(self, hook: str, step: Step | None, error: str) -> None:
+        assert self._meter is not None
+        self._peak, now = self._meter.read()
+        record: dict[str, Any] = {"hook": hook}
+        if step is not None:
+            record |= {"optimizer_step": step.optimizer_step, "rollout_step": step.rollout_step}
+        record |= {"peak_bytes": self._peak, "held_bytes": now, "of": self._meter.source, "since": self._meter.since}
+        if error:
+            record["error"] = error
+        if self._file is None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._file = (self._directory / f"{self._name}.jsonl").open("a", encoding="utf-8")
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def _record(self, on: bool) -> None:
+        torch.cuda.memory._record_memory_history("all" if on else None, max_entries=self._options.max_entries)
+
+    def _dump(self, what: str) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(self._directory / f"{self._name}-{what}.pickle"))

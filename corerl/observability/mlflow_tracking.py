@@ -1,0 +1,106 @@
+"""Tell MLflow every number, the config, and the answers that are shown."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from corerl.observability.specs import MlflowOptions
+from corerl.observability.tensorboard import markdown
+from corerl.observability.tracking import CONFIG_FILE, Identity, flat, read_config
+from corerl.plugin.events import Evaluated, Event, RunFinished, RunStarted, Shown, StepFinished
+from corerl.plugin.hookspecs import hookimpl
+
+IDENTITY_FILE = "mlflow.json"
+STORE = "mlruns"
+PARAMS_AT_ONCE = 100  # and no value longer than this, says MLflow
+LONGEST_PARAM = 500
+STATUSES = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+
+
+class Mlflow:
+    """A resumed run goes on in the same MLflow run: where it does steps again, MLflow holds both numbers of such a
+    step."""
+
+    def __init__(self, *, options: MlflowOptions, run_dir: str) -> None:
+        self._options = options
+        self._run_dir = Path(run_dir)
+        self._client: Any = None  # an MlflowClient, from RunStarted to shutdown
+        self._run = ""  # MLflow's id
+        self._reason = "failed"
+
+    @hookimpl
+    def observe(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._start(event)
+        if self._client is None:
+            return
+        match event:
+            case StepFinished():
+                self._metrics(event.step, event.metrics)
+                every = self._options.samples_every
+                if every and event.step % every == 0:
+                    self._samples("rollout", event.step, event.shown)
+            case Evaluated():
+                self._metrics(event.step, event.metrics)
+                self._samples("held-out", event.step, event.shown)
+            case RunFinished():
+                self._reason = event.reason
+
+    @hookimpl
+    def shutdown(self, reason: str) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.set_terminated(self._run, STATUSES[self._reason])
+
+    def _start(self, event: RunStarted) -> None:
+        default = (self._run_dir / STORE).absolute().as_uri()
+        uri = self._options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or default
+        if urlsplit(uri).scheme in ("", "file"):
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer ones refuse a directory without that
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        client = MlflowClient(tracking_uri=uri)
+        identity = Identity(self._run_dir / IDENTITY_FILE)
+        known = identity.read(first_step=event.first_step)
+        if known.get("tracking_uri") == uri:
+            self._run = known["run_id"]
+            client.update_run(self._run, status="RUNNING")
+        else:
+            name = self._options.name or self._run_dir.name
+            tags = {"corerl.title": event.title, "corerl.run_dir": event.run_dir, **self._options.tags}
+            run = client.create_run(_experiment(client, self._options.experiment), run_name=name, tags=tags)
+            self._run = run.info.run_id
+            identity.write(tracking_uri=uri, run_id=self._run)
+            params = [
+                Param(re.sub(r"[^\w\-. /]", "_", key), str(value)[:LONGEST_PARAM])
+                for key, value in flat(read_config(self._run_dir)).items()
+            ]
+            for first in range(0, len(params), PARAMS_AT_ONCE):
+                client.log_batch(self._run, params=params[first : first + PARAMS_AT_ONCE])
+        if (self._run_dir / CONFIG_FILE).exists():
+            client.log_artifact(self._run, str(self._run_dir / CONFIG_FILE))  # a resumed run may have another
+        self._client = client
+
+    def _metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        named = [Metric(name, float(value), now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._run, metrics=named)
+
+    def _samples(self, kind: str, step: int, shown: Sequence[Shown]) -> None:
+        if shown:
+            self._client.log_text(self._run, markdown(shown), f"samples/{kind}-{step:08d}.md")
+
+
+def _experiment(client: Any, name: str) -> str:
+    """The id of the experiment of this name, which is made where there is none."""
+    found = client.get_experiment_by_name(name)
+    return str(found.experiment_id if found is not None else client.create_experiment(name))

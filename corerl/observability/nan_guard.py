@@ -1,0 +1,161 @@
+"""Say where a number that is not finite first comes in: which column, sample and token, which metric, which parameter,
+on which rank, at which step."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import numpy as np
+import torch
+from attrs import evolve
+
+from corerl.config.schema import RoleConfig
+from corerl.errors import HookFailed
+from corerl.observability.specs import NanGuardOptions
+from corerl.plugin.context import Context
+from corerl.plugin.hookspecs import hookimpl
+from corerl.types import Array, ForwardResult, InitResult, IntArray, Metric, PackedBatch, Reduction, Step, TrainResult
+
+FINDINGS_DIR = "nan-guard"
+FOUND = "nonfinite"  # the metric: findings of all ranks
+
+
+class NanGuard:
+    """Wraps `train` and `forward`. What it finds before the backend is entered it only remembers: were it to raise
+    there on one rank, the others would wait for that one in a collective. It raises when the backend is done."""
+
+    def __init__(self, *, options: NanGuardOptions, run_dir: str) -> None:
+        self._options = options
+        self._directory = Path(run_dir) / FINDINGS_DIR
+        self._context: Context | None = None
+        self._scales_loss = False  # the backend loses a step now and then, on purpose
+        self._model: torch.nn.Module | None = None
+
+    @hookimpl(wrapper=True)
+    def init(self, config: RoleConfig, context: Context) -> Generator[None, InitResult, InitResult]:
+        self._context = context
+        self._scales_loss = config.train.precision == "float16"
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def train(self, batch: PackedBatch, step: Step) -> Generator[None, TrainResult, TrainResult]:
+        found = in_columns(batch) if self._options.inputs else []
+        watching = self._watch_for_model() if self._options.parameters and self._model is None else None
+        try:
+            result = yield
+        except BaseException:
+            self._tell(found, step)  # of what may have been its cause
+            raise
+        finally:
+            if watching is not None:
+                watching.remove()
+        found += in_result(result, scales_loss=self._scales_loss)
+        if self._model is not None:
+            found += in_parameters(self._model)
+        self._tell(found, step)
+        if found and self._options.action == "raise":
+            raise self._error(found, step)
+        return evolve(result, metrics={**result.metrics, FOUND: Metric(float(len(found)), 1.0, Reduction.SUM)})
+
+    @hookimpl(wrapper=True)
+    def forward(self) -> Generator[None, ForwardResult, ForwardResult]:
+        result = yield
+        found = [
+            f"output {output}: {text}"
+            for output, values in result.outputs.items()
+            if (text := _first(values, result.samples, result.offsets))
+        ]
+        self._tell(found, None)
+        if found and self._options.action == "raise":
+            raise self._error(found, None)
+        return result
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _error(self, found: list[str], step: Step | None) -> HookFailed:
+        more = f"; {len(found) - 1} more in {self._path}" if len(found) > 1 else ""
+        failed = HookFailed(f"extension:nan-guard found a number that is not finite: {found[0]}{more}")
+        failed.hook, failed.rank = ("train" if step else "forward"), self._rank
+        return failed
+
+    def _tell(self, found: list[str], step: Step | None) -> None:
+        """In a file of the rank, and on its standard error."""
+        if not found:
+            return
+        at = {"optimizer_step": step.optimizer_step, "rollout_step": step.rollout_step} if step else {}
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            for text in found:
+                hook = "train" if step else "forward"
+                file.write(json.dumps({"hook": hook, **at, "found": text}) + "\n")
+                print(f"nan-guard: {self._path.stem}: {hook}: {text}", file=sys.stderr)
+
+    @property
+    def _rank(self) -> int:
+        return self._context.rank if self._context else -1
+
+    @property
+    def _path(self) -> Path:
+        role = self._context.role if self._context else "role"
+        return self._directory / f"{role}-{self._rank}.jsonl"
+
+    def _watch_for_model(self) -> torch.utils.hooks.RemovableHandle:
+        """A backend shows its model to nobody; the first module that is called in a step is the outermost one."""
+
+        def seen(module: torch.nn.Module, inputs: object) -> None:
+            if self._model is None and any(True for _ in module.parameters()):
+                self._model = module
+
+        return torch.nn.modules.module.register_module_forward_pre_hook(seen)
+
+
+def in_columns(batch: PackedBatch) -> list[str]:
+    """The first number of each column that is not finite. A batch that can be gone through once only is left alone."""
+    # In a traced run what is inside would else be timed.
+    micro_batches = getattr(batch.micro_batches, "micro_batches", batch.micro_batches)
+    if iter(micro_batches) is micro_batches:
+        return []
+    found: dict[str, str] = {}
+    for micro in micro_batches:
+        for name, column in micro.columns.items():
+            if name not in found and (text := _first(column, micro.samples, micro.cu_seqlens)):
+                found[name] = f"column {name}: {text}"
+    return list(found.values())
+
+
+def in_result(result: TrainResult, *, scales_loss: bool) -> list[str]:
+    """`scales_loss`: a gradient that is too large is how the loss scale is found."""
+    found = [
+        f"metric {name}: {metric.total}" for name, metric in result.metrics.items() if not math.isfinite(metric.total)
+    ]
+    if not math.isfinite(result.grad_norm) and (result.applied or not scales_loss):
+        done = "applied all the same" if result.applied else "skipped"
+        found.append(f"gradient norm: {result.grad_norm}; the step was {done}")
+    return found
+
+
+def in_parameters(model: torch.nn.Module) -> list[str]:
+    """The first parameter, of what this rank holds of each. No collective."""
+    for name, parameter in model.named_parameters():
+        values = parameter.detach()
+        local = values.to_local() if hasattr(values, "to_local") else values
+        if local.numel() and not torch.isfinite(local).all().item():
+            bad = int((~torch.isfinite(local)).sum().item())
+            return [f"parameter {name}: {bad} of the {local.numel()} numbers that this rank holds"]
+    return []
+
+
+def _first(values: Array, samples: IntArray, offsets: IntArray) -> str:
+    """Where the first number that is not finite stands, and how many there are; "" where there is none."""
+    if values.dtype.kind != "f" or np.isfinite(values).all():
+        return ""
+    wrong = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(axis=1))
+    at = int(wrong[0])
+    sequence = int(np.searchsorted(offsets, at, side="right")) - 1
+    number = values[at].ravel()[~np.isfinite(values[at].ravel())][0]
+    where = f"sample {samples[sequence]}, token {at - int(offsets[sequence])}"
+    return f"{number} at {where}" + (f", and at {len(wrong) - 1} more tokens" if len(wrong) > 1 else "")

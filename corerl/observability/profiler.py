@@ -1,0 +1,80 @@
+"""Run torch's profiler over chosen optimizer steps: RUN_DIR/profile/actor-0-step-2.json for each, and a table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from corerl.config.schema import RoleConfig
+from corerl.observability.chosen import steps_chosen
+from corerl.observability.specs import ProfilerOptions
+from corerl.plugin.context import Context
+from corerl.plugin.hookspecs import hookimpl
+from corerl.types import InitResult, Step, TrainResult
+
+PROFILE_DIR = "profile"
+
+
+class Profiler:
+    """Wraps `train`. Between the chosen steps there is no profiler, and so nothing that it holds."""
+
+    def __init__(self, *, options: ProfilerOptions, run_dir: str) -> None:
+        self._options = options
+        self._steps = steps_chosen(options.steps)
+        self._directory = Path(run_dir) / PROFILE_DIR
+        self._name = ""  # of the files: role and rank
+        self._activities = [ProfilerActivity.CPU]
+        self._on = False
+
+    @hookimpl(wrapper=True)
+    def init(self, config: RoleConfig, context: Context) -> Generator[None, InitResult, InitResult]:
+        self._name = f"{context.role}-{context.rank}"
+        self._on = not self._options.ranks or context.rank in self._options.ranks
+        if config.device == "cuda":
+            self._activities.append(ProfilerActivity.CUDA)
+        result = yield
+        if self._on:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        return result
+
+    @hookimpl(wrapper=True)
+    def train(self, step: Step) -> Generator[None, TrainResult, TrainResult]:
+        if not self._on or step.optimizer_step not in self._steps:
+            return (yield)
+        profiler = self._started()
+        try:
+            result = yield
+        finally:
+            if profiler is not None:
+                profiler.stop()
+        if profiler is not None:
+            self._write(profiler, step)
+        return result
+
+    def _started(self) -> profile | None:
+        """None where another one runs in this process, beside which torch crashes. It must not raise: the other ranks
+        go on into collectives."""
+        options = self._options
+        if torch.autograd._profiler_enabled():
+            print(f"warning: {self._name} is not profiled: another profiler runs in its process", file=sys.stderr)
+            return None
+        profiler = profile(
+            activities=self._activities,
+            with_stack=options.with_stack,
+            record_shapes=options.record_shapes,
+            profile_memory=options.profile_memory,
+            acc_events=True,  # one cycle: there is nothing to clear between several, of which torch warns else
+        )
+        profiler.start()
+        return profiler
+
+    def _write(self, profiler: profile, step: Step) -> None:
+        path = self._directory / f"{self._name}-step-{step.optimizer_step}"
+        device = "cuda" if ProfilerActivity.CUDA in self._activities else "cpu"
+        table = profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=self._options.rows)
+        profiler.export_chrome_trace(f"{path}.json")
+        Path(f"{path}.txt").write_text(table)

@@ -1,0 +1,52 @@
+"""What trackers share: the run's config as flat names, and the identity under which a resumed run goes on."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+CONFIG_FILE = "config.toml"  # which the driver writes before a run starts
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """The run's whole config, defaults included; empty where there is none."""
+    path = run_dir / CONFIG_FILE
+    return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"train": {"betas": [0.9]}}` as `{"train.betas.0": 0.9}`; empty tables and arrays are left out."""
+    return dict(_leaves("", config))
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        children = list(value.items())
+    elif isinstance(value, list):
+        children = list(enumerate(value))
+    else:
+        yield path, value
+        return
+    for key, child in children:
+        yield from _leaves(f"{path}.{key}" if path else str(key), child)
+
+
+class Identity:
+    """What a tracker calls the run, kept in the run's directory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self, *, first_step: int) -> dict[str, str]:
+        """Of the run that this one resumes; empty where it begins, or where it was not tracked before."""
+        if not first_step or not self._path.exists():
+            return {}
+        identity: dict[str, str] = json.loads(self._path.read_text(encoding="utf-8"))
+        return identity
+
+    def write(self, **identity: str) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(identity) + "\n", encoding="utf-8")

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corerl import hookimpl
+from corerl.observability.memory_recorder import MemoryRecorder, ResidentMeter
+from corerl.observability.specs import MemoryOptions
+from corerl.types import MemoryKind, Output
+from tests.observability.hosts import LOSS, batch, host, step
+
+MIB = 2**20
+
+
+class Wasteful:
+    """Holds so many bytes for a moment of the steps that it is told."""
+
+    def __init__(self, taken: dict[int, int]) -> None:
+        self.taken = taken
+
+    @hookimpl(wrapper=True)
+    def train(self, step: Any) -> Iterator[None]:
+        bytearray(self.taken.get(step.optimizer_step, 0))
+        return (yield)
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "memory/actor-0.jsonl").read_text().splitlines()]
+
+
+def test_each_call_of_a_hook_leaves_its_own_peak(tmp_path: Path) -> None:
+    recorder = MemoryRecorder(options=MemoryOptions(), run_dir=str(tmp_path))
+    recorded = host(tmp_path, memory=recorder, wasteful=Wasteful({1: 256 * MIB}))
+    results = [recorded.train(batch(), LOSS, step(index)) for index in range(3)]
+    recorded.forward(batch(), (Output.LOGPROBS,), "")
+    recorded.sleep({MemoryKind.OPTIMIZER})
+    recorded.wake_up({MemoryKind.OPTIMIZER})
+    recorded.shutdown("finished")
+    told = records(tmp_path)
+    assert [each["hook"] for each in told] == ["init", "train", "train", "train", "forward", "sleep", "wake_up"]
+    assert [each.get("optimizer_step") for each in told[1:4]] == [0, 1, 2]
+    if told[0]["since"] == "call":
+        peaks = [each["peak_bytes"] for each in told[1:4]]
+        assert peaks[1] - peaks[0] > 200 * MIB and peaks[1] - peaks[2] > 200 * MIB
+        assert told[2]["held_bytes"] < peaks[1] - 200 * MIB
+    assert all(each["of"] == "resident set of the process" for each in told)
+    shown = [result.metrics["peak_memory_gib"] for result in results]
+    assert [metric.value for metric in shown] == [each["peak_bytes"] / 2**30 for each in told[1:4]]
+    assert shown[0].merge(shown[1]).value == max(shown[0].value, shown[1].value)  # of the rank that has the most
+
+
+def test_a_call_that_fails_is_written_too(tmp_path: Path) -> None:
+    recorded = host(tmp_path, memory=MemoryRecorder(options=MemoryOptions(), run_dir=str(tmp_path)))
+    with pytest.raises(Exception, match="no snapshot of this name"):
+        recorded.forward(batch(), (Output.LOGPROBS,), "no snapshot of this name")
+    recorded.shutdown("failed")
+    assert [(each["hook"], "error" in each) for each in records(tmp_path)] == [("init", False), ("forward", True)]
+
+
+def test_where_the_peak_cannot_be_begun_anew_it_is_said_to_be_the_processs(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\n")
+    (tmp_path / "clear_refs").mkdir()  # cannot be written to
+    meter = ResidentMeter(str(tmp_path))
+    meter.begin()
+    assert (meter.since, meter.read()) == ("start of the process", (2 * MIB, MIB))
+
+
+def test_ranks_that_are_not_chosen_measure_nothing(tmp_path: Path) -> None:
+    recorder = MemoryRecorder(options=MemoryOptions(ranks=(1,)), run_dir=str(tmp_path))
+    result = host(tmp_path, memory=recorder).train(batch(), LOSS, step(0))
+    assert "peak_memory_gib" not in result.metrics and list(tmp_path.iterdir()) == []

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+from corerl import hookimpl
+from corerl.errors import CorerlError
+from corerl.observability.nan_guard import NanGuard, in_columns, in_result
+from corerl.observability.specs import NanGuardOptions
+from corerl.plugin.host import PluginHost
+from corerl.trainer.worker import TimedMicroBatches
+from corerl.types import Metric, Output, TrainResult
+from tests.observability.hosts import LOSS, batch, host, step
+
+NAN, INF = math.nan, math.inf
+
+
+def guarded(run_dir: Path, *, inner: object | None = None, **options: Any) -> PluginHost:
+    guard = NanGuard(options=NanGuardOptions(**options), run_dir=str(run_dir))
+    return host(run_dir, **{"nan-guard": guard}, **({"inner": inner} if inner else {}))
+
+
+def test_a_column_is_told_with_its_sample_and_token_and_the_step(tmp_path: Path) -> None:
+    run = guarded(tmp_path)
+    assert run.train(batch(), LOSS, step(6)).metrics["nonfinite"].value == 0.0
+    # Tokens 9 to 14 are those of sample 2, which is packed behind sample 0.
+    with pytest.raises(CorerlError) as caught:
+        run.train(batch(advantages={12: NAN, 13: INF}, old_logprobs={7: -INF}), LOSS, step(7))
+    assert caught.value.message.startswith(
+        "actor rank 0: train at optimizer step 7: extension:nan-guard found a number that is not finite: "
+        "column advantages: nan at sample 2, token 3, and at 1 more tokens; "
+    )
+    told = [json.loads(line) for line in (tmp_path / "nan-guard/actor-0.jsonl").read_text().splitlines()]
+    assert {(each["optimizer_step"], each["rollout_step"]) for each in told} == {(7, 3)}
+    assert told[1]["found"] == "column old_logprobs: -inf at sample 1, token 3"
+    assert any(each["found"].startswith("gradient norm: nan; the step was skipped") for each in told)
+
+
+def test_the_backend_is_entered_before_anything_is_raised(tmp_path: Path) -> None:
+    entered = []
+
+    class Enters:
+        @hookimpl(wrapper=True)
+        def train(self) -> Iterator[None]:
+            entered.append(True)
+            return (yield)
+
+    with pytest.raises(CorerlError, match="column advantages"):
+        guarded(tmp_path, inner=Enters()).train(batch(advantages={3: NAN}), LOSS, step(0))
+    assert entered == [True]
+
+
+def test_what_is_only_logged_is_counted_and_the_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = guarded(tmp_path, action="log")
+    result = run.train(batch(old_logprobs={3: NAN}), LOSS, step(0))
+    lines = (tmp_path / "nan-guard/actor-0.jsonl").read_text().splitlines()
+    assert result.metrics["nonfinite"].value == len(lines) >= 2
+    assert "nan-guard: actor-0: train: column old_logprobs: nan at sample 0, token 3\n" in capsys.readouterr().err
+    assert run.train(batch(), LOSS, step(1)).applied
+
+
+def test_a_number_of_forward_is_told_with_its_sample_and_token(tmp_path: Path) -> None:
+    class Spoils:
+        @hookimpl(wrapper=True)
+        def forward(self) -> Iterator[None]:
+            result: Any = yield
+            values = result.outputs[Output.LOGPROBS].copy()
+            values[10 + 2] = INF  # samples come in the order given: 0, 2, 1
+            return evolve(result, outputs={Output.LOGPROBS: values})
+
+    run = guarded(tmp_path, inner=Spoils())
+    with pytest.raises(CorerlError, match="output logprobs: inf at sample 1, token 2"):
+        run.forward(batch(), (Output.LOGPROBS,), "")
+    assert run.state == "ready"
+
+
+def test_the_first_parameter_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    class Breaks:
+        @hookimpl(wrapper=True)
+        def train(self) -> Iterator[None]:
+            result = yield
+            with torch.no_grad():
+                backend.params["model.layers.1.mlp.up_proj.weight"][0, :3] = NAN
+            return result
+
+    run = guarded(tmp_path, inner=Breaks(), parameters=True)
+    backend: Any = run.backend
+    with pytest.raises(CorerlError, match="parameter model.layers.1.mlp.up_proj.weight: 3 of the 2048 numbers"):
+        run.train(batch(), LOSS, step(0))
+
+
+def test_a_step_that_finds_the_loss_scale_is_no_finding() -> None:
+    skipped = TrainResult(applied=False, metrics={"loss": Metric(1.0, 0.0)}, grad_norm=INF, tokens=3)
+    assert in_result(skipped, scales_loss=True) == []
+    assert in_result(skipped, scales_loss=False) == ["gradient norm: inf; the step was skipped"]
+    broken = evolve(skipped, metrics={"loss": Metric(NAN, 2.0)}, applied=True)
+    assert in_result(broken, scales_loss=True) == [
+        "metric loss: nan",
+        "gradient norm: inf; the step was applied all the same",
+    ]
+
+
+def test_a_batch_that_can_be_gone_through_once_is_left_for_the_backend() -> None:
+    spoiled = batch(advantages={3: NAN})
+    once = iter(spoiled.micro_batches)
+    assert in_columns(evolve(spoiled, micro_batches=once)) == []
+    assert len(list(once)) == 2
+    assert in_columns(spoiled) == ["column advantages: nan at sample 0, token 3"]
+
+
+def test_looking_at_a_batch_is_not_timed_as_work_on_it() -> None:
+    spans: list[str] = []
+
+    def span(name: str) -> ExitStack:
+        spans.append(name)
+        return ExitStack()
+
+    spoiled = batch(advantages={3: NAN})
+    timed = TimedMicroBatches(spoiled.micro_batches, spoiled.count, span, "optimizer", ExitStack())
+    assert in_columns(evolve(spoiled, micro_batches=timed)) == ["column advantages: nan at sample 0, token 3"]
+    assert spans == []
+
+
+def test_columns_of_integers_and_of_vectors_are_looked_at_too() -> None:
+    (first, second) = batch().micro_batches
+    routed = np.zeros((len(second.tokens), 2), dtype=np.float32)
+    routed[4, 1] = NAN
+    both = [first, evolve(second, columns={"routed": routed, "versions": np.ones(5, dtype=np.int64)})]
+    assert in_columns(evolve(batch(), micro_batches=both)) == ["column routed: nan at sample 1, token 4"]

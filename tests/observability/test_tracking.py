@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from corerl.observability.tracking import Identity, flat, read_config
+
+
+def test_a_config_is_flat_names_and_numbers(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[train]\nlr = 1e-3\nbetas = [0.9, 0.95]\n[[extensions]]\nname = "jsonl"\n')
+    assert flat(read_config(tmp_path)) == {
+        "train.lr": 1e-3,
+        "train.betas.0": 0.9,
+        "train.betas.1": 0.95,
+        "extensions.0.name": "jsonl",
+    }
+    assert read_config(tmp_path / "elsewhere") == {}
+
+
+def test_an_identity_is_only_that_of_a_run_that_is_resumed(tmp_path: Path) -> None:
+    identity = Identity(tmp_path / "run" / "tracker.json")
+    assert identity.read(first_step=3) == {}
+    identity.write(run_id="abc")
+    assert Identity(tmp_path / "run" / "tracker.json").read(first_step=3) == {"run_id": "abc"}
+    assert identity.read(first_step=0) == {}

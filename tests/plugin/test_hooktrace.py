@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import frozen
+
+from corerl import hookimpl
+from corerl.errors import HookFailed
+from corerl.plugin.events import Notice
+from corerl.plugin.hooktrace import VARIABLE, summary
+from corerl.plugin.host import PluginHost
+from corerl.plugin.observers import Observers
+from corerl.types import MemoryKind, Output
+from tests.plugin.test_host import BATCH, CONFIG, CONTEXT, LOSS, STEP, Fake, Logs
+
+
+@frozen
+class Pair:
+    left: Any
+    _right: Any = None
+
+
+def test_arrays_and_tensors_are_told_by_type_and_shape_and_never_read() -> None:
+    class Unreadable(torch.Tensor):
+        def __repr__(self, **_: Any) -> str:
+            raise AssertionError("read")
+
+    tensor = torch.ones(2, 3, dtype=torch.bfloat16).as_subclass(Unreadable)
+    assert summary(tensor) == "bfloat16[2, 3]"
+    assert summary(torch.empty(4, device="meta")) == "float32[4] on meta"
+    assert summary({"a": np.zeros((5, 1), np.int64), "b": 1.5}) == "{'a': int64[5, 1], 'b': 1.5}"
+    assert summary(Pair(np.zeros(3, bool), Output.ENTROPY)) == "Pair(left=bool[3], right=entropy)"
+
+
+def test_what_is_long_deep_or_lazy_is_cut_short() -> None:
+    def lazy() -> Iterator[int]:
+        raise AssertionError("gone through")
+        yield
+
+    assert summary(lazy()) == "<generator>"
+    assert summary("x" * 100) == repr("x" * 60 + "...")
+    assert summary(list(range(20))) == "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, and 8 more]"
+    assert summary([Pair(1), Pair(2)]) == "[2 x Pair(left=1, right=None)]"
+    assert summary(Pair(Pair(Pair(Pair(Pair(1)))))).count("Pair") == 5
+    assert "Pair(...)" in summary(Pair(Pair(Pair(Pair(Pair(1))))))
+    assert summary({MemoryKind.PARAM, MemoryKind.GRAD}) == "{grad, param}"
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Without the time of day, and with the time taken as N."""
+    err = capsys.readouterr().err.splitlines()
+    assert all(re.match(r"\d\d:\d\d:\d\d\.\d{3} ", line) for line in err)
+    return [re.sub(r" \d+\.\d ms ", " N ms ", line[13:]) for line in err]
+
+
+def test_each_call_is_told_with_who_is_in_it_outermost_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    extensions = [(name, Logs(name, [])) for name in ("a", "b")]
+    host = PluginHost(Fake(), name="mine", extensions=extensions, context=CONTEXT)
+    host.init(CONFIG, CONTEXT)
+    lines(capsys)
+    host.train(BATCH, LOSS, STEP)
+    host.shutdown("finished")
+    train = (
+        "actor rank 1 > train [extension:a > extension:b > backend:mine] "
+        "batch=PackedBatch(micro_batches=[], count=0, temperature=1.0) "
+        "loss=LossSpec(name='clipped', params={}, outputs=[logprobs]) "
+        "step=Step(optimizer_step=12, rollout_step=3, lr=0.1)"
+    )
+    trained = "actor rank 1 < train N ms TrainResult(applied=True, metrics={}, grad_norm=1.5, tokens=8)"
+    ends = []
+    for plugin in ("extension:a", "extension:b", "backend:mine"):
+        ends += [f"actor rank 1 > shutdown [{plugin}] reason='finished'", "actor rank 1 < shutdown N ms None"]
+    assert lines(capsys) == [train, trained, *ends]
+
+
+def test_an_error_is_told_and_a_call_within_a_call_stands_further_in(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+
+    class Forwards:
+        @hookimpl(wrapper=True)
+        def train(self) -> Iterator[None]:
+            host.forward(BATCH, (), "")
+            return (yield)
+
+    host = PluginHost(
+        Fake(train=ValueError("boom\nmore")), name="mine", extensions=[("f", Forwards())], context=CONTEXT
+    )
+    host.init(CONFIG, CONTEXT)
+    lines(capsys)
+    with pytest.raises(HookFailed):
+        host.train(BATCH, LOSS, STEP)
+    told = [line.partition("rank 1 ")[2] for line in lines(capsys)]
+    assert [line[:11] for line in told] == ["> train [ex", "  > forward", "  < forward", "< train N m"]
+    assert told[-1] == "< train N ms raised ValueError: boom"
+
+
+def test_the_drivers_observers_are_told_of_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Hears:
+        @hookimpl
+        def observe(self, event: object) -> None: ...
+
+    monkeypatch.setenv(VARIABLE, "1")
+    Observers([("a", Hears())]).emit(Notice(text="hello"))
+    assert lines(capsys) == [
+        "driver > observe [extension:a] event=Notice(text='hello')",
+        "driver < observe N ms None",
+    ]
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_nothing_is_added_to_a_call_where_nobody_asks(
+    value: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if value is None:
+        monkeypatch.delenv(VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(VARIABLE, value)
+    host = PluginHost(Fake(), name="mine", context=CONTEXT)
+    assert host._manager._inner_hookexec.__name__ == "_multicall"  # pluggy's own
+    host.init(CONFIG, CONTEXT)
+    host.shutdown("finished")
+    assert capsys.readouterr().err == ""
