@@ -2,6 +2,6 @@
 
 import pytest
 
-pytest_plugins = ["corerl.testing.fixtures"]
+pytest_plugins = ["corerl.testing.plugin"]
 
 pytest.register_assert_rewrite("tests.bare_loop")

@@ -1,4 +1,4 @@
-"""A backend's training steps against those of `tests.reference`: subclass it with the backend's name."""
+"""A backend's training steps against those of `tests.reference`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from corerl.testing.checks import CASES, PACKINGS, STEPS, OnRanks, Runs, Tensors, weights_apart
+from corerl.testing.compare import Tensors, weights_apart
 from corerl.testing.harness import samples_at, step_at
+from corerl.testing.subject import PACKINGS, STEPS, Runs
 from corerl.testing.tolerances import GRAD_NORM, LOSS, WEIGHTS_L2
 from tests import reference
 
@@ -40,11 +41,10 @@ def module_tensors(found: Tensors) -> Tensors:
     return together
 
 
-class BareLoopChecks(OnRanks):
-    @pytest.mark.parametrize(("kind", "packing"), CASES)
-    def test_training_follows_a_loop_in_bare_torch(self, runs: Runs, world_size: int, kind: str, packing: str) -> None:
-        found = runs.trained(self.backend_name, world_size, kind, PACKINGS[packing])
-        wanted = bare_run(runs.models[kind])
-        assert found.losses == pytest.approx(wanted.losses, rel=LOSS.relative, abs=LOSS.absolute)
-        assert found.grad_norms == pytest.approx(wanted.grad_norms, rel=GRAD_NORM.relative)
-        assert weights_apart(module_tensors(found.state["master"]), wanted.weights) < WEIGHTS_L2
+def assert_follows_a_bare_loop(runs: Runs, backend: str, world_size: int, kind: str, packing: str) -> None:
+    """The steps that the suite trains too: the backend's trajectory is the same object."""
+    found = runs.trained(backend, world_size, kind, PACKINGS[packing])
+    wanted = bare_run(runs.models[kind])
+    assert found.losses == pytest.approx(wanted.losses, rel=LOSS.relative, abs=LOSS.absolute)
+    assert found.grad_norms == pytest.approx(wanted.grad_norms, rel=GRAD_NORM.relative)
+    assert weights_apart(module_tensors(found.state["master"]), wanted.weights) < WEIGHTS_L2

@@ -57,8 +57,11 @@ class Setup:
     train: TrainConfig = TRAIN
     options: Mapping[str, Any] = field(factory=dict)  # the backend's own
     weights: WeightsConfig = WeightsConfig(bucket_bytes=2**14)
+    seed: int = 0
+    device: str = "cpu"
     sequence_multiple: int = 1  # pads sequences beyond what the backend asks for
     value_head: bool = False  # a critic
+    lifted: bool = False  # nothing is refused for want of a declared capability: the backend must show that it cannot
 
     @property
     def loss(self) -> LossSpec:
@@ -127,8 +130,8 @@ def role_config(setup: Setup, *, resume: str = "") -> RoleConfig:
         train=setup.train,
         options=dict(setup.options),
         weights=setup.weights,
-        device="cpu",
-        seed=0,
+        device=setup.device,
+        seed=setup.seed,
         timeout=60.0,
         value_head=setup.value_head,
         resume=resume,
@@ -139,16 +142,20 @@ def make_worker(setup: Setup, *, resume: str = "") -> Worker:
     """A worker that is not initialised yet; its rank and world size are this process's."""
     several = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+    local_rank = rank if setup.device == "cuda" else 0
     role = "critic" if setup.value_head else "actor"
-    return Worker(
+    worker = Worker(
         Assignment(
-            context=Context(role=role, rank=rank, world_size=world_size, local_rank=0, run_dir=""),
+            context=Context(role=role, rank=rank, world_size=world_size, local_rank=local_rank, run_dir=""),
             backend=setup.backend,
             config=role_config(setup, resume=resume),
             loss=setup.loss,
             fingerprint=fingerprint(load(Kind.BACKENDS, setup.backend), [], setup.loss),
         )
     )
+    if setup.lifted:
+        worker.backend.declared = {}
+    return worker
 
 
 def start(setup: Setup, *, resume: str = "") -> tuple[Worker, InitResult]:

@@ -55,8 +55,9 @@ class RankPool:
     """`world_size` processes in one gloo group, started by the first `run`. A failure ends them all; the next `run`
     starts new ones."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
         self.world_size = world_size
+        self.device = device  # cpu, or cuda with a GPU for each rank
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -102,7 +103,9 @@ class RankPool:
             port = probe.getsockname()[1]
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, port, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.world_size, port, self.device, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -120,14 +123,16 @@ class RankPool:
         return value
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, port: int, device: str, pipe: Connection) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=world_size,

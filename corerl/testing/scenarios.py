@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import resource
+import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,11 @@ import torch
 from attrs import evolve, field, frozen
 
 from corerl.backend.base import StateKey
+from corerl.checkpoint.reader import written_ranks
 from corerl.checkpoint.writer import BackgroundWriter
 from corerl.errors import CorerlError
 from corerl.memory.storage import resident_bytes
+from corerl.plugin.capabilities import Capability
 from corerl.testing.allocations import Allocations
 from corerl.testing.harness import (
     LOSS,
@@ -32,6 +37,8 @@ from corerl.testing.harness import (
     step_at,
     train,
 )
+from corerl.testing.losses import LIKELIHOOD
+from corerl.testing.pool import OneRank
 from corerl.trainer.worker import Worker
 from corerl.types import (
     Array,
@@ -39,6 +46,7 @@ from corerl.types import (
     InitResult,
     MemoryKind,
     MicroBatch,
+    PackedBatch,
     SampleBatch,
     SleepResult,
     TrainResult,
@@ -47,8 +55,10 @@ from corerl.types import (
 )
 from corerl.weights.chunks import TensorSource
 from corerl.weights.manifest import Bucket
+from corerl.weights.transport import Address
 from corerl.weights.transports.inprocess import InProcessSender
 
+SNAPSHOT_ACTIONS: list[tuple[str, dict[str, str]]] = [("create", {}), ("drop", {}), ("load", {"path": ""})]
 HELD_SECONDS = 60.0  # against hangs: how long a held writer waits to be released
 
 
@@ -97,7 +107,7 @@ class Loaded:
     state: State
 
 
-def load_watched(setup: Setup, resume: str = "") -> Loaded:
+def load_watched(setup: Setup, resume: str, snapshots: bool) -> Loaded:
     start(setup)[0].shutdown("what is imported or cached once is not the model's")
     worker = make_worker(setup, resume=resume)
     open_source = worker.backend.initial_weights
@@ -113,9 +123,8 @@ def load_watched(setup: Setup, resume: str = "") -> Loaded:
     chunks = worker.backend.local_state(StateKey.MASTER)
     read = sum(source.bytes_read for source in sources)
     with Allocations() as of_snapshots:
-        worker.snapshot("create", "reference", {})
-        worker.snapshot("drop", "reference", {})
-        worker.snapshot("load", "reference", {"path": ""})
+        for action, arguments in SNAPSHOT_ACTIONS if snapshots else ():
+            worker.snapshot(action, "reference", arguments)
     report = Loaded(
         read=read,
         held=sum(chunk.view.numel() * 4 for chunk in chunks),
@@ -174,6 +183,60 @@ def train_on(setup: Setup, samples: SampleBatch) -> TrainResult:
     """One step on these samples."""
     with running(setup) as worker:
         return train(worker, setup, 0, samples=samples)
+
+
+@frozen(kw_only=True)
+class Overfitted:
+    before: ForwardResult
+    after: ForwardResult
+    losses: list[float]  # of this rank
+
+
+def overfit(setup: Setup, samples: SampleBatch, steps: int, lr: float) -> Overfitted:
+    """Many steps on one batch, with a loss that is none of CoreRL's."""
+    with running(setup) as worker:
+        before = forward(worker, setup, samples)
+        batch = packed_for_training(worker, setup, samples)
+        results = [
+            worker.host.train(batch=batch, loss=LIKELIHOOD, step=evolve(step_at(number), lr=lr))
+            for number in range(steps)
+        ]
+        losses = [result.metrics["loss"].value for result in results]
+        return Overfitted(before=before, after=forward(worker, setup, samples), losses=losses)
+
+
+def train_on_garbage(setup: Setup, samples: SampleBatch, *, seed: int = 0) -> TrainResult:
+    """One step with other tokens and columns wherever padding and fillers lie."""
+    rng = np.random.default_rng(seed)
+    with running(setup) as worker:
+        batch = packed_for_training(worker, setup, samples)
+        changed = []
+        for micro in batch.micro_batches:
+            padding = np.ones(len(micro.tokens), dtype=np.bool_)
+            for sequence, (start, length) in enumerate(zip(micro.cu_seqlens[:-1], micro.lengths, strict=True)):
+                padding[start : start + length] = micro.samples[sequence] < 0
+            tokens = np.where(padding, rng.integers(3, 97, len(padding)), micro.tokens)
+            columns = {
+                name: column
+                if name == "weights"
+                else np.where(padding, rng.normal(0.0, 3.0, len(padding)), column).astype(column.dtype)
+                for name, column in micro.columns.items()
+            }
+            changed.append(evolve(micro, tokens=tokens, columns=columns))
+        return worker.host.train(batch=evolve(batch, micro_batches=changed), loss=setup.loss, step=step_at(0))
+
+
+def saved_for_backward(setup: Setup, number: int) -> tuple[TrainResult, int]:
+    """A step, and the bytes of tensors that its forward passes keep for the backward pass."""
+    kept = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += tensor.numel() * tensor.element_size()
+        return tensor
+
+    with running(setup) as worker, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return train(worker, setup, number), kept
 
 
 def changed_in_batches(setup: Setup) -> list[str]:
@@ -309,10 +372,6 @@ class Pushed:
     state: State
     refused: str  # the error on sending the same version again
     arrived_after: int  # tensors that came with it
-    largest: int  # bytes of one tensor, in an update whose tensors nobody keeps
-    peak: int  # bytes held at once by it; transports' threads may free some of it late
-    bucket: int  # bytes of the largest bucket
-    resumed_version: int = 0
 
 
 class EveryRankSender(InProcessSender):
@@ -334,13 +393,10 @@ def push_weights(setup: Setup, every_rank: bool) -> Pushed:
     with running(setup) as worker:
         for number in (0, 1):
             train(worker, setup, number)
-        with Allocations() as found:  # the first update, which finds no memory that an earlier one left
-            worker.host.update_weights(make(lambda bucket: None), 0)
         result = worker.host.update_weights(make(receive), 1)
         arrived = len(names)
         refused = _error(lambda: worker.host.update_weights(make(receive), 1))
         arrived_after = len(names) - arrived
-        item = torch.empty(0, dtype=getattr(torch, worker.manifest().dtype)).element_size()
         return Pushed(
             result=result,
             names=names[:arrived],
@@ -348,10 +404,26 @@ def push_weights(setup: Setup, every_rank: bool) -> Pushed:
             state=state_of(worker),
             refused=refused,
             arrived_after=arrived_after,
-            largest=found.largest,
-            peak=found.peak,
-            bucket=max(bucket.numel * item for bucket in worker.manifest().buckets),
         )
+
+
+@frozen(kw_only=True)
+class PushedWatched:
+    """What the first update takes, whose tensors nobody keeps: memory that later ones use again counts."""
+
+    largest: int  # bytes of one tensor
+    peak: int  # bytes held at once; transports' threads may free some of it late
+    bucket: int  # bytes of the largest bucket
+
+
+def push_watched(setup: Setup) -> PushedWatched:
+    with running(setup) as worker:
+        train(worker, setup, 0)
+        with Allocations() as found:
+            worker.host.update_weights(InProcessSender(lambda bucket: None), 1)
+        item = torch.empty(0, dtype=getattr(torch, worker.manifest().dtype)).element_size()
+        bucket = max(bucket.numel * item for bucket in worker.manifest().buckets)
+        return PushedWatched(largest=found.largest, peak=found.peak, bucket=bucket)
 
 
 @frozen(kw_only=True)
@@ -402,6 +474,8 @@ class Slept:
     state_bytes: int  # of the storages that weights and moments lie in, while awake
     state_bytes_asleep: int
     resident: Mapping[MemoryKind, int]  # bytes of each kind's storages while awake
+    alive: int  # bytes of all storages of the process while awake, whoever holds them
+    alive_asleep: int  # with the copies on the host, which on a CPU lie beside what they stand for
     sleeps: Sequence[SleepResult]
     resident_asleep: Sequence[int]  # bytes of each sleeping kind's storages, right after
     again: SleepResult  # of sleeping once more
@@ -421,11 +495,12 @@ def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[Memory
         views = [chunk.view for key in StateKey for chunk in worker.backend.local_state(key)]
         state_bytes = resident_bytes(views)
         resident = {kind: _resident(worker, kind) for kind in MemoryKind}
+        alive = _alive()
         sleeps, asleep = [], []
         for kind in down:
             sleeps.append(worker.sleep({kind}))
             asleep.append(_resident(worker, kind))
-        state_bytes_asleep = resident_bytes(views)
+        state_bytes_asleep, alive_asleep = resident_bytes(views), _alive()
         again = worker.sleep(frozenset(MemoryKind))
         refused = {
             "train": _error(lambda: train(worker, setup, 2)),
@@ -434,7 +509,6 @@ def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[Memory
                 lambda: worker.host.update_weights(InProcessSender(lambda bucket: None), version=1)
             ),
             "save": _error(lambda: worker.save(directory, step_at(2), False)),
-            "snapshot": _error(lambda: worker.snapshot("create", "reference", {})),
         }
         wakes = [worker.wake_up({kind}) for kind in up]
         after = state_of(worker)
@@ -444,6 +518,8 @@ def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[Memory
             state_bytes=state_bytes,
             state_bytes_asleep=state_bytes_asleep,
             resident=resident,
+            alive=alive,
+            alive_asleep=alive_asleep,
             sleeps=sleeps,
             resident_asleep=asleep,
             again=again,
@@ -458,6 +534,14 @@ def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[Memory
 def _resident(worker: Worker, kind: MemoryKind) -> int:
     """Without the step counters and other single numbers, which need not sleep."""
     return resident_bytes(tensor for tensor in worker.backend.tensors(kind) if tensor.ndim)
+
+
+def _alive() -> int:
+    """Bytes of the distinct storages of every tensor that there is, nobody's list of them believed."""
+    gc.collect()
+    return resident_bytes(
+        each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.device.type != "meta"
+    )
 
 
 def sleep_partly(setup: Setup, directory: str) -> Mapping[str, str]:
@@ -482,3 +566,184 @@ def _error(call: Callable[[], object]) -> str:
     except CorerlError as error:
         return f"{type(error).__name__}: {error.message}"
     return ""
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def start_refused(setup: Setup, resume: str = "") -> str:
+    """The error of starting a worker."""
+    return _error(lambda: make_worker(setup, resume=resume).init("127.0.0.1", 0))
+
+
+def refusals(setup: Setup, lacks: Sequence[Capability], directory: str) -> dict[str, list[str]]:
+    """Capability -> the errors of the verbs that ask for it, "" where one works. Those that are no verb's are left out;
+    some of these are asked for with `start_refused`."""
+    with running(setup) as worker:
+
+        def update(transport: str) -> None:
+            address = Address(transport=transport, engines=("engine-0",), path=directory, timeout=1.0)
+            worker.update_weights(address, 1)
+
+        verbs: dict[Capability, list[Callable[[], object]]] = {
+            Capability.SNAPSHOTS: [lambda: worker.snapshot("create", "reference", {})],
+            Capability.SLEEP: [
+                lambda: worker.sleep(frozenset(MemoryKind)),
+                lambda: worker.wake_up(frozenset(MemoryKind)),
+            ],
+            Capability.SAVE_BACKGROUND: [lambda: worker.save(directory, step_at(0), True)],
+            Capability.UPDATE_DISK: [lambda: update("disk")],
+            Capability.UPDATE_COLLECTIVE: [lambda: update("collective")],
+        }
+        return {name: [_error(call) for call in verbs[name]] for name in lacks if name in verbs}
+
+
+# ---- states and errors -----------------------------------------------------------------------------------------------
+
+
+class Fault(Exception):
+    """That a check asked for."""
+
+
+@frozen(eq=False)
+class Failing:
+    """Micro-batches of which the second is never given."""
+
+    micro_batches: list[MicroBatch]
+    error: BaseException
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        yield self.micro_batches[0]
+        raise self.error
+
+
+def failing(batch: PackedBatch, error: BaseException) -> PackedBatch:
+    return evolve(batch, micro_batches=Failing(list(batch.micro_batches), error))
+
+
+@frozen(kw_only=True)
+class States:
+    before_init: Mapping[str, str]  # verb -> error
+    init_again: str
+    results: list[TrainResult]  # of steps 0 to 2, all this in between
+    after_shutdown: Mapping[str, str]
+    shutdown_again: str
+
+
+def go_through_states(setup: Setup, directory: str) -> States:
+    worker = make_worker(setup)
+
+    def verbs() -> dict[str, str]:
+        return {
+            "forward": _error(lambda: worker.host.forward(batch=None, outputs=(), weights="")),  # type: ignore[arg-type]
+            "train": _error(lambda: worker.host.train(batch=None, loss=LOSS, step=step_at(0))),  # type: ignore[arg-type]
+            "update_weights": _error(lambda: worker.host.update_weights(sender=None, version=1)),
+            "save": _error(lambda: worker.save(directory, step_at(0), False)),
+        }
+
+    before_init = verbs()
+    worker.init("127.0.0.1", 0)
+    results = [train(worker, setup, 0)]
+    again = _error(lambda: worker.init("127.0.0.1", 0))
+    results += [train(worker, setup, 1), train(worker, setup, 2)]
+    worker.shutdown("the check is done")
+    return States(
+        before_init=before_init,
+        init_again=again,
+        results=results,
+        after_shutdown=verbs(),
+        shutdown_again=_error(lambda: worker.shutdown("once more")),
+    )
+
+
+@frozen(kw_only=True)
+class Raised:
+    """An error that left a hook."""
+
+    message: str
+    details: str
+    then: str  # what training says after it, "" where it works
+    result: TrainResult | None = None
+
+
+def raise_in_forward(setup: Setup) -> Raised:
+    """Step 0, a forward pass that fails, step 1."""
+    with running(setup) as worker:
+        train(worker, setup, 0)
+        batch = failing(packed_for_training(worker, setup, samples_at(1)), Fault("no such batch"))
+        found = _raised(lambda: worker.host.forward(batch=batch, outputs=LOSS.outputs, weights=""))
+        return evolve(found, result=train(worker, setup, 1))
+
+
+def raise_in_train(setup: Setup, exits: bool) -> Raised:
+    """Step 0, a step that fails or calls exit(), and another."""
+    error = SystemExit("no such batch") if exits else Fault("no such batch")
+    worker, _ = start(setup)
+    train(worker, setup, 0)
+    batch = failing(packed_for_training(worker, setup, samples_at(1)), error)
+    found = _raised(lambda: worker.host.train(batch=batch, loss=setup.loss, step=step_at(1)))
+    found = evolve(found, then=_error(lambda: train(worker, setup, 2)))
+    worker.shutdown("the check is done")
+    return found
+
+
+def raise_on_the_last_rank(setup: Setup) -> TrainResult:
+    """The others train, and wait for it."""
+    with running(setup) as worker:
+        train(worker, setup, 0)
+        batch = packed_for_training(worker, setup, samples_at(1))
+        if worker.context.rank == worker.context.world_size - 1:
+            batch = failing(batch, Fault("no such batch"))
+        return worker.host.train(batch=batch, loss=setup.loss, step=step_at(1))
+
+
+def _raised(call: Callable[[], object]) -> Raised:
+    try:
+        call()
+    except CorerlError as error:
+        return Raised(message=f"{type(error).__name__}: {error.message}", details=error.details, then="")
+    return Raised(message="", details="", then="")
+
+
+@frozen(kw_only=True)
+class Lives:
+    """Two workers, one after the other, in a process that is in no group."""
+
+    results: list[list[TrainResult]]
+    left: list[str]  # threads that were not there before and keep the process alive, groups, files that miss
+    shutdown_again: str
+
+
+def live_twice(setup: Setup, directory: str, background: bool) -> Lives:
+    before = set(threading.enumerate())
+    results, left, again = [], [], ""
+    for life in range(2):
+        worker, _ = start(setup)
+        results.append([train(worker, setup, number) for number in (0, 1)])
+        where = f"{directory}/{life}"
+        worker.save(where, step_at(2), background)
+        worker.shutdown("the check is done")
+        again = again or _error(lambda worker=worker: worker.shutdown("once more"))  # type: ignore[misc]
+        left += [thread.name for thread in threading.enumerate() if thread not in before and not thread.daemon]
+        left += ["a process group"] if torch.distributed.is_initialized() else []
+        left += [] if written_ranks(Path(where)) == 1 else ["a checkpoint that is not whole"]
+    return Lives(results=results, left=left, shutdown_again=again)
+
+
+def save_and_be_killed(setup: Setup, whole: str, cut: str, limit: int) -> None:
+    """One save, and another in which the process dies as soon as it has written `limit` bytes to a file."""
+    with running(setup) as worker:
+        train(worker, setup, 0)
+        worker.save(whole, step_at(1), False)
+        train(worker, setup, 1)
+        # The kernel ends the process inside write(), as SIGKILL would: Python is not asked.
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        worker.save(cut, step_at(2), False)
+
+
+def alone(scenario: Callable[..., object], *arguments: object) -> None:
+    """In a process that was started for this one scenario."""
+    torch.set_num_threads(1)
+    OneRank().run(scenario, *arguments)

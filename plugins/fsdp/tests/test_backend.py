@@ -8,10 +8,12 @@ import pytest
 from attrs import evolve
 
 from corerl.checkpoint.commit import begin
-from corerl.testing.checks import BackendChecks, Checkpoint, Runs, Subject, assert_follows, different
+from corerl.testing.compare import assert_follows, different
 from corerl.testing.harness import Setup
 from corerl.testing.models import tiny_fields
 from corerl.testing.pool import RankPool
+from corerl.testing.subject import Checkpoint, Runs, Subject
+from corerl.testing.suite import CHECKS
 from plugins.fsdp.tests import ranks
 
 
@@ -47,7 +49,7 @@ def test_nothing_stays_gathered_after_a_pass(runs: Runs, rank_pool: RankPool, re
             "test_loading_reads_each_ranks_share_once_and_never_holds_the_model",
             {"kind": "qwen3-tied"},
         ),
-        (ranks.GathersTheWholeModel, "test_an_update_holds_a_few_buckets_and_never_the_model", {}),
+        (ranks.GathersTheWholeModel, "test_an_update_holds_a_few_buckets_and_never_the_model", {"kind": "qwen3-moe"}),
     ],
 )
 def test_a_rank_that_holds_the_whole_model_for_a_moment_is_seen(
@@ -56,4 +58,4 @@ def test_a_rank_that_holds_the_whole_model_for_a_moment_is_seen(
     name = f"{fault.__module__}:{fault.__name__}.spec"
     subject = Subject(backend=name, world_size=2, runs=runs, directory=tmp_path)
     with pytest.raises(AssertionError, match="peak"):
-        getattr(BackendChecks(), check)(subject, **arguments)
+        CHECKS[check](subject, **arguments)

@@ -1,15 +1,18 @@
-from corerl.testing.checks import BackendChecks
-from corerl.testing.critic_checks import CriticChecks
-from tests.bare_loop import BareLoopChecks
+"""FSDP in the conformance suite; and against bare torch."""
+
+import pytest
+
+from corerl.testing.subject import CASES, Runs
+from corerl.testing.suite import *  # noqa: F403  -- the checks and nothing else, new ones too
+from tests.bare_loop import assert_follows_a_bare_loop
 
 
-class TestFsdp(BackendChecks):
-    backend_name = "fsdp"
+@pytest.fixture(scope="session")
+def backend_name() -> str:
+    return "fsdp"
 
 
-class TestFsdpAsCritic(CriticChecks):
-    backend_name = "fsdp"
-
-
-class TestFsdpAgainstBareTorch(BareLoopChecks):
-    backend_name = "fsdp"
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("kind", "packing"), CASES)
+def test_training_follows_a_loop_in_bare_torch(runs: Runs, world_size: int, kind: str, packing: str) -> None:
+    assert_follows_a_bare_loop(runs, "fsdp", world_size, kind, packing)

@@ -11,7 +11,7 @@ import torch
 from attrs import evolve, frozen
 
 from corerl.memory.storage import resident_bytes
-from corerl.testing.checks import Tensors, different, weights_apart, whole
+from corerl.testing.compare import Tensors, different, weights_apart, whole
 from corerl.testing.harness import Setup, make_worker, state_of, step_at, train
 from corerl.testing.models import tiny_fields
 from corerl.trainer.worker import Worker

@@ -12,21 +12,11 @@ from attrs import evolve, field, frozen
 from corerl.checkpoint.commit import begin
 from corerl.config.schema import ClusterInfo
 from corerl.plugin.spec import Problem
-from corerl.testing.checks import (
-    PACKINGS,
-    BackendChecks,
-    Checkpoint,
-    Runs,
-    Subject,
-    assert_follows,
-    different,
-    grad_norm_of,
-    loss_of,
-    mean_apart,
-    weights_apart,
-)
+from corerl.testing import suite
+from corerl.testing.compare import assert_follows, different, grad_norm_of, loss_of, mean_apart, weights_apart
 from corerl.testing.harness import Setup
 from corerl.testing.pool import RankPool
+from corerl.testing.subject import PACKINGS, Checkpoint, Runs, Subject
 from corerl.testing.tolerances import BFLOAT16_GRAD_NORM, BFLOAT16_LOSS, GRAD_NORM, LOSS
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.spec import check
@@ -37,13 +27,13 @@ STEPS = range(4)
 
 @frozen(kw_only=True)
 class WithOptions(Subject):
-    """A subject of the shared checks whose backend has other options than its defaults."""
+    """A subject of the shared checks whose [train] is another one."""
 
-    options: Mapping[str, Any] = field(factory=dict)
     train_fields: Mapping[str, Any] = field(factory=dict)
 
     def setup(self, kind: str, packing: tuple[int, int] = PACKINGS["packed"]) -> Setup:
-        return with_options(super().setup(kind, packing), self.options, **self.train_fields)
+        setup = super().setup(kind, packing)
+        return evolve(setup, train=evolve(setup.train, **self.train_fields))
 
 
 def with_options(setup: Setup, options: Mapping[str, Any], **train_fields: Any) -> Setup:
@@ -112,10 +102,10 @@ ARGUMENTS: dict[str, Any] = {"kind": "qwen3-tied", "down": ranks.KINDS, "up": ra
 def test_a_backend_with_options_keeps_the_contract(
     runs: Runs, tmp_path: Path, options: Mapping[str, Any], check: str
 ) -> None:
-    method = getattr(BackendChecks(), check)
-    names = method.__code__.co_varnames[2 : method.__code__.co_argcount]
+    function = suite.CHECKS[check]
+    names = function.__code__.co_varnames[1 : function.__code__.co_argcount]
     given = {name: tmp_path if name == "tmp_path" else ARGUMENTS[name] for name in names}
-    method(subject(runs, tmp_path / "checkpoints", options), **given)
+    function(subject(runs, tmp_path / "checkpoints", options), **given)
 
 
 # ---- what they save --------------------------------------------------------------------------------------------------

@@ -1,0 +1,184 @@
+"""All ranks' reports put together, and what they are compared with: bits, tolerances, transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from attrs import frozen
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from corerl.checkpoint.reader import CheckpointSource
+from corerl.testing import scenarios
+from corerl.testing.harness import State
+from corerl.testing.tolerances import GRAD_NORM, LOSS, METRICS, WEIGHTS_L2
+from corerl.types import Array, FloatArray, ForwardResult, Output, SampleBatch, TrainResult, merge_metrics
+
+Tensors = dict[str, Array]  # whole tensors by HF name
+
+SAVED = ("master", "exp_avg", "exp_avg_sq")
+
+
+# ---- all ranks' reports together -------------------------------------------------------------------------------------
+
+
+@frozen(kw_only=True, eq=False)
+class Trajectory:
+    """Some optimizer steps as the driver sees them."""
+
+    results: list[tuple[TrainResult, ...]]  # of each step, by rank
+    losses: list[float]
+    grad_norms: list[float]
+    at_start: dict[str, Tensors]
+    state: dict[str, Tensors]  # "master", "exp_avg", ... -> whole tensors, at the end
+    adam_step: int
+    optimizer_step: int  # of InitResult
+
+
+def together(reports: Sequence[scenarios.Trained]) -> Trajectory:
+    steps = list(zip(*(report.results for report in reports), strict=True))
+    for results in steps:
+        assert [result.applied for result in results] == [True] * len(reports)
+    assert len({report.adam_step for report in reports}) == 1
+    assert len({report.init.optimizer_step for report in reports}) == 1
+    return Trajectory(
+        results=steps,
+        losses=[loss_of(results) for results in steps],
+        grad_norms=[grad_norm_of(results) for results in steps],
+        at_start=whole([report.at_start for report in reports]),
+        state=whole([report.state for report in reports]),
+        adam_step=reports[0].adam_step,
+        optimizer_step=reports[0].init.optimizer_step,
+    )
+
+
+def loss_of(results: Sequence[TrainResult]) -> float:
+    """Summed over the ranks, as the driver does."""
+    return sum(result.metrics["loss"].value for result in results if "loss" in result.metrics)
+
+
+def grad_norm_of(results: Sequence[TrainResult]) -> float:
+    norms = [result.grad_norm for result in results]
+    assert all(norm == norms[0] for norm in norms), f"the ranks disagree on the norm: {norms}"
+    return norms[0]
+
+
+def metrics_of(results: Sequence[TrainResult]) -> dict[str, float]:
+    """All ranks' metrics of one step, merged as the driver merges them."""
+    return {name: metric.value for name, metric in merge_metrics(result.metrics for result in results).items()}
+
+
+def assert_same_metrics(found: Trajectory, wanted: Trajectory) -> None:
+    """Every metric of each step, within the tolerance of what is divided by small counts."""
+    for number, results in enumerate(zip(found.results, wanted.results, strict=True)):
+        mine, others = (metrics_of(each) for each in results)
+        assert mine.keys() == others.keys()
+        for name, value in others.items():
+            near = pytest.approx(value, rel=METRICS.relative, abs=METRICS.absolute)
+            assert mine[name] == near, f"{name} of step {number}"
+
+
+def whole(states: Sequence[State]) -> dict[str, Tensors]:
+    """Tensors put together from all ranks' boxes, each element from exactly one."""
+    found: dict[str, Tensors] = {}
+    for key in states[0]:
+        tensors: Tensors = {}
+        times: Tensors = {}
+        for box in (box for state in states for box in state[key]):
+            tensor = tensors.setdefault(box.name, np.zeros(box.shape, box.values.dtype))
+            seen = times.setdefault(box.name, np.zeros(box.shape, np.int64))
+            where = tuple(slice(at, at + n) for at, n in zip(box.offsets, box.values.shape, strict=True))
+            tensor[where] = box.values
+            seen[where] += 1
+        assert {name for name, seen in times.items() if (seen != 1).any()} == set()
+        found[key] = tensors
+    return found
+
+
+def in_order(results: Sequence[ForwardResult], samples: SampleBatch, output: Output) -> FloatArray:
+    """[N] in the batch's order, each sample from exactly one rank."""
+    column = np.full(len(samples.tokens), np.nan, np.float32)
+    for result in results:
+        for index, sample in enumerate(result.samples):
+            start, end = samples.offsets[sample : sample + 2]
+            values = result.outputs[output][result.offsets[index] : result.offsets[index + 1]]
+            assert np.isnan(column[start:end]).all() and len(values) == end - start
+            column[start:end] = values
+    assert not np.isnan(column).any()
+    return column
+
+
+# ---- what is compared ------------------------------------------------------------------------------------------------
+
+
+def assert_follows(found: Trajectory, wanted: Trajectory) -> None:
+    """Loss and grad norm of each step, and the weights at the end, within the tolerances of float32."""
+    assert found.losses == pytest.approx(wanted.losses, rel=LOSS.relative, abs=LOSS.absolute)
+    assert found.grad_norms == pytest.approx(wanted.grad_norms, rel=GRAD_NORM.relative)
+    assert weights_apart(found.state["master"], wanted.state["master"]) < WEIGHTS_L2
+
+
+def weights_apart(found: Tensors, wanted: Tensors) -> float:
+    """L2 norm of the difference over that of the weights."""
+    assert found.keys() == wanted.keys()
+    apart = math.fsum(float(((found[name] - wanted[name]).astype(np.float64) ** 2).sum()) for name in wanted)
+    size = math.fsum(float((wanted[name].astype(np.float64) ** 2).sum()) for name in wanted)
+    return math.sqrt(apart / size)
+
+
+def different(found: Mapping[str, Tensors], wanted: Mapping[str, Tensors], keys: Collection[str] = SAVED) -> list[str]:
+    """What is not equal to the last bit."""
+    assert all(found[key].keys() == wanted[key].keys() for key in keys)
+    return [
+        f"{key} of {name}" for key in keys for name in wanted[key] if not same_bits(found[key][name], wanted[key][name])
+    ]
+
+
+def same_bits(a: Array, b: Array) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def transformers_outputs(directory: Path, samples: SampleBatch) -> dict[Output, FloatArray]:
+    """Log-probs and entropy [N] by transformers alone: each sample by itself, all of its logits."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    columns = {output: np.zeros(len(samples.tokens), np.float32) for output in (Output.LOGPROBS, Output.ENTROPY)}
+    for start, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):
+        tokens = torch.tensor(samples.tokens[start:end])
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None]).logits[0, :-1] / samples.temperature
+        distribution = torch.distributions.Categorical(logits=logits)
+        columns[Output.LOGPROBS][start + 1 : end] = distribution.log_prob(tokens[1:]).numpy()
+        columns[Output.ENTROPY][start + 1 : end] = distribution.entropy().numpy()
+    return columns
+
+
+def files_of(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Tensor -> shape, from the headers of a Hugging Face directory's files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in directory.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return shapes
+
+
+def largest_parameter(directory: Path) -> int:
+    """Elements of the model's largest parameter, as modules hold it: a layer's experts together."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+    return max(param.numel() for param in model.parameters())
+
+
+def mean_apart(found: Sequence[float], wanted: Sequence[float]) -> float:
+    """The mean over steps of |found - wanted|, over the mean size of `wanted`: single losses may be near zero."""
+    return float(np.abs(np.subtract(found, wanted)).mean() / np.abs(wanted).mean())
+
+
+def saved_tensors(source: CheckpointSource) -> Tensors:
+    return {name: source.read(name, (0,) * len(shape), shape).numpy() for name, shape in source.shapes.items()}

@@ -1,0 +1,217 @@
+"""A backend under Ray: a role's ranks as one object, engines beside it, as a run has them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attrs import evolve, frozen
+
+from corerl.cluster.group import ProcessGroup
+from corerl.cluster.objects import share
+from corerl.cluster.placement import Seat, arrange, seated
+from corerl.cluster.runtime import ray_session
+from corerl.config.schema import BackendChoice, Config, ExtensionChoice, ModelConfig, RoleChoice, RolesConfig
+from corerl.data.plan import plan_forward, plan_steps
+from corerl.driver.run import meeting_at
+from corerl.errors import CorerlError, EngineFailed
+from corerl.plugin.fingerprint import origin
+from corerl.plugin.options import resolve_tables
+from corerl.plugin.registry import Kind, load
+from corerl.rollout.engine import EngineContext, GenerateRequest, SamplingParams
+from corerl.rollout.fleet import EngineFleet
+from corerl.rollout.service import EngineAssignment
+from corerl.testing import wrappers
+from corerl.testing.harness import LOSS, Setup, samples_at, step_at
+from corerl.trainer.assign import ACTOR, RolePlan, plan_role
+from corerl.trainer.group import GroupTrainResult, TrainGroup
+from corerl.types import FloatArray, Output, SampleBatch
+from corerl.weights.transport import Address
+
+ENGINE = "transformers"
+# torch reads the first when it is imported; Ray itself would make it 1, the CPUs that a process asks for.
+ENVIRONMENT = {"OMP_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+SEATED_WITHIN = 60.0  # seconds
+
+
+@contextlib.contextmanager
+def seats() -> Iterator[Mapping[str, list[Seat]]]:
+    """Ray on this machine with room for two ranks and an engine."""
+    with ray_session(address="", cpus=3):
+        with seated(
+            arrange({ACTOR: 2, "engines": 1}, apart=("engines",), cpus=1.0, gpus=0.0), timeout=SEATED_WITHIN
+        ) as all_seats:
+            yield all_seats
+
+
+def plan_of(setup: Setup, ranks: int, run_dir: Path, extensions: Sequence[str] = ()) -> RolePlan:
+    name = load(Kind.BACKENDS, setup.backend).name
+    config = Config(
+        model=ModelConfig(path=setup.model),
+        train=setup.train,
+        weights=setup.weights,
+        backend=BackendChoice(name=setup.backend),
+        backends={name: dict(setup.options)},
+        roles=RolesConfig(actor=RoleChoice(ranks=ranks)),
+        extensions=tuple(ExtensionChoice(name=each) for each in extensions),
+    )
+    plan = plan_role(ACTOR, resolve_tables(config), loss=LOSS, experts=1, device="cpu", run_dir=str(run_dir), resume="")
+    assignments = tuple(evolve(each, config=evolve(each.config, seed=setup.seed)) for each in plan.assignments)
+    return evolve(plan, assignments=assignments)
+
+
+@contextlib.contextmanager
+def launched(plan: RolePlan, seats: Sequence[Seat]) -> Iterator[TrainGroup]:
+    """Started, and not initialised."""
+    group = TrainGroup.launch(plan, seats[: len(plan.assignments)], {**ENVIRONMENT, **plan.environment})
+    try:
+        yield group
+    finally:
+        group.processes.kill()
+
+
+def train(group: TrainGroup, setup: Setup, number: int, samples: SampleBatch | None = None) -> GroupTrainResult:
+    batch = samples or samples_at(number)
+    (plan,) = plan_steps(
+        batch,
+        mini_batches=1,
+        epochs=1,
+        dp_size=group.dp_size,
+        tokens_per_micro_batch=setup.train.tokens_per_micro_batch,
+        sequence_multiple=group.layouts[0].sequence_multiple,
+        micro_batch_multiple=group.layouts[0].micro_batch_multiple,
+        aggregation="token-mean",
+        max_tokens=32,
+        seed=0,
+    )
+    return group.train(share(batch), plan, LOSS, step_at(number))
+
+
+def logprobs(group: TrainGroup, setup: Setup, batch: SampleBatch) -> FloatArray:
+    plan = plan_forward(
+        batch,
+        dp_size=group.dp_size,
+        tokens_per_micro_batch=setup.train.tokens_per_micro_batch,
+        sequence_multiple=group.layouts[0].sequence_multiple,
+        micro_batch_multiple=group.layouts[0].micro_batch_multiple,
+    )
+    columns = group.forward(share(batch), plan, (Output.LOGPROBS,), of=batch)
+    return columns[Output.LOGPROBS]
+
+
+# ---- with an engine --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def engine(setup: Setup, seats: Sequence[Seat]) -> Iterator[EngineFleet]:
+    """One replica, which has the model's architecture and waits for its weights."""
+    loaded = load(Kind.ENGINES, ENGINE)
+    assignment = EngineAssignment(
+        engine=ENGINE,
+        origin=origin(Kind.ENGINES, loaded),
+        model=ModelConfig(path=setup.model),
+        options={},
+        context=EngineContext(name="engine-0", index=0, device="cpu", precision="float32"),
+    )
+    environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    processes = ProcessGroup(
+        ["engine-0"], "corerl.rollout.service:EngineService", seats, environment, failure=EngineFailed, threads=2
+    )
+    try:
+        fleet = EngineFleet(processes, [assignment])
+        fleet.wait_started(fleet.start_async())
+        yield fleet
+    finally:
+        processes.kill()
+
+
+def push(group: TrainGroup, fleet: EngineFleet, version: int, *, transport: str, directory: Path) -> dict[str, str]:
+    """What the engine has to say of the update: "" where it arrived whole, by its checksums."""
+    address = Address(transport=transport, engines=fleet.names, path=str(directory), timeout=60.0)
+    address = meeting_at(address, group)
+    receiving = fleet.receive_async(group.manifest(), version, address)
+    sent = group.update_weights(address, version)
+    received = fleet.wait_received(receiving)
+    return {name: sent.engines.get(name, "no word of it") or received[name].error for name in fleet.names}
+
+
+def sampled(fleet: EngineFleet, number: int) -> SampleBatch:
+    """What the engine answers to a few prompts, as the loop gives it to training."""
+    rng = np.random.default_rng(number)
+    prompts = [rng.integers(3, 97, length) for length in (3, 5, 2, 4)]
+    request = GenerateRequest(
+        tokens=np.concatenate(prompts),
+        offsets=np.cumsum([0, *map(len, prompts)]),
+        noise_keys=np.arange(len(prompts)) + 100 * number,
+        params=SamplingParams(max_tokens=8, stop_tokens=(2,)),
+    )
+    answers = fleet.generate(request)
+    tokens, mask, drawn, versions, lengths = [], [], [], [], []
+    for row, prompt in enumerate(prompts):
+        start, end = answers.offsets[row : row + 2]
+        tokens += [prompt, answers.tokens[start:end]]
+        mask += [np.zeros(len(prompt), np.bool_), np.ones(end - start, np.bool_)]
+        drawn += [np.zeros(len(prompt), np.float32), answers.logprobs[start:end]]
+        versions += [np.zeros(len(prompt), np.int64), answers.versions[start:end]]
+        lengths.append(len(prompt) + int(end - start))
+    column = np.concatenate(drawn).astype(np.float32)
+    loss_mask = np.concatenate(mask)
+    advantages = np.repeat(np.array([1.0, -0.5, 0.75, -1.25], np.float32), lengths)
+    return SampleBatch(
+        tokens=np.concatenate(tokens).astype(np.int64),
+        offsets=np.cumsum([0, *lengths]),
+        columns={
+            "loss_mask": loss_mask,
+            "rollout_logprobs": column,
+            "old_logprobs": column,
+            "ref_logprobs": column,
+            "advantages": np.where(loss_mask, advantages, 0.0).astype(np.float32),
+            "versions": np.concatenate(versions),
+        },
+        rows={"group": np.arange(len(prompts)) // 2},
+    )
+
+
+# ---- with wrappers ---------------------------------------------------------------------------------------------------
+
+
+@frozen(kw_only=True)
+class Wrapped:
+    """A group whose ranks had three wrappers, and one of which was killed."""
+
+    results: list[GroupTrainResult]  # of steps 0 to 2
+    logprobs: FloatArray
+    calls: list[tuple[int, str, str, str]]  # process, wrapper, hook, in or out
+    processes: list[Mapping[str, Any]]  # by rank: pid, threads, env
+    died: str  # the error of training after it
+    then: str  # of the next call
+
+
+def wrapped(setup: Setup, ranks: int, seats: Sequence[Seat], run_dir: Path) -> Wrapped:
+    run_dir.mkdir(parents=True)
+    names = [f"{wrappers.__name__}:{name}" for name in wrappers.NAMES]
+    with launched(plan_of(setup, ranks, run_dir, names), seats) as group:
+        group.init()
+        results = [train(group, setup, number) for number in range(3)]
+        column = logprobs(group, setup, samples_at(3))
+        group.save(str(run_dir / ACTOR), step_at(3), background=False)
+        calls = [tuple(json.loads(line)) for line in (run_dir / "calls.jsonl").read_text().splitlines()]
+        processes = [json.loads((run_dir / f"process-{rank}.json").read_text()) for rank in range(ranks)]
+        os.kill(processes[-1]["pid"], signal.SIGKILL)
+        died = _error(lambda: train(group, setup, 3))
+        then = _error(lambda: group.clear_memory())
+    return Wrapped(results=results, logprobs=column, calls=calls, processes=processes, died=died, then=then)
+
+
+def _error(call: Any) -> str:
+    try:
+        call()
+    except CorerlError as error:
+        return f"{type(error).__name__}: {error.message}"
+    return ""

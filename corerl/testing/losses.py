@@ -1,0 +1,18 @@
+"""A loss of the suite's own, given to backends by its name as a user's would be."""
+
+from __future__ import annotations
+
+import torch
+
+from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric
+from corerl.types import LossSpec, Output, Reduction
+
+
+def likelihood(inputs: LossInputs) -> LossResult:
+    """loss = -sum_t weights_t * logprobs_t: nothing holds the policy back, and nothing can go wrong."""
+    assert inputs.logprobs is not None
+    loss = -(inputs.columns["weights"] * inputs.logprobs).sum()
+    return LossResult(loss, {"loss": TensorMetric(loss.detach(), torch.ones_like(loss), Reduction.SUM)})
+
+
+LIKELIHOOD = LossSpec(name=f"{__name__}:likelihood", outputs=(Output.LOGPROBS,))

@@ -1,0 +1,65 @@
+"""How a check says what it is: `@check("C12", level=1, needs=[Capability.MOE], builds_on=["C11"])`.
+
+The plugin reads this; a check is otherwise an ordinary test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import pytest
+from attrs import frozen
+
+from corerl.plugin.capabilities import Capability
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MARK = "corerl_check"
+LEVELS = {
+    0: "static: the spec, its config and its package",
+    1: "one process on a CPU",
+    2: "two ranks on a CPU",
+    3: "on GPUs",
+    4: "under Ray, with a group of workers and an engine",
+}
+
+
+@frozen(kw_only=True)
+class Check:
+    """One test of the suite; several may share an id, which they fail together."""
+
+    id: str
+    level: int  # at one rank, for those that run at several world sizes; two ranks are level 2 at least
+    needs: tuple[Capability, ...]  # where the backend declares one of them unsupported, the check must fail
+    builds_on: tuple[str, ...]  # ids; where one of them failed, this check is blocked and says nothing
+    ranks: tuple[int, ...]  # world sizes, for a check with an argument `subject` or `world_size`
+
+    def level_at(self, world_size: int) -> int:
+        return max(self.level, 2) if world_size > 1 else self.level
+
+
+def check(
+    id: str,  # noqa: A002  -- what it is called everywhere
+    *,
+    level: int,
+    needs: Sequence[Capability] = (),
+    builds_on: Sequence[str] = (),
+    ranks: Sequence[int] = (1, 2),
+) -> Callable[[F], F]:
+    found = Check(id=id, level=level, needs=tuple(needs), builds_on=tuple(builds_on), ranks=tuple(ranks))
+
+    def mark(function: F) -> F:
+        marked: F = pytest.mark.corerl_check(found)(function)
+        return marked
+
+    return mark
+
+
+def check_of(function: object) -> Check | None:
+    """What `function` was marked with; None for anything else."""
+    for mark in getattr(function, "pytestmark", ()):
+        if mark.name == MARK:
+            found: Check = mark.args[0]
+            return found
+    return None

@@ -1,0 +1,116 @@
+"""The backend under test, as a check is given it: on a number of ranks, with models and trajectories at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from attrs import evolve, field, frozen
+
+from corerl.checkpoint.commit import begin, commit
+from corerl.testing import scenarios
+from corerl.testing.compare import Trajectory, together
+from corerl.testing.harness import Setup
+from corerl.testing.pool import Ranks
+
+T = TypeVar("T")
+
+PLAIN = "plain"
+STEPS = 10
+WHOLE = (10**6, 1)  # tokens of a micro-batch, and what sequences are padded to: everything at once
+PACKINGS = {"packed": (48, 1), "one by one": (1, 1), "padded": (48, 4)}
+CASES = [
+    *((kind, packing) for kind in ("qwen3", "qwen3-tied", "qwen3-moe") for packing in PACKINGS),
+    ("qwen2", "packed"),
+    ("llama", "packed"),
+]
+
+
+class Runs:
+    """Where ranks run, the models they are given, and trajectories that several checks look at, each trained once."""
+
+    def __init__(self, rank_sets: Mapping[int, Ranks], models: Mapping[str, Path]) -> None:
+        self.rank_sets = rank_sets
+        self.models = models
+        self._trained: dict[tuple[int, str], Trajectory] = {}
+
+    def trained(self, backend: str, world_size: int, kind: str, packing: tuple[int, int]) -> Trajectory:
+        """STEPS steps from the model's directory on."""
+        return self.trained_as(world_size, self.setup(backend, kind, packing))
+
+    def trained_as(self, world_size: int, setup: Setup) -> Trajectory:
+        key = (world_size, repr(setup))
+        if key not in self._trained:
+            self._trained[key] = self.train(world_size, setup, range(STEPS))
+        return self._trained[key]
+
+    def train(self, world_size: int, setup: Setup, numbers: Sequence[int], **saving: Any) -> Trajectory:
+        arguments = {"resume": "", "save_after": -1, "save_to": "", **saving}
+        return together(
+            self.rank_sets[world_size].run(scenarios.train_steps, setup, list(numbers), *arguments.values())
+        )
+
+    def setup(self, backend: str, kind: str, packing: tuple[int, int] = PACKINGS["packed"]) -> Setup:
+        tokens, multiple = packing
+        return Setup(backend=backend, model=str(self.models[kind])).packed_by(tokens, sequence_multiple=multiple)
+
+
+@frozen(kw_only=True)
+class Subject:
+    """A backend on a number of ranks."""
+
+    backend: str
+    world_size: int
+    runs: Runs
+    directory: Path  # empty, for this check alone
+    options: Mapping[str, Any] = field(factory=dict)  # the backend's own
+    device: str = "cpu"
+    lifted: bool = False  # it declares that it cannot do what is checked: let it try
+
+    def setup(self, kind: str, packing: tuple[int, int] = PACKINGS["packed"]) -> Setup:
+        return self.of(self.runs.setup(self.backend, kind, packing))
+
+    def of(self, setup: Setup) -> Setup:
+        """The same, of this backend with its options."""
+        return evolve(setup, backend=self.backend, options=self.options, device=self.device, lifted=self.lifted)
+
+    def run(self, scenario: Callable[..., T], *arguments: Any) -> list[T]:
+        """On every rank; the reports in rank order."""
+        return self.runs.rank_sets[self.world_size].run(scenario, *arguments)
+
+    def train(self, setup: Setup, numbers: Sequence[int], **saving: Any) -> Trajectory:
+        return self.runs.train(self.world_size, setup, numbers, **saving)
+
+    def trained(self, kind: str, packing: str = "packed") -> Trajectory:
+        """STEPS steps from the model's directory on, trained once for all checks."""
+        return self.runs.trained_as(self.world_size, self.setup(kind, PACKINGS[packing]))
+
+    def model(self, kind: str) -> Path:
+        return self.runs.models[kind]
+
+    def refusal_of_two_ranks(self) -> str:
+        """What both ranks answer, where both refuse to start; "" where one does not."""
+        setup = evolve(self.setup("qwen3"), lifted=False)
+        errors = self.runs.rank_sets[2].run(scenarios.start_refused, setup)
+        return errors[0] if all(error.startswith("Unsupported: ") for error in errors) else ""
+
+    def checkpoint(self, step: int) -> Checkpoint:
+        return Checkpoint(begin(self.directory, step), self.world_size)
+
+
+@frozen
+class Checkpoint:
+    """One that ranks write to, and the driver completes."""
+
+    partial: Path
+    world_size: int
+
+    @property
+    def role(self) -> str:
+        """Where the ranks write."""
+        return str(self.partial / "actor")
+
+    def complete(self) -> str:
+        """Where ranks read. Fails where the boxes of all ranks are not exactly the model."""
+        return str(commit(self.partial, {}, ranks={"actor": self.world_size}) / "actor")

@@ -1,0 +1,40 @@
+"""What every backend must do, by subject. In a backend's tests: `from corerl.testing.suite import *`, two fixtures, and
+`pytest_plugins = ["corerl.testing.plugin"]` in its conftest; checks that are added later come with an upgrade."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from corerl.testing.marks import check_of
+from corerl.testing.suite import (
+    test_checkpoints,
+    test_critic,
+    test_errors,
+    test_forward,
+    test_gpu,
+    test_loading,
+    test_memory,
+    test_ray,
+    test_static,
+    test_training,
+    test_weights,
+)
+
+MODULES: tuple[ModuleType, ...] = (
+    test_static,
+    test_loading,
+    test_forward,
+    test_training,
+    test_checkpoints,
+    test_weights,
+    test_memory,
+    test_errors,
+    test_critic,
+    test_gpu,
+    test_ray,
+)
+CHECKS = {
+    name: function for module in MODULES for name, function in vars(module).items() if check_of(function) is not None
+}
+__all__ = sorted(CHECKS)
+globals().update(CHECKS)

@@ -1,0 +1,116 @@
+"""A run that is saved goes on as if nothing had been: here, on other ranks, and in the plain backend."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+
+import pytest
+
+from corerl.checkpoint.commit import begin
+from corerl.checkpoint.reader import CheckpointSource
+from corerl.errors import SaveFailed
+from corerl.plugin.capabilities import Capability
+from corerl.testing import scenarios
+from corerl.testing.compare import (
+    SAVED,
+    different,
+    saved_tensors,
+    weights_apart,
+    whole,
+)
+from corerl.testing.marks import check
+from corerl.testing.subject import PLAIN, STEPS, WHOLE, Checkpoint, Subject
+from corerl.testing.tolerances import LOSS, WEIGHTS_L2
+
+
+@check("C18", level=1, builds_on=["C14"])
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(subject: Subject, kind: str) -> None:
+    setup, checkpoint = subject.setup(kind), subject.checkpoint(3)
+    uninterrupted = subject.train(setup, range(6), save_after=2, save_to=checkpoint.role)
+    resumed = subject.train(setup, range(3, 6), resume=checkpoint.complete())
+    assert resumed.optimizer_step == 3 and resumed.adam_step == 6
+    assert resumed.losses == uninterrupted.losses[3:]
+    assert resumed.grad_norms == uninterrupted.grad_norms[3:]
+    assert different(resumed.state, uninterrupted.state) == []
+
+
+@check("C30", level=2, needs=[Capability.RESHARD, Capability.MULTI_RANK], builds_on=["C18", "C41"])
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
+def test_a_run_resumes_on_another_number_of_ranks(subject: Subject, kind: str) -> None:
+    (other,) = subject.runs.rank_sets.keys() - {subject.world_size}
+    setup, checkpoint = subject.setup(kind), subject.checkpoint(3)
+    at_save = subject.train(setup, range(3), save_after=2, save_to=checkpoint.role)
+    resumed = subject.runs.train(other, setup, range(3, STEPS), resume=checkpoint.complete())
+    assert different(resumed.at_start, at_save.state) == []
+    uninterrupted = subject.runs.trained(PLAIN, 1, kind, WHOLE)
+    joined = at_save.losses + resumed.losses
+    assert joined == pytest.approx(uninterrupted.losses, rel=LOSS.relative, abs=LOSS.absolute)
+    assert weights_apart(resumed.state["master"], uninterrupted.state["master"]) < WEIGHTS_L2
+
+
+@check("C42", level=1, builds_on=["C18", "C41"])
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
+def test_the_checkpoint_goes_on_in_the_plain_backend_and_back(subject: Subject, kind: str) -> None:
+    setup, first, second = subject.setup(kind), subject.checkpoint(3), Checkpoint(begin(subject.directory, 6), 1)
+    start = subject.train(setup, range(3), save_after=2, save_to=first.role)
+    middle = subject.runs.train(
+        1,
+        subject.runs.setup(PLAIN, kind),
+        range(3, 6),
+        resume=first.complete(),
+        save_after=5,
+        save_to=second.role,
+    )
+    end = subject.train(setup, range(6, STEPS), resume=second.complete())
+    assert different(middle.at_start, start.state) == []
+    assert different(end.at_start, middle.state) == []
+    assert (middle.optimizer_step, end.optimizer_step, end.adam_step) == (3, 6, STEPS)
+    uninterrupted = subject.runs.trained(PLAIN, 1, kind, WHOLE)
+    joined = start.losses + middle.losses + end.losses
+    assert joined == pytest.approx(uninterrupted.losses, rel=LOSS.relative, abs=LOSS.absolute)
+    assert weights_apart(end.state["master"], uninterrupted.state["master"]) < WEIGHTS_L2
+
+
+@check("C20", level=1, needs=[Capability.SAVE_BACKGROUND], builds_on=["C18"])
+def test_a_background_save_holds_what_was_there_when_it_began(subject: Subject) -> None:
+    checkpoint = subject.checkpoint(1)
+    ranks = subject.run(scenarios.save_in_background, subject.setup("qwen3"), checkpoint.role)
+    for rank in ranks:
+        assert (rank.complete, rank.while_held, rank.when_released) == (False, False, True)
+        assert rank.files_while_held == []
+    at_save = whole([rank.at_save for rank in ranks])
+    directory = checkpoint.complete()
+    saved = {key: saved_tensors(CheckpointSource(directory, key)) for key in SAVED}
+    assert different(saved, at_save) == []
+    after = different(whole([rank.after_step for rank in ranks]), at_save)
+    assert len(after) == sum(len(at_save[key]) for key in SAVED)  # all of it had changed before it was written
+
+
+@check("C20", level=1, needs=[Capability.SAVE_BACKGROUND], builds_on=["C18"])
+def test_a_background_save_that_fails_says_so_once_and_the_next_one_is_written(subject: Subject) -> None:
+    blocked = subject.directory / "blocked"
+    blocked.write_text("a file where a directory is needed")
+    ranks = subject.run(scenarios.fail_to_save_in_background, subject.setup("qwen3"), str(blocked))
+    for failure, next_save in ranks:
+        assert failure.startswith("SaveFailed: the background save failed: cannot write") and str(blocked) in failure
+        assert next_save == ""
+
+
+@check("C19", level=1, builds_on=["C18"], ranks=[1])
+def test_a_save_that_is_killed_midway_leaves_the_one_before_and_is_taken_for_no_checkpoint(subject: Subject) -> None:
+    before, cut = subject.checkpoint(1), subject.checkpoint(2)
+    setup, limit = subject.setup("qwen3"), 64 * 1024  # bytes: a small part of what a save writes
+    process = multiprocessing.get_context("forkserver").Process(
+        target=scenarios.alone, args=(scenarios.save_and_be_killed, setup, before.role, cut.role, limit)
+    )
+    process.start()
+    process.join(120.0)
+    assert process.exitcode == -signal.SIGXFSZ, "a save was to write more than the limit, and to die of it"
+    with pytest.raises(SaveFailed):
+        cut.complete()
+    (refused,) = subject.runs.rank_sets[1].run(scenarios.start_refused, setup, cut.role)
+    assert refused.startswith("CheckpointError: ")
+    resumed = subject.train(setup, range(1, 3), resume=before.complete())
+    assert resumed.losses == subject.train(setup, range(3)).losses[1:]

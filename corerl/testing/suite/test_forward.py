@@ -1,0 +1,67 @@
+"""What a forward pass gives, under the current weights and under others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from corerl.plugin.capabilities import Capability
+from corerl.testing import scenarios
+from corerl.testing.compare import (
+    SAVED,
+    different,
+    in_order,
+    loss_of,
+    transformers_outputs,
+    whole,
+)
+from corerl.testing.harness import make_samples
+from corerl.testing.marks import check
+from corerl.testing.models import write_tiny_model
+from corerl.testing.subject import PACKINGS, Subject
+from corerl.testing.tolerances import LOGPROBS
+from corerl.types import FloatArray, Output
+
+
+@check("C51", level=1, builds_on=["C11"])
+@pytest.mark.parametrize(
+    ("kind", "packing"),
+    [*((kind, "packed") for kind in ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3-moe")), ("qwen3", "padded")],
+)
+def test_forward_gives_what_transformers_gives_in_the_samples_order(subject: Subject, kind: str, packing: str) -> None:
+    samples = make_samples(7, samples=13)
+    results = subject.run(scenarios.forward_only, subject.setup(kind, PACKINGS[packing]), samples)
+    wanted = transformers_outputs(subject.model(kind), samples)
+    for output in (Output.LOGPROBS, Output.ENTROPY):
+        found = in_order(results, samples, output)
+        np.testing.assert_allclose(found, wanted[output], rtol=LOGPROBS.relative, atol=LOGPROBS.absolute)
+        assert (found[samples.offsets[:-1]] == 0).all()  # nothing predicts the first token
+
+
+@check("C48", level=1, needs=[Capability.SNAPSHOTS], builds_on=["C14", "C51"])
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
+def test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_current_ones_alone(
+    subject: Subject, kind: str, tmp_path: Path
+) -> None:
+    samples, setup = make_samples(11), subject.setup(kind)
+    other = write_tiny_model(kind, tmp_path / "other", seed=1)
+    ranks = subject.run(scenarios.use_snapshots, setup, samples, str(other))
+
+    def logprobs(part: str) -> FloatArray:
+        return in_order([getattr(rank, part) for rank in ranks], samples, Output.LOGPROBS)
+
+    assert np.array_equal(logprobs("kept"), logprobs("first"))
+    assert np.array_equal(logprobs("started_from"), logprobs("first"))
+    wanted = transformers_outputs(other, samples)[Output.LOGPROBS]
+    np.testing.assert_allclose(logprobs("other"), wanted, rtol=LOGPROBS.relative, atol=LOGPROBS.absolute)
+    assert np.abs(logprobs("current") - logprobs("first")).max() > 1e-2
+    after, before = whole([rank.after for rank in ranks]), whole([rank.before for rank in ranks])
+    assert different(after, before, [*SAVED, "param"]) == []
+    undisturbed = subject.train(setup, range(4))
+    assert loss_of([rank.then for rank in ranks]) == undisturbed.losses[3]
+    for rank in ranks:  # which rank and hook it was stands in between
+        kind, _, message = rank.dropped.partition(": ")
+        assert kind == "WrongState"
+        assert message.endswith("no snapshot 'reference'; known: other, start; create or load it first")

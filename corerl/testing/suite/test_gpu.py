@@ -1,0 +1,76 @@
+"""On GPUs: what sleep gives back, as the driver reports it, and that nothing is lost in it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl.plugin.capabilities import Capability
+from corerl.testing import gpu_scenarios
+from corerl.testing.compare import different, grad_norm_of, loss_of, whole
+from corerl.testing.harness import Setup
+from corerl.testing.marks import check
+from corerl.testing.models import tiny_fields
+from corerl.testing.subject import Subject
+from corerl.types import MemoryKind
+
+RELATIVE = 1e-4  # some sums on a GPU have no fixed order
+SLACK = 64 * 2**20  # bytes: workspaces of libraries, made when they are first needed
+
+
+def setup_of(subject: Subject, kind: str = "qwen3") -> Setup:
+    fields = {**tiny_fields(kind), **gpu_scenarios.FIELDS}
+    setup = subject.of(Setup(backend=subject.backend, model="", fields=fields))
+    return evolve(setup, weights=evolve(setup.weights, bucket_bytes=2**24))
+
+
+@check("C31", level=3, needs=[Capability.SLEEP], builds_on=["C43"])
+def test_sleep_gives_back_most_of_what_init_and_training_took_and_each_kind_its_own(subject: Subject) -> None:
+    for rank in subject.run(gpu_scenarios.measure_sleep, setup_of(subject)):
+        assert rank.trained - rank.asleep >= 0.9 * (rank.trained - rank.before)
+        for said, driver in rank.freed.values():
+            assert abs(driver - said) < 0.1 * said + SLACK
+        assert rank.freed[MemoryKind.OPTIMIZER][0] > 1.8 * rank.freed[MemoryKind.PARAM][0] > 0
+        assert rank.awake <= rank.trained + SLACK
+        assert rank.equal
+
+
+@check("C32", level=3, needs=[Capability.SLEEP], builds_on=["C31"])
+def test_ten_rounds_of_training_and_sleep_lose_no_bit_and_no_memory(subject: Subject) -> None:
+    setup = setup_of(subject)
+    ranks = subject.run(gpu_scenarios.cycle, setup, 10, True)
+    awake = subject.run(gpu_scenarios.cycle, setup, 10, False)
+    for rank in ranks:
+        assert rank.equal == [True] * 10
+        assert max(rank.used[2:]) <= rank.used[1] + SLACK
+    for number in range(10):
+        found, wanted = ([rank.results[number] for rank in each] for each in (ranks, awake))
+        assert loss_of(found) == pytest.approx(loss_of(wanted), rel=RELATIVE, abs=1e-6)
+        assert grad_norm_of(found) == pytest.approx(grad_norm_of(wanted), rel=RELATIVE)
+
+
+@check("C33", level=3, needs=[Capability.SLEEP], builds_on=["C31"])
+def test_to_sleep_or_to_wake_twice_does_nothing(subject: Subject) -> None:
+    assert [rank.twice for rank in subject.run(gpu_scenarios.measure_sleep, setup_of(subject))] == [
+        (0, 0)
+    ] * subject.world_size
+
+
+@check("C34", level=3, needs=[Capability.SLEEP], builds_on=["C21", "C31"])
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
+def test_an_update_right_after_waking_delivers_what_was_trained(subject: Subject, kind: str) -> None:
+    ranks = subject.run(gpu_scenarios.push_after_waking, setup_of(subject, kind))
+    trained = whole([state for _, state in ranks])["master"]
+    assert different({"master": ranks[0][0]}, {"master": trained}, ["master"]) == []
+
+
+@check("C35", level=3, builds_on=["C12"])
+def test_nothing_is_put_on_devices_of_other_ranks(subject: Subject) -> None:
+    own = list(range(subject.world_size))
+    befores, durings = zip(*subject.run(gpu_scenarios.memory_of_other_devices, setup_of(subject), own), strict=True)
+    if not befores[0]:
+        pytest.skip("there is no other GPU to look at")
+    for before, during in zip(befores, durings, strict=True):
+        taken = np.array([during[index] - before[index] for index in before])
+        assert (taken < 2**20).all(), f"bytes taken on other devices: {taken.tolist()}"

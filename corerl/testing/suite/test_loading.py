@@ -1,0 +1,84 @@
+"""Where weights come from, and how much of them a rank holds while it loads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from transformers import AutoModelForCausalLM
+
+from corerl.plugin.capabilities import Capability
+from corerl.testing import scenarios
+from corerl.testing.compare import (
+    different,
+    files_of,
+    largest_parameter,
+    same_bits,
+    whole,
+)
+from corerl.testing.harness import Setup
+from corerl.testing.marks import check
+from corerl.testing.models import KINDS, tiny_fields
+from corerl.testing.subject import PLAIN, Subject
+
+
+@check("C11", level=1, builds_on=["C02", "C04", "C06"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_init_tells_where_training_stands_and_loads_the_models_weights_to_the_last_bit(
+    subject: Subject, kind: str
+) -> None:
+    ranks = subject.run(scenarios.train_steps, subject.setup(kind), [])
+    for number, rank in enumerate(ranks):
+        layout = rank.init.layout
+        assert (layout.rank, layout.world_size) == (number, subject.world_size)
+        assert 0 <= layout.dp_rank < layout.dp_size <= subject.world_size
+        assert (rank.init.optimizer_step, rank.init.weights_version, rank.adam_step) == (0, 0, 0)
+    loaded = whole([rank.at_start for rank in ranks])
+    wanted: Any = AutoModelForCausalLM.from_pretrained(subject.model(kind), dtype=torch.float32)
+    assert loaded["master"].keys() == files_of(subject.model(kind)).keys()
+    for name, param in wanted.named_parameters():
+        if name in loaded["master"]:  # experts have other names in files
+            assert same_bits(loaded["master"][name], param.detach().numpy())
+    assert not any(tensor.any() for key in ("exp_avg", "exp_avg_sq") for tensor in loaded[key].values())
+
+
+@check("C45", level=1, builds_on=["C11"])
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
+def test_loading_reads_each_ranks_share_once_and_never_holds_the_model(subject: Subject, kind: str) -> None:
+    directory = subject.model(kind)
+    total = 4 * sum(math.prod(shape) for shape in files_of(directory).values())
+    ranks = subject.run(scenarios.load_watched, subject.setup(kind), "", False)
+    assert [rank.read for rank in ranks] == [rank.held for rank in ranks]
+    assert sum(rank.owned for rank in ranks) == total
+    slack = 3 * 4 * largest_parameter(directory)
+    for rank in ranks:
+        assert rank.held <= rank.peak < rank.held + slack
+        # So that a rank that holds the model for a moment is seen, where the model is not its share.
+        assert rank.held == total or rank.held + slack < total
+
+
+@check("C49", level=1, needs=[Capability.SNAPSHOTS], builds_on=["C18", "C45", "C48"])
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
+def test_resuming_and_snapshots_hold_no_more_than_each_ranks_share(subject: Subject, kind: str) -> None:
+    setup, checkpoint = subject.setup(kind), subject.checkpoint(1)
+    subject.train(setup, [0], save_after=0, save_to=checkpoint.role)
+    slack = 3 * 4 * largest_parameter(subject.model(kind))
+    for rank in subject.run(scenarios.load_watched, setup, checkpoint.complete(), True):
+        assert 3 * rank.held <= rank.peak < 3 * rank.held + slack  # weights and two moments
+        assert rank.held <= rank.snapshot_peak < rank.held + slack
+
+
+@check("C11", level=1, builds_on=["C02", "C04", "C06"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
+def test_random_weights_follow_from_the_seed_and_not_from_the_number_of_ranks(subject: Subject, kind: str) -> None:
+    random = Setup(backend=PLAIN, model="", fields=tiny_fields(kind))
+    found = subject.train(subject.of(random), [])
+    wanted = subject.runs.train(1, random, [])
+    assert different(found.at_start, wanted.at_start, ["master"]) == []
+    assert found.at_start["master"]["model.layers.0.self_attn.q_proj.weight"].std() == pytest.approx(0.02, rel=0.2)
+    other = subject.train(evolve(subject.of(random), seed=1), [])
+    assert different(other.at_start, subject.runs.train(1, evolve(random, seed=1), []).at_start, ["master"]) == []
+    assert different(other.at_start, found.at_start, ["master"]) != []

@@ -1,0 +1,56 @@
+"""Who is resident: memory by kind, given back and restored to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from corerl.plugin.capabilities import Capability
+from corerl.testing import scenarios
+from corerl.testing.compare import (
+    SAVED,
+    different,
+    grad_norm_of,
+    loss_of,
+    whole,
+)
+from corerl.testing.marks import check
+from corerl.testing.subject import Subject
+from corerl.types import MemoryKind
+
+ENDS = list(MemoryKind)
+
+
+@check("C43", level=1, needs=[Capability.SLEEP], builds_on=["C14"])
+@pytest.mark.parametrize(("down", "up"), [(ENDS, ENDS), (ENDS[::-1], ENDS), (ENDS[1:] + ENDS[:1], ENDS[::-1])])
+def test_sleep_frees_what_it_says_and_waking_restores_every_bit(
+    subject: Subject, down: Sequence[MemoryKind], up: Sequence[MemoryKind]
+) -> None:
+    setup = subject.setup("qwen3-tied")
+    ranks = subject.run(scenarios.sleep_and_wake, setup, down, up, str(subject.directory / "actor"))
+    for rank in ranks:
+        freed = [result.freed_bytes for result in rank.sleeps]
+        assert sum(freed) == sum(rank.resident.values()) >= rank.state_bytes
+        assert rank.resident_asleep == [0] * len(down) and rank.state_bytes_asleep == 0
+        assert rank.again.freed_bytes == 0
+        # What sleeps is gone, and its copy stands for it: a storage that someone keeps would be there besides.
+        assert rank.alive_asleep <= rank.alive
+        assert [result.restored_bytes for result in rank.wakes] == [freed[down.index(kind)] for kind in up]
+        assert {verb for verb, error in rank.refused.items() if not error.startswith("NotResident: ")} == set()
+    after, before = whole([rank.after for rank in ranks]), whole([rank.before for rank in ranks])
+    assert different(after, before, [*SAVED, "param"]) == []
+    awake = subject.train(setup, range(4))
+    steps = list(zip(*(rank.then for rank in ranks), strict=True))
+    assert [loss_of(results) for results in steps] == awake.losses[2:]
+    assert [grad_norm_of(results) for results in steps] == awake.grad_norms[2:]
+    assert different(whole([rank.end for rank in ranks]), awake.state) == []
+
+
+@check("C58", level=1, needs=[Capability.SLEEP], builds_on=["C43"])
+def test_only_the_verbs_that_need_moments_are_refused_while_these_sleep(subject: Subject) -> None:
+    ranks = subject.run(scenarios.sleep_partly, subject.setup("qwen3"), str(subject.directory / "actor"))
+    for verbs in ranks:
+        assert (verbs["forward"], verbs["update_weights"]) == ("", "")
+        for verb in ("train", "save"):
+            assert verbs[verb].startswith(f"NotResident: {verb} ") and "sleeps: optimizer;" in verbs[verb]

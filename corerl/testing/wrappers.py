@@ -1,0 +1,87 @@
+"""Three extensions that wrap every hook and write down who was called when: what the suite stacks around a backend."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, frozen
+
+from corerl.plugin.api import API, hookimpl
+from corerl.plugin.spec import ExtensionSpec, Process
+
+NAMES = ("FIRST", "SECOND", "THIRD")
+
+
+@frozen(kw_only=True)
+class WrapperConfig:
+    """It has no options."""
+
+
+class Wrapper:
+    """Appends a line [process, wrapper, hook, "in" or "out"] to `calls.jsonl` in the run's directory."""
+
+    name: str
+
+    def __init__(self, options: WrapperConfig, run_dir: str) -> None:
+        self.file = Path(run_dir) / "calls.jsonl"
+
+    def around(self, hook: str) -> Generator[None, Any, Any]:
+        self.tell(hook, "in")
+        result = yield
+        self.tell(hook, "out")
+        return result
+
+    def tell(self, *what: str) -> None:
+        with self.file.open("a") as file:  # lines this short are appended whole
+            file.write(json.dumps([os.getpid(), self.name, *what]) + "\n")
+
+    @hookimpl(wrapper=True)
+    def init(self, config: Any, context: Any) -> Generator[None, Any, Any]:
+        import torch
+
+        seen = {"rank": context.rank, "pid": os.getpid(), "threads": torch.get_num_threads(), "env": dict(os.environ)}
+        self.file.with_name(f"process-{context.rank}.json").write_text(json.dumps(seen))
+        return (yield from self.around("init"))
+
+    @hookimpl(wrapper=True)
+    def train(self) -> Generator[None, Any, Any]:
+        return (yield from self.around("train"))
+
+    @hookimpl(wrapper=True)
+    def forward(self) -> Generator[None, Any, Any]:
+        return (yield from self.around("forward"))
+
+    @hookimpl(wrapper=True)
+    def save(self) -> Generator[None, Any, Any]:
+        return (yield from self.around("save"))
+
+    @hookimpl(wrapper=True)
+    def update_weights(self) -> Generator[None, Any, Any]:
+        return (yield from self.around("update_weights"))
+
+
+class First(Wrapper):
+    name = "FIRST"
+
+
+class Second(Wrapper):
+    name = "SECOND"
+
+
+class Third(Wrapper):
+    name = "THIRD"
+
+
+FIRST = ExtensionSpec(
+    implementation=f"{__name__}:First",
+    config=WrapperConfig,
+    api=API,
+    summary="tells of every call",
+    process=Process.WORKER,
+)
+SECOND = evolve(FIRST, implementation=f"{__name__}:Second")
+THIRD = evolve(FIRST, implementation=f"{__name__}:Third")

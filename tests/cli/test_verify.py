@@ -1,0 +1,96 @@
+"""`corerl verify`, as a user calls it: in a process of its own, on a part of the suite."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from corerl.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def verify(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from corerl.cli.main import main; raise SystemExit(main())", "verify", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        check=False,
+    )
+
+
+def test_a_backend_is_verified_by_level_and_reported(tmp_path: Path) -> None:
+    done = verify("plain", "--level", "0", "--report", str(tmp_path / "report.json"), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["backend"], report["distribution"], report["levels"]) == ("plain", "corerl", [0])
+    assert report["capabilities"]["multi-rank"]["grade"] == "unsupported"
+    outcomes = {each["id"]: each["outcome"] for each in report["checks"]}
+    assert outcomes.pop("C09") == "not run"  # it comes with corerl itself
+    assert set(outcomes.values()) == {"passed"} and outcomes.keys() >= {f"C{number:02}" for number in range(1, 9)}
+    assert report["summary"]["passed"] == len(report["checks"]) - 1
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("corerl backend: 'plain' (corerl ") for line in lines)
+    assert any(line.split() == ["0", str(report["summary"]["passed"]), *"----", "1"] for line in lines)
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]  # nothing else is left where it was called
+
+
+def test_a_backend_by_module_that_lies_where_it_is_called_is_verified_and_its_fault_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "from attrs import evolve\n"
+        "from corerl.testing.plain import SPEC as PLAIN\n"
+        "SPEC = evolve(PLAIN, api=(1, 0))\n"
+    )
+    done = verify("mine:SPEC", "--level", "0", cwd=tmp_path)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("C01 failed: ")]
+    assert "the spec imports neither torch nor ray" in line
+
+
+def test_expected_failures_are_strict(tmp_path: Path) -> None:
+    file = tmp_path / "expected.toml"
+    file.write_text("C08 = 'it cannot be pickled, see our tracker'\n")
+    done = verify("plain", "--level", "0", "--expected-failures", str(file))
+    assert done.returncode == 1
+    assert "C08 passed, and the expected failures name it (it cannot be pickled, see our tracker)" in done.stdout
+    file.write_text("C99 = 'no such thing'\n")
+    done = verify("plain", "--level", "0", "--expected-failures", str(file))
+    assert done.returncode == 2
+    assert "expected failures name checks that do not exist: C99; remove them from" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["plian"], "unknown backend 'plian'; installed: "),
+        (
+            ["plain", "--level", "3"],
+            "level 3 needs a GPU, and torch sees none here; take --level 2, or 4 to leave level",
+        ),
+    ],
+)
+def test_what_cannot_be_verified_is_told_in_one_line(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts the working directory there
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["verify", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"corerl: error: {line}") and err.count("\n") == 1
+
+
+def test_without_pytest_it_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["verify", "plain"]) == 2
+    assert capsys.readouterr().err == (
+        "corerl: error: verify needs pytest, which is not installed; pip install 'corerl[test]'\n"
+    )
