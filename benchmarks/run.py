@@ -19,6 +19,7 @@ from benchmarks.report import ROOT, Report, document, environment, load
 # Name -> arguments of a trial, which only shows that the benchmark runs.
 BENCHMARKS = {
     "dispatch": ["--size", "64", "--calls", "20"],
+    "plugins": ["--size", "2", "--calls", "100", "--starts", "1"],
     "packing": ["--size", "500"],
     "fsdp_step": ["--size", "64", "--steps", "2"],
     "weight_update": ["--size", "1", "--updates", "1"],

@@ -26,9 +26,10 @@ from corerl.memory.measure import device_bytes
 from corerl.memory.snapshots import Snapshots
 from corerl.memory.storage import StorageSleeper
 from corerl.models.build import VALUE_HEAD_WEIGHT
-from corerl.models.config import hf_config
+from corerl.models.config import experts, hf_config
 from corerl.models.random import RandomSource
 from corerl.models.readers import FirstOf, SafetensorsSource
+from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
 from corerl.plugin.hookspecs import Hooks, hookimpl
 from corerl.plugin.host import BackendBase
@@ -165,6 +166,8 @@ class Backend(BackendBase, ABC):
     @hookimpl
     def init(self, config: RoleConfig, context: Context) -> InitResult:
         self.config, self.context = config, context
+        if (count := experts(hf_config(config.model))) > 1:
+            self.require(Capability.MOE, f"a model of {count} experts")
         self._sleeper = StorageSleeper()
         self._snapshots = Snapshots()
         self._writer = BackgroundWriter()
@@ -299,15 +302,17 @@ class Backend(BackendBase, ABC):
                 )
 
     def _resume(self, directory: Path) -> int:
+        extra = read_extra(directory, 0)
+        saved, own = extra["world_size"], self.layout.world_size
+        if saved != own:
+            self.require(Capability.RESHARD, f"resuming on {own} ranks what {saved} saved")
         for key in SAVED:
             fill(self.local_state(key), CheckpointSource(directory, key.value), what=f"checkpoint {directory}")
-        extra = read_extra(directory, 0)
         self.after_load(set(SAVED), int(extra["adam_step"]))
         self.weights_version = int(extra["weights_version"])
-        same = (extra["backend"], extra["world_size"]) == (type(self).__qualname__, self.layout.world_size)
-        if same:
-            own = read_extra(directory, self.layout.rank)
+        if (extra["backend"], saved) == (type(self).__qualname__, own):
+            of_rank = read_extra(directory, self.layout.rank)
             self.load_extra_state(
-                {name.removeprefix("rank/"): value for name, value in own.items() if name.startswith("rank/")}
+                {name.removeprefix("rank/"): value for name, value in of_rank.items() if name.startswith("rank/")}
             )
         return int(extra["optimizer_step"])

@@ -13,12 +13,24 @@ from corerl import __version__
 from corerl.errors import CorerlError
 
 # Modules of this package, each with `add_parser(subparsers)` and `run(args) -> int`; light, so that help is instant.
-COMMANDS = ("train", "eval", "export", "config", "backends", "engines", "extensions")
+COMMANDS = (
+    "train",
+    "eval",
+    "export",
+    "config",
+    "backends",
+    "engines",
+    "extensions",
+    "verify",
+    "options",
+    "doctor",
+    "new-backend",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a failure, 2 something for the user to mend, 130 interrupted."""
-    modules = {name: import_module(f"corerl.cli.{name}") for name in COMMANDS}
+    modules = {name: import_module(f"corerl.cli.{name.replace('-', '_')}") for name in COMMANDS}
     parser = argparse.ArgumentParser(
         prog="corerl", description="Reinforcement-learning post-training of language models on pluggable backends."
     )

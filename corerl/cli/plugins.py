@@ -41,8 +41,14 @@ def _text(found: list[Installed], missing: dict[str, str]) -> str:
     rows = [("NAME", "PACKAGE", "VERSION", "API", "STATUS")]
     for each in found:
         api = ".".join(map(str, each.api)) if each.api else "-"
-        status = f"{each.status}: {each.reason}" if each.reason else f"{each.status}: {each.summary}"
+        status = f"{each.status}: {each.reason or each.summary}"
+        if each.status in ("broken", "conflict"):
+            status += f" (corerl doctor {each.name})"
         rows.append((each.name, each.distribution, each.version, api, status))
     rows += [(name, "-", "-", "-", f"not installed: {hint}") for name, hint in missing.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows)
+    lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows]
+    shadowed = {each.distribution: each for each in found if each.shadowed}
+    for name, each in shadowed.items():
+        lines.append(f"{name} is found twice; not used: {', '.join(each.shadowed)} (corerl doctor {each.name})")
+    return "\n".join(lines)

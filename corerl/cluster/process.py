@@ -12,9 +12,10 @@ from typing import Any
 import ray
 from attrs import evolve, frozen
 
+from corerl.cluster.nodes import this_node
 from corerl.cluster.spans import Recorder
 from corerl.cluster.watchdog import Status, frame_of, stand
-from corerl.errors import CorerlError, HookFailed
+from corerl.errors import CorerlError, HookFailed, PluginError
 from corerl.plugin.events import Span
 
 STATUS = "status"  # the concurrency group that answers while all other threads work
@@ -87,7 +88,13 @@ class Process:
             self._beginning = "import"
             made = getattr(importlib.import_module(module), attribute)
             self._beginning = "start"
-            self.held = made(*args)
+            try:
+                self.held = made(*args)
+            except PluginError as error:
+                if self.name in error.message:
+                    raise
+                # What the driver could load is missing, or another one, on this node: which one is that?
+                raise type(error)(f"{self.name} on {this_node()}: {error.message}") from error
             if self.recorder is not None and hasattr(self.held, "trace"):
                 self.held.trace(self.recorder)
 

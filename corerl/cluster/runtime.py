@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,12 +20,14 @@ import ray
 from corerl.errors import ConfigError, CorerlError
 
 START_SECONDS = 120.0  # that Ray has to start: it takes about five, and mostly gives up by itself after thirty
+FORWARD_SECONDS = 1.0  # in which Ray, which looks for it ten times a second, forwards what was printed last
 ANSWER_SECONDS = 20.0  # that a cluster has to answer
 
 
 @contextlib.contextmanager
-def ray_session(*, address: str, cpus: float) -> Iterator[None]:
+def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator[None]:
     """Start Ray on this machine with `cpus` logical CPUs, and shut it down at the end; or join, and leave, `address`.
+    With `forward`, what its processes print is printed here too.
 
     Raises CorerlError in one line where Ray cannot start or the cluster does not answer.
     """
@@ -33,19 +36,17 @@ def ray_session(*, address: str, cpus: float) -> Iterator[None]:
         _require_answering(address)
     # Ray else warns about a change of default that does not concern us.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # no control codes around what Ray itself has to say
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with _within(START_SECONDS):
             if address:
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="corerl")
+                ray.init(address=address, log_to_driver=forward, logging_level=logging.ERROR, namespace="corerl")
             else:
                 ray.init(
                     address="local",  # never a cluster that someone else has started here
                     num_cpus=max(1, int(-(-cpus // 1))),
                     include_dashboard=False,
-                    log_to_driver=False,
+                    log_to_driver=forward,
                     logging_level=logging.ERROR,
                     namespace="corerl",
                 )
@@ -60,6 +61,8 @@ def ray_session(*, address: str, cpus: float) -> Iterator[None]:
     try:
         yield
     finally:
+        if forward:
+            time.sleep(FORWARD_SECONDS)
         ray.shutdown()
 
 

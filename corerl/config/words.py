@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 import types
 from collections.abc import Mapping
@@ -87,11 +88,16 @@ def to_plain(value: Any) -> Any:
 def toml_value(plain: Any) -> str:
     """Plain data on one line of TOML."""
     if isinstance(plain, dict):
-        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in plain.items()) + "}"
+        return "{" + ", ".join(f"{toml_key(key)} = {toml_value(item)}" for key, item in plain.items()) + "}"
     if isinstance(plain, list):
         return "[" + ", ".join(toml_value(item) for item in plain) + "]"
     # JSON spells strings, booleans and finite numbers as TOML does
     return json.dumps(plain, ensure_ascii=False) if isinstance(plain, (str, bool, int)) else str(plain)
+
+
+def toml_key(name: str) -> str:
+    """One part of a dotted key, quoted where TOML wants that."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
 def parse_toml(text: str) -> Any:

@@ -28,10 +28,12 @@ from corerl.driver.stop import StopRequest
 from corerl.driver.together import Call, together
 from corerl.errors import ConfigError, EngineFailed, SaveFailed
 from corerl.observability.timing import Phases
+from corerl.plugin import hooktrace
 from corerl.plugin.events import Notice, PhaseStarted, RunFinished, RunStarted, Worked
+from corerl.plugin.fingerprint import origin
 from corerl.plugin.observers import Observers, load_observers, traced
 from corerl.plugin.options import merge_environments, notes
-from corerl.plugin.registry import one_line
+from corerl.plugin.registry import Kind, one_line
 from corerl.rollout.engine import EngineContext
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.postprocess import Postprocessed
@@ -146,7 +148,8 @@ def _start(
     if config.run.samples:  # first: its processes start while Ray does
         reward = stack.enter_context(scorer(prepared.reward, config.reward))
     observers.emit(PhaseStarted(name="starting Ray", step=step))
-    stack.enter_context(ray_session(address=config.cluster.address, cpus=prepared.seating.cpus))
+    session = ray_session(address=config.cluster.address, cpus=prepared.seating.cpus, forward=hooktrace.wanted())
+    stack.enter_context(session)
     seats = stack.enter_context(seated(prepared.seating, timeout=SEATED_WITHIN))
     observers.emit(PhaseStarted(name=f"starting {_counted(seats)}", step=step))
     watched: dict[str, Any] = {
@@ -322,6 +325,8 @@ def process_environment(prepared: Prepared) -> dict[str, str]:
         # A loss or a backend of the user's own, 'module:name', is found where the driver finds it.
         "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
     }
+    if hooktrace.wanted():
+        environment[hooktrace.VARIABLE] = os.environ[hooktrace.VARIABLE]
     if prepared.device == "cpu":
         environment["OMP_NUM_THREADS"] = "1"  # one core a process: more threads than cores fight each other
         if not prepared.config.cluster.address:
@@ -344,6 +349,7 @@ def make_fleet(prepared: Prepared, seats: list[Seat], **watched: Any) -> EngineF
     assignments = [
         EngineAssignment(
             engine=config.rollout.engine,
+            origin=origin(Kind.ENGINES, engine),
             model=config.model,
             options=to_plain(options),
             context=EngineContext(

@@ -198,6 +198,11 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         engines = ClusterInfo(device=device, ranks=config.rollout.replicas)
         with problems.stage("engines"):
             check_spec(engine, config.engines[engine.name], engines)
+        actor = ClusterInfo(device=device, ranks=config.roles.actor.ranks)
+        for index, each in enumerate(config.extensions):
+            with problems.stage("extensions"):
+                extension = load(Kind.EXTENSIONS, each.name)
+                check_spec(extension, each.options, actor, table=f"extensions[{index}].options")
         for role, choice in config.chosen_roles.items():
             with problems.stage("backends"):  # `plan_role` asks this too, but not where a capability is missing
                 backend = load(Kind.BACKENDS, backend_name(config, role))

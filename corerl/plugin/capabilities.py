@@ -45,3 +45,12 @@ def unsupported(reason: str) -> Support:
 
 def not_implemented(reason: str) -> Support:
     return Support(Grade.NOT_IMPLEMENTED, reason)
+
+
+def refusal(capability: Capability, support: Support, *, asked_by: str, backend: str) -> str:
+    """Why `asked_by` cannot have it, for the user."""
+    verb = "cannot do" if support.grade is Grade.UNSUPPORTED else "does not do yet"
+    return (
+        f"{asked_by} asks for {capability.value!r}, which the backend {backend!r} {verb}: "
+        f"{support.reason or 'no reason given'}; change that setting, or choose another backend"
+    )

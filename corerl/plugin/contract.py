@@ -5,26 +5,41 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from inspect import Parameter
 from typing import Any
 
 import pluggy
 
 from corerl.errors import ContractError
+from corerl.plugin import hooktrace
 from corerl.plugin.hookspecs import PROJECT, REQUIRED, Hooks
+from corerl.plugin.hooktrace import HookTrace
 from corerl.plugin.registry import nearest
 
 HOOKS = tuple(name for name in vars(Hooks) if not name.startswith("_"))
 LIST_HOOKS = ("shutdown", "observe")  # called plugin by plugin, so that one that raises does not silence the others
 
 
-def build_manager(plugins: Sequence[tuple[str, object]], *, hooks: Collection[str] = HOOKS) -> pluggy.PluginManager:
+class HookManager(pluggy.PluginManager):
+    """Where the user has asked for it, each call is told of."""
+
+    hook_trace: HookTrace | None = None
+
+
+def build_manager(
+    plugins: Sequence[tuple[str, object]], *, hooks: Collection[str] = HOOKS, where: str = ""
+) -> HookManager:
     """Register (name, instance) pairs, innermost first, after every check that concerns one plugin alone.
 
-    `hooks` are those that will be called; implementing another one is an error too.
+    `hooks` are those that will be called; implementing another one is an error too. `where` is what the process is
+    called, if the trace of hooks is to tell of it.
     """
-    manager = pluggy.PluginManager(PROJECT)
+    manager = HookManager(PROJECT)
     manager.add_hookspecs(Hooks)
+    if where and hooktrace.wanted():
+        manager.hook_trace = HookTrace(where)
+        manager.hook_trace.follow(manager)
     names: set[str] = set()
     for name, plugin in plugins:
         if name in names:
@@ -61,21 +76,32 @@ def check_backend(manager: pluggy.PluginManager, name: str) -> None:
         raise ContractError(f"{name} implements observe, which is for extensions; a backend has no use for events")
 
 
+def refuse_observers(manager: pluggy.PluginManager) -> None:
+    """For a worker, where an observer would wait in vain."""
+    for impl in manager.hook.observe.get_hookimpls():
+        raise ContractError(
+            f"{impl.plugin_name} implements observe, and events are told on the driver only; leave it out, or make it "
+            "an extension of its own whose spec says process=Process.DRIVER"
+        )
+
+
 def call_chain(manager: pluggy.PluginManager, hook: str) -> str:
     """Who is called, outermost first."""
     return " > ".join(impl.plugin_name for impl in reversed(getattr(manager.hook, hook).get_hookimpls()))
 
 
 def call_each(
-    manager: pluggy.PluginManager, hook: str, *, skip: Collection[str] = (), **arguments: Any
+    manager: HookManager, hook: str, *, skip: Collection[str] = (), **arguments: Any
 ) -> Iterator[tuple[str, BaseException]]:
     """Call a list hook's implementations one by one, outermost first; yields (plugin, error) for each that raised."""
     for impl in reversed(getattr(manager.hook, hook).get_hookimpls()):
         if impl.plugin_name in skip:
             continue
         taken = {name: arguments[name] for name in (*impl.argnames, *impl.kwargnames) if name in arguments}
+        told = manager.hook_trace.call(hook, impl.plugin_name, taken) if manager.hook_trace else nullcontext()
         try:
-            impl.function(**taken)
+            with told:
+                impl.function(**taken)
         except (Exception, SystemExit) as error:
             yield impl.plugin_name, error
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from attrs import asdict, frozen
 
 import corerl
-from corerl.errors import PluginIncompatible
-from corerl.plugin.registry import Loaded
+from corerl.errors import PluginError, PluginIncompatible
+from corerl.plugin.registry import Kind, Loaded, found_twice, load
 from corerl.types import LossSpec
 
 
@@ -47,13 +47,91 @@ def _call(loss: LossSpec) -> str:
 def differences(a: Fingerprint, b: Fingerprint) -> list[str]:
     """One entry for each field that differs, `a`'s value first."""
     left, right = asdict(a), asdict(b)
-    return [f"{name} {left[name]!r} against {right[name]!r}" for name in left if left[name] != right[name]]
+    words = {"version": f"{a.distribution} version", "corerl": "corerl version"}
+    return [
+        f"{words.get(name, name)} {left[name]!r} against {right[name]!r}" for name in left if left[name] != right[name]
+    ]
 
 
-def require_same(driver: Fingerprint, own: Fingerprint, *, role: str, rank: int) -> None:
-    """Called in each worker. Raises PluginIncompatible where its plugins are not the driver's."""
+def require_same(
+    driver: Fingerprint,
+    own: Fingerprint,
+    *,
+    role: str,
+    rank: int,
+    node: Callable[[], str],
+    plugins: Sequence[Loaded] = (),
+) -> None:
+    """Called in each worker. Raises PluginIncompatible where its plugins are not the driver's. `node` tells where the
+    worker runs; `plugins` are those found there, one of which may be another copy than its node's owner thinks."""
     if found := differences(driver, own):
+        twice = "".join(f"; {text}" for text in map(found_twice, plugins) if text)
         raise PluginIncompatible(
-            f"{role} rank {rank} has other plugins than the driver (driver's first): {'; '.join(found)}; "
-            "install the same corerl and the same plugins on every node"
+            f"{role} rank {rank} on {node()} has other plugins than the driver (driver's first): "
+            f"{'; '.join(found)}{twice}; install the same corerl and the same plugins on every node"
         )
+
+
+# ---- one plugin of any kind ------------------------------------------------------------------------------------------
+
+
+@frozen(kw_only=True)
+class Origin:
+    """Where one plugin came from, or why it is not there. Plain data too."""
+
+    kind: str  # backend, engine, extension; or core
+    name: str
+    distribution: str = ""
+    version: str = ""
+    value: str = ""  # of the entry point
+    problem: str = ""  # why it cannot be loaded
+
+    def __str__(self) -> str:
+        what = self.name if self.kind == "core" else f"{self.kind} {self.name!r}"
+        return f"{what} ({self.source})" if self.distribution else what
+
+    @property
+    def source(self) -> str:
+        return f"{self.distribution} {self.version}" if self.distribution else self.value
+
+    @property
+    def requirement(self) -> str:
+        """What to have pip install."""
+        return f"{self.distribution}=={self.version}" if self.distribution else self.value
+
+    def against(self, other: Origin) -> str:
+        """How `other`, found elsewhere, differs; "" where it does not."""
+        if other.problem:
+            return other.problem
+        if (self.distribution, self.version) != (other.distribution, other.version):
+            return f"{self.kind} {self.name!r} is {other.source}, the driver's is {self.source}"
+        if self.value != other.value:
+            return f"{self.kind} {self.name!r} is {other.value}, the driver's is {self.value}"
+        return ""
+
+
+def origin(kind: Kind, loaded: Loaded) -> Origin:
+    return Origin(
+        kind=kind.noun,
+        name=loaded.name,
+        distribution=loaded.distribution,
+        version=loaded.version,
+        value=loaded.value,
+    )
+
+
+def require_same_origin(driver: Origin, own: Origin) -> None:
+    """Called in each engine's process. Raises PluginIncompatible where its plugin is not the driver's."""
+    if text := driver.against(own):
+        raise PluginIncompatible(f"{text}; install the same plugins on every node")
+
+
+def origins(named: Sequence[tuple[Kind, str]]) -> list[Origin]:
+    """Of CoreRL itself, then of each plugin, as far as this process finds them."""
+    found = [Origin(kind="core", name="corerl", distribution="corerl", version=corerl.__version__)]
+    for kind, name in named:
+        try:
+            found.append(origin(kind, load(kind, name)))
+        except PluginError as error:
+            found.append(Origin(kind=kind.noun, name=name, problem=error.message))
+    return found

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
-import pluggy
-
+from corerl.plugin.api import API, PROJECT, hookimpl, hookspec
 from corerl.types import (
     ForwardResult,
     InitResult,
@@ -31,11 +30,7 @@ if TYPE_CHECKING:
     from corerl.plugin.context import Context
     from corerl.plugin.events import Event
 
-API = (1, 0)
-
-PROJECT = "corerl"
-hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
+__all__ = ["API", "NEEDS", "PROJECT", "REQUIRED", "RESULTS", "Hooks", "hookimpl", "hookspec"]
 
 
 class Hooks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, NoReturn
@@ -16,15 +16,22 @@ from corerl.errors import (
     CorerlError,
     HookFailed,
     NotResident,
+    Unsupported,
     UserError,
     WeightUpdateError,
     WrongState,
 )
+from corerl.plugin.capabilities import FULL, Capability, Grade, Support, refusal
 from corerl.plugin.context import Context
-from corerl.plugin.contract import build_manager, call_chain, call_each, check_backend, require_instance
-from corerl.plugin.events import Event
+from corerl.plugin.contract import (
+    build_manager,
+    call_chain,
+    call_each,
+    check_backend,
+    refuse_observers,
+    require_instance,
+)
 from corerl.plugin.hookspecs import NEEDS, RESULTS
-from corerl.plugin.observers import Emitter
 from corerl.plugin.registry import one_line
 from corerl.types import (
     ForwardResult,
@@ -57,8 +64,24 @@ ADVICE = {
 }
 
 
+# The verbs that are a capability as a whole.
+VERBS = {"sleep": Capability.SLEEP, "wake_up": Capability.SLEEP, "snapshot": Capability.SNAPSHOTS}
+
+
 class BackendBase:
     """What the host accepts as a backend; `corerl.backend.Backend` extends it."""
+
+    declared: Mapping[Capability, Support] = {}  # by its spec; the host writes it
+    label: str = ""  # its name, for messages
+
+    def require(self, capability: Capability, asked_by: str) -> None:
+        """The driver has looked at all of this before; here nothing passes that it missed, or that calls hooks without
+        it. Raises Unsupported with the declared reason."""
+        support = self.declared.get(capability, FULL)
+        if support.grade is not Grade.FULL:
+            raise Unsupported(
+                refusal(capability, support, asked_by=asked_by, backend=self.label or type(self).__name__)
+            )
 
     def __reduce__(self) -> NoReturn:
         # cloudpickle, which Ray uses, would copy process groups and streams without a word.
@@ -68,15 +91,21 @@ class BackendBase:
 class PluginHost:
     """Lives and dies with one worker process. Not thread-safe: one verb at a time.
 
-    `extensions` are (name, instance) in the config's order, the first outermost. Raises ContractError where a plugin
-    does not keep the contract.
+    `extensions` are (name, instance) in the config's order, the first outermost; `capabilities` what the backend's spec
+    declares. Raises ContractError where a plugin does not keep the contract.
 
     Residency is kept by memory kind. A sleep that raises leaves its kinds asleep, and so does a wake_up: what they hold
     is not known until a wake_up succeeds.
     """
 
     def __init__(
-        self, backend: object, *, name: str, extensions: Sequence[tuple[str, object]] = (), context: Context
+        self,
+        backend: object,
+        *,
+        name: str,
+        extensions: Sequence[tuple[str, object]] = (),
+        context: Context,
+        capabilities: Mapping[Capability, Support] | None = None,
     ) -> None:
         label = f"backend:{name}"
         require_instance(label, backend)
@@ -86,10 +115,11 @@ class PluginHost:
             )
         # pluggy calls what was registered last first, so the first in the config's list goes in last.
         wrappers = [(f"extension:{each}", plugin) for each, plugin in reversed(extensions)]
-        self._manager = build_manager([(label, backend), *wrappers])
+        self._manager = build_manager([(label, backend), *wrappers], where=f"{context.role} rank {context.rank}")
         check_backend(self._manager, label)
-        self._emitter = Emitter(self._manager)
+        refuse_observers(self._manager)
         self.backend = backend
+        self.backend.declared, self.backend.label = capabilities or {}, name
         self.name = name
         self.context = context
         self.state = State.NEW
@@ -102,6 +132,8 @@ class PluginHost:
     # ---- the hooks ---------------------------------------------------------------------------------------------------
 
     def init(self, config: RoleConfig, context: Context) -> InitResult:
+        for capability, asked_by in _asked_for(config, context) if self.backend.declared else ():
+            self.backend.require(capability, asked_by)
         result: InitResult = self._call("init", config=config, context=context)
         self.state = State.READY
         self.resident = frozenset(MemoryKind)
@@ -130,6 +162,8 @@ class PluginHost:
             return result
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
+        if background:
+            self.backend.require(Capability.SAVE_BACKGROUND, "save(background=True)")
         result: SaveResult = self._call("save", at=step, path=path, step=step, background=background)
         return result
 
@@ -150,12 +184,6 @@ class PluginHost:
             result: WakeResult = self._checked("wake_up", kinds=coming)
             self.resident |= coming
             return result
-
-    def observe(self, event: Event) -> None:
-        """An extension that raises is not called again; the worker goes on."""
-        if self.state not in (State.NEW, State.READY):
-            raise self._wrong_state("observe")
-        self._emitter.emit(event)
 
     def shutdown(self, reason: str) -> None:
         """Once on each plugin, extensions first. What they raise is raised here at the end, as one error, unless the
@@ -185,11 +213,14 @@ class PluginHost:
     def entering(self, verb: str, *, needs: Set[MemoryKind] = frozenset(), at: Step | None = None) -> Iterator[None]:
         """Guard a call of the backend: `with host.entering("snapshot", needs={PARAM}): host.backend...`
 
-        Raises WrongState or NotResident before the block is entered. An error of CoreRL keeps its type, and says where
-        it was raised unless it is the user's to mend; anything else that the block raises leaves as HookFailed.
+        Raises WrongState, Unsupported or NotResident before the block is entered. An error of CoreRL keeps its type,
+        and says where it was raised unless it is the user's to mend; anything else that the block raises leaves as
+        HookFailed.
         """
         if self.state is not (State.NEW if verb == "init" else State.READY):
             raise self._wrong_state(verb)
+        if verb in VERBS:
+            self.backend.require(VERBS[verb], verb)
         if asleep := frozenset(needs) - self.resident:
             kinds = ", ".join(kind for kind in MemoryKind if kind in asleep)
             raise NotResident(f"{verb} on {self._where} needs memory that sleeps: {kinds}; wake_up these kinds first")
@@ -233,6 +264,21 @@ class PluginHost:
         failed.hook, failed.rank = hook, self.context.rank
         failed.details = "".join(traceback.format_exception(error))
         return failed
+
+
+def _asked_for(config: RoleConfig, context: Context) -> Iterator[tuple[Capability, str]]:
+    """What `init` is asked for that does not take a look at the model."""
+    halves = {"bfloat16": Capability.BFLOAT16, "float16": Capability.FLOAT16}
+    if context.world_size > 1:
+        yield Capability.MULTI_RANK, f"init on {context.world_size} ranks"
+    if config.value_head:
+        yield Capability.CRITIC, "init with a value head"
+    if config.device == "cpu":
+        yield Capability.CPU, "init on device 'cpu'"
+    if config.train.precision in halves:
+        yield halves[config.train.precision], f"init with train.precision = {config.train.precision!r}"
+    if config.train.recompute != "none":
+        yield Capability.RECOMPUTE, f"init with train.recompute = {config.train.recompute!r}"
 
 
 def _when(step: Step | None) -> str:

@@ -7,12 +7,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import pluggy
-
 from corerl.config.load import structure
 from corerl.config.schema import ExtensionChoice
 from corerl.errors import CorerlError, PluginBroken
-from corerl.plugin.contract import build_manager, call_each
+from corerl.plugin.contract import HookManager, build_manager, call_each
 from corerl.plugin.events import Event
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation, one_line
 from corerl.plugin.spec import Process
@@ -21,7 +19,7 @@ from corerl.plugin.spec import Process
 class Emitter:
     """Calls each observer by itself, and those that raised once no more."""
 
-    def __init__(self, manager: pluggy.PluginManager) -> None:
+    def __init__(self, manager: HookManager) -> None:
         self._manager = manager
         self._silenced: set[str] = set()
 
@@ -40,7 +38,7 @@ class Observers:
 
     def __init__(self, extensions: Sequence[tuple[str, object]]) -> None:
         plugins = [(f"extension:{name}", plugin) for name, plugin in reversed(extensions)]
-        self._manager = build_manager(plugins, hooks=("observe", "shutdown"))
+        self._manager = build_manager(plugins, hooks=("observe", "shutdown"), where="driver")
         self._emitter = Emitter(self._manager)
         self._closed = False
         self._telling = threading.RLock()

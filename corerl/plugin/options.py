@@ -13,7 +13,7 @@ from attrs import evolve
 from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo, Config, RolesConfig
 from corerl.errors import ConfigError, PluginError, Unsupported
-from corerl.plugin.capabilities import FULL, Capability, Grade
+from corerl.plugin.capabilities import FULL, Capability, Grade, refusal
 from corerl.plugin.registry import Kind, Loaded, installed_names, load, nearest
 from corerl.plugin.spec import BackendSpec, Environment
 
@@ -77,19 +77,16 @@ def check_capabilities(spec: BackendSpec, needs: Mapping[Capability, str], *, na
     for capability, asked_by in needs.items():
         support = spec.capabilities.get(capability, FULL)
         if support.grade is not Grade.FULL:
-            verb = "cannot do" if support.grade is Grade.UNSUPPORTED else "does not do yet"
-            lines.append(
-                f"{asked_by} asks for {capability.value!r}, which the backend {name or spec.implementation!r} {verb}: "
-                f"{support.reason or 'no reason given'}; change that setting, or choose another backend"
-            )
+            lines.append(refusal(capability, support, asked_by=asked_by, backend=name or spec.implementation))
     if lines:
         raise Unsupported("\n".join(lines))
 
 
-def check_spec(loaded: Loaded, options: Any, cluster: ClusterInfo) -> None:
-    """Ask a backend's or engine's spec whether these options can run here; ConfigError with a line for each problem."""
+def check_spec(loaded: Loaded, options: Any, cluster: ClusterInfo, *, table: str = "") -> None:
+    """Ask a plugin's spec whether these options can run here; ConfigError with a line for each problem. `table` is
+    where the options stand, which only an extension's place in its list tells."""
     kind = Kind.BACKENDS if isinstance(loaded.spec, BackendSpec) else Kind.ENGINES
-    table = _table(kind, loaded.name)
+    table = table or _table(kind, loaded.name)
     lines = [
         f"{table}.{problem.path}: {problem.text}" if problem.path else f"{table}: {problem.text}"
         for problem in loaded.spec.check(options, cluster)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from enum import Enum, StrEnum
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, PluginNotFound
-from corerl.plugin.hookspecs import API
+from corerl.plugin.api import API
 from corerl.plugin.spec import BackendSpec, EngineSpec, ExtensionSpec, Spec
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Installed:
     reason: str = ""  # empty where the status is ok
     api: tuple[int, int] | None = None  # None where the spec could not be loaded
     summary: str = ""
+    shadowed: tuple[str, ...] = ()  # where else metadata of this distribution lie, that are not used
 
 
 @frozen(kw_only=True)
@@ -87,18 +89,33 @@ class Loaded:
     version: str
     value: str
     spec: Any  # BackendSpec, EngineSpec or ExtensionSpec
+    metadata: str = field(eq=False, default="")  # where the distribution's were found
 
     def __str__(self) -> str:
         return f"{self.name!r} ({self.distribution} {self.version})" if self.distribution else repr(self.name)
 
 
 @frozen(kw_only=True)
-class _Entry:
+class Copy:
+    """One set of metadata of a distribution."""
+
+    version: str
+    path: str  # of its dist-info or egg-info
+
+    def __str__(self) -> str:
+        return f"{self.version} in {self.path}"
+
+
+@frozen(kw_only=True)
+class Entry:
+    """An entry point, from metadata alone."""
+
     name: str
     distribution: str
     version: str
     value: str
     location: str = field(eq=False)  # directory of the metadata
+    metadata: str = field(eq=False, default="")  # their own directory or file
 
     def __str__(self) -> str:
         return f"{self.name!r} ({self.distribution} {self.version})" if self.distribution else repr(self.name)
@@ -106,7 +123,7 @@ class _Entry:
 
 def installed(kind: Kind) -> list[Installed]:
     """Every plugin of this kind on sys.path, by name. Imports each one's spec; broken ones are listed too."""
-    entries = _scan(kind)
+    entries = scan(kind)
     found = []
     for entry in entries:
         rivals = [other for other in entries if other.name == entry.name and other is not entry]
@@ -132,6 +149,7 @@ def installed(kind: Kind) -> list[Installed]:
                 reason=reason,
                 api=api,
                 summary=summary,
+                shadowed=tuple(str(copy) for copy in copies(entry)[1:]),
             )
         )
     return found
@@ -139,7 +157,53 @@ def installed(kind: Kind) -> list[Installed]:
 
 def installed_names(kind: Kind) -> list[str]:
     """The names alone, from metadata: no plugin is imported."""
-    return sorted({entry.name for entry in _scan(kind)})
+    return sorted({entry.name for entry in scan(kind)})
+
+
+def copies(of: Entry | Loaded) -> list[Copy]:
+    """Every set of metadata of a plugin's distribution, the one that is used first. One is as it should be."""
+    from importlib.metadata import distributions
+
+    found: dict[str, Copy] = {}
+    for distribution in distributions(name=of.distribution) if of.distribution else ():
+        path = _path(distribution)
+        # The same directory may be reached twice (lib64 links), and is then one.
+        try:
+            version = distribution.version or "damaged"
+        except Exception:  # parsing damaged metadata raises all sorts of errors
+            version = "damaged"
+        found.setdefault(os.path.realpath(path), Copy(version=version, path=path))
+    return sorted(found.values(), key=lambda copy: copy.path != of.metadata)
+
+
+def found_twice(of: Entry | Loaded) -> str:
+    """A sentence where the plugin's distribution has several sets of metadata; "" where it has one."""
+    found = copies(of)
+    if len(found) < 2:
+        return ""
+    return f"{of.distribution} is found {_times(len(found))}: {found[0]} (used), {', '.join(map(str, found[1:]))}"
+
+
+def kinds_of(name: str) -> list[Kind]:
+    """The kinds of which a plugin of this name is installed, or could be; from metadata alone.
+
+    'package.module:SPEC' is of the kind of its spec, which is imported. Raises PluginBroken where that fails.
+    """
+    module, colon, _ = name.partition(":")
+    found = [kind for kind in Kind if name in INSTALL_HINTS[kind] or any(is_named(entry, name) for entry in scan(kind))]
+    if not found and colon and _is_module(module):
+        spec = _import("plugin", name, name, cure="")
+        found = [kind for kind in Kind if isinstance(spec, kind.spec)]
+    return found
+
+
+def unknown(name: str) -> PluginNotFound:
+    """For a name that is of no kind."""
+    names = {kind: installed_names(kind) for kind in Kind}
+    listed = "; ".join(f"{kind.value}: {', '.join(known) or 'none'}" for kind, known in names.items())
+    near = nearest(name, sorted({each for kind, known in names.items() for each in [*known, *INSTALL_HINTS[kind]]}))
+    advice = f"; did you mean {near!r}?" if near else ""
+    return PluginNotFound(f"unknown plugin {name!r}; installed {listed}{advice}")
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -153,41 +217,43 @@ def load(kind: Kind, name: str) -> Loaded:
     Raises PluginNotFound, PluginConflict (several distributions offer the name), PluginBroken (its real cause chained)
     or PluginIncompatible (another API).
     """
-    entries = _scan(kind)
-    left, colon, right = name.partition(":")
-    if colon:
-        wanted = [e for e in entries if e.name == right and _normalised(e.distribution) == _normalised(left)]
-        if not wanted and _is_module(left):
-            entry = _Entry(name=name, distribution="", version="", value=name, location="")
-            return _loaded(kind, entry)
-    else:
-        wanted = [e for e in entries if e.name == name]
+    return _loaded(kind, locate(kind, name))
+
+
+def locate(kind: Kind, name: str) -> Entry:
+    """The entry point that `load` would load; nothing is imported. Raises PluginNotFound or PluginConflict."""
+    entries = scan(kind)
+    wanted = [entry for entry in entries if is_named(entry, name)]
+    module, colon, _ = name.partition(":")
+    if not wanted and colon and _is_module(module):
+        return Entry(name=name, distribution="", version="", value=name, location="")
     if not wanted:
         raise PluginNotFound(_not_found(kind, name, entries))
     if len(wanted) > 1:
         raise PluginConflict(f"{kind.noun} {name!r} is {_rivalry(wanted[0], wanted[1:])}")
-    return _loaded(kind, wanted[0])
+    return wanted[0]
 
 
 def load_implementation(kind: Kind, loaded: Loaded) -> Any:
     """Import the class that the spec names; where torch comes in. Raises PluginBroken with its cause chained."""
-    return _import(kind, str(loaded), loaded.spec.implementation, cure=loaded.distribution)
+    return _import(kind.noun, str(loaded), loaded.spec.implementation, cure=_cure(loaded))
 
 
-def _scan(kind: Kind) -> list[_Entry]:
+def scan(kind: Kind) -> list[Entry]:
+    """Every entry point of this kind on sys.path, from metadata alone."""
     # importlib.metadata costs more to import than all of `import corerl`, so it is imported when first needed.
     from importlib.metadata import distributions
 
     # `entry_points()` keeps one distribution of a name, and a stale egg-info can be that one: look at them all, and
     # drop what was only found twice (lib64 links, editable installs).
-    entries: dict[tuple[str, str, str], _Entry] = {}
+    entries: dict[tuple[str, str, str], Entry] = {}
     for distribution in distributions():
         for entry in _entries_of(distribution, kind):
             entries.setdefault((entry.name, entry.value, _normalised(entry.distribution)), entry)
     return sorted(entries.values(), key=lambda entry: (entry.name, entry.distribution))
 
 
-def _entries_of(distribution: Distribution, kind: Kind) -> Iterator[_Entry]:
+def _entries_of(distribution: Distribution, kind: Kind) -> Iterator[Entry]:
     try:
         points = [point for point in distribution.entry_points if point.group == kind.group]
         if not points:
@@ -196,45 +262,63 @@ def _entries_of(distribution: Distribution, kind: Kind) -> Iterator[_Entry]:
     except Exception:  # someone else's damaged metadata; parsing it raises all sorts of errors
         return
     for point in points:
-        yield _Entry(
+        yield Entry(
             name=point.name,
             distribution=name,
             version=version,
             value=point.value,
             location=str(distribution.locate_file("")),
+            metadata=_path(distribution),
         )
 
 
-def _loaded(kind: Kind, entry: _Entry) -> Loaded:
+def _loaded(kind: Kind, entry: Entry) -> Loaded:
     spec = _load_spec(kind, entry)
     _require_api(kind, entry, spec)
-    return Loaded(name=entry.name, distribution=entry.distribution, version=entry.version, value=entry.value, spec=spec)
+    return Loaded(
+        name=entry.name,
+        distribution=entry.distribution,
+        version=entry.version,
+        value=entry.value,
+        spec=spec,
+        metadata=entry.metadata,
+    )
 
 
-def _load_spec(kind: Kind, entry: _Entry) -> Spec:
-    spec = _import(kind, str(entry), entry.value, cure=entry.distribution)
+def _load_spec(kind: Kind, entry: Entry) -> Spec:
+    spec = _import(kind.noun, str(entry), entry.value, cure=_cure(entry))
     if not isinstance(spec, kind.spec):
         raise PluginBroken(
             f"{kind.noun} {entry}: {entry.value} is a {type(spec).__name__}, expected a {kind.spec.__name__}; "
             "its entry point must name the spec"
         )
+    api: Any = spec.api  # type: ignore[attr-defined]
+    if not (isinstance(api, tuple) and len(api) == 2 and all(isinstance(number, int) for number in api)):
+        raise PluginBroken(f"{kind.noun} {entry}: {entry.value} has api={api!r}, expected (major, minor)")
     return spec  # type: ignore[return-value]  # isinstance of a class chosen at run time
 
 
-def _import(kind: Kind, label: str, value: str, *, cure: str) -> Any:
-    """The object that 'package.module:attribute' names."""
+def _import(noun: str, label: str, value: str, *, cure: str) -> Any:
+    """The object that 'package.module:attribute' names. `cure` is what to do where that cannot be imported."""
     module, _, attributes = value.partition("[")[0].strip().partition(":")
     try:
         found = importlib.import_module(module)
         for attribute in attributes.split("."):
             found = getattr(found, attribute)
     except (Exception, SystemExit) as error:
-        advice = f"; mend or reinstall {cure}" if cure else ""
-        raise PluginBroken(f"{kind.noun} {label} cannot be loaded from {value}: {one_line(error)}{advice}") from error
+        raise PluginBroken(f"{noun} {label} cannot be loaded from {value}: {one_line(error)}{cure}") from error
     return found
 
 
-def _require_api(kind: Kind, entry: _Entry, spec: Spec) -> None:
+def _cure(of: Entry | Loaded) -> str:
+    """How the message of a plugin that cannot be imported ends."""
+    if not of.distribution:
+        return ""
+    twice = found_twice(of)
+    return f"; {twice}" * bool(twice) + f"; mend or reinstall {of.distribution}"
+
+
+def _require_api(kind: Kind, entry: Entry, spec: Spec) -> None:
     major, minor = spec.api
     if major == API[0] and minor <= API[1]:
         return
@@ -244,7 +328,7 @@ def _require_api(kind: Kind, entry: _Entry, spec: Spec) -> None:
     )
 
 
-def _not_found(kind: Kind, name: str, entries: Sequence[_Entry]) -> str:
+def _not_found(kind: Kind, name: str, entries: Sequence[Entry]) -> str:
     hints = INSTALL_HINTS[kind]
     known = sorted({entry.name for entry in entries})
     qualified = [f"{entry.distribution}:{entry.name}" for entry in entries]
@@ -257,7 +341,7 @@ def _not_found(kind: Kind, name: str, entries: Sequence[_Entry]) -> str:
     return text
 
 
-def _rivalry(entry: _Entry, rivals: Sequence[_Entry]) -> str:
+def _rivalry(entry: Entry, rivals: Sequence[Entry]) -> str:
     everyone = [entry, *rivals]
     if len({_normalised(each.distribution) for each in everyone}) == 1:
         # One distribution with two sets of metadata: no name can tell them apart.
@@ -279,6 +363,21 @@ def _is_module(path: str) -> bool:
     from importlib.util import find_spec
 
     return "." in path or find_spec(path) is not None
+
+
+def is_named(entry: Entry, name: str) -> bool:
+    """Whether `name`, or 'distribution:name', means this entry point."""
+    left, colon, right = name.rpartition(":")
+    return entry.name == right and (not colon or _normalised(entry.distribution) == _normalised(left))
+
+
+def _path(distribution: Distribution) -> str:
+    """Of the metadata; a finder of another kind than the standard one may only know the directory around them."""
+    return str(getattr(distribution, "_path", distribution.locate_file("")))
+
+
+def _times(count: int) -> str:
+    return "twice" if count == 2 else f"{count} times"
 
 
 def _normalised(distribution: str) -> str:

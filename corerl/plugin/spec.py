@@ -9,7 +9,7 @@ Engines stand under `corerl.engines`, extensions under `corerl.extensions`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any, TypeAlias
 
 from attrs import field, frozen
@@ -26,6 +26,22 @@ class Problem:
 
     path: str
     text: str
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARNING = "warning"  # a run may go wrong
+    ERROR = "error"  # a run cannot start, or does something else than it should
+
+
+@frozen(kw_only=True)
+class Finding:
+    """One thing that `corerl doctor` has looked at. What is ok needs no `why` and no `mend`."""
+
+    level: Level
+    what: str  # a sentence
+    why: str = ""  # it matters
+    mend: str = ""  # the command that mends it, or what to do where no command does
 
 
 @frozen(kw_only=True)
@@ -55,6 +71,10 @@ def no_problems(config: Any, cluster: ClusterInfo) -> Iterable[Problem]:
     return ()
 
 
+def no_findings() -> Iterable[Finding]:
+    return ()
+
+
 @frozen(kw_only=True)
 class BackendSpec:
     implementation: str  # "package.module:Class", a corerl.backend.Backend; imported in the worker only
@@ -65,6 +85,8 @@ class BackendSpec:
     environment: Callable[[Any, ClusterInfo], Environment] = no_environment
     resources: Callable[[Any, ClusterInfo], Resources] = one_device
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
+    # What is to be said of its libraries on this machine; `corerl doctor` calls it in a process of its own.
+    probe: Callable[[], Iterable[Finding]] = no_findings
 
 
 @frozen(kw_only=True)
@@ -85,6 +107,7 @@ class ExtensionSpec:
     api: tuple[int, int]
     summary: str
     process: Process
+    check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems  # `ranks` is the actor's
     traces: bool = False  # on the driver: hears `Worked` of every call, for which all processes then keep records
 
 

@@ -9,6 +9,7 @@ from attrs import frozen
 
 from corerl.config.load import structure
 from corerl.config.schema import ModelConfig
+from corerl.plugin.fingerprint import Origin, origin, require_same_origin
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received
 from corerl.types import MemoryKind
@@ -21,6 +22,7 @@ class EngineAssignment:
     """What the driver tells one replica: plain data."""
 
     engine: str  # the name, resolved again where it serves
+    origin: Origin  # of what the driver resolved
     model: ModelConfig
     options: Mapping[str, Any]  # the engine's own table
     context: EngineContext
@@ -35,6 +37,7 @@ class EngineService:
 
             torch.set_num_threads(1)
         loaded = load(Kind.ENGINES, assignment.engine)
+        require_same_origin(assignment.origin, origin(Kind.ENGINES, loaded))
         options = structure(assignment.options, loaded.spec.config, path=f"engines.{loaded.name}")
         engine_class: type[Engine] = load_implementation(Kind.ENGINES, loaded)
         self.engine = engine_class(assignment.model, options, assignment.context)

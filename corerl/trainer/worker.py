@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -14,11 +13,13 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 
 from corerl.backend import Backend
+from corerl.cluster.nodes import this_node
 from corerl.config.load import structure
 from corerl.config.schema import ExtensionChoice, RoleConfig
 from corerl.data.packing import pack
 from corerl.data.plan import StepPlan
-from corerl.errors import PluginBroken, PluginNotFound, WrongState
+from corerl.errors import PluginError, WrongState
+from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
 from corerl.plugin.fingerprint import Fingerprint, fingerprint, require_same
 from corerl.plugin.host import PluginHost
@@ -44,6 +45,8 @@ from corerl.types import (
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address, WeightSender
 from corerl.weights.transports import open_sender
+
+TRANSPORTS = {"collective": Capability.UPDATE_COLLECTIVE, "disk": Capability.UPDATE_DISK}
 
 SpanMaker: TypeAlias = Callable[[str], contextlib.AbstractContextManager[Any]]
 
@@ -94,6 +97,8 @@ class Worker:
             fingerprint(loaded, extensions, assignment.loss),
             role=self.context.role,
             rank=self.context.rank,
+            node=this_node,
+            plugins=[loaded, *extensions],
         )
         options = structure(assignment.config.options, loaded.spec.config, path=f"backends.{loaded.name}")
         self.config = evolve(assignment.config, options=options)
@@ -107,6 +112,7 @@ class Worker:
             name=loaded.name,
             extensions=load_worker_extensions(choices, run_dir=self.context.run_dir),
             context=self.context,
+            capabilities=loaded.spec.capabilities,
         )
         self.sender: WeightSender | None = None
         self._address: Address | None = None
@@ -147,6 +153,7 @@ class Worker:
             if self.sender is not None:
                 self.sender.close()
             if self._owns_process_group:
+                self._owns_process_group = False
                 dist.destroy_process_group()
 
     # ---- verbs ------------------------------------------------------------------------------------------------------
@@ -164,6 +171,8 @@ class Worker:
         return self.backend.manifest
 
     def update_weights(self, address: Address, version: int) -> UpdateResult:
+        if address.transport in TRANSPORTS:
+            self.backend.require(TRANSPORTS[address.transport], f"update_weights over {address.transport!r}")
         if self.sender is None or self._address != address:
             if self.sender is not None:
                 self.sender.close()
@@ -196,12 +205,12 @@ class Worker:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _load(self, kind: Kind, name: str) -> Loaded:
-        """Raises PluginNotFound or PluginBroken where this machine lacks what the driver has."""
+        """Raises PluginError where this machine lacks what the driver has, or has another one."""
         try:
             return load(kind, name)
-        except (PluginNotFound, PluginBroken) as error:
+        except PluginError as error:
             raise type(error)(
-                f"{self.context.role} rank {self.context.rank} on {socket.gethostname()}: {error.message}; "
+                f"{self.context.role} rank {self.context.rank} on {this_node()}: {error.message}; "
                 f"the driver could load this {kind.noun}: it must be installed on every node"
             ) from error
 

@@ -1,4 +1,4 @@
-"""What the base class makes of a backend's primitives, where the checks of `corerl.testing.checks` do not look."""
+"""What the base class makes of a backend's primitives, where the checks of `corerl.testing.suite` do not look."""
 
 from __future__ import annotations
 

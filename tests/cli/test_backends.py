@@ -47,9 +47,35 @@ def test_the_table_shows_every_backend_with_its_state(capsys: pytest.CaptureFixt
         "corerl-bad",
         "0.3.1",
         "-",
-        "broken: ModuleNotFoundError: No module named 'a_library_that_is_not_there'",
+        "broken: ModuleNotFoundError: No module named 'a_library_that_is_not_there' (corerl doctor bad)",
     ]
     assert rows["megatron"] == ["-", "-", "-", "not installed: pip install 'corerl[megatron]'"]
+
+
+def test_names_that_two_packages_offer_are_conflicts_and_stale_metadata_are_told_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    earlier = tmp_path / "earlier"
+    for distribution, points in (("corerl_good-0.1.egg-info", ""), ("other-2.0.dist-info", "good = cli_good:SPEC")):
+        metadata = earlier / distribution
+        metadata.mkdir(parents=True)
+        name, _, version = distribution.removesuffix(".dist-info").removesuffix(".egg-info").partition("-")
+        text = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+        for file in ("METADATA", "PKG-INFO"):
+            (metadata / file).write_text(text)
+        (metadata / "entry_points.txt").write_text(f"[corerl.backends]\n{points}\n")
+    monkeypatch.syspath_prepend(earlier)
+    assert main(["backends"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rivals = [line.split(maxsplit=4)[1:] for line in lines if line.startswith("good ")]
+    reason = "conflict: offered by {} and {}; choose one by writing '{}:good' or '{}:good' (corerl doctor good)"
+    assert rivals == [
+        ["corerl-good", "0.3.1", "1.0", reason.format("corerl-good 0.3.1", "other 2.0", "corerl-good", "other")],
+        ["other", "2.0", "1.0", reason.format("other 2.0", "corerl-good 0.3.1", "other", "corerl-good")],
+    ]
+    assert lines[-1] == (
+        f"corerl-good is found twice; not used: 0.1 in {earlier}/corerl_good-0.1.egg-info (corerl doctor good)"
+    )
 
 
 def test_json_holds_the_same_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +90,7 @@ def test_json_holds_the_same_for_programs(capsys: pytest.CaptureFixture[str]) ->
         "reason": "",
         "api": [1, 0],
         "summary": "a small backend",
+        "shadowed": [],
     }
     assert rows["bad"]["status"] == "broken"
     assert rows["megatron"] == {

@@ -15,7 +15,7 @@ extensions = []
 [backend]
 name = "plain"
 [model]
-tokenizer = "characters:0123456789"
+tokenizer = "characters:0123456789>"
 [model.config]
 model_type = "qwen3"
 [rollout]

@@ -38,7 +38,7 @@ def test_engines_are_listed_with_their_state_and_no_other_plugins(capsys: pytest
         "corerl-bad",
         "0.3.1",
         "-",
-        "broken: ModuleNotFoundError: No module named 'a_module_that_is_not_there'",
+        "broken: ModuleNotFoundError: No module named 'a_module_that_is_not_there' (corerl doctor bad)",
     ]
     assert not {"plain", "console"} & rows.keys()
 
@@ -55,6 +55,7 @@ def test_extensions_are_listed_for_programs_too(capsys: pytest.CaptureFixture[st
         "reason": "",
         "api": [1, 0],
         "summary": "metrics.jsonl and samples.jsonl in the run directory",
+        "shadowed": [],
     }
     assert not {"transformers", "bad", "plain"} & rows.keys()
 

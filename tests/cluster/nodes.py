@@ -1,7 +1,8 @@
 """A Ray cluster of several nodes on this machine, for tests that join it: `python nodes.py NODES_JSON`.
 
-Each node is a table of keyword arguments of `ray.cluster_utils.Cluster.add_node`, the first one the head's. Prints the
-address once all are there, and ends the cluster when its stdin is closed.
+Each node is a table of keyword arguments of `ray.cluster_utils.Cluster.add_node`, the first one the head's, and of
+`python`: the interpreter that it and its workers run, where that is another one. Prints the address once all are there,
+and ends the cluster when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -61,8 +62,11 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     nodes = Cluster()
+    own = sys.executable
     for arguments in json.loads(sys.argv[1]):
+        sys.executable = arguments.pop("python", own)  # what Ray starts a node's processes with
         nodes.add_node(**arguments)
+    sys.executable = own
     nodes.wait_for_nodes()
     print(nodes.address, flush=True)
     sys.stdin.read()

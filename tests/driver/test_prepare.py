@@ -138,8 +138,8 @@ def test_a_models_directories_become_absolute(tmp_path: Path, monkeypatch: pytes
     prepared = prepare(evolve(config, model=ModelConfig(path="model", tokenizer="tokens")))
     assert prepared.config.model == ModelConfig(path=f"{tmp_path}/model", tokenizer=f"{tmp_path}/tokens")
     assert prepared.roles["actor"].assignments[0].config.model == prepared.config.model
-    characters = prepare(evolve(config, model=ModelConfig(path="model", tokenizer="characters:0>")))
-    assert characters.config.model == ModelConfig(path=f"{tmp_path}/model", tokenizer="characters:0>")
+    characters = prepare(evolve(config, model=ModelConfig(path="model", tokenizer="characters:0123456789>")))
+    assert characters.config.model == ModelConfig(path=f"{tmp_path}/model", tokenizer="characters:0123456789>")
     assert prepare(config).config.model == config.model
 
 

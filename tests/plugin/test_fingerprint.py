@@ -51,14 +51,15 @@ def test_differences_name_the_field_and_both_values() -> None:
         corerl="0.1.0",
     )
     assert differences(driver, driver) == []
-    require_same(driver, driver, role="actor", rank=1)
+    require_same(driver, driver, role="actor", rank=1, node=lambda: "a")
     assert differences(driver, evolve(driver, version="0.3", extensions=(("wrap", "w", "1", "w:SPEC"),))) == [
-        "version '0.2' against '0.3'",
+        "corerl-mine version '0.2' against '0.3'",
         "extensions () against (('wrap', 'w', '1', 'w:SPEC'),)",
     ]
     with pytest.raises(PluginIncompatible) as caught:
-        require_same(driver, evolve(driver, version="0.3"), role="actor", rank=1)
+        require_same(driver, evolve(driver, version="0.3"), role="actor", rank=1, node=lambda: "a (b)")
     assert caught.value.message == (
-        "actor rank 1 has other plugins than the driver (driver's first): version '0.2' against '0.3'; "
+        "actor rank 1 on a (b) has other plugins than the driver (driver's first): "
+        "corerl-mine version '0.2' against '0.3'; "
         "install the same corerl and the same plugins on every node"
     )

@@ -19,11 +19,12 @@ from corerl.errors import (
     ModelError,
     NotResident,
     SaveFailed,
+    Unsupported,
     WeightUpdateError,
     WrongState,
 )
+from corerl.plugin.capabilities import Capability, not_implemented, unsupported
 from corerl.plugin.context import Context
-from corerl.plugin.events import Notice
 from corerl.plugin.host import BackendBase, PluginHost, State
 from corerl.types import (
     ForwardResult,
@@ -126,12 +127,6 @@ class Logs:
         return result
 
     @hookimpl
-    def observe(self, event: Notice) -> None:
-        self.log.append(f"{self.name} hears {event.text}")
-        if self.error:
-            raise self.error
-
-    @hookimpl
     def shutdown(self, reason: str) -> None:
         self.log.append(f"{self.name} ends")
         if self.error:
@@ -221,8 +216,6 @@ def test_whatever_leaves_train_leaves_only_shutdown(error: BaseException) -> Non
     assert host.state is State.FAILED
     with pytest.raises(WrongState, match="init or train failed earlier, only shutdown is allowed"):
         host.save("somewhere", STEP, False)
-    with pytest.raises(WrongState):
-        host.observe(Notice(text="hello"))
     host.shutdown("failed")
     assert [call[0] for call in backend.calls] == ["train", "shutdown"]
 
@@ -417,17 +410,19 @@ def test_what_a_worker_asks_of_its_backend_besides_hooks_is_guarded_alike() -> N
             raise KeyError("ref")
 
 
-# ---- observers and the end -------------------------------------------------------------------------------------------
+# ---- the end ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_observer_that_raises_is_heard_of_once_and_silences_no_other(capsys: pytest.CaptureFixture[str]) -> None:
-    log: list[str] = []
-    host, _ = ready(None, ("a", Logs("a", log, ValueError("full"))), ("b", Logs("b", log)))
-    host.observe(Notice(text="one"))
-    host.observe(Notice(text="two"))
-    assert log == ["a hears one", "b hears one", "b hears two"]
-    assert (
-        capsys.readouterr().err == "warning: extension:a is disabled, since observe(Notice) raised ValueError: full\n"
+def test_an_extension_that_would_wait_for_events_in_vain_is_refused() -> None:
+    class Hears:
+        @hookimpl
+        def observe(self, event: object) -> None: ...
+
+    with pytest.raises(ContractError) as caught:
+        PluginHost(Fake(), name="mine", extensions=[("a", Hears())], context=CONTEXT)
+    assert caught.value.message == (
+        "extension:a implements observe, and events are told on the driver only; leave it out, or make it an extension "
+        "of its own whose spec says process=Process.DRIVER"
     )
 
 
@@ -461,3 +456,67 @@ def test_errors_of_shutdown_do_not_hide_an_earlier_failure(capsys: pytest.Captur
         host.train(BATCH, LOSS, evolve(STEP, optimizer_step=0))
     host.shutdown("failed")
     assert capsys.readouterr().err == "disk full\n"
+
+
+# ---- capabilities ----------------------------------------------------------------------------------------------------
+
+
+def lacking(*capabilities: Capability) -> tuple[PluginHost, Fake]:
+    fake = Fake()
+    declared = {capability: not_implemented(f"no {capability.value} yet") for capability in capabilities}
+    return PluginHost(fake, name="fake", context=CONTEXT, capabilities=declared), fake
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "asked_by"),
+    [
+        (Capability.MULTI_RANK, {}, "init on 2 ranks"),
+        (Capability.CPU, {}, "init on device 'cpu'"),
+        (Capability.CRITIC, {"value_head": True}, "init with a value head"),
+        (Capability.BFLOAT16, {"train": TrainConfig(precision="bfloat16")}, "init with train.precision = 'bfloat16'"),
+        (Capability.FLOAT16, {"train": TrainConfig(precision="float16")}, "init with train.precision = 'float16'"),
+        (Capability.RECOMPUTE, {"train": TrainConfig(recompute="full")}, "init with train.recompute = 'full'"),
+    ],
+)
+def test_init_refuses_what_the_spec_declares_as_lacking_before_the_backend_is_entered(
+    capability: Capability, changes: dict[str, Any], asked_by: str
+) -> None:
+    host, fake = lacking(capability)
+    with pytest.raises(Unsupported) as caught:
+        host.init(config=evolve(CONFIG, **changes), context=CONTEXT)
+    assert caught.value.message == (
+        f"{asked_by} asks for {capability.value!r}, which the backend 'fake' does not do yet: "
+        f"no {capability.value} yet; change that setting, or choose another backend"
+    )
+    assert (fake.calls, host.state) == ([], State.NEW)
+
+
+def test_verbs_that_are_a_capability_are_refused_and_all_others_go_on() -> None:
+    host, fake = lacking(Capability.SLEEP, Capability.SNAPSHOTS, Capability.SAVE_BACKGROUND)
+    host.init(config=CONFIG, context=CONTEXT)
+
+    def snapshot() -> None:
+        with host.entering("snapshot"):
+            raise AssertionError("it was entered")
+
+    for call in (
+        lambda: host.sleep(EVERY),
+        lambda: host.wake_up(EVERY),
+        lambda: host.save(path="p", step=STEP, background=True),
+        snapshot,
+    ):
+        with pytest.raises(Unsupported, match="which the backend 'fake' does not do yet: no "):
+            call()
+    host.save(path="p", step=STEP, background=False)
+    assert host.train(batch=BATCH, loss=LOSS, step=STEP) is TRAINED
+    assert [hook for hook, *_ in fake.calls] == ["init", "save", "train"]
+
+
+def test_a_backend_may_ask_by_itself_for_what_only_it_can_see() -> None:
+    fake = Fake()
+    PluginHost(fake, name="fake", context=CONTEXT, capabilities={Capability.MOE: unsupported("one expert is enough")})
+    fake.require(Capability.SLEEP, "this test")
+    with pytest.raises(
+        Unsupported, match="^a model of 8 experts asks for 'moe', which the backend 'fake' cannot do: one"
+    ):
+        fake.require(Capability.MOE, "a model of 8 experts")

@@ -14,6 +14,8 @@ from corerl.cluster.placement import arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import ModelConfig
 from corerl.errors import EngineFailed
+from corerl.plugin.fingerprint import origin
+from corerl.plugin.registry import Kind, load
 from corerl.rollout.engine import EngineContext, GenerateRequest, Generation, SamplingParams
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.service import EngineAssignment
@@ -34,6 +36,7 @@ def fleet() -> Iterator[EngineFleet]:
     assignments = [
         EngineAssignment(
             engine="fake",
+            origin=origin(Kind.ENGINES, load(Kind.ENGINES, "fake")),
             model=ModelConfig(),
             options={},
             context=EngineContext(name=f"engine-{index}", index=index, device="cpu", precision="float32"),

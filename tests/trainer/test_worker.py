@@ -396,8 +396,8 @@ def test_plugins_that_are_not_the_drivers_are_refused_with_both_sides(assignment
         Worker(evolve(assignment, fingerprint=driver))
     own = assignment.fingerprint
     assert caught.value.message == (
-        "actor rank 0 has other plugins than the driver (driver's first): "
-        f"version '0.0.9' against '{own.version}'; loss 'other' against {own.loss!r}; "
+        f"actor rank 0 on {socket.gethostname()} has other plugins than the driver (driver's first): "
+        f"corerl version '0.0.9' against '{own.version}'; loss 'other' against {own.loss!r}; "
         "install the same corerl and the same plugins on every node"
     )
 

@@ -8,6 +8,7 @@ from corerl.config.schema import ClusterInfo
 from corerl.plugin.capabilities import Capability, not_implemented
 from corerl.plugin.spec import BackendSpec, Problem
 from corerl_fsdp.config import FsdpConfig
+from corerl_fsdp.probe import probe
 
 
 def check(config: FsdpConfig, cluster: ClusterInfo) -> Iterable[Problem]:
@@ -28,4 +29,5 @@ SPEC = BackendSpec(
         Capability.UPDATE_IPC: not_implemented("no sender of CUDA IPC handles yet"),
     },
     check=check,
+    probe=probe,
 )

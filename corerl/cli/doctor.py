@@ -1,0 +1,70 @@
+"""`corerl doctor [NAME] [--config FILE] [--nodes] [--json]`: what is amiss here, why it matters, and what mends it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from corerl.plugin.spec import Finding
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("doctor", help="say what is amiss with the installation, a plugin or a run")
+    parser.add_argument("name", metavar="NAME", nargs="?", default="", help="a plugin, and all that it needs")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="of --config, such as cluster.address=auto")
+    parser.add_argument("--config", metavar="FILE", default="", help="a TOML file, with all plugins that it selects")
+    parser.add_argument("--nodes", action="store_true", help="also ask every node of the config's cluster.address")
+    parser.add_argument("--json", action="store_true", help="as a JSON array, for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 1 where there is an error, else 0."""
+    from corerl.doctor.examine import examine
+    from corerl.errors import ConfigError
+    from corerl.plugin.spec import Level
+
+    name, overrides = args.name, list(args.overrides)
+    if "=" in name:
+        name, overrides = "", [name, *overrides]
+    if overrides and not args.config:
+        raise ConfigError(f"{overrides[0]!r} overrides a config, and there is none; give --config FILE")
+    if args.nodes and not _address(args.config, overrides):
+        raise ConfigError("--nodes asks the nodes of a cluster; give --config FILE with cluster.address")
+    findings = []
+    for finding in examine(name, file=args.config, overrides=overrides, nodes=args.nodes):
+        findings.append(finding)
+        if not args.json:
+            print("\n".join(_lines(finding)), flush=True)  # as they come: importing takes its time
+    print(_json(findings) if args.json else _summary(findings))
+    return 1 if any(finding.level is Level.ERROR for finding in findings) else 0
+
+
+def _address(file: str, overrides: Sequence[str]) -> str:
+    from corerl.config.load import load_config
+
+    return load_config(file, overrides).cluster.address if file else ""
+
+
+def _lines(finding: Finding) -> list[str]:
+    lines = [f"{finding.level:<8} {finding.what}"]
+    if finding.why:
+        lines.append(f"{'':<8}   why: {finding.why}")
+    if finding.mend:
+        lines.append(f"{'':<8}   mend: {finding.mend}")
+    return lines
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning")}
+    words = [f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items() if count]
+    return ", ".join(words) or "nothing is amiss"
+
+
+def _json(findings: Sequence[Finding]) -> str:
+    import json
+
+    from attrs import asdict
+
+    return json.dumps([asdict(finding) for finding in findings], indent=2)

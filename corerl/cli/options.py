@@ -1,0 +1,30 @@
+"""`corerl options NAME [--kind KIND]`: every setting of a plugin as TOML with its default, ready to be pasted."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("options", help="print a plugin's settings as TOML, each with its default")
+    parser.add_argument("name", metavar="NAME", help="a backend, an engine or an extension")
+    parser.add_argument("--kind", choices=("backend", "engine", "extension"), help="where several have this name")
+
+
+def run(args: argparse.Namespace) -> int:
+    from corerl.errors import PluginConflict
+    from corerl.plugin.registry import Kind, kinds_of, load, unknown
+    from corerl.plugin.tables import table_of
+
+    kinds = [kind for kind in Kind if kind.noun == args.kind] if args.kind else kinds_of(args.name)
+    if not kinds:
+        raise unknown(args.name)
+    if len(kinds) > 1:
+        nouns = [kind.noun for kind in kinds]
+        raise PluginConflict(
+            f"{args.name!r} is the name of {' and '.join(f'an {n}' if n[0] == 'e' else f'a {n}' for n in nouns)}; "
+            f"write {' or '.join(f'--kind {noun}' for noun in nouns)}"
+        )
+    print(table_of(kinds[0], load(kinds[0], args.name)), end="")
+    return 0

@@ -1,0 +1,66 @@
+"""The nodes of a Ray cluster: what to call them, and one question that is asked on each."""
+
+from __future__ import annotations
+
+import importlib
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from attrs import frozen
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+
+@frozen(kw_only=True)
+class Answer:
+    """What one node said."""
+
+    node: str
+    value: Any = None
+    error: str = ""  # why there is no value, in one line
+
+
+def this_node() -> str:
+    """Where this process runs: the machine's name; in a cluster also what tells the node from others there."""
+    if not ray.is_initialized():
+        return socket.gethostname()
+    own = ray.get_runtime_context().get_node_id()
+    return next((_label(node) for node in ray.nodes() if node["NodeID"] == own), socket.gethostname())
+
+
+def ask_each_node(target: str, *args: Any, environment: Mapping[str, str], timeout: float) -> list[Answer]:
+    """Call `target`, "module:function", in a process on every node that is alive, none of whose resources it takes.
+
+    `environment` is what the process gets before it imports anything; `timeout` in seconds is for all of them together.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    asked = {
+        _question.options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False),
+            runtime_env={"env_vars": dict(environment)},
+        ).remote(target, args): _label(node)
+        for node in nodes
+    }
+    answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout)
+    answers = [Answer(node=asked[ref], error=f"no answer within {timeout:g} s") for ref in silent]
+    for ref in answered:
+        try:
+            answers.append(Answer(node=asked[ref], value=ray.get(ref)))
+        except (RayError, ImportError, RuntimeError) as error:  # it may lack even what the question is made of
+            answers.append(Answer(node=asked[ref], error=str(error).strip().splitlines()[-1].strip()))
+    return sorted(answers, key=lambda answer: answer.node)
+
+
+@ray.remote
+def _question(target: str, args: tuple[Any, ...]) -> Any:
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)(*args)
+
+
+def _label(node: Mapping[str, Any]) -> str:
+    """The machine's name, and in brackets the name or address that Ray knows the node by, and the start of its id."""
+    return f"{node['NodeManagerHostname']} ({node['NodeName'] or node['NodeManagerAddress']}, id {node['NodeID'][:8]})"

@@ -1,0 +1,1 @@
+"""What `corerl doctor` looks at, as findings: nothing that it looks at can end it."""

@@ -1,0 +1,128 @@
+"""Look at something in a process of its own: where that dies, the finding says what it was doing.
+
+A native library that does not fit the machine ends its process with a signal, which no `except` can stop.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from attrs import asdict, frozen
+
+from corerl.plugin.registry import one_line
+from corerl.plugin.spec import Finding, Level
+
+LIMIT = 300.0  # seconds that one look may take: importing torch on a cold, shared file system takes a minute
+# As a plugin will see it: what the doctor itself has found before its first import.
+START = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from corerl.doctor.child import main
+main(sys.argv[2:])
+"""
+
+
+@frozen
+class Begins:
+    """What is looked at now, for whoever finds that the process has died."""
+
+    what: str
+    mend: str
+
+
+Told: TypeAlias = Begins | Finding
+
+
+def look(target: str, *args: Any) -> list[Finding]:
+    """The findings of "module:function", called with plain arguments in a process with this one's `sys.path`.
+
+    The function yields what it begins and what it finds.
+    """
+    return _look(target, *args)[0]
+
+
+def look_each(target: str, items: Sequence[Any]) -> list[Finding]:
+    """The same of a function that takes several items: one process for all of them, which takes less time; and where
+    that dies, one for each."""
+    findings, finished = _look(target, items)
+    if finished or len(items) < 2:
+        return findings
+    return [finding for item in items for finding in look(target, [item])]
+
+
+def _look(target: str, *args: Any) -> tuple[list[Finding], bool]:
+    """With whether the function came to its end."""
+    with tempfile.TemporaryDirectory(prefix="corerl-doctor-") as scratch:
+        told = Path(scratch) / "told"
+        words = [json.dumps(sys.path), target, json.dumps(args), str(told)]
+        command = [sys.executable, "-X", "faulthandler", "-c", START, *words]
+        try:
+            ended = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=LIMIT
+            )
+            how = _how(ended.returncode, ended.stderr.decode(errors="replace"))
+        except subprocess.TimeoutExpired:
+            how = f"did not end within {LIMIT:g} s"
+        lines = told.read_text().splitlines() if told.exists() else []
+    findings, begun, finished = [], Begins("starting Python", f"{sys.executable} --version"), False
+    for line in lines:
+        kind, data = json.loads(line)
+        if kind == "finding":
+            findings.append(Finding(**data | {"level": Level(data["level"])}))
+        elif kind == "begins":
+            begun = Begins(**data)
+        else:
+            finished = True
+    if not finished:
+        findings.append(
+            Finding(
+                level=Level.ERROR,
+                what=f"{begun.what} {how}",
+                why="no error can be caught there: a worker would be gone without a word",
+                mend=begun.mend,
+            )
+        )
+    return findings, finished
+
+
+def main(words: list[str]) -> None:
+    """In the process of its own."""
+    target, arguments, told = words
+    module, _, function = target.partition(":")
+    with open(told, "a", encoding="utf-8") as file:
+        for each in _with_surprises(getattr(importlib.import_module(module), function)(*json.loads(arguments))):
+            kind = "finding" if isinstance(each, Finding) else "begins"
+            print(json.dumps([kind, asdict(each)]), file=file, flush=True)
+        print(json.dumps(["finished", None]), file=file, flush=True)
+
+
+def _with_surprises(told: Iterable[Told]) -> Iterator[Told]:
+    """What raises where nobody expected it is a finding too."""
+    begun = Begins("the doctor", "")
+    try:
+        for each in told:
+            if isinstance(each, Begins):
+                begun = each
+            yield each
+    except (Exception, SystemExit) as error:
+        yield Finding(
+            level=Level.ERROR, what=f"{begun.what} raised {one_line(error)}", why="a run does the same", mend=begun.mend
+        )
+
+
+def _how(status: int, stderr: str) -> str:
+    """How a process ended; where a signal ended it, also the line of Python that was at work."""
+    if status >= 0:
+        return f"ended its process with status {status}"
+    place = re.search(r'File "(.+?)", line (\d+)', stderr.partition("Fatal Python error")[2])
+    where = f" at {place[1]}:{place[2]}" if place else ""
+    return f"ended its process by {signal.Signals(-status).name}{where}"

@@ -1,0 +1,83 @@
+"""Everything that `corerl doctor` looks at, in an order in which one finding explains the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from corerl.config.load import load_config
+from corerl.config.schema import Config
+from corerl.doctor import installation
+from corerl.doctor.child import look, look_each
+from corerl.errors import ConfigError
+from corerl.plugin.options import backend_name
+from corerl.plugin.registry import Entry, Kind, is_named
+from corerl.plugin.spec import Finding, Level
+
+
+def examine(name: str = "", *, file: str = "", overrides: Sequence[str] = (), nodes: bool = False) -> Iterator[Finding]:
+    """Of the plugin `name`, of those that the config in `file` selects, or of all that are installed, but lightly.
+
+    No plugin is imported in this process: each is looked at in another one, which may die of it.
+    """
+    yield from installation.interpreter()
+    yield from installation.driver()
+    config: Config | None = None
+    if file:
+        try:
+            config = load_config(file, overrides)
+        except ConfigError as error:
+            for line in error.message.splitlines():
+                yield Finding(level=Level.ERROR, what=line, why="the run would not start", mend=f"edit {file}")
+    if name:
+        entries = [(kind, entry) for kind, entry in installation.all_entries() if is_named(entry, name)]
+        yield from _installed(entries)
+        if entries or ":" in name:
+            yield from look("corerl.doctor.run:devices")
+        yield from look("corerl.doctor.plugins:look_named", name)
+    if config is not None:
+        told = []
+        for finding in _selected(config):
+            told.append(finding.what)
+            yield finding
+        for finding in look("corerl.doctor.run:run", file, list(overrides), nodes):
+            if not any(finding.what.endswith(what) for what in told):  # of a plugin, whose own finding knows its cure
+                yield finding
+    if not name and not file:
+        yield from _all()
+
+
+def selected(config: Config) -> list[tuple[Kind, str]]:
+    """The plugins that a config names."""
+    backends = [backend_name(config, role) for role in config.chosen_roles]
+    engines = [config.rollout.engine] if config.run.samples else []
+    extensions = [each.name for each in config.extensions]
+    named = {Kind.BACKENDS: backends, Kind.ENGINES: engines, Kind.EXTENSIONS: extensions}
+    return list(dict.fromkeys((kind, each) for kind, names in named.items() for each in names))
+
+
+def _selected(config: Config) -> Iterator[Finding]:
+    """Whole: with their implementations, what they need, and so with torch."""
+    chosen = selected(config)
+    yield from _installed(
+        [
+            (kind, entry)
+            for kind, entry in installation.all_entries()
+            for k, name in chosen
+            if k is kind and is_named(entry, name)
+        ]
+    )
+    yield from look("corerl.doctor.run:devices")
+    yield from look_each("corerl.doctor.plugins:look_deep", [(kind.value, name) for kind, name in chosen])
+
+
+def _installed(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
+    yield from installation.duplicates(entries)
+    yield from installation.editable(entries)
+
+
+def _all() -> Iterator[Finding]:
+    """Of every entry point no more than its spec."""
+    entries = installation.all_entries()
+    yield from _installed(entries)
+    named = [(kind.value, f"{entry.distribution}:{entry.name}") for kind, entry in entries]
+    yield from look_each("corerl.doctor.plugins:look_light", named)

@@ -1,0 +1,145 @@
+"""What metadata alone tell of an installation: no plugin is imported."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from corerl.doctor.plugins import PIP
+from corerl.plugin.registry import Entry, Kind, copies, found_twice, scan
+from corerl.plugin.spec import Finding, Level
+
+LIBRARIES = ("torch", "transformers", "ray", "numpy", "pluggy")
+
+
+def interpreter() -> Iterator[Finding]:
+    yield Finding(level=Level.OK, what=f"Python {platform.python_version()}, {sys.executable}, {platform.platform()}")
+    versions = {name: _version(name) for name in ("corerl", *LIBRARIES)}
+    yield Finding(level=Level.OK, what=", ".join(f"{name} {found}" for name, found in versions.items() if found))
+    for name, found in versions.items():
+        if not found:
+            yield Finding(
+                level=Level.ERROR,
+                what=f"{name} is not installed in this environment",
+                why="no run starts without it",
+                mend=f"{PIP} install {name}",
+            )
+
+
+def duplicates(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
+    """Distributions of plugins that are found several times, and names that several distributions offer."""
+    seen = set()
+    for _, entry in entries:
+        if entry.distribution in seen or not (text := found_twice(entry)):
+            continue
+        seen.add(entry.distribution)
+        yield Finding(
+            level=Level.WARNING,
+            what=text,
+            why="version and entry points are read from the first, and code may come from another",
+            mend=f"{PIP} uninstall -y {entry.distribution}, until nothing is left of it (delete "
+            f"{copies(entry)[-1].path} where pip does not); then install it once",
+        )
+    offers: dict[tuple[Kind, str], dict[str, Entry]] = {}
+    for kind, entry in entries:
+        offers.setdefault((kind, entry.name), {})[entry.distribution] = entry
+    for (kind, name), rivals in offers.items():
+        if len(rivals) > 1:
+            yield Finding(
+                level=Level.WARNING,
+                what=f"{kind.noun} {name!r} is offered by "
+                + " and ".join(f"{entry.distribution} {entry.version}" for entry in rivals.values()),
+                why=f"a config that says {name!r} alone is refused",
+                mend=f"{PIP} uninstall {sorted(rivals)[-1]}; or write '{sorted(rivals)[0]}:{name}' in the config",
+            )
+
+
+def editable(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
+    """Editable installs whose pyproject.toml has other entry points than those that were installed."""
+    for name in sorted({entry.distribution for _, entry in entries if entry.distribution}):
+        project = _editable_project(distribution(name))
+        if project is None:
+            continue
+        written = _written(project)
+        if written is None:
+            continue
+        found = [(kind, entry) for kind, entry in all_entries() if entry.distribution == name]
+        installed = {(kind.value, entry.name, entry.value) for kind, entry in found}
+        for kind, point, value in sorted(written ^ installed):
+            where = "only in" if (kind, point, value) in written else "no longer in"
+            yield Finding(
+                level=Level.WARNING,
+                what=f"{name} is installed in place from {project}, and {point} = {value} of corerl.{kind} is {where} "
+                "its pyproject.toml",
+                why="entry points are copied when a package is installed; editing them changes nothing until then",
+                mend=f"{PIP} install --no-deps -e {project}",
+            )
+
+
+def driver() -> Iterator[Finding]:
+    """What NVIDIA's driver says of this machine, without torch."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        yield Finding(level=Level.OK, what="no NVIDIA driver on this machine: runs take the CPU")
+        return
+    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        shown = subprocess.run(query, capture_output=True, text=True, timeout=60.0)
+        text = shown.stdout.strip() if shown.returncode == 0 else ""
+        reason = (shown.stderr or shown.stdout).strip().partition("\n")[0]
+    except subprocess.TimeoutExpired:
+        text, reason = "", "no answer within a minute"
+    if text:
+        for line, count in Counter(text.splitlines()).items():
+            name, memory, number = (word.strip() for word in line.split(","))
+            yield Finding(level=Level.OK, what=f"{count} x {name}, {memory}, driver {number}")
+    else:
+        yield Finding(
+            level=Level.WARNING,
+            what=f"nvidia-smi shows no GPU: {reason}",
+            why="runs take the CPU here, unless this machine only drives a cluster",
+            mend="nvidia-smi, and what it asks for (often a reboot after the driver was updated)",
+        )
+
+
+def all_entries() -> list[tuple[Kind, Entry]]:
+    """Every entry point of every kind."""
+    return [(kind, entry) for kind in Kind for entry in scan(kind)]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _editable_project(installed: Distribution) -> Path | None:
+    """The directory that a distribution is installed in place from (PEP 610)."""
+    text = installed.read_text("direct_url.json")
+    found: dict[str, Any] = json.loads(text) if text else {}
+    if not found.get("dir_info", {}).get("editable"):
+        return None
+    return Path(unquote(urlparse(found.get("url", "")).path))
+
+
+def _written(project: Path) -> set[tuple[str, str, str]] | None:
+    """(kind, name, value) of each entry point in a pyproject.toml; None where that does not tell."""
+    try:
+        table = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8")).get("project", {})
+    except (OSError, tomllib.TOMLDecodeError):
+        return None  # moved away, or half-edited
+    if not table or "entry-points" in table.get("dynamic", ()):
+        return None
+    groups = table.get("entry-points", {})
+    return {(kind.value, name, value) for kind in Kind for name, value in groups.get(kind.group, {}).items()}

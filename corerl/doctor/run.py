@@ -1,0 +1,153 @@
+"""What can be said of a config before its run: its problems, its processes' environment, every node's plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from corerl.cluster.nodes import ask_each_node
+from corerl.cluster.runtime import ray_session
+from corerl.config.load import load_config
+from corerl.config.schema import ClusterInfo
+from corerl.doctor.child import Begins, Told
+from corerl.driver.launch import environment_of, process_environment
+from corerl.driver.prepare import Prepared, prepare
+from corerl.errors import CorerlError, UserError
+from corerl.plugin.fingerprint import Origin, origins
+from corerl.plugin.options import notes
+from corerl.plugin.registry import Kind
+from corerl.plugin.spec import Finding, Level
+
+ANSWER_WITHIN = 120.0  # seconds that the nodes have, all together: each starts a process and imports its plugins
+
+
+def devices() -> Iterator[Told]:
+    """What torch makes of this machine."""
+    yield Begins("asking torch for its devices", "python -m pip install --force-reinstall torch")
+    if torch.cuda.is_available():
+        names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        yield _ok(
+            f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices ({', '.join(names)}), NCCL {nccl}"
+        )
+    elif torch.version.cuda is None:
+        yield _ok(f"torch {torch.__version__} is built for CPUs")
+    else:
+        yield _ok(f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, and sees no CUDA device here")
+
+
+def run(file: str, overrides: Sequence[str], nodes: bool) -> Iterator[Told]:
+    """Of a config that can be read."""
+    config = load_config(file, overrides)
+    for note in notes(config):
+        yield Finding(
+            level=Level.WARNING,
+            what=note,
+            why="what stands there changes nothing",
+            mend=f"remove the table from {file}, or install its plugin",
+        )
+    yield Begins(f"checking {file}", f"corerl config check {file}")
+    try:
+        prepared = prepare(config, starting=False)
+    except UserError as error:
+        for line in error.message.splitlines():
+            yield _problem(line, file)
+        if nodes:
+            yield Finding(
+                level=Level.WARNING,
+                what="the nodes were not asked",
+                why="what a run starts there depends on a config that can run",
+                mend=f"mend {file} first",
+            )
+        return
+    yield _ok(f"{file} can run: {len(prepared.roles)} role{'s' * (len(prepared.roles) != 1)} on {prepared.device}")
+    yield from _environments(prepared, file)
+    if nodes:
+        yield Begins(f"asking the nodes of {config.cluster.address}", "ray status")
+        yield from _nodes(prepared)
+
+
+def _environments(prepared: Prepared, file: str) -> Iterator[Finding]:
+    """What each group's processes are given before they import anything."""
+    groups = {f"{role} ranks": (plan.backend.name, plan.environment) for role, plan in prepared.roles.items()}
+    if prepared.config.run.samples:
+        engine = prepared.engine
+        cluster = ClusterInfo(device=prepared.device, ranks=prepared.config.rollout.replicas)
+        groups["engines"] = (engine.name, engine.spec.environment(prepared.config.engines[engine.name], cluster))
+    for who, (plugin, wanted) in groups.items():
+        try:
+            given = environment_of(prepared, plugin, wanted)
+        except UserError as error:
+            yield _problem(error.message, file)
+        else:
+            yield _ok(f"{who} are given {' '.join(f'{name}={value}' for name, value in given.items())}")
+
+
+def _nodes(prepared: Prepared) -> Iterator[Finding]:
+    """One line a node: has it the plugins that the driver has?"""
+    named = named_by(prepared)
+    wanted = origins(named)
+    question = [(kind.value, name) for kind, name in named]
+    address = prepared.config.cluster.address
+    try:
+        with ray_session(address=address, cpus=1.0):
+            answers = ask_each_node(
+                "corerl.doctor.nodes:plugins_here",
+                question,
+                environment=process_environment(prepared),
+                timeout=ANSWER_WITHIN,
+            )
+    except CorerlError as error:
+        yield Finding(
+            level=Level.ERROR,
+            what=error.message,
+            why="a run joins this cluster",
+            mend=f"ray status --address {address}",
+        )
+        return
+    for answer in answers:
+        if answer.error:
+            yield Finding(
+                level=Level.ERROR,
+                what=f"node {answer.node} cannot say what it has: {answer.error}",
+                why="a rank or an engine there could not start",
+                mend=f"there: python -m pip install {' '.join(each.requirement for each in wanted)}",
+            )
+            continue
+        yield _compared(answer.node, wanted, [Origin(**each) for each in answer.value])
+
+
+def _compared(node: str, wanted: Sequence[Origin], found: Sequence[Origin]) -> Finding:
+    amiss = {each: text for each, other in zip(wanted, found, strict=True) if (text := each.against(other))}
+    if not amiss:
+        return _ok(f"node {node} has what the driver has: {', '.join(map(str, wanted))}")
+    return Finding(
+        level=Level.ERROR,
+        what=f"node {node} has not what the driver has: {'; '.join(amiss.values())}",
+        why="a rank or an engine there would be refused, or run other code than its neighbours",
+        mend=f"there: python -m pip install {' '.join(dict.fromkeys(each.requirement for each in amiss))}",
+    )
+
+
+def named_by(prepared: Prepared) -> list[tuple[Kind, str]]:
+    """The plugins that live in ranks and engines, as the config names them."""
+    assigned = [plan.assignments[0] for plan in prepared.roles.values()]
+    named = [(Kind.BACKENDS, each.backend) for each in assigned]
+    if prepared.config.run.samples:
+        named.append((Kind.ENGINES, prepared.config.rollout.engine))
+    named += [(Kind.EXTENSIONS, choice.name) for each in assigned for choice in each.extensions]
+    return list(dict.fromkeys(named))
+
+
+def _problem(line: str, file: str) -> Finding:
+    return Finding(
+        level=Level.ERROR,
+        what=line,
+        why="the run would not start",
+        mend=f"edit {file}, then: corerl config check {file}",
+    )
+
+
+def _ok(what: str) -> Finding:
+    return Finding(level=Level.OK, what=what)

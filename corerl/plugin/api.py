@@ -1,0 +1,11 @@
+"""The version of the contract, and the mark of a hook: what `import corerl` gives a plugin, without numpy or torch."""
+
+from __future__ import annotations
+
+import pluggy
+
+API = (1, 0)
+
+PROJECT = "corerl"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)

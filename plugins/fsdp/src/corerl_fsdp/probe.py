@@ -1,0 +1,64 @@
+"""What FSDP needs of the torch on this machine, for `corerl doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from corerl.plugin.spec import Finding, Level
+
+OLDEST = (2, 9)  # torch's, as in pyproject.toml
+TESTED = (2, 13)  # the newest with which all tests have passed
+REINSTALL = "python -m pip install --force-reinstall torch"
+
+
+def probe() -> Iterator[Finding]:
+    """Imports torch, and so only when it is called: the spec, which names it, stays light."""
+    import torch
+    import torch.distributed as dist
+
+    version = tuple(int(part) for part in torch.__version__.partition("+")[0].split(".")[:2])
+    if version < OLDEST:
+        yield Finding(
+            level=Level.ERROR,
+            what=f"torch {torch.__version__} is older than {_dotted(OLDEST)}",
+            why="its fully_shard lacks what this backend calls",
+            mend=f"python -m pip install 'torch>={_dotted(OLDEST)}'",
+        )
+    elif version > TESTED:
+        yield Finding(
+            level=Level.WARNING,
+            what=f"torch {torch.__version__} is newer than {_dotted(TESTED)}, the newest that was tested",
+            why="what this backend calls of fully_shard may have changed",
+            mend="python -m pip install --upgrade corerl-fsdp",
+        )
+    else:
+        yield Finding(level=Level.OK, what=f"torch {torch.__version__} is one that FSDP runs with")
+    if not dist.is_available():
+        yield Finding(
+            level=Level.ERROR,
+            what=f"torch {torch.__version__} was built without torch.distributed",
+            why="ranks cannot meet without it, not even a single one",
+            mend=REINSTALL,
+        )
+        return
+    if not dist.is_gloo_available():
+        yield Finding(
+            level=Level.ERROR,
+            what="torch.distributed has no gloo",
+            why="ranks on CPUs, and the CPU side of those on GPUs, talk through it",
+            mend=REINSTALL,
+        )
+    if torch.cuda.is_available() and not dist.is_nccl_available():
+        yield Finding(
+            level=Level.ERROR,
+            what="torch sees CUDA devices, and torch.distributed has no NCCL",
+            why="ranks on GPUs talk through it",
+            mend=REINSTALL,
+        )
+    there = {"gloo": dist.is_gloo_available(), "NCCL": dist.is_nccl_available()}
+    names = " and ".join(name for name, available in there.items() if available)
+    yield Finding(level=Level.OK, what=f"torch.distributed has {names or 'no backend that ranks could meet through'}")
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

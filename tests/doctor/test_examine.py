@@ -1,0 +1,191 @@
+"""What the doctor finds, with its cure, and that nothing it looks at can end it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from corerl.doctor.child import look
+from corerl.doctor.examine import examine
+from corerl.plugin.spec import Finding, Level
+from tests.doctor.sites import distribution, spec
+from tests.end_to_end.command import write_small
+
+DYING = "a worker would be gone without a word"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """On sys.path, and so on the doctor's."""
+    directory = tmp_path / "site"
+    directory.mkdir()
+    monkeypatch.syspath_prepend(directory)
+    return directory
+
+
+def amiss(findings: list[Finding]) -> list[Finding]:
+    for finding in findings:
+        if finding.level is not Level.OK:
+            assert finding.why and finding.mend, finding
+    return [finding for finding in findings if finding.level is not Level.OK]
+
+
+def test_a_spec_that_aborts_its_process_is_found_with_its_line_and_the_others_are_looked_at(site: Path) -> None:
+    distribution(site, "corerl-aborts", "aborts = aborts_spec:SPEC", aborts_spec="import os\nos.abort()\n")
+    distribution(site, "corerl-leaves", "leaves = leaves_spec:SPEC", leaves_spec="import os\nos._exit(3)\n")
+    findings = list(examine())
+    aborts, leaves = amiss(findings)
+    assert aborts.level is leaves.level is Level.ERROR
+    assert aborts.what == (
+        "importing aborts_spec:SPEC, the spec of backend 'aborts' (corerl-aborts 0.1), "
+        f"ended its process by SIGABRT at {site}/aborts_spec.py:2"
+    )
+    assert aborts.why.endswith(DYING)
+    assert aborts.mend == "python -m pip install --force-reinstall corerl-aborts"
+    assert leaves.what.endswith("backend 'leaves' (corerl-leaves 0.1), ended its process with status 3")
+    told = [finding.what for finding in findings]
+    assert any(
+        text.startswith("backend 'fsdp' (corerl-fsdp ") and "loads, written for API 1.0" in text for text in told
+    )
+    assert any(text.startswith("extension 'jsonl' (corerl ") for text in told)
+
+
+def test_without_a_name_no_process_imports_torch(site: Path) -> None:
+    program = (
+        "import sys\nfrom corerl.doctor.examine import examine\nassert list(examine())\n"
+        "assert not {'torch', 'ray', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    # Nor does the process that a plugin is looked at in: this one would say so.
+    loud = spec().replace("from attrs", "import sys\nassert 'torch' not in sys.modules\nfrom attrs")
+    distribution(site, "corerl-light", "light = light_spec:SPEC", light_spec=loud)
+    assert amiss(list(examine())) == []
+
+
+def test_an_implementation_that_aborts_is_found_by_name(site: Path) -> None:
+    distribution(
+        site,
+        "corerl-native",
+        "native = native_spec:SPEC",
+        native_spec=spec(code="native_code:Backend"),
+        native_code="import os\nos.abort()\n",
+    )
+    (finding,) = amiss(list(examine("native")))
+    assert finding.what == (
+        "importing native_code:Backend, the implementation of backend 'native' (corerl-native 0.1), "
+        f"ended its process by SIGABRT at {site}/native_code.py:2"
+    )
+
+
+def test_by_name_a_backend_is_imported_its_hooks_are_checked_and_its_probe_is_asked(site: Path) -> None:
+    probe = 'yield Finding(level=Level.WARNING, what="an old driver", why="it is slow", mend="apt upgrade")'
+    distribution(site, "corerl-mine", "mine = mine_spec:SPEC", mine_spec=spec(probe=probe))
+    findings = list(examine("mine"))
+    assert amiss(findings) == [Finding(level=Level.WARNING, what="an old driver", why="it is slow", mend="apt upgrade")]
+    told = [finding.what for finding in findings]
+    mine = "backend 'mine' (corerl-mine 0.1): "
+    assert [text.removeprefix(mine) for text in told if text.startswith(mine)] == [
+        "mine_spec:SPEC loads, written for API 1.0",
+        "corerl.testing.plain.backend:PlainBackend can be imported",
+        "its hooks keep the contract",
+        "by default its processes are given MINE_RANKS=1",
+    ]
+    assert any(text.startswith("torch ") for text in told)
+
+
+def test_a_probe_that_raises_and_hooks_that_break_the_contract_are_errors(site: Path) -> None:
+    distribution(
+        site,
+        "corerl-mine",
+        "mine = mine_spec2:SPEC",
+        mine_spec2=spec(probe="raise OSError('no libcudart')", code="mine_code2:Backend"),
+        mine_code2="from corerl.testing.plain.backend import PlainBackend\n"
+        "class Backend(PlainBackend):\n    def train(self, *batch):\n        pass\n",
+    )
+    hooks, probe = amiss(list(examine("mine")))
+    assert hooks.what.startswith("backend:mine implements train(*batch) for train(batch, loss, step): ")
+    assert probe.what == "the probe of backend 'mine' (corerl-mine 0.1) raised OSError: no libcudart"
+
+
+def test_names_that_are_missing_broken_twofold_or_of_another_api_come_with_what_mends_them(site: Path) -> None:
+    distribution(site, "corerl-bad", "bad = bad_spec:SPEC", bad_spec="import a_library_that_is_not_there")
+    distribution(site, "corerl-later", "later = later_spec:SPEC", later_spec=spec().replace("(1, 0)", "(2, 0)"))
+    distribution(site, "corerl-older", "older = older_spec:SPEC", older_spec=spec().replace("(1, 0)", "(0, 3)"))
+    for name in ("one", "two"):
+        distribution(site, name, "both = both_spec:SPEC", both_spec=spec())
+
+    mended = [(finding.what.split("'")[1], finding.level.value, finding.mend) for finding in amiss(list(examine()))]
+    assert mended == [
+        ("both", "warning", "python -m pip uninstall two; or write 'one:both' in the config"),
+        ("bad", "error", "python -m pip install --force-reinstall corerl-bad"),
+        ("later", "error", "python -m pip install --upgrade corerl"),
+        ("older", "error", "python -m pip install --upgrade corerl-older"),
+    ]
+    offered, refused = amiss(list(examine("both")))
+    assert (offered.level, refused.level) == (Level.WARNING, Level.ERROR)
+    assert refused.what.startswith("backend 'both' is offered by one 0.1 and two 0.1; choose one by writing 'one:both'")
+    (missing,) = amiss(list(examine("megatron")))
+    assert missing.mend == "pip install 'corerl[megatron]'"
+    (unknown,) = amiss(list(examine("megatorn")))
+    assert unknown.what.startswith("unknown plugin 'megatorn'; installed backends: bad, ")
+    assert unknown.what.endswith("; did you mean 'megatron'?")
+
+
+def test_a_distribution_that_is_found_twice_is_told_with_both_places(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distribution(site, "corerl-mine", "mine = mine_spec3:SPEC", version="0.2", mine_spec3=spec())
+    stale = tmp_path / "stale"
+    distribution(stale, "corerl-mine", "", version="0.1")
+    monkeypatch.syspath_prepend(stale)
+    (finding,) = amiss(list(examine()))
+    assert finding.level is Level.WARNING
+    assert finding.what == (
+        f"corerl-mine is found twice: 0.2 in {site}/corerl_mine-0.2.dist-info (used), "
+        f"0.1 in {stale}/corerl_mine-0.1.dist-info"
+    )
+    assert finding.mend.startswith("python -m pip uninstall -y corerl-mine")
+
+
+def test_entry_points_that_were_edited_after_an_installation_in_place_are_told(site: Path, tmp_path: Path) -> None:
+    project = tmp_path / "mine"
+    project.mkdir()
+    (project / "pyproject.toml").write_text(
+        '[project]\nname = "corerl-mine"\n[project.entry-points."corerl.backends"]\nmine = "mine_spec4:NEW"\n'
+    )
+    distribution(site, "corerl-mine", "mine = mine_spec4:SPEC", editable=project, mine_spec4=spec())
+    findings = amiss(list(examine()))
+    assert [finding.what for finding in findings] == [
+        f"corerl-mine is installed in place from {project}, and mine = mine_spec4:{attribute} of corerl.backends is "
+        f"{where} its pyproject.toml"
+        for attribute, where in (("NEW", "only in"), ("SPEC", "no longer in"))
+    ]
+    assert {finding.mend for finding in findings} == {f"python -m pip install --no-deps -e {project}"}
+
+
+def test_a_config_is_checked_and_what_its_processes_are_given_is_shown(tmp_path: Path, site: Path) -> None:
+    distribution(site, "corerl-mine", "mine = mine_spec5:SPEC", mine_spec5=spec())
+    file = write_small(tmp_path)
+    chosen = ["backend.name=mine", "roles.actor.ranks=1", f"run.dir={tmp_path}/run"]
+    findings = list(examine(file=str(file), overrides=chosen))
+    assert amiss(findings) == []
+    (ranks,) = [finding.what for finding in findings if finding.what.startswith("actor ranks are given ")]
+    assert {"MINE_RANKS=1", "OMP_NUM_THREADS=1"} <= set(ranks.split())
+    assert f"{file} can run: 1 role on cpu" in [finding.what for finding in findings]
+
+    clashing = [*chosen, 'cluster.environment.MINE_RANKS="8"']
+    (clash,) = amiss(look("corerl.doctor.run:run", str(file), clashing, False))
+    assert clash.what.startswith("environment variable MINE_RANKS: cluster.environment wants '8', mine wants '1'")
+    (unknown,) = amiss(look("corerl.doctor.run:run", str(file), [*clashing, "backends.mine.shards=2"], False))
+    assert unknown.what.startswith("backends.mine.shards: unknown key")
+    assert unknown.mend == f"edit {file}, then: corerl config check {file}"
+
+
+def test_a_config_that_cannot_be_read_is_an_error_for_each_line(tmp_path: Path) -> None:
+    file = write_small(tmp_path)
+    findings = amiss(list(examine(file=str(file), overrides=["run.stepps=3", "train.epochs=0"])))
+    assert [finding.what.partition(":")[0] for finding in findings] == ["run.stepps", "train.epochs"]
+    assert all(finding.mend == f"edit {file}" for finding in findings)

@@ -1,0 +1,134 @@
+"""Nodes with environments of their own, one without the driver's plugin and one with another version of it: `corerl
+doctor --nodes` and `corerl train` each name them in one line."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from attrs import frozen
+
+from tests.cluster.nodes import cluster
+from tests.doctor.sites import distribution, spec
+from tests.end_to_end.command import write_small
+
+BARE = "bare"
+STORE = 100 * 2**20  # bytes of each node's object store
+MAIN = "import sys; from corerl.cli.main import main; sys.exit(main())"
+
+
+@frozen(kw_only=True)
+class Nodes:
+    address: str
+    driver: Path  # the interpreter of the environment that the driver is in, and the head
+
+
+def interpreter(directory: Path, version: str) -> Path:
+    """Of a virtual environment with all that this one has, and this version of a plugin: "" for none,
+    BARE for no CoreRL either."""
+    venv.create(directory, symlinks=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(directory)}))
+    (site / "shared.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    if version == BARE:
+        (site / "corerl.py").write_text("raise ModuleNotFoundError(\"No module named 'corerl'\")")
+    elif version:
+        distribution(site, "corerl-mine", "mine = corerl_mine:SPEC", version=version, corerl_mine=spec())
+    return directory / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    directory = tmp_path_factory.mktemp("environments")
+    versions = {"head": "0.2", "lacking": "", "older": "0.1", "bare": BARE}
+    pythons = {name: interpreter(directory / name, version) for name, version in versions.items()}
+    tables = [
+        {
+            "node_name": name,
+            "python": str(python),
+            "num_cpus": 2,
+            "object_store_memory": STORE,
+            "resources": {name: 2},
+            **({"include_dashboard": False} if name == "head" else {}),
+        }
+        for name, python in pythons.items()
+    ]
+    with cluster(*tables) as address:
+        yield Nodes(address=address, driver=pythons["head"])
+
+
+def command(nodes: Nodes, directory: Path, name: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """`corerl NAME` in the driver's environment, for a small run of one rank and one engine in the cluster."""
+    file = write_small(directory)
+    chosen = [
+        "backend.name=mine",
+        "roles.actor.ranks=1",
+        f"cluster.address={nodes.address}",
+        f"run.dir={directory}/run",
+    ]
+    leading = ["--config", file, "--nodes"] if name == "doctor" else [file]
+    return subprocess.run(
+        [nodes.driver, "-c", MAIN, name, *leading, *chosen, *words],
+        capture_output=True,
+        text=True,
+        timeout=240.0,
+        cwd=directory,
+    )
+
+
+def test_the_doctor_has_a_line_for_each_node(nodes: Nodes, tmp_path: Path) -> None:
+    done = command(nodes, tmp_path, "doctor")
+    lines = done.stdout.splitlines()
+    told = {line.split(" (")[1].split(",")[0]: index for index, line in enumerate(lines) if " node " in line}
+    assert sorted(told) == ["bare", "head", "lacking", "older"], done.stdout + done.stderr
+    host = socket.gethostname()
+    ours = "corerl (corerl 0.1.0), backend 'mine' (corerl-mine 0.2), engine 'transformers' (corerl 0.1.0)"
+    head, lacking, older, bare = (lines[told[name]] for name in ("head", "lacking", "older", "bare"))
+    assert head.startswith(f"ok       node {host} (head, id ")
+    assert head.endswith(f") has what the driver has: {ours}")
+    assert lacking.startswith(f"error    node {host} (lacking, id ")
+    assert lacking.endswith(") has not what the driver has: unknown backend 'mine'; installed: fsdp, plain")
+    assert older.startswith(f"error    node {host} (older, id ")
+    assert older.endswith(
+        ") has not what the driver has: backend 'mine' is corerl-mine 0.1, the driver's is corerl-mine 0.2"
+    )
+    assert bare.startswith(f"error    node {host} (bare, id ")
+    assert bare.endswith(") cannot say what it has: ModuleNotFoundError: No module named 'corerl'")
+    for name in ("lacking", "older"):
+        assert lines[told[name] + 2].strip() == "mend: there: python -m pip install corerl-mine==0.2"
+    assert (done.returncode, lines[-1]) == (1, "3 errors")
+
+
+LACKING = (
+    "): unknown backend 'mine'; installed: fsdp, plain; the driver could load this backend: it must be installed on "
+    "every node"
+)
+OLDER = (
+    ") has other plugins than the driver (driver's first): corerl-mine version '0.2' against '0.1'; "
+    "install the same corerl and the same plugins on every node"
+)
+
+
+@pytest.mark.parametrize(("node", "says"), [("lacking", LACKING), ("older", OLDER)])
+def test_a_run_names_the_node_on_which_a_rank_could_not_start(
+    nodes: Nodes, tmp_path: Path, node: str, says: str
+) -> None:
+    done = command(nodes, tmp_path, "train", f"cluster.resources.{node}=1")
+    lines = [line for line in done.stderr.splitlines() if line.startswith("corerl: ")]
+    assert len(lines) == 1, done.stderr
+    line = lines[0]
+    assert line.startswith(f"corerl: error: actor rank 0 on {socket.gethostname()} ({node}, id "), done.stderr
+    assert line.endswith(says)
+    assert done.returncode == 2
+
+
+def test_this_interpreter_has_none_of_these_plugins() -> None:
+    """Else the tests above would prove nothing."""
+    program = "from corerl.plugin.registry import Kind, installed_names; print(installed_names(Kind.BACKENDS))"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "mine" not in shown.stdout

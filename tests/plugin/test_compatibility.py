@@ -1,0 +1,127 @@
+"""Plugins that were written for another core: what is less or more in a compatible way runs, another API is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from corerl.config.schema import ModelConfig, RoleConfig, TrainConfig, WeightsConfig
+from corerl.errors import ContractError, PluginIncompatible
+from corerl.plugin.context import Context
+from corerl.plugin.host import PluginHost, State
+from corerl.plugin.registry import Kind, Status, installed, load, load_implementation
+from corerl.types import LossSpec, MemoryKind, PackedBatch, Step
+
+Install = Callable[..., Path]
+
+CONTEXT = Context(role="actor", rank=0, world_size=1, local_rank=0, run_dir="")
+CONFIG = RoleConfig(
+    model=ModelConfig(),
+    train=TrainConfig(),
+    options=None,
+    weights=WeightsConfig(),
+    device="cpu",
+    seed=0,
+    timeout=1.0,
+)
+CODE = """
+import numpy as np
+from corerl import hookimpl
+from corerl.plugin.host import BackendBase
+from corerl.types import (
+    ForwardResult, InitResult, ParallelLayout, SaveResult, SleepResult, TrainResult, UpdateResult, WakeResult
+)
+
+class Code(BackendBase):
+    @hookimpl
+    def init({init}):
+        return InitResult(layout=ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1))
+
+    @hookimpl
+    def train({train}):
+        return TrainResult(applied=True, metrics={{}}, grad_norm={grad_norm}, tokens=batch.count)
+
+    @hookimpl
+    def forward({forward}):
+        return ForwardResult(samples=np.zeros(0, np.int64), offsets=np.zeros(1, np.int64), outputs={{}})
+
+    @hookimpl
+    def update_weights(self, version):
+        return UpdateResult(version=version, bytes=0, seconds=0.0)
+
+    @hookimpl
+    def save(self, path):
+        return SaveResult(path=path, bytes=0, complete=True)
+
+    @hookimpl
+    def sleep(self):
+        return SleepResult(freed_bytes=1, residual_bytes=0)
+
+    @hookimpl
+    def wake_up(self):
+        return WakeResult(restored_bytes=1)
+"""
+FEWER = CODE.format(init="self", train="self, batch", forward="self, batch", grad_norm="0.5")
+MORE = CODE.format(
+    init="self, config, context, topology=None",
+    train="self, batch, loss, step, deadline=7.5",  # of a later minor version of the contract
+    forward="self, batch, outputs, weights, dtype=None",
+    grad_norm="deadline",
+)
+UNKNOWN = CODE.format(init="self", train="self, batch, deadline", forward="self, batch", grad_norm="0.5")
+
+
+@pytest.mark.parametrize(("module", "code", "grad_norm"), [("fewer", FEWER, 0.5), ("more", MORE, 7.5)])
+def test_a_backend_with_fewer_arguments_or_with_later_ones_that_have_defaults_runs(
+    module: str, code: str, grad_norm: float, install: Install, backend_spec: str
+) -> None:
+    modules = {f"{module}_compat": backend_spec, f"{module}_compat_code": code}
+    install("corerl-other", {"backends": {"other": f"{module}_compat:SPEC"}}, **modules)
+    loaded = load(Kind.BACKENDS, "other")
+    host = PluginHost(load_implementation(Kind.BACKENDS, loaded)(), name="other", context=CONTEXT)
+    assert host.init(config=CONFIG, context=CONTEXT).layout.dp_size == 1
+    batch = PackedBatch(micro_batches=(), count=3)
+    step = Step(optimizer_step=0, rollout_step=0, lr=0.1)
+    trained = host.train(batch=batch, loss=LossSpec(name="clipped"), step=step)
+    assert (trained.tokens, trained.grad_norm) == (3, grad_norm)
+    assert host.forward(batch=batch, outputs=(), weights="").outputs == {}
+    assert host.update_weights(sender=None, version=1).version == 1
+    assert host.save(path="there", step=step, background=False).path == "there"
+    assert host.sleep(kinds=frozenset(MemoryKind)).freed_bytes == 1
+    assert host.wake_up(kinds=frozenset(MemoryKind)).restored_bytes == 1
+    assert host.state is State.READY
+
+
+def test_a_later_argument_without_a_default_is_refused_with_both_signatures(
+    install: Install, backend_spec: str
+) -> None:
+    modules = {"unknown_compat": backend_spec, "unknown_compat_code": UNKNOWN}
+    install("corerl-other", {"backends": {"other": "unknown_compat:SPEC"}}, **modules)
+    implementation = load_implementation(Kind.BACKENDS, load(Kind.BACKENDS, "other"))
+    with pytest.raises(ContractError) as caught:
+        PluginHost(implementation(), name="other", context=CONTEXT)
+    assert caught.value.message == (
+        "backend:other implements train(batch, deadline) for train(batch, loss, step): "
+        "parameter 'deadline' is none of the hook's; rename it or give it a default"
+    )
+
+
+def test_a_backend_of_a_later_major_api_is_listed_with_the_reason_and_refused_when_selected(
+    install: Install, backend_spec: str
+) -> None:
+    install("corerl-other", {"backends": {"other": "major:SPEC"}}, major=backend_spec.replace("(1, 0)", "(2, 0)"))
+    (other,) = [each for each in installed(Kind.BACKENDS) if each.name == "other"]
+    assert (other.status, other.api) == (Status.INCOMPATIBLE, (2, 0))
+    assert other.reason == "written for API 2.0, this corerl speaks 1.0"
+    with pytest.raises(PluginIncompatible, match=r"^backend 'other' \(corerl-other 0\.1\.0\) was written for API 2\.0"):
+        load(Kind.BACKENDS, "other")
+
+
+@pytest.mark.parametrize("api", ["'1.0'", "(1,)", "None"])
+def test_an_api_that_is_no_pair_of_numbers_is_broken(api: str, install: Install, backend_spec: str) -> None:
+    install("corerl-other", {"backends": {"other": "pairless:SPEC"}}, pairless=backend_spec.replace("(1, 0)", api))
+    (other,) = [each for each in installed(Kind.BACKENDS) if each.name == "other"]
+    assert other.status is Status.BROKEN
+    assert other.reason.endswith(f"pairless:SPEC has api={api}, expected (major, minor)")
