@@ -52,7 +52,8 @@ def test_peaks_are_the_allocators_and_chosen_steps_leave_a_snapshot(tmp_path: Pa
     run.shutdown("finished")
     told = [json.loads(line) for line in (tmp_path / "memory/actor-0.jsonl").read_text().splitlines()]
     assert all(each["of"] == "allocated on the device" for each in told)
-    assert all(256 * MIB < each["peak_bytes"] - each["held_bytes"] < 384 * MIB for each in told[1:])
+    for each in told[1:]:  # what the libraries take for themselves is there to stay
+        assert 256 * MIB <= each["peak_bytes"] < 384 * MIB and each["held_bytes"] < 128 * MIB
     snapshot = pickle.loads((tmp_path / "memory/actor-0-train-step-1.pickle").read_bytes())
     assert any(event["size"] == 256 * MIB for trace in snapshot["device_traces"] for event in trace)
     assert not (tmp_path / "memory/actor-0-train-step-0.pickle").exists()

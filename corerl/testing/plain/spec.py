@@ -22,7 +22,7 @@ def check(config: PlainConfig, cluster: ClusterInfo) -> Iterable[Problem]:
 
 
 SPEC = BackendSpec(
-    implementation="corerl.testing.plain.backend:PlainBackend",
+    implementation="corerl.testing.plain.strict:StrictPlainBackend",
     config=PlainConfig,
     api=(1, 0),
     summary="one process in plain torch, the reference that other backends are compared with",

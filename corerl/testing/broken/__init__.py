@@ -1,0 +1,88 @@
+"""Backends with one fault each, and the check of the suite that has to see it: they prove that the suite can fail.
+
+Each is the plain backend with a few lines of it wrong. `corerl verify corerl.testing.broken:LEAKS_ON_SLEEP` shows how a
+fault is told: its check fails, and what builds on that check is blocked.
+"""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from corerl.plugin.capabilities import Capability
+from corerl.plugin.spec import BackendSpec
+from corerl.testing.plain.spec import SPEC as PLAIN
+from corerl.testing.plain.spec import PlainConfig
+
+
+@frozen(kw_only=True)
+class BrokenSpec(BackendSpec):
+    """The spec of a backend that is wrong on purpose."""
+
+    seen_by: str  # the check that has to fail, and the only one that may
+
+
+def broken(cls: str, fault: str, *, seen_by: str) -> BrokenSpec:
+    """One process, as the plain backend is."""
+    return BrokenSpec(
+        implementation=f"{__name__}.backends:{cls}",
+        config=PlainConfig,
+        api=PLAIN.api,
+        summary=f"wrong on purpose: {fault}",
+        capabilities=PLAIN.capabilities,
+        check=PLAIN.check,
+        seen_by=seen_by,
+    )
+
+
+def broken_on_several_ranks(cls: str, fault: str, *, seen_by: str) -> BrokenSpec:
+    """On any number of ranks, each with the whole model."""
+    lacks = dict(PLAIN.capabilities)
+    del lacks[Capability.MULTI_RANK]
+    return BrokenSpec(
+        implementation=f"{__name__}.backends:{cls}",
+        config=PlainConfig,
+        api=PLAIN.api,
+        summary=f"wrong on purpose: {fault}",
+        capabilities=lacks,
+        seen_by=seen_by,
+    )
+
+
+# ---- the contract of hooks -------------------------------------------------------------------------------------------
+
+KEYWORD_ONLY_HOOK = broken("KeywordOnlyHook", "a hook takes an argument by keyword alone", seen_by="C06")
+DROPS_RESULT = broken("DropsResult", "train returns nothing", seen_by="C12")
+SWALLOWS_ERRORS = broken("SwallowsErrors", "an error in train is taken for a skipped step", seen_by="C24")
+MUTATES_BATCH = broken("MutatesBatch", "the caller's advantages are whitened in place", seen_by="C16")
+
+# ---- loading, forward and training -----------------------------------------------------------------------------------
+
+LEAVES_A_TENSOR_OUT = broken("LeavesATensorOut", "the last norm is never loaded", seen_by="C11")
+LOADS_TWICE = broken("LoadsTwice", "all weights are read a second time, and kept", seen_by="C45")
+OFF_BY_ONE_LOGPROBS = broken("OffByOneLogprobs", "log-probs are those of the token before", seen_by="C51")
+FORGETS_TEMPERATURE = broken("ForgetsTemperature", "logits are not divided by the temperature", seen_by="C51")
+SAMPLES_BACKWARDS = broken("SamplesBackwards", "forward returns its values in the wrong order", seen_by="C51")
+KEEPS_SNAPSHOT = broken("KeepsSnapshot", "a snapshot stays in the model's place", seen_by="C48")
+WRONG_TOKEN_WEIGHTS = broken("WrongTokenWeights", "every micro-batch counts the same", seen_by="C15")
+KEEPS_FIRST_RATE = broken("KeepsFirstRate", "the learning rate of the first step is kept", seen_by="C41")
+DECAYS_NORMS = broken("DecaysNorms", "norms are decayed as matrices are", seen_by="C41")
+COUNTS_SKIPPED_STEPS = broken("CountsSkippedSteps", "Adam counts a step that was skipped", seen_by="C50")
+RANK_DEPENDENT_METRICS = broken_on_several_ranks(
+    "RankDependentMetrics", "each rank tells its own mean, whatever it is a mean of", seen_by="C27"
+)
+
+# ---- checkpoints, weights and memory ---------------------------------------------------------------------------------
+
+FORGETS_OPTIMIZER = broken("ForgetsOptimizer", "moments are zeros after a resume", seen_by="C18")
+PARTIAL_CHECKPOINT = broken("PartialCheckpoint", "the index is written before what it tells of", seen_by="C19")
+STAGES_TOO_LATE = broken("StagesTooLate", "a background save reads the state while it writes", seen_by="C20")
+STALE_WEIGHTS = broken("StaleWeights", "engines are sent what training started from", seen_by="C21")
+SKIPS_TIED_PARAMETER = broken("SkipsTiedParameter", "engines are never sent tied embeddings", seen_by="C21")
+LEAKS_ON_SLEEP = broken("LeaksOnSleep", "a copy of the parameters stays while they sleep", seen_by="C43")
+KEEPS_MOMENTS_AWAKE = broken("KeepsMomentsAwake", "moments are not known to be memory", seen_by="C43")
+WAKES_DIRTY = broken("WakesDirty", "moments are zeros after waking", seen_by="C43")
+
+BROKEN: dict[str, str] = {  # name of a backend -> the check that has to fail
+    f"{__name__}.imports_torch:SPEC": "C01",
+    **{f"{__name__}:{name}": spec.seen_by for name, spec in list(vars().items()) if isinstance(spec, BrokenSpec)},
+}

@@ -1,0 +1,264 @@
+"""The classes behind the specs: what is wrong with each is all that it says."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from attrs import evolve
+from safetensors.torch import save as serialized
+
+from corerl.backend import StateKey
+from corerl.backend.base import SAVED
+from corerl.checkpoint.format import tensor_file, write_index
+from corerl.checkpoint.writer import stage, write
+from corerl.config.schema import RoleConfig
+from corerl.plugin.context import Context
+from corerl.testing.plain.backend import PlainBackend
+from corerl.types import (
+    ForwardResult,
+    InitResult,
+    LossSpec,
+    MemoryKind,
+    Metric,
+    MicroBatch,
+    Output,
+    PackedBatch,
+    ParallelLayout,
+    Reduction,
+    SaveResult,
+    SleepResult,
+    Step,
+    TrainResult,
+    UpdateResult,
+    WakeResult,
+)
+from corerl.weights.chunks import Chunk, TensorSource
+from corerl.weights.manifest import build_manifest
+from corerl.weights.transport import WeightSender
+
+# ---- the contract of hooks -------------------------------------------------------------------------------------------
+
+
+class KeywordOnlyHook(PlainBackend):
+    def train(  # type: ignore[override]  # this is the fault
+        self, batch: PackedBatch, loss: LossSpec, *, step: Step
+    ) -> TrainResult:
+        return super().train(batch, loss, step)
+
+
+class DropsResult(PlainBackend):
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        super().train(batch, loss, step)
+        return None  # type: ignore[return-value]  # this is the fault
+
+
+class SwallowsErrors(PlainBackend):
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        try:
+            return super().train(batch, loss, step)
+        except Exception:
+            return TrainResult(applied=False, metrics={}, grad_norm=math.nan, tokens=0)
+
+
+class MutatesBatch(PlainBackend):
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        result = super().train(batch, loss, step)
+        for micro in batch.micro_batches:
+            if isinstance(micro.columns, dict) and "advantages" in micro.columns:
+                micro.columns["advantages"] = micro.columns["advantages"] - micro.columns["advantages"].mean()
+        return result
+
+
+# ---- loading, forward and training -----------------------------------------------------------------------------------
+
+
+class LeavesATensorOut(PlainBackend):
+    def local_state(self, key: StateKey) -> Sequence[Chunk]:
+        return [chunk for chunk in super().local_state(key) if chunk.name != "model.norm.weight"]
+
+
+class LoadsTwice(PlainBackend):
+    def initial_weights(self) -> TensorSource:
+        source = super().initial_weights()
+        self.copies = [source.read(c.name, c.offsets, c.sizes) * 1 for c in self.local_state(StateKey.MASTER)]
+        return source
+
+
+class OffByOneLogprobs(PlainBackend):
+    def of_sequences(self, tokens: torch.Tensor, temperature: float) -> dict[Output, torch.Tensor]:
+        found = super().of_sequences(tokens, temperature)
+        if Output.LOGPROBS in found:
+            logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1] / temperature
+            found[Output.LOGPROBS] = torch.log_softmax(logits, -1).gather(-1, tokens[:, :-1, None])[..., 0]
+        return found
+
+
+class ForgetsTemperature(PlainBackend):
+    def outputs(self, micro: MicroBatch, temperature: float) -> dict[Output, torch.Tensor]:
+        return super().outputs(micro, 1.0)
+
+
+class SamplesBackwards(PlainBackend):
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+        result = super().forward(batch, outputs, weights)
+        return evolve(result, outputs={name: values[::-1] for name, values in result.outputs.items()})
+
+
+class KeepsSnapshot(PlainBackend):
+    @contextlib.contextmanager
+    def using(self, weights: str) -> Iterator[None]:
+        with super().using(weights):
+            used = {name: param.detach().clone() for name, param in self.params.items()}
+            yield
+        with torch.no_grad():
+            for name, param in self.params.items():
+                param.copy_(used[name])
+
+
+class WrongTokenWeights(PlainBackend):
+    """Divides by the tokens of a micro-batch, as a mean over its tokens does, and not by those of the whole batch."""
+
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        def weighted(micro: MicroBatch) -> MicroBatch:
+            weights = micro.columns["weights"]
+            share = weights / max(weights.sum() * batch.count, 1e-9)
+            return evolve(micro, columns={**micro.columns, "weights": share.astype(weights.dtype)})
+
+        return super().train(evolve(batch, micro_batches=map(weighted, batch.micro_batches)), loss, step)
+
+
+class KeepsFirstRate(PlainBackend):
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        return super().train(batch, loss, evolve(step, lr=self.config.train.optimizer.lr))
+
+
+class DecaysNorms(PlainBackend):
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = self.config.train.optimizer.weight_decay
+        return super().train(batch, loss, step)
+
+
+class CountsSkippedSteps(PlainBackend):
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        result = super().train(batch, loss, step)
+        self.applied += not result.applied
+        return result
+
+
+class DataParallel(PlainBackend):
+    """The plain backend on several ranks, without a fault: each holds the model, and gradients are summed."""
+
+    def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
+        super().build(config, context)
+        rank, size = context.rank, context.world_size
+        return ParallelLayout(rank=rank, world_size=size, dp_rank=rank, dp_size=size)
+
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        return super().train(evolve(batch, micro_batches=self.then_summed(batch.micro_batches)), loss, step)
+
+    def then_summed(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        yield from micro_batches
+        for param in self.params.values():  # whoever asks for one more has done the last one's backward pass
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(param.grad)
+
+    def local_state(self, key: StateKey) -> Sequence[Chunk]:
+        return [evolve(chunk, replica=self.context.rank > 0) for chunk in super().local_state(key)]
+
+
+class RankDependentMetrics(DataParallel):
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        result = super().train(batch, loss, step)
+        return evolve(result, metrics={name: self.finished(metric) for name, metric in result.metrics.items()})
+
+    def finished(self, metric: Metric) -> Metric:
+        return Metric(metric.value) if metric.reduction is Reduction.MEAN and metric.weight else metric
+
+
+# ---- checkpoints, weights and memory ---------------------------------------------------------------------------------
+
+
+class ForgetsOptimizer(PlainBackend):
+    def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
+        super().after_load(keys, adam_step)
+        if StateKey.EXP_AVG in keys:
+            for state in self.optimizer.state.values():
+                state["exp_avg"].zero_()
+
+
+class PartialCheckpoint(PlainBackend):
+    def save(self, path: str, step: Step, background: bool) -> SaveResult:
+        if background:
+            return super().save(path, step, background)
+        staged = stage({key.value: self.local_state(key) for key in SAVED}, counters(self, step))
+        directory, rank = Path(path), self.layout.rank
+        directory.mkdir(parents=True, exist_ok=True)
+        write_index(directory, rank, staged.index)
+        (directory / tensor_file(rank)).write_bytes(serialized(staged.tensors))
+        return SaveResult(path=path, bytes=staged.bytes, complete=True)
+
+
+class StagesTooLate(PlainBackend):
+    def save(self, path: str, step: Step, background: bool) -> SaveResult:
+        if not background:
+            return super().save(path, step, background)
+        state, extra = {key.value: self.local_state(key) for key in SAVED}, counters(self, step)
+        self._writer.submit(lambda: write(stage(state, extra), Path(path), self.layout.rank))
+        return SaveResult(path=path, bytes=0, complete=False)
+
+
+def counters(backend: PlainBackend, step: Step) -> Mapping[str, int | str]:
+    """What a checkpoint tells besides tensors."""
+    return {
+        "optimizer_step": step.optimizer_step,
+        "adam_step": backend.adam_step,
+        "weights_version": backend.weights_version,
+        "backend": type(backend).__qualname__,
+        "world_size": backend.layout.world_size,
+    }
+
+
+class StaleWeights(PlainBackend):
+    def update_weights(self, sender: WeightSender, version: int) -> UpdateResult:
+        self.load_snapshot("start", "")
+        with self.using("start"):
+            return super().update_weights(sender, version)
+
+
+class SkipsTiedParameter(PlainBackend):
+    def init(self, config: RoleConfig, context: Context) -> InitResult:
+        result = super().init(config, context)
+        if self.model.config.tie_word_embeddings:
+            self.manifest = build_manifest(
+                [(name, shape) for name, shape in self._gather_plan.shapes if "embed_tokens" not in name],
+                dtype=self.manifest.dtype,
+                bucket_bytes=config.weights.bucket_bytes,
+            )
+        return result
+
+
+class LeaksOnSleep(PlainBackend):
+    def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
+        if MemoryKind.PARAM in kinds:
+            self.kept = [param.detach().clone() for param in self.params.values()]
+        return super().sleep(kinds)
+
+
+class KeepsMomentsAwake(PlainBackend):
+    def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
+        return [] if kind is MemoryKind.OPTIMIZER else super().tensors(kind)
+
+
+class WakesDirty(PlainBackend):
+    def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
+        result = super().wake_up(kinds)
+        if MemoryKind.OPTIMIZER in kinds:
+            for state in self.optimizer.state.values():
+                state["exp_avg"].zero_()
+        return result

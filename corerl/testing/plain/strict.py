@@ -1,0 +1,177 @@
+"""What a backend's caller owes it, asserted at every call: the plain backend as drivers, hosts and the suite meet it.
+
+Hooks in their order, steps one by one, memory that is awake, versions that increase, micro-batches that are whole and
+left alone until the call returns. A caller that breaks one of these is told which, before anything is computed from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Set
+
+import numpy as np
+from attrs import evolve
+
+from corerl.config.schema import RoleConfig
+from corerl.errors import ContractError
+from corerl.plugin.context import Context
+from corerl.plugin.hookspecs import NEEDS
+from corerl.testing.plain.backend import PlainBackend
+from corerl.types import (
+    Array,
+    ForwardResult,
+    InitResult,
+    LossSpec,
+    MemoryKind,
+    MicroBatch,
+    Output,
+    PackedBatch,
+    SaveResult,
+    SleepResult,
+    Step,
+    TrainResult,
+    UpdateResult,
+    WakeResult,
+)
+from corerl.weights.transport import WeightSender
+
+
+class StrictPlainBackend(PlainBackend):
+    """The plain backend with a caller that it does not trust; raises ContractError."""
+
+    life = "new"  # then "ready", in the end "ended"
+    awake: frozenset[MemoryKind] = frozenset()
+    next_step = 0  # the optimizer step that has to come
+    skipped = False  # the last one was not applied, and may be given again
+    next_version = 0  # the smallest version that may come
+
+    def init(self, config: RoleConfig, context: Context) -> InitResult:
+        _owed(self.life == "new", f"init was called on a backend that is {self.life}")
+        _owed(0 <= context.rank < context.world_size, f"rank {context.rank} is none of {context.world_size}")
+        result = super().init(config, context)
+        self.life, self.awake = "ready", frozenset(MemoryKind)
+        self.next_step, self.next_version = result.optimizer_step, result.weights_version
+        return result
+
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        self._ready("train")
+        self._in_step("train", step, again=self.skipped)
+        _owed(math.isfinite(step.lr) and step.lr >= 0, f"train was given the learning rate {step.lr}")
+        left_alone = LeftAlone(batch)
+        result = super().train(evolve(batch, micro_batches=left_alone), loss, step)
+        left_alone.check("train")
+        self.next_step, self.skipped = step.optimizer_step + 1, not result.applied
+        return result
+
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+        self._ready("forward")
+        possible = {Output.VALUES} if self.config.value_head else {Output.LOGPROBS, Output.ENTROPY}
+        _owed(bool(outputs) and possible.issuperset(outputs), f"forward was asked for {list(map(str, outputs))}")
+        left_alone = LeftAlone(batch)
+        result = super().forward(evolve(batch, micro_batches=left_alone), outputs, weights)
+        left_alone.check("forward")
+        return result
+
+    def update_weights(self, sender: WeightSender, version: int) -> UpdateResult:
+        self._ready("update_weights")
+        _owed(
+            version >= self.next_version,
+            f"update_weights was given version {version}, expected {self.next_version} or more",
+        )
+        self.next_version = version + 1  # used once it is tried, whether it arrives or not
+        return super().update_weights(sender, version)
+
+    def save(self, path: str, step: Step, background: bool) -> SaveResult:
+        self._ready("save")
+        self._in_step("save", step)
+        return super().save(path, step, background)
+
+    def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
+        self._ready("sleep")
+        _owed(kinds <= self.awake, f"sleep was given kinds that sleep already: {_names(kinds - self.awake)}")
+        self.awake -= kinds
+        return super().sleep(kinds)
+
+    def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
+        self._ready("wake_up")
+        _owed(not kinds & self.awake, f"wake_up was given kinds that are awake: {_names(kinds & self.awake)}")
+        result = super().wake_up(kinds)
+        self.awake |= kinds
+        return result
+
+    def shutdown(self, reason: str) -> None:
+        _owed(self.life != "ended", "shutdown was called twice")
+        was, self.life = self.life, "ended"
+        if was == "ready":  # without init there is nothing to end
+            super().shutdown(reason)
+
+    def _ready(self, hook: str) -> None:
+        _owed(self.life == "ready", f"{hook} was called on a backend that is {self.life}")
+        asleep = NEEDS.get(hook, frozenset()) - self.awake
+        _owed(not asleep, f"{hook} was called while these sleep: {_names(asleep)}")
+
+    def _in_step(self, hook: str, step: Step, *, again: bool = False) -> None:
+        allowed = [self.next_step - 1] * again + [self.next_step]
+        _owed(
+            step.optimizer_step in allowed,
+            f"{hook} was given optimizer step {step.optimizer_step}, expected {' or '.join(map(str, allowed))}",
+        )
+
+
+class LeftAlone(Iterable[MicroBatch]):
+    """The micro-batches of a call, whole and as many as announced; `check` that they are then what they were."""
+
+    def __init__(self, batch: PackedBatch) -> None:
+        self.batch = batch
+        self.given: list[tuple[MicroBatch, Mapping[str, Array]]] = []  # with copies
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        self.given.clear()
+        for micro in self.batch.micro_batches:
+            _owed(not (flaw := _flaw(micro)), f"micro-batch {len(self.given)} is not whole: {flaw}")
+            self.given.append((micro, {name: array.copy() for name, array in _arrays(micro).items()}))
+            yield micro
+        found = len(self.given)
+        _owed(found == self.batch.count, f"{found} micro-batches came of {self.batch.count} that were announced")
+
+    def check(self, hook: str) -> None:
+        for index, (micro, copies) in enumerate(self.given):
+            for name, array in _arrays(micro).items():
+                same = array.tobytes() == copies[name].tobytes()
+                _owed(same, f"{name} of micro-batch {index} was changed while {hook} worked on it")
+
+
+def _flaw(micro: MicroBatch) -> str:
+    """Why it is none; "" where it is one."""
+    padded, tokens = np.diff(micro.cu_seqlens), len(micro.tokens)
+    if micro.cu_seqlens[0] != 0 or micro.cu_seqlens[-1] != tokens:
+        return f"cu_seqlens go from {micro.cu_seqlens[0]} to {micro.cu_seqlens[-1]}, expected 0 to {tokens}"
+    if not len(micro.lengths) == len(micro.samples) == len(padded):
+        return f"{len(micro.lengths)} lengths and {len(micro.samples)} samples for {len(padded)} sequences"
+    if (micro.lengths < 1).any() or (micro.lengths > padded).any():
+        return f"lengths {micro.lengths.tolist()} do not fit into {padded.tolist()}"
+    positions = np.arange(tokens) - np.repeat(micro.cu_seqlens[:-1], padded)
+    if not np.array_equal(micro.positions, positions):
+        return "positions do not begin at 0 with every sequence"
+    for name, column in micro.columns.items():
+        if len(column) != tokens:
+            return f"column {name!r} has {len(column)} entries for {tokens} tokens"
+    if "weights" in micro.columns:
+        of_no_sample = (positions >= np.repeat(micro.lengths, padded)) | (np.repeat(micro.samples, padded) < 0)
+        if micro.columns["weights"][of_no_sample | (positions == 0)].any():
+            return "weights that are not 0 in padding, in a filler, or on a first token, which nothing predicts"
+    return ""
+
+
+def _arrays(micro: MicroBatch) -> dict[str, Array]:
+    own = {name: getattr(micro, name) for name in ("tokens", "positions", "cu_seqlens", "lengths", "samples")}
+    return {**own, **micro.columns}
+
+
+def _names(kinds: Set[MemoryKind]) -> str:
+    return ", ".join(sorted(kinds))
+
+
+def _owed(kept: bool, broken: str) -> None:
+    if not kept:
+        raise ContractError(f"the caller broke the contract: {broken}")

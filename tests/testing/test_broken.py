@@ -1,0 +1,99 @@
+"""The conformance suite sees each fault that it is there for, and tells of that one alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from corerl.plugin.registry import Kind, load
+from corerl.testing.broken import BROKEN
+
+PROCESSES = 2
+
+# Many broken backends in one process: what plain trains, which each is compared with, is trained once.
+SUITE = """
+import pytest
+
+from corerl.testing.suite import *
+
+NAMES = {names}
+
+
+@pytest.fixture(scope="session", params=NAMES)
+def backend_name(request):
+    return request.param
+"""
+# Every check runs, and of the models and packings that it goes through one, which is enough to see a fault: tied
+# embeddings, where there is a choice. What a backend declares that it lacks would end as unsupported: it is left out.
+CONFTEST = """
+import gc
+import multiprocessing
+
+from corerl.plugin.capabilities import Capability
+from corerl.plugin.registry import Kind, load
+from corerl.testing.marks import check_of
+from corerl.testing.pool import PRELOAD
+
+multiprocessing.set_forkserver_preload(PRELOAD)  # torch is imported once for all processes that checks start
+
+
+def pytest_collection_modifyitems(items):
+    best = {}
+    for item in items:
+        parameters = dict(item.callspec.params)
+        name, world_size = parameters.pop("backend_name"), parameters.pop("world_size", 0)
+        check = check_of(item.function)
+        several = [Capability.MULTI_RANK] if check.level_at(world_size) > 1 else []
+        if load(Kind.BACKENDS, name).spec.capabilities.keys() & {*check.needs, *several}:
+            continue
+        if "qwen3-tied" in parameters.values():
+            best.setdefault((item.originalname, name, world_size, "tied"), item)
+        best.setdefault((item.originalname, name, world_size), item)
+    tied = {key[:3] for key in best if len(key) == 4}
+    items[:] = [item for key, item in best.items() if key not in tied]
+
+
+def pytest_collection_finish():
+    gc.freeze()  # looking for living tensors, a check passes over what was there before any backend
+"""
+
+
+@pytest.fixture(scope="session")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Name of a broken backend -> the report of levels 0 to 2."""
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "corerl.testing.plugin", "-c", "/dev/null"]
+    command += ["-p", "no:cacheprovider", "--rootdir", ".", "--corerl-level", "2", "--corerl-report", "report.json"]
+    running = []
+    for part in range(PROCESSES):
+        directory = tmp_path_factory.mktemp("broken")
+        (directory / "test_suite.py").write_text(SUITE.format(names=list(BROKEN)[part::PROCESSES]))
+        (directory / "conftest.py").write_text(CONFTEST)
+        with (directory / "out.txt").open("w") as out:
+            process = subprocess.Popen([*command, "test_suite.py"], cwd=directory, stdout=out, stderr=out)
+        running.append((directory, process))
+    reports = {}
+    for directory, process in running:
+        assert process.wait() == pytest.ExitCode.TESTS_FAILED, (directory / "out.txt").read_text()
+        reports |= {report["value"]: report for report in json.loads((directory / "report.json").read_text())}
+    return reports
+
+
+@pytest.mark.timeout(1200)  # the first one waits for all
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_backend_fails_in_its_named_check_alone(name: str, reports: dict[str, dict[str, Any]]) -> None:
+    checks = reports[name]["checks"]
+    failed = {check["id"]: f"{check['name']}: {check['reason']}" for check in checks if check["outcome"] == "failed"}
+    assert failed.keys() == {BROKEN[name]}, failed
+    assert {check["outcome"] for check in checks} <= {"passed", "failed", "blocked", "not run"}
+    assert {check["blocked_by"] for check in checks if check["outcome"] == "blocked"} <= {BROKEN[name]}
+
+
+def test_every_broken_backend_has_a_class_or_a_spec_of_its_own_and_says_what_is_wrong() -> None:
+    specs = [load(Kind.BACKENDS, name).spec for name in BROKEN]
+    assert len(BROKEN) >= 14
+    assert len({spec.implementation for spec in specs}) == len(specs)
+    assert all(spec.summary.startswith("wrong on purpose: ") for spec in specs)
