@@ -1,0 +1,3 @@
+"""The conformance suite of CoreRL brings its own fixtures."""
+
+pytest_plugins = ["corerl.testing.plugin"]

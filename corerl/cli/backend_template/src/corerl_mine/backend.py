@@ -1,0 +1,141 @@
+"""The hooks, in plain torch: every rank holds the whole model, trains on its share of the samples, and sums gradients
+with the other ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence, Set
+
+import torch
+import torch.distributed as dist
+
+from corerl.backend import Backend, MetricSum, StateKey, resolve_loss
+from corerl.backend.adamw import adamw, moments, set_adam_step, set_lr
+from corerl.backend.batches import DeviceBatch, OutputCollector, to_device
+from corerl.config.schema import RoleConfig
+from corerl.models.attention import PACKED
+from corerl.models.build import build_on_meta, materialize
+from corerl.models.config import hf_config
+from corerl.models.names import hf_boxes, local_chunks
+from corerl.models.policy import CausalPolicy
+from corerl.plugin.context import Context
+from corerl.types import (
+    ForwardResult,
+    LossSpec,
+    MemoryKind,
+    Output,
+    PackedBatch,
+    ParallelLayout,
+    Step,
+    TrainResult,
+)
+from corerl.weights.chunks import Chunk
+
+
+class MineBackend(Backend):
+    def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
+        model = build_on_meta(
+            hf_config(config.model), dtype=torch.float32, attention=PACKED, value_head=config.value_head
+        )
+        self.boxes = hf_boxes(model)
+        shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        self.params = {
+            name: torch.nn.Parameter(torch.empty(shape, device=self.device)) for name, shape in shapes.items()
+        }
+        materialize(model, self.params)
+        self.policy = CausalPolicy(model).to(self.device)  # its buffers; parameters are there already
+        self.optimizer = adamw(self.params, shapes, config.train.optimizer, fused=self.device.type == "cuda")
+        self.applied = 0
+        rank, size = context.rank, context.world_size
+        return ParallelLayout(rank=rank, world_size=size, dp_rank=rank, dp_size=size)
+
+    @property
+    def adam_step(self) -> int:
+        return self.applied
+
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        loss_function = resolve_loss(loss)
+        metrics = MetricSum()
+        tokens = 0
+        self.policy.train()
+        for micro in batch.micro_batches:
+            inputs = to_device(micro, self.device)
+            result = loss_function(inputs.loss_inputs(self.outputs(inputs, batch.temperature, loss.outputs)))
+            result.loss.backward()  # adds to the gradients of the micro-batches before
+            metrics.add(result.metrics)
+            tokens += len(micro.tokens)
+        self.sum_gradients()
+        clip_norm = self.config.train.optimizer.clip_norm or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.params.values(), clip_norm).item()
+        applied = math.isfinite(norm)  # gradients are equal on all ranks now, and so is this
+        if applied:
+            set_lr(self.optimizer, step.lr)
+            self.optimizer.step()
+            self.applied += 1
+        self.optimizer.zero_grad()
+        return TrainResult(applied=applied, metrics=metrics.finish(), grad_norm=norm, tokens=tokens)
+
+    def sum_gradients(self) -> None:
+        """A sum and no mean: each token's weight already holds 1 / denominator of the whole step."""
+        room = self.config.options.bucket_mib << 20
+        bucket: list[torch.Tensor] = []
+        for param in self.params.values():
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)  # another rank may have one
+            bucket.append(param.grad)
+            if sum(grad.nbytes for grad in bucket) >= room:
+                self.sum_over_ranks(bucket)
+                bucket = []
+        if bucket:
+            self.sum_over_ranks(bucket)
+
+    def sum_over_ranks(self, tensors: list[torch.Tensor]) -> None:
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(flat, group=self.group)
+        for tensor, summed in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(summed.view_as(tensor))
+
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+        collector = OutputCollector()
+        self.policy.eval()
+        with self.using(weights), torch.no_grad():
+            for micro in batch.micro_batches:
+                inputs = to_device(micro, self.device)
+                collector.add(micro, self.outputs(inputs, batch.temperature, outputs))
+        return collector.finish(outputs)
+
+    def outputs(
+        self, inputs: DeviceBatch, temperature: float, wanted: tuple[Output, ...]
+    ) -> dict[Output, torch.Tensor]:
+        """Each [T] float32."""
+        half = self.config.train.precision == "bfloat16"
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=half):
+            found: dict[Output, torch.Tensor] = self.policy(
+                inputs.tokens, inputs.packing, inputs.positions, temperature, wanted
+            )
+        return found
+
+    def local_state(self, key: StateKey) -> Sequence[Chunk]:
+        chunks: list[Chunk] = []
+        for name, param in self.params.items():
+            if key in (StateKey.PARAM, StateKey.MASTER):
+                values = param.detach()
+            else:
+                values = moments(self.optimizer, param, self.applied)[key.value]
+            start, replica = (0,) * param.dim(), self.context.rank > 0  # rank 0 is the one that saves and sends
+            chunks += local_chunks(self.boxes[name], start, tuple(param.shape), values, replica=replica)
+        return chunks
+
+    def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
+        match kind:
+            case MemoryKind.PARAM:
+                return list(self.params.values())
+            case MemoryKind.OPTIMIZER:
+                return [value for state in self.optimizer.state.values() for value in state.values()]
+            case _:
+                return []  # parameters are float32 and their own masters; gradients do not outlive a step
+
+    def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
+        if adam_step is not None:
+            self.applied = adam_step
+            set_adam_step(self.optimizer, adam_step)

@@ -1,0 +1,16 @@
+"""What only this backend knows, set in [backends.mine]; what is common to all stands in [train]."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from corerl.config.schema import at_least, option
+
+
+@frozen(kw_only=True)
+class MineConfig:
+    bucket_mib: int = option(
+        "gradients that ranks exchange at a time, in MiB; more means fewer transfers and more memory while they last",
+        default=16,
+        validator=at_least(1),
+    )

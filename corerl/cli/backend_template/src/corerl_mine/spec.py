@@ -1,0 +1,19 @@
+"""The light description that CoreRL reads before any worker exists; torch must not be imported here."""
+
+from __future__ import annotations
+
+from corerl.plugin.capabilities import Capability, not_implemented
+from corerl.plugin.spec import BackendSpec
+from corerl_mine.config import MineConfig
+
+SPEC = BackendSpec(
+    implementation="corerl_mine.backend:MineBackend",
+    config=MineConfig,
+    api=(1, 0),
+    summary="the whole model on every rank, gradients summed over ranks",
+    capabilities={  # what is not named here is promised, and checked
+        Capability.UPDATE_IPC: not_implemented("it has no sender of CUDA IPC handles"),
+        Capability.FLOAT16: not_implemented("it computes in float32 or bfloat16"),
+        Capability.RECOMPUTE: not_implemented("it keeps all activations"),
+    },
+)

@@ -1,0 +1,77 @@
+"""`corerl new-backend NAME [DIR]`: write a package with a training backend that works, to be changed bit by bit."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+TEMPLATE = Path(__file__).parent / "backend_template"  # a package for the name "mine", as it stands
+LONGEST = 24  # so that no line of the template grows over its limit
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("new-backend", help="write a package with a training backend that works")
+    parser.add_argument("name", metavar="NAME", help="what a run's backend.name will say: a-z, 0-9 and hyphens")
+    parser.add_argument("directory", metavar="DIR", nargs="?", help="new or empty; NAME where it is not given")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status: 0 done."""
+    check_name(args.name)
+    directory = Path(args.directory or args.name)
+    written = generate(args.name, directory)
+    print(f"wrote the backend {args.name!r} to {directory}: {len(written)} files (README.md comes first); now:")
+    where = directory if directory.is_absolute() else f"./{directory}"  # pip takes a bare word for a package's name
+    print(f"  pip install -e {shlex.quote(str(where))}")
+    print(f"  corerl verify {args.name}")
+    print(f"  corerl train {shlex.quote(str(directory / 'quickstart.toml'))}")
+    return 0
+
+
+def check_name(name: str) -> None:
+    """Raises UserError where a backend cannot be called so, or one already is."""
+    from corerl.errors import UserError
+    from corerl.plugin.registry import INSTALL_HINTS, Kind, scan
+
+    if not re.fullmatch("[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
+        raise UserError(
+            f"a backend cannot be called {name!r}; use lower case letters, digits and single hyphens, a letter first"
+        )
+    if len(name) > LONGEST:
+        raise UserError(f"the name {name!r} is {len(name)} characters long; use {LONGEST} at most")
+    for entry in scan(Kind.BACKENDS):
+        if entry.name == name:
+            raise UserError(
+                f"there is a backend {name!r} already, of {entry.distribution} {entry.version}; choose another name"
+            )
+    if name in INSTALL_HINTS[Kind.BACKENDS]:
+        raise UserError(f"{name!r} is the name of a backend of CoreRL's own, not installed here; choose another name")
+
+
+def generate(name: str, directory: Path) -> list[Path]:
+    """Write the template's files, renamed, into `directory`. Raises UserError unless that is new or empty."""
+    from corerl.errors import UserError
+
+    try:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise UserError(f"{directory} exists and is not an empty directory; name another one")
+        written = []
+        for source in sorted(TEMPLATE.rglob("*")):
+            if source.is_dir() or "__pycache__" in source.parts:  # pip compiles the template, too
+                continue
+            target = directory / renamed(str(source.relative_to(TEMPLATE)), name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(renamed(source.read_text(), name))
+            written.append(target)
+    except OSError as error:
+        raise UserError(f"cannot write to {directory}: {error.strerror}; name another directory") from error
+    return written
+
+
+def renamed(text: str, name: str) -> str:
+    """The template's words for this name: mine, corerl_mine for the module, MineBackend for the class."""
+    words = {"corerl_mine": f"corerl_{name.replace('-', '_')}", "Mine": name.title().replace("-", ""), "mine": name}
+    return re.sub("|".join(words), lambda word: words[word[0]], text)
