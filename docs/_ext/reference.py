@@ -1,28 +1,46 @@
 """Write what the code knows best into the pages: a line `<!-- reference: NAME -->` becomes Markdown made from it.
 
 config        a table for each table of the TOML file, from corerl.config.schema
+plugins       a table for each table of an engine of CoreRL's, and of its backends that are installed
 hooks         each hook with its exact arguments, from corerl.plugin.hookspecs
+hooktypes     what hooks are given and give back, as the code of corerl.types and corerl.plugin writes it
 capabilities  what a backend can declare, from corerl.plugin.capabilities
+extensions    those that come with CoreRL and their options, from corerl.observability.specs
 errors        the tree of errors with their exit status, from corerl.errors
+checks        the conformance suite, from the marks and names of its checks
+matrix        what each backend can do, from the suite's reports in benchmarks/results/conformance
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
+import attrs
 from sphinx.application import Sphinx
 
-from corerl import errors
+from corerl import errors, types
 from corerl.config.describe import FieldHelp, describe
-from corerl.config.schema import Config
-from corerl.plugin import hookspecs
+from corerl.config.schema import Config, RoleConfig
+from corerl.plugin import events, hookspecs
 from corerl.plugin.capabilities import Capability
+from corerl.plugin.context import Context
+from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load
+from corerl.plugin.spec import Process
+from corerl.testing.marks import check_of
+from corerl.testing.suite import CHECKS
+from corerl.types import MemoryKind
 
 MARK = re.compile(r"^<!-- reference: (\w+) -->$", re.MULTILINE)
+REPORTS = Path(__file__).parent.parent.parent / "benchmarks/results/conformance"
 WORDS = ("required", "unset", "computed")  # stand where a default would; all others are TOML
+FIRST_PARTY = {*INSTALL_HINTS[Kind.BACKENDS], "transformers", "fake"}
 # Say again what [train] and [model] say.
 REPEATED = ("roles.actor.train.", "roles.critic.train.", "roles.critic.model.")
 
@@ -45,22 +63,82 @@ def config_reference() -> str:
     return "\n".join(lines)
 
 
-def hooks_reference() -> str:
+def options_table(config: type) -> list[str]:
+    """Of a plugin's own options; nothing where it has none."""
+    options = describe(config)
+    if not options:
+        return []
+    rows = [f"| `{each.path}` | {each.type} | `{each.default}` | {each.help} |" for each in options]
+    return ["| option | type | default | meaning |", "|---|---|---|---|", *rows, ""]
+
+
+def plugins_reference() -> str:
+    """Whatever else is installed where the documentation is built is not CoreRL's to describe."""
     lines: list[str] = []
-    for name, function in vars(hookspecs.Hooks).items():
-        if name.startswith("_"):
-            continue
-        signature = inspect.signature(function)
-        arguments = ", ".join(str(p).replace("'", "") for p in signature.parameters.values() if p.name != "self")
-        needs = ", ".join(f"`{kind}`" for kind in sorted(hookspecs.NEEDS.get(name, ()))) or "nothing"
+    for kind in (Kind.BACKENDS, Kind.ENGINES):
+        for loaded in (load(kind, name) for name in installed_names(kind) if name in FIRST_PARTY):
+            if table := options_table(loaded.spec.config):
+                lines += [f"## `[{kind.value}.{loaded.name}]`", "", f"{loaded.spec.summary}.", "", *table]
+    return "\n".join(lines)
+
+
+def hooks() -> dict[str, Callable[..., Any]]:
+    return {name: function for name, function in vars(hookspecs.Hooks).items() if not name.startswith("_")}
+
+
+def hooks_reference() -> str:
+    """A section for each hook, whose heading is its call; `hook-NAME` is what links to it."""
+    lines: list[str] = []
+    for name, function in hooks().items():
+        parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+        call = f"{name}({', '.join(p.name for p in parameters)})"
+        arguments = ", ".join(str(p).replace("'", "") for p in parameters)
+        answer = inspect.signature(function).return_annotation
+        needs = ", ".join(f"`{kind}`" for kind in MemoryKind if kind in hookspecs.NEEDS.get(name, ())) or "nothing"
         who = "the backend, alone" if name in hookspecs.REQUIRED else "every plugin that has it"
-        lines += [f"### `{name}`", "", "```text", f"{name}({arguments}) -> {signature.return_annotation}", "```", ""]
+        lines += [f"(hook-{name})=", f"### `{call}`", "", "```text", f"{name}({arguments}) -> {answer}", "```", ""]
         lines += [inspect.getdoc(function) or "", "", f"Answered by {who}. Must be resident: {needs}.", ""]
+    return "\n".join(lines)
+
+
+def hooktypes_reference() -> str:
+    """The code of each type that a hook's signature names, and of those that these hold, in order of appearance."""
+    known = {**vars(types), **vars(events), "Context": Context, "RoleConfig": RoleConfig}
+    found: dict[str, type] = {}
+
+    def add(annotation: str) -> None:
+        for word in re.findall(r"\w+", annotation):
+            named = known.get(word)
+            if get_origin(named) in (Union, UnionType):  # an alias, such as Event
+                add(" ".join(each.__name__ for each in get_args(named)))
+            elif isinstance(named, type) and word not in found and named.__module__.startswith("corerl."):
+                found[word] = named
+                if named is not RoleConfig:  # whose parts are tables of the configuration
+                    add(" ".join(str(each.type) for each in attrs.fields(named)) if attrs.has(named) else "")
+
+    for function in hooks().values():
+        signature = inspect.signature(function)
+        add(" ".join(str(p.annotation) for p in signature.parameters.values()) + f" {signature.return_annotation}")
+    lines: list[str] = []
+    for name, named in found.items():
+        code = inspect.getsource(named).rstrip()
+        lines += [f"### `{name}`", "", f"`{named.__module__}.{name}`", "", "```python", code, "```", ""]
     return "\n".join(lines)
 
 
 def capabilities_reference() -> str:
     return ", ".join(f"`{capability.name}`" for capability in Capability) + "."
+
+
+def extensions_reference() -> str:
+    lines: list[str] = []
+    for loaded in (load(Kind.EXTENSIONS, name) for name in installed_names(Kind.EXTENSIONS)):
+        if not loaded.value.startswith("corerl."):
+            continue
+        where = "each rank" if loaded.spec.process is Process.WORKER else "the driver"
+        lines += [f"### `{loaded.name}`", "", f"In {where}: {loaded.spec.summary}.", ""]
+        lines += options_table(loaded.spec.config)
+    return "\n".join(lines)
 
 
 def errors_reference() -> str:
@@ -74,11 +152,67 @@ def errors_reference() -> str:
     return "\n".join(walk(errors.CorerlError, 0))
 
 
+def checks_reference() -> str:
+    """A row for each check, in the order of ids; a check on several ranks says so."""
+    rows = []
+    for name, function in CHECKS.items():
+        check = check_of(function)
+        assert check is not None
+        sentence = name.removeprefix("test_").replace("_", " ")
+        takes_ranks = {"subject", "world_size"} & inspect.signature(function).parameters.keys()
+        levels = {check.level_at(ranks) for ranks in check.ranks} if takes_ranks else {check.level}
+        needs = ", ".join(f"`{capability}`" for capability in check.needs)
+        rows.append((check.id, ", ".join(map(str, sorted(levels))), sentence, needs, ", ".join(check.builds_on)))
+    lines = ["| id | level | what holds | needs | builds on |", "|---|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in sorted(rows))])
+
+
+def matrix_reference() -> str:
+    """Capabilities by backend, and what each report counts; a backend may have several, of other machines."""
+    reports: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(REPORTS.glob("*.json")):
+        report = json.loads(path.read_text())
+        reports.setdefault(report["backend"], []).append(report)
+    lines = [f"| capability | {' | '.join(f'`{name}`' for name in reports)} |", f"|---|{'---|' * len(reports)}"]
+    lines += [
+        f"| `{capability}` | {' | '.join(can(each, capability) for each in reports.values())} |"
+        for capability in Capability
+    ]
+    for name, each in reports.items():
+        lines.append("")
+        for report in each:
+            passed = dict.fromkeys(report["levels"], 0)
+            for check in report["checks"]:
+                passed[check["level"]] += check["outcome"] == "passed"
+            told = ", ".join(f"{count} at level {level}" for level, count in passed.items() if count)
+            where = f"{report['device']}, torch {report['torch']}, corerl {report['corerl']}"
+            lines.append(f"`{name}` ({report['distribution']} {report['version']}) on {where}: passed {told}.")
+        lines += [""] + [
+            f"- no `{name}`: {support['reason']}"
+            for name, support in each[0]["capabilities"].items()
+            if support["grade"] != "full"
+        ]
+    return "\n".join(lines)
+
+
+def can(reports: Iterable[dict[str, Any]], capability: Capability) -> str:
+    if any(report["capabilities"][capability]["grade"] != "full" for report in reports):
+        return "no"
+    checks = [check for report in reports for check in report["checks"] if capability in check["needs"]]
+    outcomes = {check["outcome"] for check in checks}
+    return "yes" if "passed" in outcomes and not outcomes & {"failed", "blocked", "expected"} else "declared"
+
+
 REFERENCES = {
     "config": config_reference,
+    "plugins": plugins_reference,
     "hooks": hooks_reference,
+    "hooktypes": hooktypes_reference,
     "capabilities": capabilities_reference,
+    "extensions": extensions_reference,
     "errors": errors_reference,
+    "checks": checks_reference,
+    "matrix": matrix_reference,
 }
 
 

@@ -1,0 +1,342 @@
+"""Draw the pictures of the documentation as SVG files beside this one: `python docs/pictures/draw.py`.
+
+What they show is asked of the code where it can be: which sample goes into which micro-batch, which process onto which
+device. They stand on paper of their own, so that they read the same on a light page and on a dark one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import numpy as np
+
+from corerl.cluster.placement import arrange
+from corerl.data.plan import StepPlan, plan_steps
+from corerl.types import MemoryKind, SampleBatch
+from corerl.weights.manifest import build_manifest
+
+HERE = Path(__file__).parent
+STYLE = """
+    .paper { fill: #ffffff } .zone { fill: #f4f6f8; stroke: #c9d1d9 } .box { fill: #ffffff; stroke: #57606a }
+    .core { fill: #ddf4e4; stroke: #2da44e } .plug { fill: #dbeafe; stroke: #2563eb; stroke-dasharray: 5 3 }
+    .a { fill: #bfdbfe } .b { fill: #bbe7c8 } .c { fill: #fcd9a8 } .d { fill: #e4cdf5 } .prompt { fill: #afb8c1 }
+    .token { stroke: #ffffff } .empty { fill: #ffffff; stroke: #8c959f; stroke-dasharray: 3 3 }
+    .critic { fill: #fff3cd; stroke: #bf8700 } .ranks { fill: #2da44e } .engine { fill: #2563eb }
+    .host { fill: #d29922 } .line { stroke: #d8dee4 }
+    .name { fill: #1f2328 } .small { fill: #57606a; font-size: 12px } .light { fill: #ffffff; font-size: 12px }
+    .middle { text-anchor: middle } .end { text-anchor: end }
+    .way { fill: none; stroke: #1f2328; stroke-width: 1.5 } .weights { fill: none; stroke: #2563eb; stroke-width: 2 }
+"""
+
+
+class Picture:
+    """SVG, element by element; x and y in pixels, from the upper left."""
+
+    def __init__(self, width: int, height: int, *, title: str, description: str) -> None:
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"',
+            '     aria-labelledby="title description" font-size="14" font-family="ui-sans-serif, sans-serif">',
+            f'  <title id="title">{escape(title)}</title>',
+            f'  <desc id="description">{escape(description)}</desc>',
+            f"  <style>{STYLE}  </style>",
+            "  <defs>",
+            *(
+                f'    <marker id="{name}" markerWidth="9" markerHeight="8" refX="8" refY="4" orient="auto" '
+                f'markerUnits="userSpaceOnUse"><path d="M0 0 L9 4 L0 8 z" fill="{color}"/></marker>'
+                for name, color in (("head", "#1f2328"), ("blue", "#2563eb"))
+            ),
+            "  </defs>",
+        ]
+        self.box(0, 0, width, height, "paper", round=0)
+
+    def box(self, x: float, y: float, width: float, height: float, cls: str, *, round: float = 6) -> None:  # noqa: A002
+        corners = f' rx="{round:g}"' if round else ""
+        self.parts.append(f'  <rect class="{cls}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"{corners}/>')
+
+    def text(self, x: float, y: float, words: str, cls: str = "small") -> None:
+        self.parts.append(f'  <text class="{cls}" x="{x:g}" y="{y:g}">{escape(words)}</text>')
+
+    def named(self, x: float, y: float, width: float, height: float, cls: str, name: str, small: str = "") -> None:
+        """A box with a name in its middle, and a smaller line below that."""
+        self.box(x, y, width, height, cls)
+        center, middle = x + width / 2, y + height / 2
+        self.text(center, middle + (-3 if small else 5), name, "name middle")
+        if small:
+            self.text(center, middle + 14, small, "small middle")
+
+    def way(self, path: str, *, weights: bool = False) -> None:
+        """An arrow along a path of SVG."""
+        cls, head = ("weights", "blue") if weights else ("way", "head")
+        self.parts.append(f'  <path class="{cls}" d="{path}" marker-end="url(#{head})"/>')
+
+    def line(self, x: float, y: float, to_x: float, to_y: float) -> None:
+        self.parts.append(f'  <path class="line" d="M{x:g} {y:g} L{to_x:g} {to_y:g}"/>')
+
+    def __str__(self) -> str:
+        return "\n".join([*self.parts, "</svg>", ""])
+
+
+# ---- the way that data takes -----------------------------------------------------------------------------------------
+
+TOKEN = 11  # pixels
+PROMPT = 2  # tokens of each prompt
+GROUPS = "ABCD"
+RESPONSES = (8, 1, 3, 4, 2, 6, 4, 3)  # tokens of each sample's response, two samples a prompt
+BUDGET = 12  # tokens of a micro-batch
+SHAPES = (("embed.weight", (16, 4)), ("q_proj.weight", (4, 4)), ("down_proj.weight", (4, 8)), ("norm", (4,)))
+
+
+def example() -> list[StepPlan]:
+    """The optimizer steps of the picture's rollout batch."""
+    lengths = np.array(RESPONSES) + PROMPT
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    mask = np.concatenate([np.arange(length) >= PROMPT for length in lengths])
+    batch = SampleBatch(
+        tokens=np.zeros(offsets[-1], dtype=np.int64),
+        offsets=offsets,
+        columns={"loss_mask": mask},
+        rows={"group": np.repeat(np.arange(len(GROUPS)), 2)},
+    )
+    return plan_steps(
+        batch,
+        mini_batches=2,
+        epochs=1,
+        dp_size=2,
+        tokens_per_micro_batch=BUDGET,
+        sequence_multiple=1,
+        micro_batch_multiple=1,
+        aggregation="token-mean",
+        max_tokens=max(RESPONSES),
+        seed=1,
+    )
+
+
+def draw_sample(picture: Picture, x: float, y: float, sample: int, *, filler: bool = False) -> float:
+    """Its tokens as squares, the prompt's grey; gives where it ends."""
+    group, width = GROUPS[sample // 2], (PROMPT + RESPONSES[sample]) * TOKEN
+    if filler:
+        picture.box(x, y, width, 22, "empty", round=0)
+    else:
+        for token in range(PROMPT + RESPONSES[sample]):
+            cls = "prompt" if token < PROMPT else group.lower()
+            picture.box(x + token * TOKEN, y, TOKEN, 22, f"token {cls}", round=0)
+    picture.text(x + width / 2, y + 16, f"{group}{sample % 2 + 1}", "small middle" if filler else "name middle")
+    return x + width
+
+
+def data() -> Picture:
+    plans = example()
+    picture = Picture(
+        920,
+        604,
+        title="The way that data takes",
+        description="Prompts become samples in an engine; samples end to end are a rollout batch; it is cut into "
+        "optimizer steps, shared over dp ranks, packed into micro-batches, summed into a loss; the new weights go back "
+        "to the engine in buckets.",
+    )
+    left, right = 24.0, 896.0
+
+    picture.text(left, 28, "prompts", "name")
+    for index, group in enumerate(GROUPS):
+        x = 104.0 + index * 52
+        picture.box(x, 12, PROMPT * TOKEN, 22, "token prompt", round=0)
+        picture.text(x + PROMPT * TOKEN / 2, 28, group, "name middle")
+    picture.way("M306 23 H452")
+    picture.text(372, 16, "each twice", "small middle")
+    picture.named(456, 8, 250, 48, "plug", "engine: generate", "tokens, log-probs, version")
+    picture.way("M581 56 V92")
+
+    picture.text(left, 86, "rollout batch", "name")
+    picture.text(left + 100, 86, "all samples end to end, prompt first: SampleBatch.tokens [N]")
+    x = left
+    for sample in range(len(RESPONSES)):
+        x = draw_sample(picture, x, 96, sample)
+    picture.text(
+        left, 138, "columns [N] beside it: loss_mask, rollout_logprobs, versions, and advantages from the rewards"
+    )
+
+    picture.way("M180 146 V178")
+    picture.text(
+        194, 167, "train.mini_batches = 2: the samples of a prompt stay together; the seed decides who goes first"
+    )
+    picture.text(left, 196, "optimizer steps", "name")
+    x = left
+    for number, plan in enumerate(plans):
+        chosen = sorted({int(s) for micro in sum(plan.micro_batches, ()) for s in micro})
+        picture.text(x, 216, f"step {number}")
+        for sample in chosen:
+            x = draw_sample(picture, x if sample != chosen[0] else x + 44, 202, sample)
+        x += 40
+
+    picture.way("M180 232 V264")
+    picture.text(194, 252, f"step 0, shared over 2 dp ranks and packed: train.tokens_per_micro_batch = {BUDGET}")
+    picture.text(left, 282, "micro-batches", "name")
+    for dp_rank, (micro_batches, filler) in enumerate(zip(plans[0].micro_batches, plans[0].filler, strict=True)):
+        y = 292.0 + 40 * dp_rank
+        picture.text(left, y + 20, f"dp_rank {dp_rank}")
+        x = left + 72
+        for members, fills in zip(micro_batches, filler, strict=True):
+            width = sum(PROMPT + RESPONSES[int(sample)] for sample in members) * TOKEN
+            picture.box(x - 4, y, width + 8, 30, "box", round=4)
+            end = x
+            for sample in members:
+                end = draw_sample(picture, end, y + 4, int(sample), filler=fills)
+            if fills:
+                picture.text(end + 12, y + 20, "a filler: tokens again, at weight 0, so that ranks stay in step")
+            x += BUDGET * TOKEN + 20
+
+    picture.way("M180 366 V396")
+    picture.text(194, 385, "each token carries its weight: 1 / (loss tokens of the step)")
+    picture.named(
+        left, 400, 428, 48, "plug", "backend: train", "loss = sum of weight x loss; gradients summed; one step"
+    )
+    picture.way("M238 448 V484")
+    picture.text(252, 470, "after the last step: update_weights")
+
+    manifest = build_manifest(SHAPES, dtype="float32", bucket_bytes=256)
+    picture.text(left, 504, "manifest", "name")
+    picture.text(
+        left + 72,
+        504,
+        "every Hugging Face tensor once, whole, in buckets of weights.bucket_bytes, each with a checksum",
+    )
+    x = left
+    for bucket in manifest.buckets:
+        names = [entry.name.removesuffix(".weight") for entry in bucket.entries]
+        width = 16 + 116 * len(names)
+        picture.box(x, 514, width, 64, "core")
+        picture.text(x + 12, 531, f"bucket {bucket.index}")
+        for index, name in enumerate(names):
+            picture.named(x + 12 + index * 116, 540, 108, 28, "box", name)
+        x += width + 16
+    picture.way(f"M{x - 12:g} 546 H{right - 40:g} V32 H710", weights=True)
+    picture.text(right - 54, 250, "weights,", "small end")
+    picture.text(right - 54, 266, "one version up", "small end")
+    return picture
+
+
+# ---- who is resident when --------------------------------------------------------------------------------------------
+
+PHASES = (  # of one step, with their widths
+    ("rollout", 140, "engines sample"),
+    ("wake_up", 80, ""),
+    ("forward, train", 180, "ranks work"),
+    ("update_weights", 126, "ranks send"),
+    ("sleep", 74, ""),
+    ("rollout", 100, "the next"),
+)
+AWAKE = (1, 5)  # phases [from, to) in which a rank's memory is on the device
+ROWS: tuple[tuple[str, str, tuple[tuple[int, int], ...]], ...] = (
+    *((str(kind), "ranks", (AWAKE,)) for kind in MemoryKind),
+    ("weights", "engine", ((0, 1), (3, 6))),
+    ("keys and values", "engine", ((0, 1), (5, 6))),
+    *((f"copy of {kind}", "host", ((0, 1), (5, 6))) for kind in MemoryKind if kind is not MemoryKind.GRAD),
+)
+SIDES = {"ranks": "device: the rank's", "engine": "device: the engine's", "host": "host memory"}
+
+
+def residency() -> Picture:
+    picture = Picture(
+        920,
+        376,
+        title="Who is resident when",
+        description="One step of a colocated run with offload: engines hold weights while they sample, ranks hold all "
+        "kinds of memory from wake_up to sleep, both hold weights while an update is sent; copies wait on the host.",
+    )
+    edges = [194.0]
+    for _, width, _ in PHASES:
+        edges.append(edges[-1] + width)
+    for (name, width, small), x in zip(PHASES, edges, strict=False):
+        picture.text(x + width / 2, 26, name, "name middle")
+        picture.text(x + width / 2, 42, small, "small middle")
+    for x in edges:
+        picture.line(x, 52, x, 362)
+    y, side = 48.0, ""
+    for name, owner, spans in ROWS:
+        if owner != side:
+            side = owner
+            picture.text(24, y + 20, SIDES[owner], "name")
+            y += 28
+        picture.text(182, y + 16, name, "small end")
+        for start, stop in spans:
+            picture.box(edges[start] + 1, y + 3, edges[stop] - edges[start] - 2, 18, owner, round=3)
+        if owner == "host":
+            picture.box(edges[AWAKE[0]] + 4, y + 4, edges[AWAKE[1]] - edges[AWAKE[0]] - 8, 16, "empty", round=3)
+            picture.text((edges[1] + edges[5]) / 2, y + 16, "pinned memory stays for the next time", "small middle")
+        if name == MemoryKind.GRAD:
+            picture.text((edges[1] + edges[5]) / 2, y + 16, "dropped on sleep; zeros come back", "light middle")
+        y += 25
+    return picture
+
+
+# ---- placements ------------------------------------------------------------------------------------------------------
+
+COLORS = {"actor": "core", "critic": "critic", "engines": "plug"}
+
+
+def draw_seating(
+    picture: Picture, y: float, *, title: str, words: str, groups: Mapping[str, int], apart: tuple[str, ...]
+) -> None:
+    """A row of devices with the processes on each."""
+    seating = arrange(groups, apart=apart, cpus=1.0, gpus=1.0)
+    picture.text(24, y + 16, title, "name")
+    picture.text(24, y + 34, words)
+    for bundle in range(seating.bundles):
+        x = 24.0 + bundle * 146
+        here = [
+            f"engine-{index}" if name == "engines" else f"{name} rank {index}"
+            for name, places in seating.places.items()
+            for index, place in enumerate(places)
+            if place == bundle
+        ]
+        picture.box(x, y + 44, 138, 118, "box")
+        share = f"1/{len(here)} each" if len(here) > 1 else "alone"
+        picture.text(x + 69, y + 62, f"GPU {bundle}: {share}", "small middle")
+        assert seating.share(bundle) == 1 / len(here)
+        for index, process in enumerate(here):
+            cls = COLORS[process.split()[0] if "rank" in process else "engines"]
+            picture.named(x + 8, y + 70 + index * 30, 122, 26, cls, process)
+
+
+def placements() -> Picture:
+    picture = Picture(
+        920,
+        566,
+        title="Placements",
+        description="Colocated: ranks of actor and critic share GPUs with engines. Colocated with a critic on devices "
+        "of its own. Disaggregated: engines on devices of their own.",
+    )
+    draw_seating(
+        picture,
+        12,
+        title='cluster.placement = "colocated"',
+        words="actor 4 ranks, critic 4, 2 engines: ranks and engines take turns in the GPU's memory",
+        groups={"actor": 4, "critic": 4, "engines": 2},
+        apart=(),
+    )
+    draw_seating(
+        picture,
+        196,
+        title='cluster.placement = "colocated", roles.critic.devices = "own"',
+        words="actor 4 ranks, critic 2, 2 engines: the critic never sleeps",
+        groups={"actor": 4, "critic": 2, "engines": 2},
+        apart=("critic",),
+    )
+    draw_seating(
+        picture,
+        380,
+        title='cluster.placement = "disaggregated"',
+        words="actor 4 ranks, 2 engines: nobody sleeps, weights go from GPU to GPU",
+        groups={"actor": 4, "engines": 2},
+        apart=("engines",),
+    )
+    return picture
+
+
+PICTURES = {"data.svg": data, "residency.svg": residency, "placements.svg": placements}
+
+if __name__ == "__main__":
+    for name, draw in PICTURES.items():
+        (HERE / name).write_text(str(draw()))

@@ -1,0 +1,132 @@
+"""An engine in one loop: a prompt at a time, a token at a time, on any transformers causal language model."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from corerl.config.schema import ModelConfig
+from corerl.models.config import hf_config
+from corerl.ops.noise import gumbel
+from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, SamplingParams
+from corerl.rollout.serving import Serving
+from corerl.types import MemoryKind
+from corerl.weights.manifest import Bucket, Manifest
+from corerl.weights.transport import Address
+from my_engine import LoopOptions
+
+
+class LoopEngine(Engine):
+    def __init__(self, model: ModelConfig, options: LoopOptions, context: EngineContext) -> None:
+        dtype = getattr(torch, context.precision)
+        self._model = AutoModelForCausalLM.from_config(hf_config(model), dtype=dtype).eval().to(context.device)
+        self._options, self._device = options, context.device
+        self._weights = {name: parameter.data for name, parameter in self._model.named_parameters()}
+        self._bytes = {name: weight.untyped_storage().nbytes() for name, weight in self._weights.items()}
+        self._asleep = False
+        self._serving = Serving(context.name, context.index)
+
+    # ---- sampling ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def generate(self, request: GenerateRequest) -> Generation:
+        with self._serving.generating() as version:  # waits while paused, refuses without weights
+            return Generation.concatenate(
+                [
+                    self._complete(prompt, int(key), request.params, version)
+                    for prompt, key in zip(
+                        np.split(request.tokens, request.offsets[1:-1]), request.noise_keys, strict=True
+                    )
+                ]
+            )
+
+    def _complete(self, prompt: np.ndarray, key: int, params: SamplingParams, version: int) -> Generation:
+        """One row of a request."""
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        unread, cache = prompt.tolist(), None
+        while len(tokens) < params.max_tokens and (not tokens or tokens[-1] not in params.stop_tokens):
+            out = self._model(
+                torch.tensor([unread], device=self._device), past_key_values=cache, use_cache=self._options.cache
+            )
+            logprob = torch.log_softmax(out.logits[0, -1].float() / params.temperature, dim=-1)  # [V]
+            token = draw(logprob, key, len(tokens), params)
+            tokens.append(token)
+            logprobs.append(float(logprob[token]))
+            if self._options.cache:
+                cache, unread = out.past_key_values, [token]
+            else:
+                unread = [*unread, token]
+        return Generation(
+            tokens=np.array(tokens),
+            offsets=np.array([0, len(tokens)]),
+            logprobs=np.array(logprobs, dtype=np.float32),
+            versions=np.full(len(tokens), version),
+            truncated=np.array([tokens[-1] not in params.stop_tokens]),
+        )
+
+    def pause(self) -> None:
+        self._serving.pause()
+
+    def resume(self) -> None:
+        self._serving.resume()
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
+        return self._serving.receive(manifest, version, address, check=self._check, load=self._load)
+
+    def _check(self, manifest: Manifest) -> str:
+        """Why this set of weights is refused; "" where it is not."""
+        if self._asleep:
+            return "the engine's weights sleep; wake it up first"
+        wanted = {name: tuple(weight.shape) for name, weight in self._weights.items()}
+        wrong = [name for name, _ in manifest.shapes.items() ^ wanted.items()]
+        return f"{min(wrong)!r} is missing, unknown, or of another shape" if wrong else ""
+
+    @torch.no_grad()
+    def _load(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        for name, tensor in bucket.views(flat).items():  # their memory is used again for the next bucket: copy
+            self._weights[name].copy_(tensor)
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def sleep(self, kinds: Set[MemoryKind]) -> int:
+        if MemoryKind.PARAM not in kinds or self._asleep:
+            return 0
+        with self._serving.dropping_weights("its weights were put to sleep"):
+            self._asleep = True
+            for weight in self._weights.values():
+                weight.untyped_storage().resize_(0)
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+        return sum(self._bytes.values())
+
+    def wake_up(self, kinds: Set[MemoryKind]) -> int:
+        if MemoryKind.PARAM not in kinds or not self._asleep:
+            return 0
+        with self._serving.dropping_weights("its weights have not arrived since it woke up"):
+            for name, weight in self._weights.items():
+                weight.untyped_storage().resize_(self._bytes[name])
+            self._asleep = False
+        return sum(self._bytes.values())
+
+    def close(self) -> None:
+        self._serving.close()
+
+
+def draw(logprob: torch.Tensor, key: int, position: int, params: SamplingParams) -> int:
+    """One token from log-probs [V], by noise that is a function of the row's key and the token's position alone."""
+    if params.greedy:
+        return int(logprob.argmax())
+    kept = logprob
+    if params.top_p < 1.0:
+        ordered, order = logprob.sort(descending=True)
+        likelier = ordered.exp().cumsum(dim=-1) - ordered.exp()  # what stands before each token; 0 for the first
+        kept = logprob.index_fill(0, order[likelier >= params.top_p], float("-inf"))
+    # The Gumbel-max trick: the argmax is distributed as softmax(kept).
+    noise = gumbel(torch.tensor([key], device=logprob.device), position, len(logprob))[0]
+    return int((kept + noise).argmax())

@@ -1,0 +1,117 @@
+"""Pages that are made from the code say all of it: hooks with their arguments, tables of the config, pictures."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import attrs
+import pytest
+
+from corerl import types
+from corerl.config.schema import Config
+from corerl.plugin import hookspecs
+from corerl.plugin.registry import Kind, load
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PICTURES = ("data.svg", "residency.svg", "placements.svg")
+
+
+def module_at(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"_of_docs_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    return module_at(DOCS / "_ext" / "reference.py")
+
+
+def page(reference: ModuleType, name: str) -> str:
+    """Markdown as Sphinx reads it."""
+    source = [(DOCS / name).read_text()]
+    reference.fill_in(None, name, source)
+    text: str = source[0]
+    return text
+
+
+def specified() -> dict[str, tuple[list[str], str]]:
+    """Each hook's arguments, and its signature as text, by parsing the file that specifies them."""
+    tree = ast.parse(Path(hookspecs.__file__).read_text())
+    (hooks,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Hooks"]
+    found = {}
+    for function in hooks.body:
+        if isinstance(function, ast.FunctionDef):
+            arguments = function.args.args[1:]
+            typed = ", ".join(f"{each.arg}: {ast.unparse(each.annotation)}" for each in arguments if each.annotation)
+            assert function.returns is not None
+            signature = f"{function.name}({typed}) -> {ast.unparse(function.returns)}"
+            found[function.name] = ([each.arg for each in arguments], signature)
+    return found
+
+
+def test_every_hook_has_one_heading_with_its_exact_arguments_and_no_other_hook_has_one(reference: ModuleType) -> None:
+    text = page(reference, "reference/hooks.md")
+    section = text.partition("\n## The hooks\n")[2].partition("\n## ")[0]
+    headings = re.findall(r"^### `(.*)`$", section, re.MULTILINE)
+    assert headings == [f"{name}({', '.join(arguments)})" for name, (arguments, _) in specified().items()]
+    assert re.findall(r"^```text\n(.*)\n```$", section, re.MULTILINE) == [each for _, each in specified().values()]
+
+
+def test_every_type_that_a_hook_is_given_or_gives_back_is_shown_with_its_fields(reference: ModuleType) -> None:
+    text = page(reference, "reference/hooks.md")
+    shown = dict(re.findall(r"^### `(\w+)`\n\n`[\w.]+`\n\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    assert {cls.__name__ for cls in hookspecs.RESULTS.values()} < shown.keys()
+    assert {"RoleConfig", "Context", "PackedBatch", "MicroBatch", "LossSpec", "Step", "StepFinished"} < shown.keys()
+    for name, code in shown.items():
+        cls = getattr(types, name, None)
+        if cls is not None and attrs.has(cls):
+            assert [field.name for field in attrs.fields(cls) if f"\n    {field.name}: " not in code] == []
+
+
+def test_every_table_of_the_config_has_its_heading(reference: ModuleType) -> None:
+    text = page(reference, "configuration.md")
+    headings = re.findall(r"^## `\[\[?([\w.]+)\]\]?`$", text, re.MULTILINE)
+    tables = {field.name for field in attrs.fields(attrs.resolve_types(Config)) if attrs.has(field.type)}
+    assert tables - {heading.partition(".")[0] for heading in headings} == set()
+    assert {"extensions", "engines.transformers", "engines.fake", "backends.fsdp"} <= set(headings)
+    for option in attrs.fields(load(Kind.ENGINES, "transformers").spec.config):
+        assert f"| `{option.name}` |" in text
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_what_its_script_draws(name: str) -> None:
+    draw = module_at(DOCS / "pictures" / "draw.py")
+    drawn = str(draw.PICTURES[name]())
+    assert drawn == (DOCS / "pictures" / name).read_text(), "draw them again: python docs/pictures/draw.py"
+
+
+@pytest.mark.parametrize("path", [DOCS / "loop.svg", *(DOCS / "pictures" / name for name in PICTURES)], ids=str)
+def test_a_picture_says_in_words_what_it_shows_and_has_paper_of_its_own(path: Path) -> None:
+    root = ElementTree.parse(path).getroot()
+    ns = {"svg": "http://www.w3.org/2000/svg"}
+    assert root.findtext("svg:title", namespaces=ns) and root.findtext("svg:desc", namespaces=ns)
+    _, _, width, height = root.attrib["viewBox"].split()
+    paper = root.find("svg:rect[@class='paper']", ns)
+    assert paper is not None and (paper.get("width"), paper.get("height")) == (width, height)
+
+
+def test_every_page_is_in_a_table_of_contents() -> None:
+    listed = set(re.findall(r"^[\w/-]+$", (DOCS / "index.md").read_text(), re.MULTILINE))
+    pages = {str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md") if "_build" not in path.parts}
+    assert pages - listed == {"index"}
+
+
+def test_the_script_of_the_pictures_writes_them_beside_itself(tmp_path: Path) -> None:
+    script = tmp_path / "draw.py"
+    script.write_text((DOCS / "pictures" / "draw.py").read_text())
+    subprocess.run([sys.executable, str(script)], check=True, cwd=ROOT)
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == sorted(PICTURES)

@@ -1,0 +1,32 @@
+"""The tutorial's engine runs as the tutorial says."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.timeout(300)
+def test_the_run_of_the_tutorial_trains_two_steps_with_the_engine_of_ones_own(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples" / "engine", tmp_path, dirs_exist_ok=True)
+    finished = subprocess.run(
+        [str(Path(sys.executable).with_name("corerl")), "train", "run.toml", "cluster.offload=always"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    lines = (tmp_path / "runs/my-engine/metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, lines) if "rollout/logprob_diff" in line]
+    assert [step["step"] for step in steps] == [0, 1]
+    assert all(step["rollout/logprob_diff"] < 1e-4 for step in steps)
+    assert all(math.isfinite(step["train/loss"]) and step["train/grad_norm"] > 0 for step in steps)
