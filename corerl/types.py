@@ -13,6 +13,8 @@ import numpy as np
 from attrs import evolve, field, frozen
 from numpy.typing import NDArray
 
+from corerl.errors import ContractError
+
 Array = NDArray[Any]
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
@@ -57,7 +59,7 @@ class Metric:
 
     def merge(self, other: Metric) -> Metric:
         if self.reduction is not other.reduction:
-            raise ValueError(f"cannot merge a {self.reduction} metric with a {other.reduction} one")
+            raise ContractError(f"cannot merge a {self.reduction} metric with a {other.reduction} one")
         match self.reduction:
             case Reduction.MAX:
                 return Metric(max(self.total, other.total), 1.0, self.reduction)
@@ -79,7 +81,10 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
-            merged[name] = merged[name].merge(metric) if name in merged else metric
+            try:
+                merged[name] = merged[name].merge(metric) if name in merged else metric
+            except ContractError as error:
+                raise ContractError(f"metric {name!r}: {error.message}; report it alike on all ranks") from None
     return merged
 
 
@@ -102,6 +107,9 @@ class SampleBatch:
     temperature: float = 1.0  # that the samples were drawn at
 
     def __attrs_post_init__(self) -> None:
+        bounds = self.offsets
+        if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(self.tokens) or (np.diff(bounds) < 0).any():
+            raise ValueError(f"offsets must rise from 0 to the {len(self.tokens)} tokens, got {bounds.tolist()[:8]}")
         for name, column in self.columns.items():
             if len(column) != len(self.tokens):
                 raise ValueError(f"column {name!r} has {len(column)} entries for {len(self.tokens)} tokens")

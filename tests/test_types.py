@@ -32,3 +32,9 @@ def test_batches_are_joined_end_to_end() -> None:
     assert joined.offsets.tolist() == [0, 2, 3, 3, 6]
     assert joined.rows["length"].tolist() == [2, 1, 0, 3]
     assert joined.columns["tenth"] == pytest.approx(joined.tokens / 10)
+
+
+@pytest.mark.parametrize("offsets", [[1, 3], [0, 4], [0, 3, 2, 5], []])
+def test_samples_that_do_not_cover_their_tokens_are_refused(offsets: list[int]) -> None:
+    with pytest.raises(ValueError, match="offsets must rise from 0 to the 5 tokens"):
+        SampleBatch(tokens=np.arange(5), offsets=np.array(offsets, dtype=np.int64))

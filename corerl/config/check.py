@@ -29,7 +29,8 @@ def _mode(config: Config) -> Iterator[str]:
         yield f"algorithm.critic.warmup_steps: {warm} of run.steps={config.run.steps} leave none to train the actor in"
     if from_files and config.algorithm.dynamic_sampling:
         yield "algorithm.dynamic_sampling: nothing is sampled with run.mode='train-only'; set it to 0"
-    if config.weights.every > 1 and config.checkpoint.every % config.weights.every:
+    sends = config.run.samples and config.run.trains
+    if sends and config.weights.every > 1 and config.checkpoint.every % config.weights.every:
         yield (
             f"checkpoint.every: {config.checkpoint.every} is no multiple of weights.every={config.weights.every}; a "
             "resumed run begins with new weights in its engines, so save where they are new"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from corerl.rollout.sources import Scored
 from corerl.trainer.group import GroupTrainResult
-from corerl.types import SampleBatch
+from corerl.types import Metric, Reduction, SampleBatch
 
 
 def rollout_metrics(scored: Scored) -> dict[str, float]:
@@ -30,18 +31,38 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
 
 
 def train_metrics(steps: Sequence[GroupTrainResult], lr: float, *, prefix: str = "train") -> dict[str, float]:
-    """Of one role's optimizer steps of one rollout batch: their mean, but for counts."""
+    """Of one role's optimizer steps of one rollout batch: the largest of what is a maximum, the smallest of what is a
+    minimum, else their mean, over those steps that have such a number. The gradient's norm is that of applied steps,
+    unless there is none."""
     names = list(dict.fromkeys(name for step in steps for name in step.metrics))
     metrics = {
-        f"{prefix}/{name}": float(np.mean([step.metrics[name].value for step in steps if name in step.metrics]))
+        f"{prefix}/{name}": _over_steps([step.metrics[name] for step in steps if name in step.metrics])
         for name in names
         if not name.startswith("logprob_diff")  # after the first step the policy has moved on purpose
     }
-    metrics[f"{prefix}/grad_norm"] = float(np.mean([step.grad_norm for step in steps]))
+    metrics[f"{prefix}/grad_norm"] = _mean(
+        [step.grad_norm for step in steps if step.applied] or [step.grad_norm for step in steps]
+    )
     metrics[f"{prefix}/skipped_steps"] = float(sum(not step.applied for step in steps))
     metrics[f"{prefix}/lr"] = lr
     metrics[f"{prefix}/tokens"] = float(sum(step.tokens for step in steps))
     return metrics
+
+
+def _over_steps(parts: Sequence[Metric]) -> float:
+    match parts[0].reduction:
+        case Reduction.MAX:
+            return max(part.value for part in parts)
+        case Reduction.MIN:
+            return min(part.value for part in parts)
+        case _:
+            return _mean([part.value for part in parts])
+
+
+def _mean(values: Sequence[float]) -> float:
+    """NaN, which is a mean over nothing, is left out; NaN where nothing is left."""
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.mean(known)) if known else math.nan
 
 
 def recomputed_mismatch(samples: SampleBatch) -> dict[str, float]:

@@ -71,9 +71,12 @@ class Role:
 
     def start(self, shared: Any, samples: SampleBatch, rollout_step: int, loss: LossSpec) -> list[Pending]:
         """Have the ranks do all optimizer steps of the batch, which lies in the object store as `shared`; returns at
-        once. Each step's result is for `TrainGroup.wait_train`."""
+        once. Each step's result is for `TrainGroup.wait_train`. A step of which no token is left to learn from is left
+        out: momentum and decay would move the weights without a gradient."""
         started = []
         for plan in self.plan(samples, rollout_step):
+            if not plan.scales.any():
+                continue
             started.append(self.group.train_async(shared, plan, loss, self.step(rollout_step)))
             self.optimizer_step += 1
         return started

@@ -117,7 +117,8 @@ class Run:
     @property
     def stopping(self) -> bool:
         """Whether a request to stop is heeded now: where engines have just got new weights, as a resumed run's do."""
-        return self.stop.requested and self.rollout_step % self.config.weights.every == 0
+        fresh = not self.config.run.samples or self.rollout_step % self.config.weights.every == 0
+        return self.stop.requested and fresh
 
     @property
     def actor(self) -> Role:
@@ -187,9 +188,15 @@ class Run:
             for name, role in self.roles.items():
                 if self.rollout_step < role.first_step:
                     continue
-                for index, pending in enumerate(
-                    role.start(shared, samples, self.rollout_step, self._loss(role, stamped.kl_coef))
-                ):
+                started = role.start(shared, samples, self.rollout_step, self._loss(role, stamped.kl_coef))
+                if left_out := role.train.mini_batches * role.train.epochs - len(started):
+                    self.tell(
+                        Notice(
+                            text=f"step {self.rollout_step}: {left_out} optimizer steps of {name} are left out: no "
+                            "sample in them has a loss token"
+                        )
+                    )
+                for index, pending in enumerate(started):
                     calls[name, index] = Call(
                         role.group.processes, pending, functools.partial(role.group.wait_train, pending)
                     )

@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import attrs
 from attrs import evolve
 
 from corerl.config.load import structure
-from corerl.config.schema import ClusterInfo, Config, RolesConfig
+from corerl.config.schema import ClusterInfo, Config
 from corerl.errors import ConfigError, PluginError, Unsupported
 from corerl.plugin.capabilities import FULL, Capability, Grade, refusal
 from corerl.plugin.registry import Kind, Loaded, installed_names, load, nearest
@@ -120,8 +119,7 @@ def merge_environments(*environments: tuple[str, Environment]) -> dict[str, str]
 
 def _selected(config: Config) -> dict[Kind, list[str]]:
     """The names that the config chooses, as it writes them."""
-    roles = [field.name for field in attrs.fields(RolesConfig) if getattr(config.roles, field.name) is not None]
-    backends = [config.backend.name, *(backend_name(config, role) for role in roles)]
+    backends = [config.backend.name, *(backend_name(config, role) for role in config.chosen_roles)]
     return {Kind.BACKENDS: list(dict.fromkeys(backends)), Kind.ENGINES: [config.rollout.engine]}
 
 

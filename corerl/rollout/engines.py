@@ -6,8 +6,8 @@ from typing import Literal
 
 from attrs import frozen
 
-from corerl.config.schema import ClusterInfo, at_least, option
-from corerl.plugin.spec import EngineSpec, Environment
+from corerl.config.schema import at_least, option
+from corerl.plugin.spec import EngineSpec
 
 
 @frozen(kw_only=True)
@@ -23,19 +23,11 @@ class FakeConfig:
     vocab_size: int = option("tokens are drawn from [0, vocab_size)", default=16, validator=at_least(1))
 
 
-def transformers_environment(config: TransformersConfig, cluster: ClusterInfo) -> Environment:
-    environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    if cluster.device == "cpu":
-        environment["OMP_NUM_THREADS"] = "1"  # a replica has one core: more threads fight with its neighbours
-    return environment
-
-
 TRANSFORMERS = EngineSpec(
     implementation="corerl.rollout.transformers_engine:TransformersEngine",
     config=TransformersConfig,
     api=(1, 0),
     summary="transformers' own generate, on a CPU or a GPU",
-    environment=transformers_environment,
 )
 FAKE = EngineSpec(
     implementation="corerl.rollout.fake_engine:FakeEngine",

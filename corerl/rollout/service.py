@@ -32,10 +32,6 @@ class EngineService:
     """One replica in its process."""
 
     def __init__(self, assignment: EngineAssignment) -> None:
-        if assignment.context.device == "cpu":
-            import torch
-
-            torch.set_num_threads(1)
         loaded = load(Kind.ENGINES, assignment.engine)
         require_same_origin(assignment.origin, origin(Kind.ENGINES, loaded))
         options = structure(assignment.options, loaded.spec.config, path=f"engines.{loaded.name}")

@@ -83,12 +83,12 @@ class Serving:
             if stale:
                 error = f"version {version} is not above {self._version}, which {self._name} holds"
             else:
-                error = check(manifest)
-                self._reason = f"weights version {version} did not arrive whole"
+                error, self._reason = "", f"weights version {version} did not arrive whole"
             received = 0
             try:
                 receiver = self._connect(address)
                 try:
+                    error = error or check(manifest)
                     for bucket, flat in receiver.buckets(manifest, version) if not error else ():
                         load(bucket, flat)
                         received += flat.numel() * flat.element_size()

@@ -120,6 +120,9 @@ class TrainGroup:
                     f"{self.role}: rank {rank} describes itself as rank {result.layout.rank} of dp size "
                     f"{result.layout.dp_size}, rank 0 as dp size {self.dp_size}; a layout is wrong"
                 )
+        if fault := _fault(self.layouts):
+            self.processes.kill()
+            raise ContractError(f"{self.role}: {fault}; the layouts in InitResult are wrong")
         return results[0]
 
     @property
@@ -141,6 +144,12 @@ class TrainGroup:
             self.processes.kill()
             applied = [rank for rank, result in enumerate(results) if result.applied]
             raise ContractError(f"{self.role}: ranks {applied} applied the step and the others skipped it")
+        norms = [result.grad_norm for result in results]
+        if results[0].applied and any(norm != norms[0] for norm in norms):
+            self.processes.kill()
+            raise ContractError(
+                f"{self.role}: the ranks disagree on the gradient's norm, {norms}; each must report the whole model's"
+            )
         output = [result for result, layout in zip(results, self.layouts, strict=True) if layout.outputs]
         return GroupTrainResult(
             applied=results[0].applied,
@@ -247,14 +256,28 @@ class Snapshot:
         self.processes.call("snapshot", "drop", self.name, {})
 
 
+def _fault(layouts: Sequence[ParallelLayout]) -> str:
+    """What is wrong with the ranks' layouts taken together, or nothing."""
+    for dp_rank in range(layouts[0].dp_size):
+        ranks = [layout.rank for layout in layouts if layout.dp_rank == dp_rank and layout.outputs]
+        if len(ranks) != 1:
+            return f"dp rank {dp_rank} has the output ranks {ranks}, and wants one"
+    for what in ("sequence_multiple", "micro_batch_multiple"):
+        if len(found := {getattr(layout, what) for layout in layouts}) > 1:
+            return f"ranks disagree on {what}: {sorted(found)}"
+    return ""
+
+
 def scatter(
     results: Sequence[ForwardResult], outputs: tuple[Output, ...], batch: SampleBatch, *, role: str
 ) -> dict[Output, FloatArray]:
     """Per-sample outputs of all ranks as columns [N] in the batch's order. Raises ContractError unless each sample came
-    back exactly once, at its length."""
+    back exactly once, at its length, with every output."""
     columns = {output: np.zeros(len(batch.tokens), dtype=np.float32) for output in outputs}
     times = np.zeros(len(batch), dtype=np.int64)
     for result in results:
+        if any(not 0 <= sample < len(batch) for sample in result.samples):
+            raise ContractError(f"{role}: forward returned samples that it was not given, of {len(batch)}")
         np.add.at(times, result.samples, 1)
         lengths = batch.lengths[result.samples]
         if not np.array_equal(np.diff(result.offsets), lengths):
@@ -262,7 +285,11 @@ def scatter(
         starts = np.repeat(batch.offsets[result.samples] - result.offsets[:-1], lengths)
         where = starts + np.arange(int(result.offsets[-1]))
         for output in outputs:
-            columns[output][where] = result.outputs[output]
+            values = result.outputs.get(output)
+            if values is None or len(values) != len(where):
+                got = "nothing" if values is None else f"{len(values)} numbers"
+                raise ContractError(f"{role}: forward returned {got} as {output}, for {len(where)} tokens")
+            columns[output][where] = values
     if (times != 1).any():
         sample = int(np.flatnonzero(times != 1)[0])
         raise ContractError(f"{role}: forward returned sample {sample} {times[sample]} times; each must come back once")

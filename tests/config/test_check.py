@@ -261,7 +261,9 @@ def test_a_mode_that_could_do_nothing_is_refused() -> None:
 
 
 def test_checkpoints_are_where_weights_are_new() -> None:
-    (line,) = problems(evolve(VALID, weights=WeightsConfig(every=3)))
+    apart = evolve(VALID, weights=WeightsConfig(every=3))
+    assert problems(evolve(apart, run=evolve(VALID.run, mode="rollout-only"))) == []  # nothing is sent
+    (line,) = problems(apart)
     assert line.startswith("checkpoint.every: 50 is no multiple of weights.every=3")
 
 

@@ -12,12 +12,14 @@ from attrs import evolve
 from corerl import hookimpl
 from corerl.cluster.group import Pending
 from corerl.cluster.process import Outcome
+from corerl.config.schema import ClusterInfo
 from corerl.driver import launch as driver
 from corerl.driver.launch import environment_of, launch, make_fleet, missing_answers, process_environment, tell_of
 from corerl.driver.prepare import Prepared, prepare
 from corerl.errors import ConfigError, DataError, SaveFailed, WorkerDied
 from corerl.plugin.events import Event, Notice, Span, Worked
 from corerl.plugin.observers import Observers
+from corerl.plugin.registry import Kind, load
 from tests.driver.saved import make_config
 
 
@@ -57,6 +59,8 @@ def test_what_the_user_gives_is_what_processes_have(prepared: Prepared) -> None:
     own = evolve(prepared, config=evolve(prepared.config, cluster=cluster))
     found = environment_of(own, "plain", {"OMP_NUM_THREADS": "4"})
     assert (found["OMP_NUM_THREADS"], found["NCCL_DEBUG"], found["HF_HUB_OFFLINE"]) == ("4", "INFO", "1")
+    engine = load(Kind.ENGINES, "transformers").spec  # repeats nothing that a run gives by itself
+    assert environment_of(own, "transformers", engine.environment(engine.config(), ClusterInfo(device="cpu", ranks=1)))
     with pytest.raises(ConfigError, match="OMP_NUM_THREADS: cluster.environment wants '4', plain wants '1'"):
         environment_of(own, "plain", {"OMP_NUM_THREADS": "1"})
 

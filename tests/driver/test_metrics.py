@@ -58,16 +58,27 @@ def test_rollout_metrics_are_means_over_samples_and_a_count_of_sampled_tokens() 
     assert "rollout/exact_match" not in rollout_metrics(scored(None))
 
 
-def test_train_metrics_are_means_over_optimizer_steps_but_for_counts() -> None:
+def test_train_metrics_are_means_over_optimizer_steps_but_for_counts_and_norms_of_skipped_steps() -> None:
     steps = [result(1.0, norm=2.0, diff=(0.1, 0.2)), result(3.0, norm=4.0, applied=False)]
     assert train_metrics(steps, lr=0.01) == {
         "train/loss": 2.0,
         "train/entropy": 4.0,
-        "train/grad_norm": 3.0,
+        "train/grad_norm": 2.0,
         "train/skipped_steps": 1.0,
         "train/lr": 0.01,
         "train/tokens": 20.0,
     }
+
+
+def test_extremes_stay_extremes_and_a_mean_over_nothing_is_left_out() -> None:
+    parts = [
+        {"peak": Metric(peak, 1.0, Reduction.MAX), "least": Metric(peak, 1.0, Reduction.MIN), "ratio": ratio}
+        for peak, ratio in ((1.0, Metric(0.0, 0.0)), (9.0, Metric(6.0, 3.0)), (2.0, Metric(4.0, 1.0)))
+    ]
+    steps = [GroupTrainResult(applied=True, metrics=part, grad_norm=1.0, tokens=1) for part in parts]
+    found = train_metrics(steps, lr=0.01)
+    assert (found["train/peak"], found["train/least"], found["train/ratio"]) == (9.0, 1.0, 3.0)
+    assert math.isnan(train_metrics(steps[:1], lr=0.01)["train/ratio"])
 
 
 def test_each_roles_metrics_stand_under_its_own_prefix() -> None:

@@ -267,11 +267,25 @@ def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]
     assert told(ears) == ["step 0 is passed over: none of its samples has a loss token"]
 
 
+def test_a_mini_batch_without_a_loss_token_moves_nothing_and_is_told(make_run: Callable[..., Run]) -> None:
+    ears, config = Ears(), make_config(algorithm={"overlong": "mask"}, train={"mini_batches": 2, "epochs": 3})
+    actor = role("actor", config=config)
+    run = make_run(config, roles={"actor": actor}, observers=Observers([("ears", ears)]))
+    cut = batch().with_rows(truncated=np.array([False, True]), group=np.array([0, 1]))
+    results = run.optimize(run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=cut))))
+    assert [each.grad_norm for each in results["actor"]] == [0.0, 1.0, 2.0]  # the numbers of the steps that were done
+    assert actor.optimizer_step == 3
+    assert told(ears) == ["step 0: 3 optimizer steps of actor are left out: no sample in them has a loss token"]
+
+
 def test_a_stop_is_heeded_where_engines_have_new_weights(make_run: Callable[..., Run]) -> None:
     run = make_run(make_config(weights={"every": 3}, checkpoint={"every": 0}), stop=Stop(True))
     assert [step for run.rollout_step, step in enumerate(range(7)) if run.stopping] == [0, 3, 6]
     run.stop = Stop(False)
     assert not run.stopping
+    saved = {"every": 3}
+    without = make_run(make_config(run={"mode": "train-only"}, weights=saved, checkpoint={"every": 0}), stop=Stop(True))
+    assert all(without.stopping for without.rollout_step in range(4))  # there are no engines
 
 
 # ---- optimizer steps -------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_steps_come_in_order_scored_with_fresh_prompts_and_fresh_noise(sampler: 
         expected = [REWARD(scored.rollout.prompts[row // 2], text) for row, text in enumerate(scored.rollout.texts)]
         assert scored.rewards.tolist() == pytest.approx(expected)
         assert scored.exact_match == 0.0
-        assert scored.seconds.keys() == {"rollout", "reward"} and min(scored.seconds.values()) >= 0
+        assert scored.seconds.keys() == {"rollout", "reward"}
         assert [shown.response for shown in scored.shown(2)] == [scored.rollout.texts[0], scored.rollout.texts[2]]
 
 

@@ -19,6 +19,7 @@ from corerl.errors import ContractError, HookFailed, WorkerDied
 from corerl.trainer.assign import RolePlan, loss_of, plan_role
 from corerl.trainer.group import TrainGroup, scatter
 from corerl.types import (
+    FloatArray,
     ForwardResult,
     InitResult,
     LossSpec,
@@ -94,9 +95,10 @@ def layout(rank: int, **changes: Any) -> ParallelLayout:
     return evolve(ParallelLayout(rank=rank, world_size=2, dp_rank=rank, dp_size=2), **changes)
 
 
-def group_with(second: ParallelLayout | None = None, **answers: Sequence[Any]) -> tuple[TrainGroup, Answers]:
-    """A group that is initialised."""
-    processes = Answers(init=[InitResult(layout=layout(0)), InitResult(layout=second or layout(1))], **answers)
+def group_with(*layouts: ParallelLayout, **answers: Sequence[Any]) -> tuple[TrainGroup, Answers]:
+    """A group that is initialised; of two data-parallel ranks where nothing else is said."""
+    inits = [InitResult(layout=each) for each in layouts or (layout(0), layout(1))]
+    processes = Answers(init=inits, **answers)
     group = TrainGroup(processes, PLAN)  # type: ignore[arg-type]  # all that a group asks of its processes
     group.init()
     processes.calls.clear()
@@ -142,6 +144,28 @@ def test_a_rank_that_describes_itself_as_another_is_an_error(wrong: ParallelLayo
     assert message == f"actor: {said}; a layout is wrong"
 
 
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (layout(1, dp_rank=0), "dp rank 0 has the output ranks [0, 1], and wants one"),
+        (layout(1, outputs=False), "dp rank 1 has the output ranks [], and wants one"),
+        (layout(1, sequence_multiple=4), "ranks disagree on sequence_multiple: [1, 4]"),
+        (layout(1, micro_batch_multiple=2), "ranks disagree on micro_batch_multiple: [1, 2]"),
+    ],
+)
+def test_layouts_that_do_not_fit_together_are_an_error(second: ParallelLayout, said: str) -> None:
+    message = disagreement(InitResult(layout=layout(0)), InitResult(layout=second))
+    assert message == f"actor: {said}; the layouts in InitResult are wrong"
+
+
+def test_ranks_that_disagree_on_the_gradients_norm_are_an_error() -> None:
+    result = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)
+    group, processes = group_with(train=[result, evolve(result, grad_norm=7.0)])
+    with pytest.raises(ContractError, match=r"^actor: the ranks disagree on the gradient's norm, \[1.0, 7.0\]; "):
+        group.train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
+    assert processes.killed
+
+
 def test_ranks_that_disagree_whether_a_step_was_applied_are_an_error() -> None:
     applied = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)
     group, processes = group_with(train=[evolve(applied, applied=False), applied])
@@ -170,7 +194,8 @@ def test_only_ranks_that_output_count_in_metrics_and_tokens() -> None:
     both = group_with(train=results)[0].train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
     assert (both.applied, both.grad_norm, both.tokens) == (True, 1.5, 30)
     assert both.metrics == {"loss": Metric(6.0, 12.0)}
-    one = group_with(layout(1, outputs=False), train=results)[0].train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
+    halves = (layout(0, dp_size=1), layout(1, dp_rank=0, dp_size=1, outputs=False))  # of one model
+    one = group_with(*halves, train=results)[0].train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
     assert one.tokens == 10
     assert one.metrics == {"loss": Metric(1.0, 4.0)}
 
@@ -277,6 +302,27 @@ def test_a_sample_that_is_missing_or_comes_twice_is_an_error(chosen: list[tuple[
 def test_a_sample_of_another_length_is_an_error() -> None:
     result = evolve(result_of(batch_of(3, 2), 0, 1), offsets=np.array([0, 2, 5]))
     with pytest.raises(ContractError, match=r"^actor: forward returned samples of other lengths than it was given$"):
+        scatter([result], LOGPROBS, batch_of(3, 2), role="actor")
+
+
+@pytest.mark.parametrize(
+    ("outputs", "said"),
+    [
+        ({}, "forward returned nothing as logprobs, for 5 tokens"),
+        ({Output.LOGPROBS: np.ones(1, np.float32)}, "forward returned 1 numbers as logprobs, for 5 tokens"),
+    ],
+)
+def test_an_output_that_is_missing_or_of_another_length_is_an_error(
+    outputs: dict[Output, FloatArray], said: str
+) -> None:
+    with pytest.raises(ContractError) as caught:
+        scatter([evolve(result_of(batch_of(3, 2), 0, 1), outputs=outputs)], LOGPROBS, batch_of(3, 2), role="actor")
+    assert caught.value.message == f"actor: {said}"
+
+
+def test_a_sample_that_was_never_given_is_an_error() -> None:
+    result = evolve(result_of(batch_of(3, 2), 0, 1), samples=np.array([0, 7]))
+    with pytest.raises(ContractError, match=r"^actor: forward returned samples that it was not given, of 2$"):
         scatter([result], LOGPROBS, batch_of(3, 2), role="actor")
 
 

@@ -86,7 +86,7 @@ def test_a_head_that_the_model_has_not_is_drawn_by_its_name_and_no_language_head
 
 
 @check("C52", level=1, needs=[Capability.CRITIC], builds_on=["C51"])
-def test_a_head_that_the_model_has_issaved_tensors(subject: Subject, tmp_path: Path) -> None:
+def test_a_head_that_the_model_has_is_loaded(subject: Subject, tmp_path: Path) -> None:
     setup = critic(subject, "qwen3")
     directory = tmp_path / "critic"
     trunk: Any = AutoModel.from_pretrained(subject.model("qwen3"), dtype=torch.float32)

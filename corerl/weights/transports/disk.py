@@ -195,6 +195,6 @@ class DiskReceiver(WeightReceiver):
 def _read_state(path: str, index: int) -> dict[str, Any] | None:
     try:
         state: dict[str, Any] = json.loads((Path(path) / f"engine-{index}.json").read_text())
-    except FileNotFoundError:
+    except (OSError, ValueError):  # not there yet, or replaced while it was read, as a file on NFS may be
         return None
     return state

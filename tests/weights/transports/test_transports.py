@@ -301,6 +301,12 @@ def test_a_receiver_that_cannot_be_admitted_is_an_entry_and_no_exception(tmp_pat
     assert push(open_sender(address), weights(1), 5)["e"].startswith("cannot admit e to ")
 
 
+def test_an_answer_that_cannot_be_read_yet_is_waited_for_and_no_exception(tmp_path: Path) -> None:
+    (tmp_path / "engine-0.json").write_text('{"version": 5, "no')  # as one that is replaced on a shared disk may be
+    address = Address(transport="disk", engines=("e",), path=str(tmp_path), timeout=0.3)
+    assert push(open_sender(address), weights(1), 5)["e"] == "did not commit version 5: no answer within 0.3 s"
+
+
 def test_a_disk_that_cannot_be_written_is_an_entry_for_every_engine_and_no_exception(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     address = Address(transport="disk", engines=("e", "f"), path=str(tmp_path / "file"), timeout=0.2)
