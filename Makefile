@@ -64,7 +64,7 @@ test: $(DEV) ## every test that passes without a GPU
 	$(BIN)/python -m pytest $(ARGS)
 
 test-fsdp-oldest: $(OLDEST)/.installed ## the tests of models and of the FSDP plugin with the oldest transformers
-	$(OLDEST)/bin/python -m pytest plugins/fsdp/tests tests/models $(ARGS)
+	$(OLDEST)/bin/python -m pytest -o corerl_level=2 plugins/fsdp/tests tests/models $(ARGS)
 
 lint: $(DEV) ## style, formatting and the borders between packages
 	$(BIN)/ruff check .
