@@ -100,7 +100,11 @@ class Copy:
     """One set of metadata of a distribution."""
 
     version: str
+    entry_points: frozenset[tuple[str, str, str]]  # (group, name, value)
     path: str  # of its dist-info or egg-info
+
+    def says_as(self, other: Copy) -> bool:
+        return (self.version, self.entry_points) == (other.version, other.entry_points)
 
     def __str__(self) -> str:
         return f"{self.version} in {self.path}"
@@ -161,7 +165,10 @@ def installed_names(kind: Kind) -> list[str]:
 
 
 def copies(of: Entry | Loaded) -> list[Copy]:
-    """Every set of metadata of a plugin's distribution, the one that is used first. One is as it should be."""
+    """The sets of metadata of a plugin's distribution that differ, the one that is used first. One is as it should be.
+
+    An editable install by setuptools has two that say the same: what was installed, and what it was built from.
+    """
     from importlib.metadata import distributions
 
     found: dict[str, Copy] = {}
@@ -170,10 +177,12 @@ def copies(of: Entry | Loaded) -> list[Copy]:
         # The same directory may be reached twice (lib64 links), and is then one.
         try:
             version = distribution.version or "damaged"
+            points = frozenset((point.group, point.name, point.value) for point in distribution.entry_points)
         except Exception:  # parsing damaged metadata raises all sorts of errors
-            version = "damaged"
-        found.setdefault(os.path.realpath(path), Copy(version=version, path=path))
-    return sorted(found.values(), key=lambda copy: copy.path != of.metadata)
+            version, points = "damaged", frozenset()
+        found.setdefault(os.path.realpath(path), Copy(version=version, entry_points=points, path=path))
+    ordered = sorted(found.values(), key=lambda copy: copy.path != of.metadata)
+    return [each for each in ordered if each is ordered[0] or not each.says_as(ordered[0])]
 
 
 def found_twice(of: Entry | Loaded) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import metadata as installed
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,19 @@ def test_the_table_shows_every_backend_with_its_state(capsys: pytest.CaptureFixt
         "broken: ModuleNotFoundError: No module named 'a_library_that_is_not_there' (corerl doctor bad)",
     ]
     assert rows["megatron"] == ["-", "-", "-", "not installed: pip install 'corerl[megatron]'"]
+
+
+def test_a_second_set_of_metadata_that_says_the_same_is_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used = installed.distribution("corerl-good")
+    metadata = tmp_path / "corerl_good.egg-info"  # as setuptools leaves beside the source of an editable install
+    metadata.mkdir()
+    (metadata / "PKG-INFO").write_text(f"Metadata-Version: 2.1\nName: corerl-good\nVersion: {used.version}\n")
+    (metadata / "entry_points.txt").write_text(used.read_text("entry_points.txt") or "")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["backends"]) == 0
+    assert "found twice" not in capsys.readouterr().out
 
 
 def test_names_that_two_packages_offer_are_conflicts_and_stale_metadata_are_told_below(
