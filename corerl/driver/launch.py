@@ -91,13 +91,13 @@ def _launched(prepared: Prepared) -> Iterator[Run]:
     observers = load_observers(config.extensions, str(prepared.run_dir))
     started = time.perf_counter()
     step = state.get("rollout_step", 0)
-    observers.emit(
-        RunStarted(run_dir=str(prepared.run_dir), steps=config.run.steps, first_step=step, title=title(prepared))
-    )
-    for text in [*notes(config), *missing_answers(prepared)]:
-        observers.emit(Notice(text=text))
     run: Run | None = None
     try:
+        observers.emit(
+            RunStarted(run_dir=str(prepared.run_dir), steps=config.run.steps, first_step=step, title=title(prepared))
+        )
+        for text in [*notes(config), *missing_answers(prepared)]:
+            observers.emit(Notice(text=text))
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(StopRequest(lambda text: observers.emit(Notice(text=text))))
             run = _start(prepared, observers, stop, stack)

@@ -33,7 +33,7 @@ from corerl.rollout.encoding import require_encodable
 from corerl.rollout.engine import SamplingParams
 from corerl.rollout.rewards import Reward, resolve_reward
 from corerl.rollout.sampler import sampling_params
-from corerl.rollout.saved import SavedRollouts
+from corerl.rollout.saved import ROLLOUTS, SavedRollouts
 from corerl.rollout.sources import Scored
 from corerl.trainer.assign import ACTOR, CRITIC, RolePlan, loss_of, offloaded, plan_role
 from corerl.types import LossSpec
@@ -188,7 +188,8 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
             "weights at every step; set it to 1, or cluster.offload='never', or cluster.placement='disaggregated'"
         )
         problems.add("weights.every", ConfigError(line))
-    if starting and config.run.mode == "rollout-only" and (run_dir / "rollouts").is_dir():
+    keeps = config.run.mode == "rollout-only" or (config.rollout.save and config.run.samples)
+    if starting and keeps and not resume and (run_dir / ROLLOUTS).is_dir():
         line = f"run.dir: {run_dir} holds rollouts already, which would be mixed with new ones; give another run.dir"
         problems.add("run.dir", ConfigError(line))
     config = _resolve_plugins(config, problems)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """A context in which the two signals set `requested`, and a sentence for the user goes to `notify` once.
+    """A context in which the two signals set `requested`, and a sentence for the user goes to `notify` once. Outside of
+    the main thread, which alone may handle signals, they are left to whoever owns it.
 
     `notify` is called on a thread of its own: the signal may interrupt code that holds a lock which `notify` needs.
     """
@@ -26,7 +27,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         self._teller.start()
-        for number in SIGNALS:
+        for number in SIGNALS if current_thread() is main_thread() else ():
             self._before[number] = signal.signal(number, self._received)
         return self
 

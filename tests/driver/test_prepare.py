@@ -256,9 +256,11 @@ def test_a_run_that_samples_goes_on_from_one_that_sampled(source: dict[str, Any]
     require_same_source({"source": source}, make_config(run={"mode": "train" if mode != "train" else "train-only"}), "")
 
 
-def test_rollouts_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [{"run": {"mode": "rollout-only"}}, {"rollout": {"save": True}}])
+def test_rollouts_of_two_runs_are_not_mixed(kept: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "run/rollouts").mkdir(parents=True)
-    config = make_config(run={"mode": "rollout-only", "dir": str(tmp_path / "run")})
+    config = make_config(**kept)
+    config = evolve(config, run=evolve(config.run, dir=str(tmp_path / "run")))
     with pytest.raises(ConfigError, match=r"^run.dir: .* holds rollouts already, which would be mixed with new ones"):
         prepare(config)
 
