@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -107,14 +106,30 @@ class Loaded:
     state: State
 
 
+class Counted:
+    """A source, and the bytes that were read of it, in its own dtype."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self.bytes_read = 0
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._source.shape(name)
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        values = self._source.read(name, offsets, sizes)
+        self.bytes_read += values.numel() * values.element_size()
+        return values
+
+
 def load_watched(setup: Setup, resume: str, snapshots: bool) -> Loaded:
     start(setup)[0].shutdown("what is imported or cached once is not the model's")
     worker = make_worker(setup, resume=resume)
     open_source = worker.backend.initial_weights
-    sources: list[Any] = []
+    sources: list[Counted] = []
 
     def opened() -> TensorSource:
-        sources.append(source := open_source())
+        sources.append(source := Counted(open_source()))
         return source
 
     worker.backend.initial_weights = opened  # type: ignore[method-assign]

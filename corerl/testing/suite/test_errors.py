@@ -98,6 +98,8 @@ def test_what_one_process_is_asked_for_and_the_backend_lacks_is_refused_with_the
     if Capability.CPU not in lacks:
         (verbs,) = one.run(scenarios.refusals, setup, list(lacks), str(tmp_path))
         errors |= verbs
+    if not any(errors.values()):
+        pytest.skip(f"{backend_name} declares nothing as lacking that a single process is asked for")
     for name, found in errors.items():
         for error in found:
             assert error.startswith("Unsupported: ") and lacks[Capability(name)].reason in error, name
@@ -119,3 +121,5 @@ def test_what_two_ranks_are_asked_for_and_the_backend_lacks_is_refused_with_the_
         runs.train(1, setup, range(1), save_after=0, save_to=saved.role)
         for error in runs.rank_sets[2].run(scenarios.start_refused, setup, saved.complete()):
             assert error.startswith("Unsupported: ") and reshard.reason in error
+    else:
+        pytest.skip(f"{backend_name} runs on several ranks, and resumes on another number of them")
