@@ -4,7 +4,6 @@ config        a table for each table of the TOML file, from corerl.config.schema
 plugins       a table for each table of an engine of CoreRL's, and of its backends that are installed
 hooks         each hook with its exact arguments, from corerl.plugin.hookspecs
 hooktypes     what hooks are given and give back, as the code of corerl.types and corerl.plugin writes it
-capabilities  what a backend can declare, from corerl.plugin.capabilities
 extensions    those that come with CoreRL and their options, from corerl.observability.specs
 errors        the tree of errors with their exit status, from corerl.errors
 checks        the conformance suite, from the marks and names of its checks
@@ -126,10 +125,6 @@ def hooktypes_reference() -> str:
     return "\n".join(lines)
 
 
-def capabilities_reference() -> str:
-    return ", ".join(f"`{capability.name}`" for capability in Capability) + "."
-
-
 def extensions_reference() -> str:
     lines: list[str] = []
     for loaded in (load(Kind.EXTENSIONS, name) for name in installed_names(Kind.EXTENSIONS)):
@@ -208,7 +203,6 @@ REFERENCES = {
     "plugins": plugins_reference,
     "hooks": hooks_reference,
     "hooktypes": hooktypes_reference,
-    "capabilities": capabilities_reference,
     "extensions": extensions_reference,
     "errors": errors_reference,
     "checks": checks_reference,
