@@ -91,8 +91,6 @@ class Process:
             try:
                 self.held = made(*args)
             except PluginError as error:
-                if self.name in error.message:
-                    raise
                 # What the driver could load is missing, or another one, on this node: which one is that?
                 raise type(error)(f"{self.name} on {this_node()}: {error.message}") from error
             if self.recorder is not None and hasattr(self.held, "trace"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from attrs import asdict, frozen
 
@@ -53,22 +53,14 @@ def differences(a: Fingerprint, b: Fingerprint) -> list[str]:
     ]
 
 
-def require_same(
-    driver: Fingerprint,
-    own: Fingerprint,
-    *,
-    role: str,
-    rank: int,
-    node: Callable[[], str],
-    plugins: Sequence[Loaded] = (),
-) -> None:
-    """Called in each worker. Raises PluginIncompatible where its plugins are not the driver's. `node` tells where the
-    worker runs; `plugins` are those found there, one of which may be another copy than its node's owner thinks."""
+def require_same(driver: Fingerprint, own: Fingerprint, *, plugins: Sequence[Loaded] = ()) -> None:
+    """Called in each worker. Raises PluginIncompatible where its plugins are not the driver's. `plugins` are those
+    found here, one of which may be another copy than its node's owner thinks."""
     if found := differences(driver, own):
         twice = "".join(f"; {text}" for text in map(found_twice, plugins) if text)
         raise PluginIncompatible(
-            f"{role} rank {rank} on {node()} has other plugins than the driver (driver's first): "
-            f"{'; '.join(found)}{twice}; install the same corerl and the same plugins on every node"
+            f"its plugins are not the driver's (driver's first): {'; '.join(found)}{twice}; "
+            "install the same corerl and the same plugins on every node"
         )
 
 

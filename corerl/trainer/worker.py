@@ -13,7 +13,6 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 
 from corerl.backend import Backend
-from corerl.cluster.nodes import this_node
 from corerl.config.load import structure
 from corerl.config.schema import ExtensionChoice, RoleConfig
 from corerl.data.packing import pack
@@ -95,9 +94,6 @@ class Worker:
         require_same(
             assignment.fingerprint,
             fingerprint(loaded, extensions, assignment.loss),
-            role=self.context.role,
-            rank=self.context.rank,
-            node=this_node,
             plugins=[loaded, *extensions],
         )
         options = structure(assignment.config.options, loaded.spec.config, path=f"backends.{loaded.name}")
@@ -210,8 +206,7 @@ class Worker:
             return load(kind, name)
         except PluginError as error:
             raise type(error)(
-                f"{self.context.role} rank {self.context.rank} on {this_node()}: {error.message}; "
-                f"the driver could load this {kind.noun}: it must be installed on every node"
+                f"{error.message}; the driver could load this {kind.noun}: it must be installed on every node"
             ) from error
 
     def _pack(self, samples: SampleBatch, plan: StepPlan, columns: Sequence[str] | None = None) -> PackedBatch:

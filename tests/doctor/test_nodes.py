@@ -109,7 +109,7 @@ LACKING = (
     "every node"
 )
 OLDER = (
-    ") has other plugins than the driver (driver's first): corerl-mine version '0.2' against '0.1'; "
+    "): its plugins are not the driver's (driver's first): corerl-mine version '0.2' against '0.1'; "
     "install the same corerl and the same plugins on every node"
 )
 

@@ -1,14 +1,9 @@
-"""One of several ranks that gather, for test_gather.py: `python ranks.py RANK WORLD STORE_FILE`.
-
-Prints one JSON line: what each scenario gave on this rank.
-"""
+"""What each of two ranks does in test_gather.py."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
-from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -144,13 +139,10 @@ def refused(make: Callable[[int], list[Chunk]], rank: int) -> str:
     return ""
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    rank, world = int(sys.argv[1]), int(sys.argv[2])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
-    report = {
+def report() -> dict[str, Any]:
+    """What each scenario gave on this rank."""
+    rank = dist.get_rank()
+    return {
         "sharded to root 0": gathered(sharded, rank, 0, "float32"),
         "sharded to root 1": gathered(sharded, rank, 1, "bfloat16"),
         "sharded to all": gathered(sharded, rank, None, "float32"),
@@ -161,9 +153,3 @@ def main() -> None:
         "misshapen": refused(misshapen, rank),
         "wrong view": refused(wrong_view, rank),
     }
-    print(json.dumps(report), flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,47 +1,21 @@
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import corerl
 from corerl.errors import ContractError
+from corerl.testing.pool import RankPool
 from corerl.weights.chunks import Chunk
 from corerl.weights.gather import GatherPlan
 from corerl.weights.manifest import build_manifest
+from tests.weights import ranks
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two gloo ranks saw (see ranks.py)."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(corerl.__file__).parents[1]),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    script = Path(__file__).with_name("ranks.py")
-    store = tmp_path_factory.mktemp("store") / "store"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), "2", str(store)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    results = [process.communicate(timeout=120) for process in processes]
-    for process, (_, errors) in zip(processes, results, strict=True):
-        assert process.returncode == 0, errors
-    return [json.loads(output) for output, _ in results]
+def reports(rank_pool: RankPool) -> list[dict[str, Any]]:
+    return rank_pool.run(ranks.report)
 
 
 @pytest.mark.parametrize(
