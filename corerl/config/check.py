@@ -71,21 +71,33 @@ def _batch(config: Config) -> Iterator[str]:
 
 
 def _batch_of(role: str, config: Config) -> Iterator[str]:
-    train, choice = config.train_of(role), config.chosen_roles[role]
-    table = "train" if choice.train is None else f"roles.{role}.train"
-    prompts, samples, ranks = config.rollout.prompts, config.rollout.samples, choice.ranks
+    train, table = config.train_of(role), config.train_table_of(role)
+    prompts = config.rollout.prompts
     if prompts % train.mini_batches:
         yield (
             f"rollout.prompts: {prompts} does not split into {table}.mini_batches={train.mini_batches} equal "
             f"optimizer steps; {_use_multiple(prompts, train.mini_batches)}"
         )
-    elif (step := prompts * samples // train.mini_batches) % ranks:
-        unit = train.mini_batches * ranks // math.gcd(ranks, samples)  # in prompts, so that groups stay whole
-        yield (
-            f"rollout.prompts: {prompts} x rollout.samples={samples} / {table}.mini_batches={train.mini_batches} makes "
-            f"{step} samples an optimizer step, which does not divide over roles.{role}.ranks={ranks}; "
-            f"{_use_multiple(prompts, unit)}, or a number of ranks that divides {step}"
-        )
+
+
+def uneven(role: str, config: Config, *, data_parallel: int) -> str:
+    """What is wrong where the samples of one of the role's optimizer steps do not divide over as many data-parallel
+    groups as its backend makes of its ranks; "" where they do."""
+    train, ranks = config.train_of(role), config.chosen_roles[role].ranks
+    prompts, samples = config.rollout.prompts, config.rollout.samples
+    step = prompts * samples // train.mini_batches
+    if prompts % train.mini_batches or step % data_parallel == 0:  # the first is `problems`' to say
+        return ""
+    unit = train.mini_batches * data_parallel // math.gcd(data_parallel, samples)  # in prompts: groups stay whole
+    over, other = f"roles.{role}.ranks={ranks}", f"a number of ranks that divides {step}"
+    if data_parallel != ranks:
+        over = f"the {data_parallel} data-parallel groups that the backend makes of {over}"
+        other = f"ranks and a parallelism that make a number of groups that divides {step}"
+    return (
+        f"rollout.prompts: {prompts} x rollout.samples={samples} / {config.train_table_of(role)}.mini_batches="
+        f"{train.mini_batches} makes {step} samples an optimizer step, which does not divide over {over}; "
+        f"{_use_multiple(prompts, unit)}, or {other}"
+    )
 
 
 def _use_multiple(value: int, unit: int) -> str:

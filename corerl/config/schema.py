@@ -424,11 +424,19 @@ class Config:
         """What `role` is trained with: its own table where it has one, else the common one."""
         return self.chosen_roles[role].train or self.train
 
+    def train_table_of(self, role: str) -> str:
+        """Where that stands, for messages."""
+        return "train" if self.chosen_roles[role].train is None else f"roles.{role}.train"
+
     def model_of(self, role: str) -> ModelConfig:
         """What `role` begins as."""
         choice = self.chosen_roles[role]
         own = choice.model if isinstance(choice, CriticChoice) else None
         return own or self.model
+
+    def model_table_of(self, role: str) -> str:
+        """Where that stands, for messages."""
+        return "model" if self.model_of(role) is self.model else f"roles.{role}.model"
 
 
 @frozen(kw_only=True)
@@ -448,7 +456,11 @@ class RoleConfig:
 
 @frozen(kw_only=True)
 class ClusterInfo:
-    """What a spec's pure functions may know of the place a run goes to."""
+    """What a spec's pure functions may know of a run, besides the plugin's own options. For an engine `ranks` are its
+    replicas; the rest is the actor's, for engines and extensions."""
 
     device: str  # cpu or cuda
     ranks: int  # of the role
+    # Fields of the Hugging Face config, plain data; empty where no model is known yet: say nothing of it then.
+    model: Mapping[str, Any] = field(factory=dict)
+    train: TrainConfig | None = None  # what the role is trained with; None where no run is known

@@ -9,7 +9,7 @@ from corerl.config.schema import Config
 from corerl.doctor import installation
 from corerl.doctor.child import look, look_each
 from corerl.errors import ConfigError
-from corerl.plugin.options import backend_name
+from corerl.plugin.options import selected
 from corerl.plugin.registry import Entry, Kind, is_named
 from corerl.plugin.spec import Finding, Level
 
@@ -46,18 +46,9 @@ def examine(name: str = "", *, file: str = "", overrides: Sequence[str] = (), no
         yield from _all()
 
 
-def selected(config: Config) -> list[tuple[Kind, str]]:
-    """The plugins that a config names."""
-    backends = [backend_name(config, role) for role in config.chosen_roles]
-    engines = [config.rollout.engine] if config.run.samples else []
-    extensions = [each.name for each in config.extensions]
-    named = {Kind.BACKENDS: backends, Kind.ENGINES: engines, Kind.EXTENSIONS: extensions}
-    return list(dict.fromkeys((kind, each) for kind, names in named.items() for each in names))
-
-
 def _selected(config: Config) -> Iterator[Finding]:
     """Whole: with their implementations, what they need, and so with torch."""
-    chosen = selected(config)
+    chosen = list(dict.fromkeys((each.kind, each.name) for each in selected(config) if each.used))
     yield from _installed(
         [
             (kind, entry)

@@ -9,13 +9,12 @@ import torch
 from corerl.cluster.nodes import ask_each_node
 from corerl.cluster.runtime import ray_session
 from corerl.config.load import load_config
-from corerl.config.schema import ClusterInfo
 from corerl.doctor.child import Begins, Told
 from corerl.driver.launch import environment_of, process_environment
 from corerl.driver.prepare import Prepared, prepare
 from corerl.errors import CorerlError, UserError
 from corerl.plugin.fingerprint import Origin, origins
-from corerl.plugin.options import notes
+from corerl.plugin.options import notes, selected
 from corerl.plugin.registry import Kind
 from corerl.plugin.spec import Finding, Level
 
@@ -73,8 +72,8 @@ def _environments(prepared: Prepared, file: str) -> Iterator[Finding]:
     groups = {f"{role} ranks": (plan.backend.name, plan.environment) for role, plan in prepared.roles.items()}
     if prepared.config.run.samples:
         engine = prepared.engine
-        cluster = ClusterInfo(device=prepared.device, ranks=prepared.config.rollout.replicas)
-        groups["engines"] = (engine.name, engine.spec.environment(prepared.config.engines[engine.name], cluster))
+        wanted = engine.spec.environment(prepared.config.engines[engine.name], prepared.engines)
+        groups["engines"] = (engine.name, wanted)
     for who, (plugin, wanted) in groups.items():
         try:
             given = environment_of(prepared, plugin, wanted)
@@ -132,12 +131,10 @@ def _compared(node: str, wanted: Sequence[Origin], found: Sequence[Origin]) -> F
 
 def named_by(prepared: Prepared) -> list[tuple[Kind, str]]:
     """The plugins that live in ranks and engines, as the config names them."""
-    assigned = [plan.assignments[0] for plan in prepared.roles.values()]
-    named = [(Kind.BACKENDS, each.backend) for each in assigned]
-    if prepared.config.run.samples:
-        named.append((Kind.ENGINES, prepared.config.rollout.engine))
-    named += [(Kind.EXTENSIONS, choice.name) for each in assigned for choice in each.extensions]
-    return list(dict.fromkeys(named))
+    in_ranks = {each.name for plan in prepared.roles.values() for each in plan.assignments[0].extensions}
+    chosen = [each for each in selected(prepared.config) if each.used]
+    there = [each for each in chosen if each.kind is not Kind.EXTENSIONS or each.name in in_ranks]
+    return list(dict.fromkeys((each.kind, each.name) for each in there))
 
 
 def _problem(line: str, file: str) -> Finding:

@@ -18,7 +18,7 @@ from corerl.cluster.placement import Seat, seated
 from corerl.cluster.process import Outcome
 from corerl.cluster.runtime import ray_session
 from corerl.config.load import dump_toml, to_plain
-from corerl.config.schema import ClusterInfo, Config
+from corerl.config.schema import Config
 from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.prepare import ENGINES, Prepared, prepare, title
@@ -361,8 +361,7 @@ def make_fleet(prepared: Prepared, seats: list[Seat], **watched: Any) -> EngineF
         )
         for index in range(len(seats))
     ]
-    cluster = ClusterInfo(device=prepared.device, ranks=len(seats))
-    environment = environment_of(prepared, engine.name, engine.spec.environment(options, cluster))
+    environment = environment_of(prepared, engine.name, engine.spec.environment(options, prepared.engines))
     names = [assignment.context.name for assignment in assignments]
     processes = ProcessGroup(
         names, "corerl.rollout.service:EngineService", seats, environment, failure=EngineFailed, threads=2, **watched

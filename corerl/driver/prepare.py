@@ -17,6 +17,7 @@ from corerl.checkpoint.commit import latest, read_state
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.cluster.placement import Seating, arrange
 from corerl.config.check import problems as contradictions
+from corerl.config.check import uneven
 from corerl.config.functions import imported
 from corerl.config.schema import ClusterInfo, Config, ModelConfig
 from corerl.data.load import load_prompts
@@ -27,7 +28,7 @@ from corerl.models.config import experts, hf_config
 from corerl.models.names import hf_boxes
 from corerl.models.readers import SafetensorsSource
 from corerl.models.tokenizer import CHARACTERS, load_tokenizer
-from corerl.plugin.options import backend_name, check_spec, resolve_tables
+from corerl.plugin.options import backend_name, check_spec, resolve_tables, selected
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.rollout.encoding import require_encodable
 from corerl.rollout.engine import SamplingParams
@@ -35,7 +36,7 @@ from corerl.rollout.rewards import Reward, resolve_reward
 from corerl.rollout.sampler import sampling_params
 from corerl.rollout.saved import ROLLOUTS, SavedRollouts
 from corerl.rollout.sources import Scored
-from corerl.trainer.assign import ACTOR, CRITIC, RolePlan, loss_of, offloaded, plan_role
+from corerl.trainer.assign import ACTOR, CRITIC, RolePlan, cluster_of, loss_of, offloaded, plan_role
 from corerl.types import LossSpec
 from corerl.weights.transports import require_transport
 
@@ -55,6 +56,7 @@ class Prepared:
     state: dict[str, Any]  # the driver's part of it; empty where the run begins
     roles: Mapping[str, RolePlan]  # the actor first
     engine: Loaded
+    engines: ClusterInfo  # what its spec may know
     seating: Seating
     tokenizer: Any
     prompts: PromptSource
@@ -166,7 +168,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         own = config.model_of(role)
         read = own.path and (not resume or config.algorithm.kl_coef)  # what is measured against is read again
         if read and problems.none_in("model", f"roles.{role}.model", "checkpoint"):
-            table = "model" if own is config.model else f"roles.{role}.model"
+            table = config.model_table_of(role)
             with problems.stage(f"{table}.weights", path=f"{table}.path"):
                 require_weights(own.path, role, hf)
     if state and config.run.mode != "eval":
@@ -196,18 +198,25 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     plans: dict[str, RolePlan] = {}
     if problems.none_in("plugins", "cluster.device"):
         engine = load(Kind.ENGINES, config.rollout.engine)
-        engines = ClusterInfo(device=device, ranks=config.rollout.replicas)
+        fields = {role: hf.to_dict() for role, hf in models.items()}
+        clusters = {
+            role: cluster_of(role, config, device=device, model=fields.get(role)) for role in config.chosen_roles
+        }
+        engines = evolve(clusters[ACTOR], ranks=config.rollout.replicas)
         with problems.stage("engines"):
-            check_spec(engine, config.engines[engine.name], engines)
-        actor = ClusterInfo(device=device, ranks=config.roles.actor.ranks)
+            check_spec(engine, config.engines[engine.name], engines, config=config)
         for index, each in enumerate(config.extensions):
             with problems.stage("extensions"):
                 extension = load(Kind.EXTENSIONS, each.name)
-                check_spec(extension, each.options, actor, table=f"extensions[{index}].options")
-        for role, choice in config.chosen_roles.items():
+                table = f"extensions[{index}].options"
+                check_spec(extension, each.options, clusters[ACTOR], config=config, table=table)
+        for role in config.chosen_roles:
             with problems.stage("backends"):  # `plan_role` asks this too, but not where a capability is missing
                 backend = load(Kind.BACKENDS, backend_name(config, role))
-                check_spec(backend, config.backends[backend.name], ClusterInfo(device=device, ranks=choice.ranks))
+                options = config.backends[backend.name]
+                check_spec(backend, options, clusters[role], config=config, role=role)
+                if line := uneven(role, config, data_parallel=backend.spec.data_parallel(options, clusters[role])):
+                    problems.add("rollout.prompts", ConfigError(line))
             with problems.stage(f"roles.{role}", path=f"roles.{role}"):
                 plans[role] = plan_role(
                     role,
@@ -217,6 +226,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
                     device=device,
                     run_dir=str(run_dir),
                     resume=str(resume / role) if resume and problems.none_in("checkpoint") else "",
+                    model=fields.get(role),
                 )
     problems.raise_all()
 
@@ -233,6 +243,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         state=state,
         roles=plans,
         engine=engine,
+        engines=engines,
         seating=arrange(
             groups,
             apart=[*config.apart, *([ENGINES] if config.cluster.placement == "disaggregated" else [])],
@@ -251,16 +262,9 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
 
 def _resolve_plugins(config: Config, problems: Problems) -> Config:
     """With each plugin's table as its own class, where all plugins are found and their tables fit."""
-    own = {f"roles.{role}.backend": choice.backend for role, choice in config.chosen_roles.items() if choice.backend}
-    extensions = {f"extensions[{index}].name": each.name for index, each in enumerate(config.extensions)}
-    chosen = [
-        *((Kind.BACKENDS, path, name) for path, name in {"backend.name": config.backend.name, **own}.items()),
-        (Kind.ENGINES, "rollout.engine", config.rollout.engine),
-        *((Kind.EXTENSIONS, path, name) for path, name in extensions.items()),
-    ]
-    for kind, path, name in chosen:
-        with problems.stage("plugins", path=path):
-            load(kind, name)
+    for each in selected(config):
+        with problems.stage("plugins", path=each.path):
+            load(each.kind, each.name)
     if problems.none_in("plugins"):
         with problems.stage("plugins"):
             return resolve_tables(config)

@@ -37,6 +37,8 @@ class Support:
 
 
 FULL = Support(Grade.FULL)
+# What asks for a capability by its value: a precision. Every backend has float32.
+PRECISIONS = {"bfloat16": Capability.BFLOAT16, "float16": Capability.FLOAT16}
 
 
 def unsupported(reason: str) -> Support:

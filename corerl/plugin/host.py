@@ -21,7 +21,7 @@ from corerl.errors import (
     WeightUpdateError,
     WrongState,
 )
-from corerl.plugin.capabilities import FULL, Capability, Grade, Support, refusal
+from corerl.plugin.capabilities import FULL, PRECISIONS, Capability, Grade, Support, refusal
 from corerl.plugin.context import Context
 from corerl.plugin.contract import (
     build_manager,
@@ -268,15 +268,14 @@ class PluginHost:
 
 def _asked_for(config: RoleConfig, context: Context) -> Iterator[tuple[Capability, str]]:
     """What `init` is asked for that does not take a look at the model."""
-    halves = {"bfloat16": Capability.BFLOAT16, "float16": Capability.FLOAT16}
     if context.world_size > 1:
         yield Capability.MULTI_RANK, f"init on {context.world_size} ranks"
     if config.value_head:
         yield Capability.CRITIC, "init with a value head"
     if config.device == "cpu":
         yield Capability.CPU, "init on device 'cpu'"
-    if config.train.precision in halves:
-        yield halves[config.train.precision], f"init with train.precision = {config.train.precision!r}"
+    if config.train.precision in PRECISIONS:
+        yield PRECISIONS[config.train.precision], f"init with train.precision = {config.train.precision!r}"
     if config.train.recompute != "none":
         yield Capability.RECOMPUTE, f"init with train.recompute = {config.train.recompute!r}"
 

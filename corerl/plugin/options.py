@@ -7,16 +7,42 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo, Config
 from corerl.errors import ConfigError, PluginError, Unsupported
 from corerl.plugin.capabilities import FULL, Capability, Grade, refusal
 from corerl.plugin.registry import Kind, Loaded, installed_names, load, nearest
-from corerl.plugin.spec import BackendSpec, Environment
+from corerl.plugin.spec import BackendSpec, Environment, Problem
 
 JOINED = {"LD_PRELOAD": ":"}  # variables that hold a list, with its separator: several plugins may add to one
+
+
+@frozen(kw_only=True)
+class Selection:
+    """A plugin that a config names."""
+
+    kind: Kind
+    path: str  # of the setting
+    name: str  # as it stands there
+    used: bool  # its code runs: not that of an engine where nothing is sampled
+
+
+def selected(config: Config) -> list[Selection]:
+    """In the order of backends, engine, extensions; a plugin stands there as often as settings name it."""
+    roles = config.chosen_roles.items()
+    backends = {f"roles.{role}.backend": choice.backend for role, choice in roles if choice.backend}
+    common = len(backends) < len(roles)
+    return [
+        Selection(kind=Kind.BACKENDS, path="backend.name", name=config.backend.name, used=common),
+        *(Selection(kind=Kind.BACKENDS, path=path, name=name, used=True) for path, name in backends.items()),
+        Selection(kind=Kind.ENGINES, path="rollout.engine", name=config.rollout.engine, used=config.run.samples),
+        *(
+            Selection(kind=Kind.EXTENSIONS, path=f"extensions[{index}].name", name=each.name, used=True)
+            for index, each in enumerate(config.extensions)
+        ),
+    ]
 
 
 def backend_name(config: Config, role: str) -> str:
@@ -34,10 +60,10 @@ def resolve_tables(config: Config) -> Config:
     """
     lines: list[str] = []
     tables: dict[Kind, dict[str, Any]] = {Kind.BACKENDS: dict(config.backends), Kind.ENGINES: dict(config.engines)}
-    for kind, names in _selected(config).items():
-        for loaded in (load(kind, name) for name in names):
-            table = tables[kind].get(loaded.name, {})
-            tables[kind][loaded.name] = _options(table, loaded, path=_table(kind, loaded.name), lines=lines)
+    for kind, name in dict.fromkeys((each.kind, each.name) for each in selected(config) if each.kind in tables):
+        loaded = load(kind, name)
+        table = tables[kind].get(loaded.name, {})
+        tables[kind][loaded.name] = _options(table, loaded, path=_table(kind, loaded.name), lines=lines)
     extensions = tuple(
         evolve(
             choice,
@@ -81,17 +107,40 @@ def check_capabilities(spec: BackendSpec, needs: Mapping[Capability, str], *, na
         raise Unsupported("\n".join(lines))
 
 
-def check_spec(loaded: Loaded, options: Any, cluster: ClusterInfo, *, table: str = "") -> None:
-    """Ask a plugin's spec whether these options can run here; ConfigError with a line for each problem. `table` is
-    where the options stand, which only an extension's place in its list tells."""
+def check_spec(
+    loaded: Loaded,
+    options: Any,
+    cluster: ClusterInfo,
+    *,
+    config: Config | None = None,
+    role: str = "actor",
+    table: str = "",
+) -> None:
+    """Ask a plugin's spec whether these options can run here; ConfigError with a line for each problem.
+
+    `config` and `role` tell where the model and the [train] table stand that `cluster` describes. `table` is where the
+    options stand, which only an extension's place in its list tells.
+    """
     kind = Kind.BACKENDS if isinstance(loaded.spec, BackendSpec) else Kind.ENGINES
-    table = table or _table(kind, loaded.name)
-    lines = [
-        f"{table}.{problem.path}: {problem.text}" if problem.path else f"{table}: {problem.text}"
-        for problem in loaded.spec.check(options, cluster)
-    ]
+    own = table or _table(kind, loaded.name)
+    lines = [f"{_place(each, own, config, role)}: {each.text}" for each in loaded.spec.check(options, cluster)]
     if lines:
         raise ConfigError("\n".join(lines))
+
+
+def _place(problem: Problem, own: str, config: Config | None, role: str) -> str:
+    """Where the user finds the setting."""
+    if not problem.path.startswith("."):
+        return f"{own}.{problem.path}" if problem.path else own
+    table, _, setting = problem.path[1:].partition(".")
+    if table == "train":
+        place = config.train_table_of(role) if config else "train"
+    else:
+        place = config.model_table_of(role) if config else "model"
+        if config and config.model_of(role).path:
+            return f"{place}.path: {setting} in its config.json" if setting else f"{place}.path"
+        place += ".config"
+    return f"{place}.{setting}" if setting else place
 
 
 def merge_environments(*environments: tuple[str, Environment]) -> dict[str, str]:
@@ -117,19 +166,14 @@ def merge_environments(*environments: tuple[str, Environment]) -> dict[str, str]
     return merged
 
 
-def _selected(config: Config) -> dict[Kind, list[str]]:
-    """The names that the config chooses, as it writes them."""
-    backends = [config.backend.name, *(backend_name(config, role) for role in config.chosen_roles)]
-    return {Kind.BACKENDS: list(dict.fromkeys(backends)), Kind.ENGINES: [config.rollout.engine]}
-
-
 def _unselected(config: Config) -> Iterator[tuple[Kind, str, Loaded | str]]:
     """Each table that no choice uses, with its plugin, or why there is none ("" where it is not installed)."""
-    for kind, names in _selected(config).items():
-        used = {name if name in getattr(config, kind.value) else name.rpartition(":")[2] for name in names}
-        known = installed_names(kind)
-        for name in getattr(config, kind.value):
-            if name in used:
+    for kind in (Kind.BACKENDS, Kind.ENGINES):
+        given, known = getattr(config, kind.value), installed_names(kind)
+        names = [each.name for each in selected(config) if each.kind is kind]
+        chosen = {name if name in given else name.rpartition(":")[2] for name in names}
+        for name in given:
+            if name in chosen:
                 continue
             if name not in known:
                 yield kind, name, ""

@@ -13,6 +13,7 @@ from enum import Enum, StrEnum
 from typing import Any, TypeAlias
 
 from attrs import field, frozen
+from attrs.validators import matches_re
 
 from corerl.config.schema import ClusterInfo
 from corerl.plugin.capabilities import Capability, Support
@@ -22,9 +23,14 @@ Environment: TypeAlias = Mapping[str, str]
 
 @frozen
 class Problem:
-    """One reason why this config cannot run here; `path` is relative to the plugin's own table."""
+    """One reason why this config cannot run here.
 
-    path: str
+    `path` is a setting of the plugin's own table, or "" for the table. With a dot before it, it is the role's:
+    ".model.FIELD" of its model's Hugging Face config, ".train.SETTING" of what it is trained with, or ".model" or
+    ".train" as a whole, wherever in the config these stand.
+    """
+
+    path: str = field(validator=matches_re(r"|[^.].*|\.(model|train)(\..+)?"))
     text: str
 
 
@@ -67,6 +73,10 @@ def one_device(config: Any, cluster: ClusterInfo) -> Resources:
     return Resources(cpus=1.0, gpus=1.0 if cluster.device == "cuda" else 0.0)
 
 
+def all_ranks(config: Any, cluster: ClusterInfo) -> int:
+    return cluster.ranks
+
+
 def no_problems(config: Any, cluster: ClusterInfo) -> Iterable[Problem]:
     return ()
 
@@ -85,6 +95,9 @@ class BackendSpec:
     environment: Callable[[Any, ClusterInfo], Environment] = no_environment
     resources: Callable[[Any, ClusterInfo], Resources] = one_device
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
+    # Into how many parts the samples of a step are split over the ranks, `ParallelLayout.dp_size` of each: fewer than
+    # ranks where several share a part (tensor, pipeline, context parallel). Asked where `check` has found nothing.
+    data_parallel: Callable[[Any, ClusterInfo], int] = all_ranks
     # What is to be said of its libraries on this machine; `corerl doctor` calls it in a process of its own.
     probe: Callable[[], Iterable[Finding]] = no_findings
 
@@ -107,7 +120,7 @@ class ExtensionSpec:
     api: tuple[int, int]
     summary: str
     process: Process
-    check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems  # `ranks` is the actor's
+    check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
     traces: bool = False  # on the driver: hears `Worked` of every call, for which all processes then keep records
 
 

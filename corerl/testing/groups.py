@@ -21,6 +21,7 @@ from corerl.config.schema import BackendChoice, Config, ExtensionChoice, ModelCo
 from corerl.data.plan import plan_forward, plan_steps
 from corerl.driver.run import meeting_at
 from corerl.errors import CorerlError, EngineFailed
+from corerl.models.config import hf_config
 from corerl.plugin.fingerprint import origin
 from corerl.plugin.options import resolve_tables
 from corerl.plugin.registry import Kind, load
@@ -61,7 +62,16 @@ def plan_of(setup: Setup, ranks: int, run_dir: Path, extensions: Sequence[str] =
         roles=RolesConfig(actor=RoleChoice(ranks=ranks)),
         extensions=tuple(ExtensionChoice(name=each) for each in extensions),
     )
-    plan = plan_role(ACTOR, resolve_tables(config), loss=LOSS, experts=1, device="cpu", run_dir=str(run_dir), resume="")
+    plan = plan_role(
+        ACTOR,
+        resolve_tables(config),
+        loss=LOSS,
+        experts=1,
+        device="cpu",
+        run_dir=str(run_dir),
+        resume="",
+        model=hf_config(config.model).to_dict(),
+    )
     assignments = tuple(evolve(each, config=evolve(each.config, seed=setup.seed)) for each in plan.assignments)
     return evolve(plan, assignments=assignments)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from attrs import evolve, frozen
 
@@ -10,14 +12,14 @@ from corerl.algorithms.registry import loss_spec, value_loss_spec
 from corerl.checkpoint.reader import written_ranks
 from corerl.config.load import to_plain
 from corerl.config.schema import ClusterInfo, Config, RoleConfig
-from corerl.plugin.capabilities import Capability
+from corerl.plugin.capabilities import PRECISIONS, Capability
 from corerl.plugin.context import Context
 from corerl.plugin.fingerprint import fingerprint
 from corerl.plugin.observers import extensions_for
 from corerl.plugin.options import backend_name, check_capabilities, check_spec
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import Process, Resources
-from corerl.trainer.worker import Assignment
+from corerl.trainer.worker import TRANSPORTS, Assignment
 from corerl.types import LossSpec
 
 ACTOR = "actor"
@@ -32,6 +34,7 @@ class RolePlan:
     backend: Loaded
     loss: LossSpec | None  # None where it is not trained
     assignments: tuple[Assignment, ...]  # one a rank
+    data_parallel: int  # parts that the samples of a step are split into, as the spec has it
     environment: dict[str, str]  # that the backend asks for; the run adds its own
     resources: Resources  # of each rank
 
@@ -52,10 +55,19 @@ def loss_of(role: str, config: Config) -> LossSpec:
 
 
 def plan_role(
-    role: str, config: Config, *, loss: LossSpec | None, experts: int, device: str, run_dir: str, resume: str
+    role: str,
+    config: Config,
+    *,
+    loss: LossSpec | None,
+    experts: int,
+    device: str,
+    run_dir: str,
+    resume: str,
+    model: Mapping[str, Any] | None = None,
 ) -> RolePlan:
     """`config` is resolved: options are the plugins' own classes. `loss` is None for a role that is not trained,
-    `experts` how many the model has, `resume` the directory of the role's part of a checkpoint, empty where it begins.
+    `experts` how many the model has, `resume` the directory of the role's part of a checkpoint, empty where it begins,
+    `model` the fields of its Hugging Face config, which a backend may want to check.
 
     Raises what is wrong with the role, in the user's terms: unknown backend, a capability that it lacks, its own
     checks.
@@ -64,16 +76,15 @@ def plan_role(
     name = backend_name(config, role)
     backend = load(Kind.BACKENDS, name)
     options = config.backends[backend.name]
-    cluster = ClusterInfo(device=device, ranks=choice.ranks)
-    train = config.train_of(role)
+    cluster = cluster_of(role, config, device=device, model=model)
     saved_ranks = written_ranks(Path(resume)) if resume else 0
     needs = needed(role, config, cluster, experts=experts, saved_ranks=saved_ranks)
     check_capabilities(backend.spec, needs, name=backend.name)
-    check_spec(backend, options, cluster)
+    check_spec(backend, options, cluster, config=config, role=role)
     extensions = extensions_for(config.extensions, Process.WORKER)
     role_config = RoleConfig(
         model=config.model_of(role),
-        train=train,
+        train=config.train_of(role),
         options=to_plain(options),
         weights=config.weights,
         device=device,
@@ -97,9 +108,16 @@ def plan_role(
         assignments=tuple(
             evolve(assignment, context=evolve(assignment.context, rank=rank)) for rank in range(choice.ranks)
         ),
+        data_parallel=backend.spec.data_parallel(options, cluster),
         environment=dict(backend.spec.environment(options, cluster)),
         resources=backend.spec.resources(options, cluster),
     )
+
+
+def cluster_of(role: str, config: Config, *, device: str, model: Mapping[str, Any] | None = None) -> ClusterInfo:
+    """What the spec of the role's backend may know."""
+    ranks = config.chosen_roles[role].ranks
+    return ClusterInfo(device=device, ranks=ranks, model=model or {}, train=config.train_of(role))
 
 
 def needed(
@@ -109,15 +127,14 @@ def needed(
     wrote the checkpoint that the role resumes; 0 where it resumes none."""
     needs: dict[Capability, str] = {}
     train = config.train_of(role)
-    halves = {"bfloat16": Capability.BFLOAT16, "float16": Capability.FLOAT16}
     if role == CRITIC:
         needs[Capability.CRITIC] = "roles.critic"
     if cluster.device == "cpu":
         needs[Capability.CPU] = "cluster.device = 'cpu'"
     if cluster.ranks > 1:
         needs[Capability.MULTI_RANK] = f"{cluster.ranks} ranks"
-    if train.precision in halves:
-        needs[halves[train.precision]] = f"train.precision = '{train.precision}'"
+    if train.precision in PRECISIONS:
+        needs[PRECISIONS[train.precision]] = f"train.precision = '{train.precision}'"
     if train.recompute != "none":
         needs[Capability.RECOMPUTE] = f"train.recompute = '{train.recompute}'"
     if experts > 1:
@@ -130,9 +147,8 @@ def needed(
         needs[Capability.SLEEP] = f"cluster.offload = '{config.cluster.offload}' with colocated engines"
     if config.checkpoint.background and config.run.trains:
         needs[Capability.SAVE_BACKGROUND] = "checkpoint.background = true"
-    transport = {"collective": Capability.UPDATE_COLLECTIVE, "disk": Capability.UPDATE_DISK}
-    if role == ACTOR and config.weights.transport in transport:
-        needs[transport[config.weights.transport]] = f"weights.transport = '{config.weights.transport}'"
+    if role == ACTOR and config.weights.transport in TRANSPORTS:
+        needs[TRANSPORTS[config.weights.transport]] = f"weights.transport = '{config.weights.transport}'"
     return needs
 
 

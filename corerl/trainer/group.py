@@ -40,7 +40,7 @@ class GroupTrainResult:
     """One optimizer step of the whole group."""
 
     applied: bool
-    metrics: Mapping[str, Metric] = field(factory=dict)  # summed over dp
+    metrics: Mapping[str, Metric] = field(factory=dict)  # merged over the ranks
     grad_norm: float
     tokens: int  # over all dp ranks
 
@@ -120,6 +120,12 @@ class TrainGroup:
                     f"{self.role}: rank {rank} describes itself as rank {result.layout.rank} of dp size "
                     f"{result.layout.dp_size}, rank 0 as dp size {self.dp_size}; a layout is wrong"
                 )
+        if self.dp_size != self.plan.data_parallel:
+            self.processes.kill()
+            raise ContractError(
+                f"{self.role}: the ranks make {self.dp_size} data-parallel groups, and the backend's spec announced "
+                f"{self.plan.data_parallel}; dp_size in InitResult.layout and BackendSpec.data_parallel must agree"
+            )
         if fault := _fault(self.layouts):
             self.processes.kill()
             raise ContractError(f"{self.role}: {fault}; the layouts in InitResult are wrong")
@@ -150,12 +156,12 @@ class TrainGroup:
             raise ContractError(
                 f"{self.role}: the ranks disagree on the gradient's norm, {norms}; each must report the whole model's"
             )
-        output = [result for result, layout in zip(results, self.layouts, strict=True) if layout.outputs]
+        # The backend's metrics come from output ranks alone, an extension's from every rank that it measures on.
         return GroupTrainResult(
             applied=results[0].applied,
-            metrics=merge_metrics(result.metrics for result in output),
+            metrics=merge_metrics(result.metrics for result in results),
             grad_norm=results[0].grad_norm,
-            tokens=sum(result.tokens for result in output),
+            tokens=sum(result.tokens for result, at in zip(results, self.layouts, strict=True) if at.outputs),
         )
 
     def forward(
@@ -276,6 +282,8 @@ def scatter(
     columns = {output: np.zeros(len(batch.tokens), dtype=np.float32) for output in outputs}
     times = np.zeros(len(batch), dtype=np.int64)
     for result in results:
+        if not len(result.samples):  # it does not output, or was given fillers alone
+            continue
         if any(not 0 <= sample < len(batch) for sample in result.samples):
             raise ContractError(f"{role}: forward returned samples that it was not given, of {len(batch)}")
         np.add.at(times, result.samples, 1)

@@ -50,7 +50,7 @@ def test_the_table_shows_every_backend_with_its_state(capsys: pytest.CaptureFixt
         "-",
         "broken: ModuleNotFoundError: No module named 'a_library_that_is_not_there' (corerl doctor bad)",
     ]
-    assert rows["megatron"] == ["-", "-", "-", "not installed: pip install 'corerl[megatron]'"]
+    assert rows["deepspeed"] == ["-", "-", "-", "not installed: pip install 'corerl[deepspeed]'"]
 
 
 def test_a_second_set_of_metadata_that_says_the_same_is_not_told(
@@ -107,10 +107,10 @@ def test_json_holds_the_same_for_programs(capsys: pytest.CaptureFixture[str]) ->
         "shadowed": [],
     }
     assert rows["bad"]["status"] == "broken"
-    assert rows["megatron"] == {
-        "name": "megatron",
+    assert rows["deepspeed"] == {
+        "name": "deepspeed",
         "status": "not installed",
-        "reason": "pip install 'corerl[megatron]'",
+        "reason": "pip install 'corerl[deepspeed]'",
     }
 
 

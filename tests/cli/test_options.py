@@ -122,8 +122,8 @@ def test_a_name_of_no_kind_is_answered_with_all_that_there_are(capsys: pytest.Ca
 
 
 def test_a_backend_that_is_not_installed_is_answered_with_how_to_install_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["options", "megatron"]) == 2
-    assert capsys.readouterr().err.endswith("to install 'megatron': pip install 'corerl[megatron]'\n")
+    assert main(["options", "deepspeed"]) == 2
+    assert capsys.readouterr().err.endswith("to install 'deepspeed': pip install 'corerl[deepspeed]'\n")
 
 
 def test_a_module_says_itself_of_which_kind_it_is(capsys: pytest.CaptureFixture[str]) -> None:

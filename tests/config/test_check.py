@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.config.check import problems
+from corerl.config.check import problems, uneven
 from corerl.config.schema import (
     AlgorithmConfig,
     BackendChoice,
@@ -89,24 +89,34 @@ def test_a_model_is_either_read_or_described(model: ModelConfig, line: str) -> N
     assert problems(evolve(VALID, model=model)) == [line]
 
 
+def batch(prompts: int, samples: int, mini_batches: int, ranks: int) -> Config:
+    return evolve(
+        VALID,
+        rollout=RolloutConfig(prompts=prompts, samples=samples),
+        train=TrainConfig(mini_batches=mini_batches),
+        roles=actor(ranks),
+    )
+
+
+def test_prompts_make_equal_optimizer_steps() -> None:
+    (line,) = problems(batch(10, 4, 4, 1))
+    assert line == (
+        "rollout.prompts: 10 does not split into train.mini_batches=4 equal optimizer steps; "
+        "use a multiple of 4, such as 12"
+    )
+    assert problems(batch(12, 4, 4, 1)) == []
+    assert uneven("actor", batch(10, 4, 4, 3), data_parallel=3) == ""  # it is said already
+
+
 @pytest.mark.parametrize(
-    ("prompts", "samples", "mini_batches", "ranks", "line"),
+    ("prompts", "samples", "mini_batches", "ranks", "data_parallel", "line"),
     [
-        (
-            10,
-            4,
-            4,
-            1,
-            (
-                "rollout.prompts: 10 does not split into train.mini_batches=4 equal optimizer steps; "
-                "use a multiple of 4, such as 12"
-            ),
-        ),
         (
             # 5 prompts x 3 samples = 15 rows a step over 2 ranks: 2 x 3 x 3 = 18 would do, so prompts in steps of 2
             5,
             3,
             1,
+            2,
             2,
             (
                 "rollout.prompts: 5 x rollout.samples=3 / train.mini_batches=1 makes 15 samples an optimizer step, "
@@ -120,26 +130,43 @@ def test_a_model_is_either_read_or_described(model: ModelConfig, line: str) -> N
             4,
             2,
             8,
+            8,
             (
                 "rollout.prompts: 6 x rollout.samples=4 / train.mini_batches=2 makes 12 samples an optimizer step, "
                 "which does not divide over roles.actor.ranks=8; use a multiple of 4, such as 8, or a number of ranks "
                 "that divides 12"
             ),
         ),
+        (
+            # The same rows over 8 groups of 2 ranks each
+            6,
+            4,
+            2,
+            16,
+            8,
+            (
+                "rollout.prompts: 6 x rollout.samples=4 / train.mini_batches=2 makes 12 samples an optimizer step, "
+                "which does not divide over the 8 data-parallel groups that the backend makes of roles.actor.ranks=16; "
+                "use a multiple of 4, such as 8, or ranks and a parallelism that make a number of groups that "
+                "divides 12"
+            ),
+        ),
     ],
 )
-def test_what_does_not_divide_is_answered_with_a_multiple_that_does(
-    prompts: int, samples: int, mini_batches: int, ranks: int, line: str
+def test_samples_that_do_not_divide_are_answered_with_a_multiple_that_does(
+    prompts: int, samples: int, mini_batches: int, ranks: int, data_parallel: int, line: str
 ) -> None:
-    config = evolve(
-        VALID,
-        rollout=RolloutConfig(prompts=prompts, samples=samples),
-        train=TrainConfig(mini_batches=mini_batches),
-        roles=actor(ranks),
-    )
-    assert problems(config) == [line]
+    config = batch(prompts, samples, mini_batches, ranks)
+    assert uneven("actor", config, data_parallel=data_parallel) == line
+    assert problems(config) == []  # how many groups there are is the backend's to say
     advised = int(line.split("such as ")[1].split(",")[0])
-    assert problems(evolve(config, rollout=RolloutConfig(prompts=advised, samples=samples))) == []
+    assert uneven("actor", batch(advised, samples, mini_batches, ranks), data_parallel=data_parallel) == ""
+
+
+def test_ranks_that_share_their_samples_need_no_more_of_them() -> None:
+    config = batch(6, 4, 2, 8)
+    assert uneven("actor", config, data_parallel=8) != ""
+    assert [uneven("actor", config, data_parallel=groups) for groups in (1, 2, 4)] == ["", "", ""]
 
 
 def test_a_roles_own_train_table_is_the_one_that_counts() -> None:

@@ -127,11 +127,11 @@ def test_names_that_are_missing_broken_twofold_or_of_another_api_come_with_what_
     offered, refused = amiss(list(examine("both")))
     assert (offered.level, refused.level) == (Level.WARNING, Level.ERROR)
     assert refused.what.startswith("backend 'both' is offered by one 0.1 and two 0.1; choose one by writing 'one:both'")
-    (missing,) = amiss(list(examine("megatron")))
-    assert missing.mend == "pip install 'corerl[megatron]'"
-    (unknown,) = amiss(list(examine("megatorn")))
-    assert unknown.what.startswith("unknown plugin 'megatorn'; installed backends: bad, ")
-    assert unknown.what.endswith("; did you mean 'megatron'?")
+    (missing,) = amiss(list(examine("deepspeed")))
+    assert missing.mend == "pip install 'corerl[deepspeed]'"
+    (unknown,) = amiss(list(examine("deepspede")))
+    assert unknown.what.startswith("unknown plugin 'deepspede'; installed backends: bad, ")
+    assert unknown.what.endswith("; did you mean 'deepspeed'?")
 
 
 def test_a_distribution_that_is_found_twice_is_told_with_both_places(

@@ -239,6 +239,57 @@ def test_a_critics_own_model_must_know_the_actors_tokens(tmp_path: Path) -> None
         prepare(config_in(tmp_path / "run", **tables))
 
 
+# ---- what backends are asked ----------------------------------------------------------------------------------------
+
+
+def test_samples_are_split_over_the_groups_that_the_backend_makes_of_its_ranks(tmp_path: Path) -> None:
+    name = "tests.trainer.fakes:SPEC"
+
+    def given(ranks: int, shards: int) -> Config:
+        tables = {
+            "backend": {"name": name},
+            "backends": {name: {"shards": shards}},
+            "roles": {"actor": {"ranks": ranks}},
+            "rollout": {"engine": "fake", "prompts": 9, "samples": 4},
+        }
+        return config_in(tmp_path / "run", **tables)
+
+    assert prepare(given(8, 2)).roles["actor"].data_parallel == 4
+    with pytest.raises(ConfigError) as caught:
+        prepare(given(8, 1))
+    assert caught.value.message.startswith("rollout.prompts: 9 x rollout.samples=4 / train.mini_batches=1 makes 36 ")
+    with pytest.raises(ConfigError) as caught:
+        prepare(given(16, 2))
+    assert "over the 8 data-parallel groups that the backend makes of roles.actor.ranks=16;" in caught.value.message
+    with pytest.raises(ConfigError) as caught:  # no groups, and so nothing to be said of them
+        prepare(given(8, 3))
+    assert caught.value.message == f'backends."{name}".shards: 3 does not divide 8 ranks; use a divisor'
+
+
+def test_backends_are_asked_with_the_fields_of_each_roles_model(tmp_path: Path) -> None:
+    fields = make_config().model.config
+    small = {**fields, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8}
+    roles = {"critic": {"backend": "tests.trainer.fakes:CHOOSY", "model": {"config": small}}}
+    with pytest.raises(ConfigError) as caught:
+        prepare(config_in(tmp_path / "run", **{**CRITIC, "roles": roles}))
+    assert caught.value.message == "roles.critic.model.config.num_key_value_heads: 2 more than a multiple of 4"
+    hf_config(make_config().model).save_pretrained(tmp_path / "model")
+    tables = {"backend": {"name": "tests.trainer.fakes:CHOOSY"}, "model": {"path": str(tmp_path / "model")}}
+    with pytest.raises(ConfigError) as caught:
+        prepare(config_in(tmp_path / "run", **{**tables, "model": {**tables["model"], "tokenizer": "characters:01"}}))
+    assert (
+        "model.path: num_key_value_heads in its config.json: 2 more than a multiple of 4"
+        in caught.value.message.splitlines()
+    )
+
+
+def test_engines_are_asked_with_the_actors_model_and_their_own_number(tmp_path: Path) -> None:
+    prepared = prepare(config_in(tmp_path / "run", rollout={"engine": "fake", "prompts": 8, "replicas": 3}))
+    assert (prepared.engines.device, prepared.engines.ranks) == ("cpu", 3)
+    assert prepared.engines.model["num_key_value_heads"] == 2
+    assert prepared.engines.train == prepared.config.train
+
+
 # ---- modes -----------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from corerl.ops.logprobs import token_logprobs
+from corerl.testing.pool import RankPool
+from tests.ops import ranks
+from tests.ops.ranks import Found, Head
 
 
 def inputs(tokens: int, vocab: int, dtype: torch.dtype, bias: bool) -> list[torch.Tensor | None]:
@@ -126,3 +129,99 @@ def test_no_token_gives_nothing_and_zero_gradients() -> None:
     logprobs, _ = token_logprobs(hidden, weight, targets(0, 5), temperature=1.0)
     logprobs.sum().backward()
     assert logprobs.shape == (0,) and weight.grad is not None and not weight.grad.any()
+
+
+# ---- padding, and rows that ranks share ------------------------------------------------------------------------------
+
+
+def wanted(head: Head) -> Found:
+    """By torch alone, of the real rows alone, the rest of the gradients zero."""
+    hidden, weight, bias, y, weigh = head.made()
+    exact = torch.promote_types(head.dtype, torch.float32)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    if bias is not None:
+        leaves.append(bias.requires_grad_())
+    z = torch.nn.functional.linear(hidden, weight[: head.vocab], None if bias is None else bias[: head.vocab])
+    log_p = (z.to(exact) / head.temperature).log_softmax(-1)
+    logprobs = log_p.gather(-1, y[:, None]).squeeze(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    loss = logprobs @ weigh[0].to(exact)
+    if head.with_entropy:
+        loss = loss + entropy @ weigh[1].to(exact)
+    grads = [*torch.autograd.grad(loss, leaves), None]
+    return Found(
+        logprobs=logprobs.detach(),
+        entropy=entropy.detach() if head.with_entropy else None,
+        d_hidden=grads[0],
+        d_weight=grads[1],
+        d_bias=grads[2],
+    )
+
+
+HEADS = {
+    "float64": Head(vocab=16, rows=16, dtype=torch.float64),
+    "float64, padded": Head(vocab=13, rows=16, dtype=torch.float64, temperature=0.7, bias=True, chunk=4),
+    "float32": Head(vocab=16, rows=16, dtype=torch.float32, temperature=1.3, chunk=1),
+    "float32, padded": Head(vocab=13, rows=16, dtype=torch.float32, temperature=1.3, chunk=3),
+    "padded, log-probs alone": Head(vocab=13, rows=16, dtype=torch.float32, with_entropy=False, chunk=5),
+    "the last rank has padding alone": Head(vocab=8, rows=16, dtype=torch.float32, temperature=0.9, bias=True),
+    "and some of the first rank's is too": Head(vocab=6, rows=16, dtype=torch.float64, chunk=2),
+}
+TOLERANCE = {torch.float64: {"rtol": 1e-12, "atol": 1e-12}, torch.float32: {"rtol": 1e-5, "atol": 3e-6}}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+def test_ranks_that_share_the_rows_find_what_one_process_finds(head: Head, rank_pool: RankPool) -> None:
+    expected, parts = wanted(head), rank_pool.run(ranks.found, head)
+    near = TOLERANCE[head.dtype]
+    for part in parts:
+        torch.testing.assert_close(part.logprobs, expected.logprobs, **near)
+        assert torch.equal(part.logprobs, parts[0].logprobs)
+        assert (part.entropy is None) == (expected.entropy is None)
+        if part.entropy is not None:
+            torch.testing.assert_close(part.entropy, expected.entropy, **near)
+            assert torch.equal(part.entropy, parts[0].entropy)
+    torch.testing.assert_close(sum(part.d_hidden for part in parts), expected.d_hidden, **near)
+    d_weight = torch.cat([part.d_weight for part in parts])
+    torch.testing.assert_close(d_weight, expected.d_weight, **near)
+    assert not d_weight[head.vocab :].any()
+    if head.bias:
+        torch.testing.assert_close(torch.cat([part.d_bias for part in parts]), expected.d_bias, **near)
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+def test_one_process_leaves_padding_out_too(head: Head) -> None:
+    hidden, weight, bias, y, weigh = head.made()
+    leaves = [leaf.requires_grad_() for leaf in (hidden, weight, bias) if leaf is not None]
+    logprobs, entropy = token_logprobs(
+        hidden,
+        weight,
+        y,
+        bias=bias,
+        temperature=head.temperature,
+        with_entropy=head.with_entropy,
+        chunk_tokens=head.chunk,
+        vocab_size=head.vocab,
+    )
+    expected, near = wanted(head), TOLERANCE[head.dtype]
+    torch.testing.assert_close(logprobs, expected.logprobs, **near)
+    loss = logprobs @ weigh[0].to(logprobs.dtype)
+    if entropy is not None:
+        torch.testing.assert_close(entropy, expected.entropy, **near)
+        loss = loss + entropy @ weigh[1].to(logprobs.dtype)
+    grads = torch.autograd.grad(loss, leaves)
+    torch.testing.assert_close(grads[0], expected.d_hidden, **near)
+    torch.testing.assert_close(grads[1], expected.d_weight, **near)
+    assert not grads[1][head.vocab :].any()
+
+
+def test_ranks_speak_once_however_many_chunks_there_are_and_not_in_the_backward_pass(rank_pool: RankPool) -> None:
+    assert rank_pool.run(ranks.collectives_of_a_pass, 10, 2) == [(2, 0)] * 2  # a maximum, and sums
+    assert rank_pool.run(ranks.collectives_of_a_pass, 0, 2) == [(0, 0)] * 2
+
+
+def test_more_real_rows_than_there_are_is_an_error() -> None:
+    hidden, weight, _ = inputs(4, 9, torch.float32, False)
+    assert hidden is not None and weight is not None
+    with pytest.raises(ValueError, match="vocab_size is 10, and 1 x 9 rows of weight want 1 to 9"):
+        token_logprobs(hidden, weight, targets(4, 9), temperature=1.0, vocab_size=10)

@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.config.schema import BackendChoice, ClusterInfo, Config, ExtensionChoice, RoleChoice, RolesConfig
+from corerl.config.schema import (
+    BackendChoice,
+    ClusterInfo,
+    Config,
+    CriticChoice,
+    ExtensionChoice,
+    ModelConfig,
+    RoleChoice,
+    RolesConfig,
+    RunConfig,
+    TrainConfig,
+)
 from corerl.errors import ConfigError, PluginNotFound, Unsupported
 from corerl.plugin.capabilities import Capability, not_implemented
 from corerl.plugin.options import (
@@ -19,8 +30,10 @@ from corerl.plugin.options import (
     merge_environments,
     notes,
     resolve_tables,
+    selected,
 )
 from corerl.plugin.registry import Kind, load
+from corerl.plugin.spec import Problem
 
 Install = Callable[..., Path]
 
@@ -68,10 +81,36 @@ def test_a_role_with_a_backend_of_its_own_selects_that_too() -> None:
     assert (resolved.backends["mine"].shards, resolved.backends["other"].shards) == (1, 4)
 
 
+def test_every_setting_that_names_a_plugin_is_told_with_whether_its_code_runs() -> None:
+    def told(given: Config) -> dict[str, tuple[str, bool]]:
+        return {each.path: (each.name, each.used) for each in selected(given)}
+
+    given = config(extensions=(ExtensionChoice(name="wrap"), ExtensionChoice(name="jsonl")))
+    assert told(given) == {
+        "backend.name": ("mine", True),
+        "rollout.engine": ("quick", True),
+        "extensions[0].name": ("wrap", True),
+        "extensions[1].name": ("jsonl", True),
+    }
+    critic = RolesConfig(actor=RoleChoice(backend="other"), critic=CriticChoice())
+    assert told(evolve(given, roles=critic, extensions=())) == {
+        "backend.name": ("mine", True),  # the critic's
+        "roles.actor.backend": ("other", True),
+        "rollout.engine": ("quick", True),
+    }
+    alone = evolve(config(roles=RolesConfig(actor=RoleChoice(backend="other"))), run=RunConfig(mode="train-only"))
+    assert told(alone) == {
+        "backend.name": ("mine", False),
+        "roles.actor.backend": ("other", True),
+        "rollout.engine": ("quick", False),
+    }
+
+
 @pytest.mark.usefixtures("plugins")
 def test_every_table_that_does_not_fit_is_reported_selected_or_not() -> None:
     given = config(
         backends={"mine": {"shard": 2}, "other": {"shards": "three"}},
+        roles=RolesConfig(actor=RoleChoice(backend="mine")),  # named twice, and told of once
         engines={"quick": 3},
         extensions=(ExtensionChoice(name="wrap", options={"evry": 5}),),
     )
@@ -129,6 +168,46 @@ def test_problems_that_a_spec_finds_carry_the_dotted_path() -> None:
     with pytest.raises(ConfigError) as caught:
         check_spec(loaded, options, ClusterInfo(device="cpu", ranks=2))
     assert caught.value.message == "backends.mine.shards: 4 is more than 2 ranks"
+
+
+@pytest.mark.usefixtures("plugins")
+def test_problems_of_the_model_and_of_train_are_told_where_these_stand() -> None:
+    paths = ["", "a.b", ".model", ".model.head_dim", ".train", ".train.optimizer.lr"]
+
+    def told(given: Config | None, role: str = "actor") -> list[str]:
+        mine = load(Kind.BACKENDS, "mine")
+        spec = evolve(mine.spec, check=lambda options, cluster: [Problem(path, "wrong") for path in paths])
+        with pytest.raises(ConfigError) as caught:
+            check_spec(
+                evolve(mine, spec=spec), mine.spec.config(), ClusterInfo(device="cpu", ranks=1), config=given, role=role
+            )
+        return [line.removesuffix(": wrong") for line in caught.value.message.splitlines()]
+
+    own = ["backends.mine", "backends.mine.a.b"]
+    common = ["model.config", "model.config.head_dim", "train", "train.optimizer.lr"]
+    assert told(None) == told(config()) == [*own, *common]
+    assert told(config(model=ModelConfig(path="m"))) == [
+        *own,
+        "model.path",
+        "model.path: head_dim in its config.json",
+        "train",
+        "train.optimizer.lr",
+    ]
+    critic = CriticChoice(model=ModelConfig(path="v"), train=TrainConfig())
+    assert told(config(roles=RolesConfig(critic=critic)), "critic") == [
+        *own,
+        "roles.critic.model.path",
+        "roles.critic.model.path: head_dim in its config.json",
+        "roles.critic.train",
+        "roles.critic.train.optimizer.lr",
+    ]
+    assert told(config(roles=RolesConfig(critic=CriticChoice())), "critic") == [*own, *common]
+
+
+@pytest.mark.parametrize("path", [".", ".optimizer.lr", ".model.", ".models", "..train"])
+def test_a_problem_is_of_a_table_that_specs_can_know(path: str) -> None:
+    with pytest.raises(ValueError, match="'path' must match regex"):
+        Problem(path, "too large")
 
 
 def test_environments_are_merged_and_preloaded_libraries_joined() -> None:

@@ -74,11 +74,11 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_the_installed_ones(
 
 
 def test_a_first_party_backend_that_is_missing_is_answered_with_how_to_install_it() -> None:
-    assert "megatron" not in installed_names(Kind.BACKENDS), "this test needs an environment without it"
-    with pytest.raises(PluginNotFound, match=r"to install 'megatron': pip install 'corerl\[megatron\]'$"):
-        load(Kind.BACKENDS, "megatron")
-    with pytest.raises(PluginNotFound, match=r"did you mean 'megatron'\?; to install 'megatron': pip install"):
-        load(Kind.BACKENDS, "megatorn")
+    assert "deepspeed" not in installed_names(Kind.BACKENDS), "this test needs an environment without it"
+    with pytest.raises(PluginNotFound, match=r"to install 'deepspeed': pip install 'corerl\[deepspeed\]'$"):
+        load(Kind.BACKENDS, "deepspeed")
+    with pytest.raises(PluginNotFound, match=r"did you mean 'deepspeed'\?; to install 'deepspeed': pip install"):
+        load(Kind.BACKENDS, "deepsped")
 
 
 def test_two_distributions_with_one_name_are_both_named_and_can_be_told_apart(

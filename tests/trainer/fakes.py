@@ -51,13 +51,33 @@ def environment(config: FakeConfig, cluster: ClusterInfo) -> Environment:
     return {"FAKE_SHARDS": f"{config.shards} of {cluster.ranks} on {cluster.device}"}
 
 
+def data_parallel(config: FakeConfig, cluster: ClusterInfo) -> int:
+    return cluster.ranks // config.shards
+
+
+def check_model(config: FakeConfig, cluster: ClusterInfo) -> Iterable[Problem]:
+    """Of what is known of the run: nothing is said where it is not known."""
+    if heads := cluster.model.get("num_key_value_heads", 0) % 4:
+        yield Problem(".model.num_key_value_heads", f"{heads} more than a multiple of 4")
+    if cluster.train and cluster.train.recompute != "none":
+        yield Problem(".train.recompute", f"{cluster.train.recompute!r}, and it keeps everything")
+
+
 SPEC = BackendSpec(
     implementation="tests.trainer.fakes:FakeBackend",
     config=FakeConfig,
     api=(1, 0),
     summary="a fake",
     check=check,
+    data_parallel=data_parallel,
     environment=environment,
+)
+CHOOSY = BackendSpec(
+    implementation="tests.trainer.fakes:FakeBackend",
+    config=FakeConfig,
+    api=(1, 0),
+    summary="a fake that cannot take every model",
+    check=check_model,
 )
 LIMITED = BackendSpec(
     implementation="tests.trainer.fakes:FakeBackend",

@@ -32,6 +32,7 @@ from corerl.trainer.assign import RolePlan, loss_of, needed, offloaded, plan_rol
 from corerl.types import Output
 from tests.trainer.configs import FAKE, config_for
 
+CHOOSY = "tests.trainer.fakes:CHOOSY"
 LIMITED = "tests.trainer.fakes:LIMITED"
 
 
@@ -69,6 +70,7 @@ def test_every_rank_is_told_the_same_but_for_its_rank(tmp_path: Path) -> None:
     assert role.train.tokens_per_micro_batch == 77
     assert (role.device, role.seed, role.timeout, role.resume) == ("cpu", 5, 9.0, saved)
     assert plan.environment == {"FAKE_SHARDS": "3 of 3 on cpu"}
+    assert plan.data_parallel == 1
     assert pickle.loads(pickle.dumps(plan.assignments)) == plan.assignments
 
 
@@ -146,6 +148,42 @@ def test_the_backends_own_check_is_asked_with_the_roles_ranks() -> None:
     with pytest.raises(ConfigError) as caught:
         planned(config_for(ranks=3, options={"shards": 2}))
     assert caught.value.message == f'backends."{FAKE}".shards: 2 does not divide 3 ranks; use a divisor'
+
+
+def test_a_backend_says_how_many_ways_samples_are_split_and_over_all_ranks_where_it_says_nothing() -> None:
+    assert planned(config_for(ranks=6, options={"shards": 2})).data_parallel == 3
+    assert planned(config_for(CHOOSY, ranks=6)).data_parallel == 6
+
+
+def test_what_a_backend_refuses_of_a_model_or_of_train_is_named_where_it_stands() -> None:
+    def refused(config: Config, role: str = "actor") -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            plan_role(
+                role,
+                config,
+                loss=None,
+                experts=1,
+                device="cpu",
+                run_dir="",
+                resume="",
+                model={"num_key_value_heads": 6},
+            )
+        return caught.value.message.splitlines()
+
+    recompute = TrainConfig(recompute="full")
+    of_model, of_train = "2 more than a multiple of 4", "'full', and it keeps everything"
+    assert refused(config_for(CHOOSY, model=ModelConfig(config={"model_type": "qwen3"}), train=recompute)) == [
+        f"model.config.num_key_value_heads: {of_model}",
+        f"train.recompute: {of_train}",
+    ]
+    roles = RolesConfig(
+        actor=RoleChoice(ranks=2), critic=CriticChoice(ranks=2, train=recompute, model=ModelConfig(path="models/value"))
+    )
+    assert refused(config_for(CHOOSY, roles=roles), "critic") == [
+        f"roles.critic.model.path: num_key_value_heads in its config.json: {of_model}",
+        f"roles.critic.train.recompute: {of_train}",
+    ]
+    assert planned(config_for(CHOOSY)).data_parallel == 2  # no model is known: nothing to be said of it
 
 
 CPU, CUDA = ClusterInfo(device="cpu", ranks=1), ClusterInfo(device="cuda", ranks=4)

@@ -27,6 +27,7 @@ from corerl.types import (
     Metric,
     Output,
     ParallelLayout,
+    Reduction,
     SampleBatch,
     SaveResult,
     SleepResult,
@@ -51,6 +52,7 @@ LOSS = LossSpec(name="clipped")
 STEP = Step(optimizer_step=2, rollout_step=1, lr=0.25)
 ADDRESS = Address(transport="disk", engines=("engine-0",), path="nowhere")
 LOGPROBS = (Output.LOGPROBS,)
+NOTHING = ForwardResult(samples=np.array([], np.int64), offsets=np.array([0]), outputs={})
 
 
 class Answers:
@@ -62,7 +64,7 @@ class Answers:
         self.killed = False
 
     def __len__(self) -> int:
-        return 2
+        return len(self.answers["init"])
 
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Pending:
         return Pending("start", (0, 1), ("construct",))
@@ -97,9 +99,10 @@ def layout(rank: int, **changes: Any) -> ParallelLayout:
 
 def group_with(*layouts: ParallelLayout, **answers: Sequence[Any]) -> tuple[TrainGroup, Answers]:
     """A group that is initialised; of two data-parallel ranks where nothing else is said."""
-    inits = [InitResult(layout=each) for each in layouts or (layout(0), layout(1))]
-    processes = Answers(init=inits, **answers)
-    group = TrainGroup(processes, PLAN)  # type: ignore[arg-type]  # all that a group asks of its processes
+    layouts = layouts or (layout(0), layout(1))
+    processes = Answers(init=[InitResult(layout=each) for each in layouts], **answers)
+    plan = evolve(PLAN, data_parallel=layouts[0].dp_size)
+    group = TrainGroup(processes, plan)  # type: ignore[arg-type]  # all that a group asks of its processes
     group.init()
     processes.calls.clear()
     return group, processes
@@ -144,6 +147,14 @@ def test_a_rank_that_describes_itself_as_another_is_an_error(wrong: ParallelLayo
     assert message == f"actor: {said}; a layout is wrong"
 
 
+def test_ranks_that_make_other_groups_than_the_spec_announced_are_an_error() -> None:
+    halves = [InitResult(layout=layout(rank, dp_rank=0, dp_size=1, outputs=not rank)) for rank in range(2)]
+    assert disagreement(*halves) == (
+        "actor: the ranks make 1 data-parallel groups, and the backend's spec announced 2; "
+        "dp_size in InitResult.layout and BackendSpec.data_parallel must agree"
+    )
+
+
 @pytest.mark.parametrize(
     ("second", "said"),
     [
@@ -186,7 +197,7 @@ def test_ranks_that_disagree_on_the_manifest_are_an_error() -> None:
 # ---- how ranks' answers become one -----------------------------------------------------------------------------------
 
 
-def test_only_ranks_that_output_count_in_metrics_and_tokens() -> None:
+def test_metrics_and_tokens_of_data_parallel_ranks_are_summed() -> None:
     results = [
         TrainResult(applied=True, metrics={"loss": Metric(1.0, 4.0)}, grad_norm=1.5, tokens=10),
         TrainResult(applied=True, metrics={"loss": Metric(5.0, 8.0)}, grad_norm=1.5, tokens=20),
@@ -194,10 +205,67 @@ def test_only_ranks_that_output_count_in_metrics_and_tokens() -> None:
     both = group_with(train=results)[0].train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
     assert (both.applied, both.grad_norm, both.tokens) == (True, 1.5, 30)
     assert both.metrics == {"loss": Metric(6.0, 12.0)}
-    halves = (layout(0, dp_size=1), layout(1, dp_rank=0, dp_size=1, outputs=False))  # of one model
-    one = group_with(*halves, train=results)[0].train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
-    assert one.tokens == 10
-    assert one.metrics == {"loss": Metric(1.0, 4.0)}
+
+
+def of_four(dp_ranks: Sequence[int], outputs: Sequence[bool]) -> list[ParallelLayout]:
+    return [
+        ParallelLayout(rank=rank, world_size=4, dp_rank=dp_rank, dp_size=max(dp_ranks) + 1, outputs=output)
+        for rank, (dp_rank, output) in enumerate(zip(dp_ranks, outputs, strict=True))
+    ]
+
+
+# Four ranks, by how they share models: pairs of tensor-parallel neighbours, the first of which outputs; two stages of a
+# pipeline, the last of which outputs; one model of four ranks.
+SHARED = {
+    "dp 2 x tp 2": of_four([0, 0, 1, 1], [True, False, True, False]),
+    "pp 2 x dp 2": of_four([0, 1, 0, 1], [False, False, True, True]),
+    "tp 2 x pp 2": of_four([0, 0, 0, 0], [False, False, True, False]),
+}
+
+
+@pytest.mark.parametrize("layouts", SHARED.values(), ids=SHARED.keys())
+def test_tokens_count_once_a_sample_however_many_ranks_share_it(layouts: list[ParallelLayout]) -> None:
+    tokens = [100, 200]  # of each dp rank's samples; whoever shares them has seen them all
+
+    def trained(rank: int, **changes: Any) -> TrainResult:
+        at = layouts[rank]
+        # The backend's own where it outputs; and what an extension has measured, on every rank.
+        own = {"loss": Metric(1.0 + at.dp_rank, 4.0)} if at.outputs else {}
+        measured = {"peak": Metric(10.0 - rank, reduction=Reduction.MAX), "found": Metric(1.0, 1.0, Reduction.SUM)}
+        result = TrainResult(applied=True, metrics={**own, **measured}, grad_norm=1.5, tokens=tokens[at.dp_rank])
+        return evolve(result, **changes)
+
+    results = [trained(rank) for rank in range(4)]
+    found = group_with(*layouts, train=results)[0].train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
+    dp_size = layouts[0].dp_size
+    assert found.tokens == sum(tokens[:dp_size])
+    assert found.metrics == {
+        "loss": Metric({1: 1.0, 2: 3.0}[dp_size], 4.0 * dp_size),
+        "peak": Metric(10.0, reduction=Reduction.MAX),
+        "found": Metric(4.0, 4.0, Reduction.SUM),
+    }
+    for silent in (rank for rank in range(4) if not layouts[rank].outputs):
+        for change in ({"grad_norm": 1.25}, {"applied": False}):
+            others = [trained(rank, **(change if rank == silent else {})) for rank in range(4)]
+            group, processes = group_with(*layouts, train=others)
+            with pytest.raises(ContractError):
+                group.train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
+            assert processes.killed
+
+
+@pytest.mark.parametrize("layouts", SHARED.values(), ids=SHARED.keys())
+def test_outputs_come_from_the_ranks_that_output_whatever_ranks_these_are(layouts: list[ParallelLayout]) -> None:
+    batch = batch_of(3, 1, 4, 2)
+    shares = [(2, 0), (3, 1)] if layouts[0].dp_size == 2 else [(2, 0, 3, 1)]
+    results = [result_of(batch, *shares[at.dp_rank]) if at.outputs else NOTHING for at in layouts]
+    group, _ = group_with(*layouts, forward=results)
+    columns = group.forward(None, PLAN, LOGPROBS, of=batch)  # type: ignore[arg-type]
+    assert columns[Output.LOGPROBS].tolist() == batch.tokens.tolist()
+    first = layouts.index(next(at for at in layouts if not at.outputs))
+    results[first] = result_of(batch, *shares[layouts[first].dp_rank])
+    group, _ = group_with(*layouts, forward=results)
+    with pytest.raises(ContractError, match="forward returned sample [0-3] 2 times; each must come back once"):
+        group.forward(None, PLAN, LOGPROBS, of=batch)  # type: ignore[arg-type]
 
 
 def test_an_engine_has_the_weights_only_where_every_rank_that_sent_says_so() -> None:

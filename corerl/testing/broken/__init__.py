@@ -6,8 +6,9 @@ fault is told: its check fails, and what builds on that check is blocked.
 
 from __future__ import annotations
 
-from attrs import frozen
+from attrs import evolve, frozen
 
+from corerl.config.schema import ClusterInfo
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.spec import BackendSpec
 from corerl.testing.plain.spec import SPEC as PLAIN
@@ -69,6 +70,16 @@ DECAYS_NORMS = broken("DecaysNorms", "norms are decayed as matrices are", seen_b
 COUNTS_SKIPPED_STEPS = broken("CountsSkippedSteps", "Adam counts a step that was skipped", seen_by="C50")
 RANK_DEPENDENT_METRICS = broken_on_several_ranks(
     "RankDependentMetrics", "each rank tells its own mean, whatever it is a mean of", seen_by="C27"
+)
+
+
+def one_group(config: PlainConfig, cluster: ClusterInfo) -> int:
+    return 1
+
+
+ANNOUNCES_ONE_GROUP = evolve(
+    broken_on_several_ranks("DataParallel", "its spec announces one data-parallel group", seen_by="C11"),
+    data_parallel=one_group,
 )
 
 # ---- checkpoints, weights and memory ---------------------------------------------------------------------------------

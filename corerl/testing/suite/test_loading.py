@@ -10,7 +10,10 @@ import torch
 from attrs import evolve
 from transformers import AutoModelForCausalLM
 
+from corerl.config.load import structure
+from corerl.config.schema import ClusterInfo
 from corerl.plugin.capabilities import Capability
+from corerl.plugin.registry import Kind, load
 from corerl.testing import scenarios
 from corerl.testing.compare import (
     different,
@@ -21,7 +24,7 @@ from corerl.testing.compare import (
 )
 from corerl.testing.harness import Setup
 from corerl.testing.marks import check
-from corerl.testing.models import KINDS, tiny_fields
+from corerl.testing.models import KINDS, tiny_config, tiny_fields
 from corerl.testing.subject import PLAIN, Subject
 
 
@@ -31,8 +34,13 @@ def test_init_tells_where_training_stands_and_loads_the_models_weights_to_the_la
     subject: Subject, kind: str
 ) -> None:
     ranks = subject.run(scenarios.train_steps, subject.setup(kind), [])
+    spec = load(Kind.BACKENDS, subject.backend).spec
+    options = structure(dict(subject.options), spec.config, path="options")
+    train, model = subject.setup(kind).train, tiny_config(kind).to_dict()
+    told = ClusterInfo(device=subject.device, ranks=subject.world_size, model=model, train=train)
     for number, rank in enumerate(ranks):
         layout = rank.init.layout
+        assert layout.dp_size == spec.data_parallel(options, told), "BackendSpec.data_parallel says another"
         assert (layout.rank, layout.world_size) == (number, subject.world_size)
         assert 0 <= layout.dp_rank < layout.dp_size <= subject.world_size
         assert (rank.init.optimizer_step, rank.init.weights_version, rank.adam_step) == (0, 0, 0)

@@ -127,14 +127,17 @@ def test_what_the_spec_computes_is_the_same_twice_and_changes_nothing(loaded: Lo
 
     def asked() -> list[Any]:
         spec = loaded.spec
-        return [spec.environment(config, cluster), spec.resources(config, cluster), list(spec.check(config, cluster))]
+        problems = list(spec.check(config, cluster))
+        parts = 1 if problems else spec.data_parallel(config, cluster)
+        return [spec.environment(config, cluster), spec.resources(config, cluster), problems, parts]
 
     before = state()
-    environment, resources, problems = asked()
-    assert asked() == [environment, resources, problems]
+    environment, resources, problems, parts = asked()
+    assert asked() == [environment, resources, problems, parts]
     assert state() == before
     assert all(type(name) is str and type(value) is str for name, value in environment.items())
     assert isinstance(resources, Resources) and resources.cpus >= 0 and resources.gpus >= 0
+    assert 1 <= parts <= cluster.ranks and cluster.ranks % parts == 0
     assert all(isinstance(problem, Problem) and problem.text.strip() for problem in problems)
 
 

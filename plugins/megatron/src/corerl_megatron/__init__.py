@@ -1,0 +1,6 @@
+"""NVIDIA megatron-core as a training backend of CoreRL: tensor, pipeline, context and expert parallelism."""
+
+from corerl_megatron.spec import SPEC
+
+__all__ = ["SPEC", "__version__"]
+__version__ = "0.1.0"

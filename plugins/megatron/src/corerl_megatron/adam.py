@@ -1,0 +1,65 @@
+"""AdamW with one step count a group, as TransformerEngine's and Apex's FusedAdam keep it.
+
+megatron-core's distributed optimizer is written for those two. With torch's own AdamW, which it falls back to, it
+cannot resume: all parameters come to share one step tensor, and one update counts as many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+class GroupStepAdamW(torch.optim.AdamW):
+    """Takes FusedAdam's arguments. Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2."""
+
+    def __init__(self, params: Any, *, adam_w_mode: bool = True, **options: Any) -> None:
+        assert adam_w_mode  # the only one that CoreRL asks for
+        super().__init__(params, **options)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            group["step"] = step = group.get("step", 0) + 1
+            if not params:
+                continue
+            for param in params:
+                if not self.state[param]:
+                    self.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+            grads = [param.grad for param in params]
+            averages = [self.state[param]["exp_avg"] for param in params]
+            squares = [self.state[param]["exp_avg_sq"] for param in params]
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+            torch._foreach_lerp_(averages, grads, 1 - beta1)
+            torch._foreach_mul_(squares, beta2)
+            torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+            divisors = torch._foreach_sqrt(squares)
+            torch._foreach_div_(divisors, math.sqrt(1 - beta2**step))
+            torch._foreach_add_(divisors, group["eps"])
+            torch._foreach_addcdiv_(params, averages, divisors, -lr / (1 - beta1**step))
+
+
+@contextmanager
+def fused_adam() -> Iterator[None]:
+    """Where megatron-core found no FusedAdam it finds `GroupStepAdamW`, and takes the way that it takes with one."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        yield
+        return
+    with (
+        mock.patch.object(optimizer, "Adam", GroupStepAdamW),
+        mock.patch.object(optimizer, "USING_PYTORCH_OPTIMIZER", False),
+        mock.patch.object(distrib_optimizer, "Adam", GroupStepAdamW),
+        mock.patch.object(distrib_optimizer, "HAVE_APEX_OR_TE", True),
+        mock.patch.object(distrib_optimizer, "USING_TE_OPTIMIZER", True),
+    ):
+        yield

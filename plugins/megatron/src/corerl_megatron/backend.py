@@ -1,0 +1,122 @@
+"""The hooks, on megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+from corerl.backend import Backend, StateKey
+from corerl.config.schema import RoleConfig
+from corerl.errors import ModelError
+from corerl.models.config import hf_config
+from corerl.plugin.context import Context
+from corerl.types import (
+    ForwardResult,
+    LossSpec,
+    MemoryKind,
+    Output,
+    PackedBatch,
+    ParallelLayout,
+    Step,
+    TrainResult,
+)
+from corerl.weights.chunks import Chunk
+from corerl_megatron.build import build
+from corerl_megatron.families import architecture, unsupported_by
+from corerl_megatron.on_host import cuda_on_host
+from corerl_megatron.optimizer import masters, set_adam_step
+from corerl_megatron.parallel import destroy_groups, layout, make_groups
+from corerl_megatron.step import Pipeline, forward_pass, train_step
+
+
+class MegatronBackend(Backend):
+    def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
+        fields = hf_config(config.model).to_dict()
+        if reason := unsupported_by(fields):
+            raise ModelError(reason)
+        model = architecture(fields, value_head=config.value_head)
+        with cuda_on_host(self.device):
+            self.groups = make_groups(config.options, timeout=config.timeout)
+            self.model = build(config, model, self.groups, device=self.device)
+            self.masters = masters(self.model)
+        self.pipeline = Pipeline(model=self.model, groups=self.groups, vocabulary=model.vocabulary, device=self.device)
+        self.applied = 0
+        return layout(config.options, self.groups, rank=context.rank, ranks=context.world_size)
+
+    @property
+    def adam_step(self) -> int:
+        return self.applied
+
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        with cuda_on_host(self.device):
+            result = train_step(self.pipeline, batch, loss, lr=step.lr, clip_norm=self.config.train.optimizer.clip_norm)
+        self.applied += result.applied
+        return result
+
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+        with self.using(weights), cuda_on_host(self.device):
+            return forward_pass(self.pipeline, batch, outputs)
+
+    def local_state(self, key: StateKey) -> Sequence[Chunk]:
+        self._finish_gathers()
+        if key is StateKey.PARAM:
+            return [chunk for held in self.model.held for chunk in held.chunks(held.param.detach())]
+        chunks: list[Chunk] = []
+        for held in self.model.held:
+            master = self.masters.get(held.param)
+            if master is None:
+                continue  # stepped on other ranks
+            values = master.tensor.detach() if key is StateKey.MASTER else master.moment(key.value)
+            chunks += held.chunks(values, master.start)
+        return chunks
+
+    def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
+        self._finish_gathers()
+        match kind:
+            case MemoryKind.PARAM:
+                return [held.param.data for held in self.model.held]
+            case MemoryKind.GRAD:
+                return [buffer.grad_data for chunk in self.model.chunks for buffer in _buffers(chunk)]
+            case MemoryKind.MASTER:
+                return [master.tensor for master in self.masters.values() if master.apart]
+            case MemoryKind.OPTIMIZER:
+                return [
+                    value
+                    for master in self.masters.values()
+                    for value in master.inner.state.get(master.tensor, {}).values()
+                    if isinstance(value, torch.Tensor)
+                ]
+
+    def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
+        if StateKey.MASTER in keys:
+            with torch.no_grad():
+                for param, master in self.masters.items():
+                    if master.apart:
+                        start = master.start or 0
+                        param.data.view(-1)[start : start + master.tensor.numel()].copy_(master.tensor.view(-1))
+            if self.config.options.distributed_optimizer:
+                with cuda_on_host(self.device):
+                    for chunk in self.model.chunks:
+                        chunk.start_param_sync(force_sync=True)
+        if adam_step is not None:
+            self.applied = adam_step
+            set_adam_step(self.model, adam_step)
+
+    def shutdown(self, reason: str) -> None:
+        super().shutdown(reason)
+        destroy_groups()
+
+    def _finish_gathers(self) -> None:
+        """Parameters that a step has left to be gathered in the next forward pass are gathered now."""
+        if self.config.options.overlap_param_gather:
+            with cuda_on_host(self.device):
+                for chunk in self.model.chunks:
+                    chunk.start_param_sync(force_sync=True)
+
+
+def _buffers(chunk: DistributedDataParallel) -> Iterator[Any]:
+    yield from chunk.buffers
+    yield from chunk.expert_parallel_buffers

@@ -1,0 +1,101 @@
+"""megatron-core's model with its gradient buffers and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import frozen
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from corerl.config.schema import RoleConfig
+from corerl_megatron.adam import fused_adam
+from corerl_megatron.chunks import Held, held_parameters
+from corerl_megatron.config import MegatronConfig
+from corerl_megatron.families import Architecture
+from corerl_megatron.model import stages
+from corerl_megatron.parallel import Groups
+
+
+@frozen(eq=False)
+class Model:
+    """This rank's part of the model."""
+
+    chunks: Sequence[DistributedDataParallel]  # of PackedModel; several where stages are interleaved
+    held: Sequence[Held]  # every parameter of these
+    optimizer: Any  # a megatron-core ChainedOptimizer: dense parameters, and experts
+    config: TransformerConfig
+
+
+def build(role: RoleConfig, architecture: Architecture, groups: Groups, *, device: torch.device) -> Model:
+    """Called inside `cuda_on_host`, on every rank."""
+    options: MegatronConfig = role.options
+    model_parallel_cuda_manual_seed(role.seed)
+    modules = stages(role, architecture, device=device)
+    config = modules[0].config
+    held = held_parameters(modules, architecture, groups)
+    for part in held:
+        # No box reads or writes the vocabulary's padding: without a gradient it stays 0.
+        part.zero_padding()
+        if part.split is not None and not hasattr(part.param, "tensor_model_parallel"):
+            # Left to its own initialisation of weights; without it the norm would count one rank's share for all.
+            set_tensor_model_parallel_attributes(part.param, is_parallel=True, dim=part.split, stride=1)
+    buffers = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=options.distributed_optimizer,
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        overlap_param_gather=options.overlap_param_gather,
+    )
+    chunks = [
+        DistributedDataParallel(
+            config,
+            buffers,
+            module,
+            # Of interleaved parts the first alone is waited for while its gradients travel.
+            disable_bucketing=index > 0,
+        )
+        for index, module in enumerate(modules)
+    ]
+    with fused_adam():
+        optimizer = get_megatron_optimizer(_optimizer_config(role), chunks, use_gloo_process_groups=False)
+    _connect(config, chunks, options)
+    return Model(chunks=chunks, held=held, optimizer=optimizer, config=config)
+
+
+def _optimizer_config(role: RoleConfig) -> MegatronOptimizerConfig:
+    optimizer, precision = role.train.optimizer, role.train.precision
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.betas[0],
+        adam_beta2=optimizer.betas[1],
+        adam_eps=optimizer.eps,
+        bf16=precision == "bfloat16",
+        params_dtype=getattr(torch, precision),
+        use_distributed_optimizer=role.options.distributed_optimizer,
+        overlap_param_gather=role.options.overlap_param_gather,
+    )
+
+
+def _connect(config: TransformerConfig, chunks: Sequence[DistributedDataParallel], options: MegatronConfig) -> None:
+    """What the pipeline schedules look up on the model's config."""
+
+    def finalize(model: list[nn.Module], num_tokens: Tensor | None = None, **others: Any) -> None:
+        # Sums over micro-batches and ranks: no number of tokens to divide by.
+        finalize_model_grads(model, None, **others)
+
+    config.finalize_model_grads_func = finalize
+    if options.overlap_grad_reduce:
+        syncs = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+        if options.virtual_pipeline > 1:
+            config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+    if options.overlap_param_gather and options.virtual_pipeline > 1:
+        config.param_sync_func = [chunk.start_param_sync for chunk in chunks]

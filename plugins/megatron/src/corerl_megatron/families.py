@@ -1,0 +1,122 @@
+"""From a Hugging Face config to Megatron's: the model families that are known, and what is refused of the others.
+
+Read without megatron-core and without torch, so that a run that cannot be is refused before it takes a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+ROPES = ("default", "linear", "llama3")
+# megatron-core has no arguments for these three of Llama 3's rope; its own code holds them as numbers.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def unsupported_by(hf: Mapping[str, Any]) -> str:
+    """Why this model (the fields of its Hugging Face config) cannot be trained here, or nothing."""
+    family = hf.get("model_type")
+    if family not in FAMILIES:
+        return f"model_type {family!r} is none that this backend knows: {', '.join(FAMILIES)}; take another backend"
+    for field in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if hf.get(field):
+            return f"{field} of a {family} model is not supported by this backend; take another one"
+    if hf.get("attention_dropout"):
+        return f"attention_dropout={hf['attention_dropout']} is not supported by this backend; set it to 0"
+    if hf.get("hidden_act", "silu") != "silu":
+        return f"hidden_act={hf['hidden_act']!r} is not supported by this backend, which knows silu; take another one"
+    rope = _rope(hf)
+    kind = rope.get("rope_type", "default")
+    if kind not in ROPES:
+        return f"rope_type {kind!r} is none that this backend knows: {', '.join(ROPES)}; take another backend"
+    if kind == "llama3":
+        for field, fixed in LLAMA3.items():
+            if rope[field] != fixed:
+                return f"rope {field}={rope[field]} is fixed at {fixed} in megatron-core; take another backend"
+    return ""
+
+
+def _rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] | None = hf.get("rope_parameters")  # of transformers 5; before it, two fields
+    return found or {"rope_theta": hf.get("rope_theta", 10000.0), **(hf.get("rope_scaling") or {})}
+
+
+def experts_of(hf: Mapping[str, Any]) -> int:
+    """Of a layer; 0 where the model has none."""
+    # A field of two names, of which transformers 5.15 and later write the second.
+    return hf.get("num_experts") or hf.get("num_local_experts") or 0
+
+
+@frozen(kw_only=True)
+class Architecture:
+    """A model in Megatron's words."""
+
+    transformer: Mapping[str, Any]  # arguments of TransformerConfig
+    gpt: Mapping[str, Any]  # arguments of GPTModel
+    layers: int
+    hidden: int
+    vocabulary: int  # rows of the embedding, without padding
+    tied: bool
+    experts: int  # of a layer; 0 where the model has none
+
+
+def architecture(hf: Mapping[str, Any], *, value_head: bool) -> Architecture:
+    """Of a model that `unsupported_by` has nothing against; a critic shares no weight with its embedding."""
+    heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
+    family = hf["model_type"]
+    transformer = {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": hf["num_key_value_heads"],
+        "kv_channels": hf.get("head_dim") or hidden // heads,
+        "ffn_hidden_size": hf["intermediate_size"],
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": family == "qwen2",
+        "qk_layernorm": family.startswith("qwen3"),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    experts = experts_of(hf)
+    if experts:
+        dense = set(hf.get("mlp_only_layers") or ())
+        step = hf.get("decoder_sparse_step", 1)
+        transformer |= {
+            "num_moe_experts": experts,
+            "moe_router_topk": hf["num_experts_per_tok"],
+            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+            "moe_layer_freq": [
+                int(layer not in dense and (layer + 1) % step == 0) for layer in range(hf["num_hidden_layers"])
+            ],
+            # transformers takes the softmax over all experts; renormalised over the chosen, it is one over these.
+            "moe_router_pre_softmax": not hf["norm_topk_prob"],
+            "moe_router_dtype": "fp32",
+        }
+    tied = bool(hf["tie_word_embeddings"]) and not value_head
+    rope = _rope(hf)
+    gpt: dict[str, Any] = {
+        "max_sequence_length": hf["max_position_embeddings"],
+        "position_embedding_type": "rope",
+        "rotary_base": rope["rope_theta"],
+        "share_embeddings_and_output_weights": tied,
+    }
+    match rope.get("rope_type", "default"):
+        case "llama3":
+            gpt |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+        case "linear":
+            gpt |= {"seq_len_interpolation_factor": rope["factor"]}
+    return Architecture(
+        transformer=transformer,
+        gpt=gpt,
+        layers=hf["num_hidden_layers"],
+        hidden=hidden,
+        vocabulary=hf["vocab_size"],
+        tied=tied,
+        experts=experts,
+    )

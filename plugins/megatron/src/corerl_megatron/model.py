@@ -1,0 +1,143 @@
+"""megatron-core's model on this rank, its parameters allocated (each rank its share) and not yet loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from corerl.config.schema import RoleConfig
+from corerl.models.build import VALUE_HEAD
+from corerl_megatron.config import MegatronConfig
+from corerl_megatron.families import Architecture
+from corerl_megatron.layers import engine_layers, torch_layers
+
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
+
+
+class PackedModel(GPTModel):
+    """One stage, or one of its interleaved parts. The last gives hidden states [t, 1, hidden] after the final norm:
+    what is computed from them is the plugin's, which never holds the logits of all tokens. A critic has a value head in
+    the place of its language head."""
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+    def become_critic(self) -> None:
+        del self.output_layer
+        weight = nn.Linear(self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype, device="cuda")
+        self.add_module(VALUE_HEAD, weight)
+
+    @property
+    def head(self) -> Tensor:
+        """[rows of this rank, hidden] of the language head, [1, hidden] of a value head."""
+        if hasattr(self, VALUE_HEAD):
+            weight: Tensor = getattr(self, VALUE_HEAD).weight
+            return weight
+        return (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else (self.output_layer.weight)
+        )
+
+
+def stages(role: RoleConfig, architecture: Architecture, *, device: torch.device) -> list[PackedModel]:
+    """This rank's stage, or its interleaved parts in order. Called inside `cuda_on_host`, with process groups there."""
+    engine = uses_transformer_engine(role.options, device)
+    config = transformer_config(role, architecture, engine=engine, device=device)
+    virtual = role.options.virtual_pipeline
+    parts: list[int | None] = list(range(virtual)) if virtual > 1 else [None]
+    return [_stage(config, architecture, part, engine=engine, critic=role.value_head).to(device) for part in parts]
+
+
+def uses_transformer_engine(options: MegatronConfig, device: torch.device) -> bool:
+    if options.transformer != "auto":
+        return options.transformer == "transformer_engine"
+    return device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+
+
+def transformer_config(
+    role: RoleConfig, architecture: Architecture, *, engine: bool, device: torch.device
+) -> TransformerConfig:
+    options: MegatronConfig = role.options
+    dtype = getattr(torch, role.train.precision)
+    arguments: dict[str, Any] = {
+        **architecture.transformer,
+        "activation_func": nn.functional.silu,
+        "tensor_model_parallel_size": options.tensor_parallel,
+        "pipeline_model_parallel_size": options.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": options.virtual_pipeline if options.virtual_pipeline > 1 else None,
+        "context_parallel_size": options.context_parallel,
+        "expert_model_parallel_size": options.expert_parallel,
+        "expert_tensor_parallel_size": options.expert_tensor_parallel or options.tensor_parallel,
+        "sequence_parallel": options.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "use_cpu_initialization": device.type == "cpu",
+        "perform_initialization": False,  # weights are read, or drawn by name: equal whatever the layout
+        "calculate_per_token_loss": True,  # gradients are sums: tokens' weights hold 1 / denominator
+        "variable_seq_lengths": options.pipeline_parallel > 1,  # micro-batches are packed, none as long as another
+        # Dense models too: variable lengths refuse the default.
+        "moe_token_dispatcher_type": "alltoall",
+        # Batched transfers between interleaved stages go silently wrong.
+        "batch_p2p_comm": options.virtual_pipeline == 1,
+        "overlap_p2p_comm": options.virtual_pipeline > 1,
+        "gradient_accumulation_fusion": False,  # its kernel comes with Apex
+        "persist_layer_norm": False,
+        "apply_rope_fusion": engine and options.rope_fusion,
+        "bias_activation_fusion": engine,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "attention_softmax_in_fp32": True,
+    }
+    if role.train.recompute == "full":
+        arguments["recompute_granularity"] = options.recompute
+        if options.recompute == "full":
+            arguments |= {
+                "recompute_method": options.recompute_method,
+                "recompute_num_layers": options.recompute_layers,
+            }
+    if architecture.experts:
+        arguments |= {
+            "moe_grouped_gemm": engine and options.grouped_gemm,
+            "moe_permute_fusion": engine,
+            "moe_router_load_balancing_type": "aux_loss" if options.aux_loss_coef else "none",
+            "moe_aux_loss_coeff": options.aux_loss_coef,
+        }
+    if options.fp8 != "none":
+        arguments |= {"fp8": options.fp8, "fp8_recipe": options.fp8_recipe}
+    return TransformerConfig(**arguments)
+
+
+def padded_vocabulary(vocabulary: int, tensor_ranks: int) -> int:
+    """As many rows that every rank holds equally many."""
+    return -(-vocabulary // tensor_ranks) * tensor_ranks
+
+
+def _stage(
+    config: TransformerConfig, architecture: Architecture, stage: int | None, *, engine: bool, critic: bool
+) -> PackedModel:
+    at: Mapping[str, Any] = {} if stage is None else {"ignore_virtual": False, "vp_stage": stage}
+    last = parallel_state.is_pipeline_last_stage(**at)
+    layers = engine_layers if engine else torch_layers
+    module = PackedModel(
+        config=config,
+        transformer_layer_spec=layers(config, vp_stage=stage),
+        vocab_size=padded_vocabulary(architecture.vocabulary, config.tensor_model_parallel_size),
+        pre_process=parallel_state.is_pipeline_first_stage(**at),
+        post_process=last,
+        parallel_output=True,
+        vp_stage=stage,
+        **architecture.gpt,
+    )
+    if critic and last:
+        module.become_critic()
+    return module

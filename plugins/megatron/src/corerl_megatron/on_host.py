@@ -1,0 +1,141 @@
+"""Run megatron-core where there is no CUDA: while `CudaOnHost` is entered, the host answers what is asked of a GPU.
+
+megatron-core takes a GPU for granted in three ways. Each gets one narrow answer:
+
+- `torch.cuda.current_device()` as a device: the CPU device;
+- the literal "cuda" as a device, `.cuda()`, pinned memory, and comparisons with `tensor.type()`, whose names of types
+  begin with "torch.cuda" on a GPU: a TorchFunctionMode that rewrites these calls;
+- streams, events and the GPU's random generator: nothing to wait for, and the CPU's generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+def cuda_on_host(device: torch.device) -> AbstractContextManager[Any]:
+    """What every call into megatron-core stands in; nothing at all on a GPU. It may be entered again inside itself.
+
+    Function modes belong to a thread, and calls of one backend may come from several: enter it in each call.
+    """
+    return nullcontext() if device.type == "cuda" else CudaOnHost()
+
+
+class CudaOnHost:
+    def __enter__(self) -> None:
+        from megatron.core.tensor_parallel import random
+        from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+        self._undone = ExitStack()
+        replaced: list[tuple[Any, dict[str, Any]]] = [
+            (
+                torch.cuda,
+                {
+                    "current_device": lambda: CPU,
+                    "synchronize": lambda device=None: None,
+                    "current_stream": lambda device=None: Stream(),
+                    "default_stream": lambda device=None: Stream(),
+                    "stream": lambda stream: nullcontext(),
+                    "set_stream": lambda stream: None,
+                    "Stream": Stream,
+                    "Event": Stream,
+                    "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+                    "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
+                    "manual_seed": torch.manual_seed,
+                },
+            ),
+            (torch.cuda.nvtx, {"range_push": lambda message: 0, "range_pop": lambda: 0}),
+            (
+                random,
+                {
+                    "_get_cuda_rng_state": lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
+                    "_set_cuda_rng_state": lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
+                },
+            ),
+            # Sizes of an all-to-all become a list only on their way from a GPU.
+            (token_dispatcher, {"maybe_move_tensor_to_cpu": _to_list}),
+            # 0.16.1 reads this name whether TransformerEngine, from which it comes, is there or not.
+            (moe_utils, {"te_general_gemm": getattr(moe_utils, "te_general_gemm", None)}),
+            # torch calls this one outside of function modes, and recomputing layers runs their forward code in it.
+            (torch.autograd, {"_engine_run_backward": _inside_mode(torch.autograd._engine_run_backward)}),
+        ]
+        for owner, names in replaced:
+            for name, value in names.items():
+                self._undone.enter_context(mock.patch.object(owner, name, value, create=True))
+        self._undone.enter_context(_Rewritten())
+
+    def __exit__(self, *exception: Any) -> None:
+        self._undone.close()
+
+
+def _inside_mode(engine: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _Rewritten():
+            return engine(*args, **kwargs)
+
+    return run
+
+
+def _to_list(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _names_cuda(device: Any) -> bool:
+    return str(device).partition(":")[0] == "cuda" if isinstance(device, (str, torch.device)) else False
+
+
+class _Rewritten(TorchFunctionMode):
+    """Calls that place a tensor on a GPU place it on the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.pin_memory:
+            return args[0].clone()  # pinning is a copy, whose source may be freed
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return func(*args, **kwargs)
+
+
+class Stream:
+    """A stream, or an event: on the host everything is in order already."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exception: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Stream:
+        return self
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True

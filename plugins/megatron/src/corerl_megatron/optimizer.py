@@ -1,0 +1,98 @@
+"""Where megatron-core's optimizer keeps a parameter's float32 master and its moments, and one step of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from attrs import frozen
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from torch import Tensor, nn
+
+from corerl_megatron.build import Model
+
+
+@frozen(eq=False)
+class Master:
+    """What is stepped in a parameter's place: itself, a float32 copy, or a flat range of either."""
+
+    tensor: Tensor  # the key of the moments in the inner optimizer's state
+    inner: torch.optim.Optimizer
+    start: int | None  # the first element of the parameter in it; None where it is whole, and not flat
+    apart: bool  # has memory of its own
+
+    def moment(self, key: str) -> Tensor:
+        """Made as zeros where no step has been taken."""
+        state: dict[str, Tensor] = self.inner.state[self.tensor]
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in state:
+                state[name] = torch.zeros_like(self.tensor)
+        return state[key]
+
+
+def masters(model: Model) -> dict[nn.Parameter, Master]:
+    """By parameter. One that other ranks step alone, with a distributed optimizer, is missing."""
+    return {param: master for optimizer in _parts(model) for param, master in _masters(optimizer)}
+
+
+def _masters(optimizer: Any) -> Iterator[tuple[nn.Parameter, Master]]:
+    inner = optimizer.optimizer
+    if isinstance(optimizer, DistributedOptimizer):
+        pairs = (
+            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, True),
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups, False),
+        )
+        for models, shards, apart in pairs:
+            for params, tensors in zip(models, shards, strict=True):
+                for param, tensor in zip(params, tensors, strict=True):
+                    start = optimizer._get_model_param_range_map(param)["param"].start
+                    yield param, Master(tensor, inner, start, apart)
+        return
+    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        for params, tensors in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
+            for param, tensor in zip(params, tensors, strict=True):
+                yield param, Master(tensor, inner, None, True)
+        whole = [param for group in optimizer.fp32_from_fp32_groups for param in group]
+    else:
+        whole = [param for group in inner.param_groups for param in group["params"]]
+    for param in whole:
+        yield param, Master(param, inner, None, False)
+
+
+def _parts(model: Model) -> list[Any]:
+    """One optimizer for the dense parameters, one for the experts; those without parameters left out."""
+    return [part for part in model.optimizer.chained_optimizers if not part.is_stub_optimizer]
+
+
+def step(model: Model, *, lr: float, clip_norm: float) -> tuple[bool, float]:
+    """After the backward pass, on every rank: whether the step was applied, and the gradient's norm before clipping,
+    both equal on all ranks."""
+    optimizer = model.optimizer
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    applied = math.isfinite(norm)
+    if applied:
+        if clip_norm:
+            for part in _parts(model):
+                clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=clip_norm, total_norm=norm)
+        for group in optimizer.param_groups:
+            # megatron-core writes both from a scheduler of its own alone: without one it would decay norms too.
+            group["lr"] = lr * group["lr_mult"]
+            group["weight_decay"] = optimizer.config.weight_decay * group["wd_mult"]
+        optimizer.step_with_ready_grads()
+    optimizer.zero_grad()
+    return applied, norm
+
+
+def adam_step(model: Model) -> int:
+    """Applied steps; a rank whose every parameter is stepped elsewhere counts none."""
+    return max((int(group.get("step", 0)) for group in model.optimizer.param_groups), default=0)
+
+
+def set_adam_step(model: Model, applied: int) -> None:
+    for group in model.optimizer.param_groups:
+        group["step"] = applied

@@ -1,0 +1,103 @@
+"""Which ranks share what: the process groups of megatron-core, made from the config's sizes."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import torch
+from attrs import frozen
+from megatron.core import parallel_state
+from torch.distributed import ProcessGroup
+
+from corerl.types import ParallelLayout
+from corerl_megatron.config import MegatronConfig
+
+FP8_MULTIPLE = 128  # tokens of an FP8 multiplication: a whole number of the largest blocks of any recipe
+
+
+@frozen(kw_only=True)
+class Groups:
+    """This rank's place, and the groups that the plugin's own code talks over."""
+
+    tensor: ProcessGroup
+    expert_tensor: ProcessGroup
+    context: ProcessGroup
+    pipeline: ProcessGroup
+    data: ProcessGroup  # without context parallelism: ranks that read different samples
+    expert_rank: int
+    expert_ranks: int
+    first_copy: bool  # no earlier rank holds the same part of the dense model
+    first_expert_copy: bool  # nor of the experts
+
+    @property
+    def last_stage(self) -> bool:
+        return self.pipeline.rank() == self.pipeline.size() - 1
+
+    @property
+    def outputs(self) -> bool:
+        """One rank of those that compute the same outputs returns them."""
+        return self.last_stage and self.tensor.rank() == 0 and self.context.rank() == 0
+
+
+def make_groups(options: MegatronConfig, *, timeout: float) -> Groups:
+    """Called on every rank. A process has one set of them: earlier ones are destroyed."""
+    destroy_groups()
+    # Keywords alone: newer versions have more arguments in the middle.
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=options.tensor_parallel,
+        pipeline_model_parallel_size=options.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=options.virtual_pipeline if options.virtual_pipeline > 1 else None,
+        context_parallel_size=options.context_parallel,
+        expert_model_parallel_size=options.expert_parallel,
+        expert_tensor_parallel_size=options.expert_tensor_parallel or options.tensor_parallel,
+        distributed_timeout_minutes=math.ceil(timeout / 60),
+        create_gloo_process_groups=False,
+    )
+    return Groups(
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
+        context=parallel_state.get_context_parallel_group(),
+        pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        data=parallel_state.get_data_parallel_group(),
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_ranks=parallel_state.get_expert_model_parallel_world_size(),
+        first_copy=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
+        first_expert_copy=parallel_state.get_expert_data_parallel_rank() == 0,
+    )
+
+
+def destroy_groups() -> None:
+    """megatron-core forgets its groups and leaves them to torch, where each keeps its threads and its memory."""
+    named = [
+        (name, group)
+        for name, value in vars(parallel_state).items()
+        for group in (value if isinstance(value, list) else [value])
+        if isinstance(group, ProcessGroup)
+    ]
+    parallel_state.destroy_model_parallel()
+    for name, _ in named:
+        setattr(parallel_state, name, None)  # it leaves some
+    world = torch.distributed.group.WORLD
+    for group in {id(group): group for _, group in named if group is not world}.values():
+        torch.distributed.destroy_process_group(group)
+    del named
+    gc.collect()  # models of before hold groups too, in cycles; a group's threads end with its last reference
+
+
+def layout(options: MegatronConfig, groups: Groups, *, rank: int, ranks: int) -> ParallelLayout:
+    multiple = 2 * options.context_parallel if options.context_parallel > 1 else 1
+    if options.sequence_parallel:
+        multiple *= options.tensor_parallel
+    if options.fp8 != "none":
+        multiple = math.lcm(multiple, FP8_MULTIPLE * options.context_parallel)
+    return ParallelLayout(
+        rank=rank,
+        world_size=ranks,
+        dp_rank=groups.data.rank(),
+        dp_size=groups.data.size(),
+        outputs=groups.outputs,
+        sequence_multiple=multiple,
+        # Interleaved stages take the micro-batches in rounds of as many as there are stages.
+        micro_batch_multiple=options.pipeline_parallel if options.virtual_pipeline > 1 else 1,
+    )

@@ -1,0 +1,143 @@
+"""The light description that CoreRL reads before any worker exists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from corerl.config.schema import ClusterInfo
+from corerl.plugin.capabilities import Capability, not_implemented
+from corerl.plugin.spec import BackendSpec, Environment, Problem
+from corerl_megatron.config import MegatronConfig
+from corerl_megatron.families import experts_of, unsupported_by
+from corerl_megatron.probe import probe
+
+
+def model_ranks(config: MegatronConfig) -> int:
+    """Ranks that one copy of the model's dense part and one sequence are split over."""
+    return config.tensor_parallel * config.pipeline_parallel * config.context_parallel
+
+
+def expert_ranks(config: MegatronConfig) -> int:
+    """Ranks that one copy of the experts is split over."""
+    tensor = config.expert_tensor_parallel or config.tensor_parallel
+    return tensor * config.expert_parallel * config.pipeline_parallel
+
+
+def data_parallel(config: MegatronConfig, cluster: ClusterInfo) -> int:
+    return cluster.ranks // model_ranks(config)
+
+
+def environment(config: MegatronConfig, cluster: ClusterInfo) -> Environment:
+    if cluster.device != "cuda":
+        return {}
+    found = {}
+    if config.tensor_parallel > 1 or config.context_parallel > 1:
+        # One queue to the device: kernels start in the order in which they are put in, communication first, which is
+        # what lets it run beside the multiplication that follows.
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if not config.nvls:
+        found["NCCL_NVLS_ENABLE"] = "0"
+    return found
+
+
+def check(config: MegatronConfig, cluster: ClusterInfo) -> Iterable[Problem]:
+    yield from _layout(config, cluster)
+    yield from _switches(config, cluster)
+    if cluster.model:
+        yield from _model(config, cluster.model)
+
+
+def _layout(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]:
+    tp, pp, cp = config.tensor_parallel, config.pipeline_parallel, config.context_parallel
+    ranks = cluster.ranks
+    if ranks % model_ranks(config):
+        yield Problem(
+            "tensor_parallel",
+            f"{tp}, with pipeline_parallel={pp} and context_parallel={cp}, takes {tp * pp * cp} ranks for one copy of "
+            f"the model, which does not divide the role's {ranks} ranks; change one of them",
+        )
+    if ranks % expert_ranks(config):
+        etp = config.expert_tensor_parallel or tp
+        yield Problem(
+            "expert_parallel",
+            f"{config.expert_parallel}, with expert_tensor_parallel={etp} and pipeline_parallel={pp}, takes "
+            f"{expert_ranks(config)} ranks for one copy of the experts, which does not divide the role's {ranks} "
+            "ranks; change one of them",
+        )
+    if config.virtual_pipeline > 1 and pp == 1:
+        yield Problem(
+            "virtual_pipeline",
+            f"{config.virtual_pipeline}, and there is one stage to interleave; set pipeline_parallel to 2 or more, or "
+            "virtual_pipeline to 1",
+        )
+
+
+def _switches(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]:
+    if config.sequence_parallel and config.tensor_parallel == 1:
+        yield Problem("sequence_parallel", "true, and tensor_parallel is 1; raise that, or remove this")
+    if config.overlap_param_gather and not (config.distributed_optimizer and config.overlap_grad_reduce):
+        yield Problem(
+            "overlap_param_gather", "true, which needs distributed_optimizer and overlap_grad_reduce; set both to true"
+        )
+    wants_engine = {
+        "transformer": config.transformer == "transformer_engine",
+        "fp8": config.fp8 != "none",
+    }
+    for name, wanted in wants_engine.items():
+        if wanted and cluster.device != "cuda":
+            yield Problem(
+                name,
+                f"{getattr(config, name)!r} needs TransformerEngine, which needs a GPU, and the device is "
+                f"{cluster.device}; remove it",
+            )
+    if config.fp8 != "none" and config.transformer == "torch":
+        yield Problem("fp8", f"{config.fp8!r} needs TransformerEngine, and transformer is 'torch'; set it to 'auto'")
+
+
+def _model(config: MegatronConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
+    if reason := unsupported_by(model):
+        yield Problem(".model", reason)
+        return
+    experts = experts_of(model)
+    tp, stages = config.tensor_parallel, config.pipeline_parallel * config.virtual_pipeline
+    divided = (
+        ("tensor_parallel", tp, model["num_attention_heads"], "attention heads"),
+        ("tensor_parallel", tp, model["num_key_value_heads"], "key-value heads"),
+        ("tensor_parallel", tp, model["intermediate_size"], "columns of the MLP"),
+        ("pipeline_parallel", stages, model["num_hidden_layers"], "layers"),
+        ("expert_parallel", config.expert_parallel, experts, "experts"),
+    )
+    for name, parts, count, what in divided:
+        if count % parts:
+            times = f" x virtual_pipeline={config.virtual_pipeline}" if stages != config.pipeline_parallel else ""
+            at = times if name == "pipeline_parallel" else ""
+            yield Problem(
+                name,
+                f"{getattr(config, name)}{at} does not divide the model's {count} {what}; take a divisor of {count}",
+            )
+    if config.expert_parallel > 1 and not experts:
+        yield Problem("expert_parallel", f"{config.expert_parallel}, and the model has no experts; set it to 1")
+    if config.aux_loss_coef and not experts:
+        yield Problem("aux_loss_coef", f"{config.aux_loss_coef}, and the model has no experts; set it to 0")
+    if experts and tp > 1 and not config.sequence_parallel:
+        yield Problem(
+            "sequence_parallel",
+            f"false, and experts with tensor_parallel={tp} are trained with it alone; set it to true",
+        )
+
+
+SPEC = BackendSpec(
+    implementation="corerl_megatron.backend:MegatronBackend",
+    config=MegatronConfig,
+    api=(1, 0),
+    summary="NVIDIA megatron-core: tensor, pipeline, context and expert parallelism; Llama, Qwen2, Qwen3, Qwen3-MoE",
+    capabilities={
+        Capability.FLOAT16: not_implemented("no loss scale; bfloat16 has float32's range and needs none"),
+        Capability.UPDATE_IPC: not_implemented("no sender of CUDA IPC handles yet"),
+    },
+    environment=environment,
+    data_parallel=data_parallel,
+    check=check,
+    probe=probe,
+)

@@ -1,0 +1,185 @@
+"""One optimizer step, and one pass without gradients, through megatron-core's pipeline schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import tee
+from typing import Any, TypeAlias
+
+import torch
+from attrs import frozen
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from torch import Tensor
+
+from corerl.backend import MetricSum, resolve_loss
+from corerl.backend.batches import DeviceBatch, OutputCollector, to_device
+from corerl.errors import ModelError
+from corerl.models.build import VALUE_HEAD
+from corerl.ops.logprobs import token_logprobs
+from corerl.types import ForwardResult, LossSpec, MicroBatch, Output, PackedBatch, TrainResult
+from corerl_megatron import balance, optimizer
+from corerl_megatron.build import Model
+from corerl_megatron.model import PackedModel
+from corerl_megatron.packed import Split, gather_tokens, packed_params
+from corerl_megatron.parallel import Groups
+
+
+@frozen(kw_only=True)
+class Packed:
+    """One micro-batch on its way through the stages."""
+
+    micro: MicroBatch
+    inputs: DeviceBatch
+    split: Split | None  # over context-parallel ranks
+
+    def local(self, tokens: Tensor) -> Tensor:
+        """Of [T, ...] what this rank computes."""
+        return tokens if self.split is None else tokens[self.split.local]
+
+
+# What becomes of the last stage's hidden states [t, 1, hidden].
+Finish: TypeAlias = Callable[[Packed, PackedModel, Tensor], Any]
+
+
+@frozen(kw_only=True)
+class Pipeline:
+    """This rank's stages, and all that a pass through them needs."""
+
+    model: Model
+    groups: Groups
+    vocabulary: int
+    device: torch.device
+
+    def run(self, micro_batches: Iterable[MicroBatch], count: int, finish: Finish, *, backward: bool) -> None:
+        """Every micro-batch through every stage, called on every rank; with `backward`, `finish` returns the loss."""
+
+        def forward_step(micros: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+            packed = self._packed(next(micros))
+            inputs = packed.inputs
+            hidden = chunk(
+                packed.local(inputs.tokens)[None],
+                packed.local(inputs.positions)[None],
+                None,
+                packed_seq_params=packed_params(inputs.packing, packed.split),
+            )
+            return hidden, partial(finished, packed, chunk.module)
+
+        def finished(packed: Packed, module: PackedModel, hidden: Tensor, non_loss_data: bool = False) -> Any:
+            result = finish(packed, module, hidden)
+            # The middle one is a number of tokens to divide by, which nothing is: see build.finalize.
+            return result if non_loss_data else (result, torch.zeros((), dtype=torch.int), {})
+
+        chunks = list(self.model.chunks)
+        interleaved = len(chunks) > 1
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=list(tee(micro_batches, len(chunks))) if interleaved else iter(micro_batches),
+            model=chunks if interleaved else chunks[0],
+            num_microbatches=count,
+            seq_length=1,  # not read: lengths vary
+            micro_batch_size=1,
+            forward_only=not backward,
+            collect_non_loss_data=not backward,
+        )
+
+    def outputs(
+        self, packed: Packed, module: PackedModel, hidden: Tensor, wanted: Sequence[Output], temperature: float
+    ) -> dict[Output, Tensor]:
+        """From the last stage's hidden states [t, 1, hidden]: each output [T] float32 of all tokens, entry t about
+        token t, equal on all tensor-parallel and context-parallel ranks."""
+        critic = hasattr(module, VALUE_HEAD)
+        if (Output.VALUES in wanted) != critic or (critic and len(wanted) > 1):
+            gives = "values" if critic else f"{Output.LOGPROBS}, {Output.ENTROPY}"
+            what = "critic" if critic else "policy"
+            raise ModelError(f"a {what} was asked for {', '.join(wanted)}; it gives {gives}")
+        hidden = self._whole(hidden, partial_grads=not critic)[:, 0]
+        tokens, rows = packed.inputs.tokens, packed.inputs.packing.continuations
+        found: dict[Output, Tensor | None] = {}
+        if critic:
+            found[Output.VALUES] = torch.nn.functional.linear(hidden.float(), module.head.float())[:, 0]
+        else:
+            # What is read at token t speaks of token t + 1; behind a sequence's last token nothing is asked.
+            following = torch.zeros_like(tokens).index_copy(0, rows - 1, tokens[rows])
+            found[Output.LOGPROBS], found[Output.ENTROPY] = token_logprobs(
+                hidden,
+                module.head,
+                packed.local(following),
+                temperature=temperature,
+                with_entropy=Output.ENTROPY in wanted,
+                group=self.groups.tensor,
+                vocab_size=self.vocabulary,
+            )
+        results = {}
+        for output in wanted:
+            values = found[output]
+            assert values is not None
+            if packed.split is not None:
+                values = gather_tokens(values, packed.split, self.groups.context)
+            results[output] = torch.zeros_like(values).index_copy(0, rows, values[rows - 1])
+        return results
+
+    def _packed(self, micro: MicroBatch) -> Packed:
+        inputs = to_device(micro, self.device)
+        context = self.groups.context
+        split = None
+        if context.size() > 1:
+            bounds = inputs.packing.bounds
+            split = Split.of(bounds, rank=context.rank(), ranks=context.size(), device=self.device)
+        return Packed(micro=micro, inputs=inputs, split=split)
+
+    def _whole(self, hidden: Tensor, *, partial_grads: bool) -> Tensor:
+        """The hidden states of all of this rank's tokens on every tensor-parallel rank; with `partial_grads` each
+        rank's gradient is a part of the sum, else all have the whole."""
+        if self.model.config.sequence_parallel:
+            gathered: Tensor = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=partial_grads)
+            return gathered
+        copied: Tensor = copy_to_tensor_model_parallel_region(hidden) if partial_grads else hidden
+        return copied
+
+
+def train_step(pipeline: Pipeline, batch: PackedBatch, loss: LossSpec, *, lr: float, clip_norm: float) -> TrainResult:
+    """Called on every rank, inside `cuda_on_host`."""
+    loss_function = resolve_loss(loss)
+    metrics = MetricSum()
+    micro_batches, tokens = batch.micro_batches, 0
+
+    def finish(packed: Packed, module: PackedModel, hidden: Tensor) -> Tensor:
+        outputs = pipeline.outputs(packed, module, hidden, loss.outputs, batch.temperature)
+        result = loss_function(packed.inputs.loss_inputs(outputs))
+        metrics.add(result.metrics)
+        return result.loss * balancing.scale
+
+    def counted() -> Iterator[MicroBatch]:
+        nonlocal tokens
+        for micro in micro_batches:
+            tokens += len(micro.tokens)
+            yield micro
+
+    for chunk in pipeline.model.chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    if pipeline.model.config.moe_aux_loss_coeff:
+        micro_batches = list(micro_batches)  # their tokens are to be known before the first goes through
+    with balance.Balancing.of(pipeline.model.config, micro_batches, pipeline.groups) as balancing:
+        pipeline.run(counted(), batch.count, finish, backward=True)
+    applied, norm = optimizer.step(pipeline.model, lr=lr, clip_norm=clip_norm)
+    found = {**metrics.finish(), **balancing.metrics(batch.count)}
+    return TrainResult(applied=applied, metrics=found if pipeline.groups.outputs else {}, grad_norm=norm, tokens=tokens)
+
+
+@torch.no_grad()
+def forward_pass(pipeline: Pipeline, batch: PackedBatch, wanted: tuple[Output, ...]) -> ForwardResult:
+    """Called on every rank, inside `cuda_on_host`."""
+    collector = OutputCollector()
+
+    def finish(packed: Packed, module: PackedModel, hidden: Tensor) -> None:
+        outputs = pipeline.outputs(packed, module, hidden, wanted, batch.temperature)
+        if pipeline.groups.outputs:
+            collector.add(packed.micro, outputs)
+
+    for chunk in pipeline.model.chunks:
+        chunk.eval()
+    pipeline.run(batch.micro_batches, batch.count, finish, backward=False)
+    return collector.finish(wanted)

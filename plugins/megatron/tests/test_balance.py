@@ -1,0 +1,76 @@
+"""The loss that balances experts: against transformers' router and autograd, and the same in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+from transformers import AutoModelForCausalLM
+
+from corerl.testing import scenarios
+from corerl.testing.compare import assert_follows, assert_same_metrics
+from corerl.testing.harness import samples_at
+from corerl.testing.subject import PACKINGS, WHOLE, Runs
+from corerl.testing.tolerances import GRAD_NORM
+
+COEF = 0.5
+SPLIT = {
+    "cp2": {"context_parallel": 2},
+    "pp2": {"pipeline_parallel": 2},
+    "tp2 sp etp1 ep2": {
+        "tensor_parallel": 2,
+        "sequence_parallel": True,
+        "expert_parallel": 2,
+        "expert_tensor_parallel": 1,
+    },
+}
+
+
+def test_its_value_and_its_gradient_are_those_of_the_formula(runs: Runs) -> None:
+    """Fedus et al. 2021, eq. 4: experts * sum_i (share of choices of i) * (mean probability of i), by layer."""
+    samples = samples_at(0)
+    none_counts = samples.with_columns(loss_mask=np.zeros(len(samples.tokens), dtype=np.bool_))
+    setup = evolve(runs.setup("megatron", "qwen3-moe", WHOLE), options={"aux_loss_coef": COEF})
+    (found,) = runs.rank_sets[1].run(scenarios.train_on, setup, none_counts)
+
+    model = AutoModelForCausalLM.from_pretrained(runs.models["qwen3-moe"], dtype=torch.float64, experts_implementation="eager")
+    logits: list[list[torch.Tensor]] = []
+    for start, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):
+        tokens = torch.tensor(samples.tokens[start:end])[None]
+        logits.append(list(model(input_ids=tokens, output_router_logits=True).router_logits))
+    experts, chosen = model.config.num_experts, model.config.num_experts_per_tok
+    losses = []
+    for layer in zip(*logits, strict=True):
+        probabilities = torch.cat(layer).softmax(-1)  # [tokens, experts]
+        choices = torch.zeros_like(probabilities).scatter(1, probabilities.topk(chosen).indices, 1.0)
+        losses.append(experts * (choices.mean(0) / chosen * probabilities.mean(0)).sum())
+    (COEF * sum(losses)).backward()
+    grads = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
+
+    assert found.metrics["load_balancing_loss"].value == pytest.approx(float(sum(losses)) / len(losses), rel=1e-6)
+    assert found.grad_norm == pytest.approx(float(grads.norm()), rel=GRAD_NORM.relative)
+    assert found.grad_norm > 1e-3
+
+
+@pytest.mark.parametrize("layout", SPLIT)
+def test_it_trains_alike_however_a_micro_batch_is_split(runs: Runs, layout: str) -> None:
+    assert_same(runs, 2, SPLIT[layout], 1, {})
+
+
+def test_it_trains_alike_with_experts_spread_over_the_ranks(runs: Runs) -> None:
+    assert_same(runs, 2, {"expert_parallel": 2}, 2, {})
+
+
+def assert_same(
+    runs: Runs, ranks: int, options: Mapping[str, Any], other_ranks: int, others: Mapping[str, Any]
+) -> None:
+    setup = runs.setup("megatron", "qwen3-moe", PACKINGS["padded"])
+    found = runs.train(ranks, evolve(setup, options={"aux_loss_coef": COEF, **options}), range(3))
+    wanted = runs.train(other_ranks, evolve(setup, options={"aux_loss_coef": COEF, **others}), range(3))
+    assert_follows(found, wanted)
+    assert_same_metrics(found, wanted)
+    assert "load_balancing_loss" in found.results[0][-1].metrics or "load_balancing_loss" in found.results[0][0].metrics
