@@ -117,7 +117,8 @@ def test_a_name_of_several_kinds_asks_which_one(capsys: pytest.CaptureFixture[st
 def test_a_name_of_no_kind_is_answered_with_all_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["options", "transformrs"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("corerl: error: unknown plugin 'transformrs'; installed backends: fsdp, plain; engines: ")
+    backends = ", ".join(installed_names(Kind.BACKENDS))
+    assert error.startswith(f"corerl: error: unknown plugin 'transformrs'; installed backends: {backends}; engines: ")
     assert error.endswith("; did you mean 'transformers'?\n")
 
 

@@ -37,7 +37,9 @@ def test_its_value_and_its_gradient_are_those_of_the_formula(runs: Runs) -> None
     setup = evolve(runs.setup("megatron", "qwen3-moe", WHOLE), options={"aux_loss_coef": COEF})
     (found,) = runs.rank_sets[1].run(scenarios.train_on, setup, none_counts)
 
-    model = AutoModelForCausalLM.from_pretrained(runs.models["qwen3-moe"], dtype=torch.float64, experts_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        runs.models["qwen3-moe"], dtype=torch.float64, experts_implementation="eager"
+    )
     logits: list[list[torch.Tensor]] = []
     for start, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):
         tokens = torch.tensor(samples.tokens[start:end])[None]

@@ -1,0 +1,126 @@
+"""What is refused before a rank is started, and what a model is in Megatron's words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attrs import evolve
+from transformers import LlamaConfig
+
+from corerl.config.schema import ClusterInfo
+from corerl.testing.models import tiny_config
+from corerl_megatron.config import MegatronConfig
+from corerl_megatron.families import architecture, unsupported_by
+from corerl_megatron.spec import SPEC, check
+
+QWEN3 = tiny_config("qwen3").to_dict()  # 4 layers, 4 heads, 2 key-value heads, 96 columns
+MOE = tiny_config("qwen3-moe").to_dict()  # 8 experts
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def told(ranks: int, model: dict[str, Any], device: str = "cpu", **options: Any) -> list[str]:
+    found = check(MegatronConfig(**options), ClusterInfo(device=device, ranks=ranks, model=model))
+    return [f"{problem.path}: {problem.text}" for problem in found]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "options"),
+    [
+        (1, QWEN3, {}),
+        (4, QWEN3, {"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
+        (8, MOE, {"expert_parallel": 8}),
+        (4, MOE, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 4, "expert_tensor_parallel": 1}),
+    ],
+)
+def test_a_layout_that_divides_is_let_through(ranks: int, model: dict[str, Any], options: dict[str, Any]) -> None:
+    assert told(ranks, model, **options) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "options", "line"),
+    [
+        (
+            3,
+            QWEN3,
+            {"tensor_parallel": 2},
+            "tensor_parallel: 2, with pipeline_parallel=1 and context_parallel=1, takes 2",
+        ),
+        (4, MOE, {"expert_parallel": 3}, "expert_parallel: 3, with expert_tensor_parallel=1 and pipeline_parallel=1"),
+        (1, QWEN3, {"virtual_pipeline": 2}, "virtual_pipeline: 2, and there is one stage to interleave"),
+        (4, QWEN3, {"tensor_parallel": 4}, "tensor_parallel: 4 does not divide the model's 2 key-value heads"),
+        (3, QWEN3, {"pipeline_parallel": 3}, "pipeline_parallel: 3 does not divide the model's 4 layers"),
+        (
+            4,
+            QWEN3,
+            {"pipeline_parallel": 4, "virtual_pipeline": 2},
+            "pipeline_parallel: 4 x virtual_pipeline=2 does not divide the model's 4 layers",
+        ),
+        (2, QWEN3, {"expert_parallel": 2}, "expert_parallel: 2, and the model has no experts"),
+        (1, QWEN3, {"aux_loss_coef": 0.1}, "aux_loss_coef: 0.1, and the model has no experts"),
+        (2, MOE, {"tensor_parallel": 2}, "sequence_parallel: false, and experts with tensor_parallel=2"),
+        (1, QWEN3, {"sequence_parallel": True}, "sequence_parallel: true, and tensor_parallel is 1"),
+        (1, QWEN3, {"overlap_param_gather": True}, "overlap_param_gather: true, which needs distributed_optimizer"),
+        (1, QWEN3, {"fp8": "hybrid"}, "fp8: 'hybrid' needs TransformerEngine, which needs a GPU"),
+        (1, QWEN3, {"transformer": "transformer_engine"}, "transformer: 'transformer_engine' needs TransformerEngine"),
+    ],
+)
+def test_one_that_does_not_is_refused_under_the_setting_that_mends_it(
+    ranks: int, model: dict[str, Any], options: dict[str, Any], line: str
+) -> None:
+    assert any(found.startswith(line) for found in told(ranks, model, **options)), told(ranks, model, **options)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (
+            {"model_type": "gemma3"},
+            "model_type 'gemma3' is none that this backend knows: llama, qwen2, qwen3, qwen3_moe",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "rope_type 'yarn' is none that this backend knows",
+        ),
+        ({"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "rope low_freq_factor=2.0 is fixed at 1.0"),
+        ({"attention_bias": True}, "attention_bias of a qwen3 model is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window of a qwen3 model is not supported"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+    ],
+)
+def test_a_model_that_megatron_would_train_wrongly_is_refused(changed: dict[str, Any], reason: str) -> None:
+    assert unsupported_by({**QWEN3, **changed}).startswith(reason)
+    assert told(1, {**QWEN3, **changed}) == [f".model: {unsupported_by({**QWEN3, **changed})}"]
+
+
+def test_the_models_of_the_suite_are_known() -> None:
+    for kind in ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3-moe"):
+        assert unsupported_by(tiny_config(kind).to_dict()) == ""
+
+
+def test_llama_3s_rope_is_handed_on() -> None:
+    fields = LlamaConfig(rope_parameters=LLAMA3).to_dict()
+    assert unsupported_by(fields) == ""
+    gpt = architecture(fields, value_head=False).gpt
+    assert (gpt["rotary_base"], gpt["rope_scaling"], gpt["rope_scaling_factor"]) == (500000.0, True, 8.0)
+
+
+def test_ranks_that_share_a_sample_are_one_data_parallel_group() -> None:
+    options = MegatronConfig(tensor_parallel=2, pipeline_parallel=2, context_parallel=2, expert_parallel=2)
+    assert SPEC.data_parallel(options, ClusterInfo(device="cpu", ranks=16)) == 2
+
+
+def test_the_environment_is_of_gpus_alone() -> None:
+    options = MegatronConfig(tensor_parallel=2, nvls=False)
+    on_gpus = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_NVLS_ENABLE": "0"}
+    assert SPEC.environment(options, ClusterInfo(device="cuda", ranks=2)) == on_gpus
+    assert SPEC.environment(evolve(options, tensor_parallel=1, nvls=True), ClusterInfo(device="cuda", ranks=2)) == {}
+    assert SPEC.environment(options, ClusterInfo(device="cpu", ranks=2)) == {}
