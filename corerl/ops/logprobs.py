@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LOGITS = 2**24  # of one chunk: 64 MiB in float32
+# Of one chunk. Each reads the whole weight and adds to its whole gradient, which larger chunks do fewer times.
+LOGITS = {"cpu": 2**24, "cuda": 2**28}  # 64 MiB and 1 GiB in float32
 NEVER = -1e30  # a padding row's logit: exp() makes it 0, and unlike -inf it stays no NaN when multiplied by that 0
 
 
@@ -28,8 +29,8 @@ def token_logprobs(
     """Log-probs [T] of `targets` [T] under softmax((hidden weight^T + bias) / temperature), and its entropy [T].
 
     hidden [T, H], weight [V, H], bias [V]. Both results are float32 (float64 for float64 input); entropy is None unless
-    asked for. Logits exist for `chunk_tokens` tokens at a time, by default as many as make 2**24 logits; the backward
-    pass makes them again instead of keeping them.
+    asked for. Logits exist for `chunk_tokens` tokens at a time, by default as many as make 2**24 logits (2**28 on a
+    GPU); the backward pass makes them again instead of keeping them.
 
     With z the tempered logits, p = softmax(z), y the target and H = -sum_j p_j log p_j:
 
@@ -49,7 +50,7 @@ def token_logprobs(
     `vocab_size` is how many rows of the whole matrix are real; those from there on are padding. They have no part in
     the softmax or the entropy, no target may name one, and their gradient is exactly zero.
     """
-    chunk = chunk_tokens if chunk_tokens is not None else max(1, LOGITS // weight.shape[0])
+    chunk = chunk_tokens if chunk_tokens is not None else max(1, LOGITS[hidden.device.type] // weight.shape[0])
     shard = _shard(weight.shape[0], group, vocab_size)
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, with_entropy, chunk, shard)
     return logprobs, entropy if with_entropy else None

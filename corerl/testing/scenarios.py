@@ -101,6 +101,8 @@ class Loaded:
     read: int  # out of the model's files
     held: int  # by this rank, replicas included
     owned: int  # without replicas
+    weights: int  # that forward reads, replicas included
+    resident: int  # these, masters, and memory for gradients that is there from the start
     peak: int  # held at once while loading
     snapshot_peak: int  # held at once while a snapshot was made, and while one was loaded
     state: State
@@ -144,6 +146,12 @@ def load_watched(setup: Setup, resume: str, snapshots: bool) -> Loaded:
         read=read,
         held=sum(chunk.view.numel() * 4 for chunk in chunks),
         owned=sum(chunk.view.numel() * 4 for chunk in chunks if not chunk.replica),
+        weights=resident_bytes(worker.backend.tensors(MemoryKind.PARAM)),
+        resident=resident_bytes(
+            tensor
+            for kind in (MemoryKind.PARAM, MemoryKind.MASTER, MemoryKind.GRAD)
+            for tensor in worker.backend.tensors(kind)
+        ),
         peak=found.peak,
         snapshot_peak=of_snapshots.peak,
         state=state_of(worker),
@@ -242,16 +250,22 @@ def train_on_garbage(setup: Setup, samples: SampleBatch, *, seed: int = 0) -> Tr
 
 
 def saved_for_backward(setup: Setup, number: int) -> tuple[TrainResult, int]:
-    """A step, and the bytes of tensors that its forward passes keep for the backward pass."""
-    kept = 0
+    """A step, and the most bytes of tensors that its forward passes keep at once for the backward pass."""
+    kept = most = 0
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal kept
-        kept += tensor.numel() * tensor.element_size()
-        return tensor
+    class Kept:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            nonlocal kept, most
+            self.tensor = tensor
+            kept += tensor.numel() * tensor.element_size()
+            most = max(most, kept)
 
-    with running(setup) as worker, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        return train(worker, setup, number), kept
+        def __del__(self) -> None:
+            nonlocal kept
+            kept -= self.tensor.numel() * self.tensor.element_size()
+
+    with running(setup) as worker, torch.autograd.graph.saved_tensors_hooks(Kept, lambda held: held.tensor):
+        return train(worker, setup, number), most
 
 
 def changed_in_batches(setup: Setup) -> list[str]:

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from corerl.ops.logprobs import token_logprobs
+from corerl.ops.logprobs import LOGITS, token_logprobs
 from corerl.testing.pool import RankPool
 from tests.ops import ranks
 from tests.ops.ranks import Found, Head
@@ -101,7 +101,7 @@ class Largest(TorchDispatchMode):
 
 def test_no_float32_tensor_ever_has_the_size_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, vocab, chunk = 256, 500, 16
-    monkeypatch.setattr("corerl.ops.logprobs.LOGITS", chunk * vocab)
+    monkeypatch.setitem(LOGITS, "cpu", chunk * vocab)
     hidden, weight, _ = inputs(tokens, vocab, torch.bfloat16, False)
     assert hidden is not None and weight is not None
     with Largest() as largest:

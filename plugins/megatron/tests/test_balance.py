@@ -50,10 +50,11 @@ def test_its_value_and_its_gradient_are_those_of_the_formula(runs: Runs) -> None
         probabilities = torch.cat(layer).softmax(-1)  # [tokens, experts]
         choices = torch.zeros_like(probabilities).scatter(1, probabilities.topk(chosen).indices, 1.0)
         losses.append(experts * (choices.mean(0) / chosen * probabilities.mean(0)).sum())
-    (COEF * sum(losses)).backward()
+    total = torch.stack(losses).sum()
+    (COEF * total).backward()
     grads = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
 
-    assert found.metrics["load_balancing_loss"].value == pytest.approx(float(sum(losses)) / len(losses), rel=1e-6)
+    assert found.metrics["load_balancing_loss"].value == pytest.approx(total.item() / len(losses), rel=1e-6)
     assert found.grad_norm == pytest.approx(float(grads.norm()), rel=GRAD_NORM.relative)
     assert found.grad_norm > 1e-3
 

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
+with warnings.catch_warnings():  # first of all: what is imported once warns no more, and none of it is for the user
+    warnings.simplefilter("ignore")
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.optimizer
+    import megatron.core.pipeline_parallel  # noqa: F401
+
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
@@ -10,7 +18,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from corerl.backend import Backend, StateKey
 from corerl.config.schema import RoleConfig
-from corerl.errors import ModelError
+from corerl.errors import ModelError, Unsupported
 from corerl.models.config import hf_config
 from corerl.plugin.context import Context
 from corerl.types import (
@@ -26,7 +34,7 @@ from corerl.types import (
 from corerl.weights.chunks import Chunk
 from corerl_megatron.build import build
 from corerl_megatron.families import architecture, unsupported_by
-from corerl_megatron.on_host import cuda_on_host
+from corerl_megatron.on_host import calling_megatron
 from corerl_megatron.optimizer import masters, set_adam_step
 from corerl_megatron.parallel import destroy_groups, layout, make_groups
 from corerl_megatron.step import Pipeline, forward_pass, train_step
@@ -37,13 +45,16 @@ class MegatronBackend(Backend):
         fields = hf_config(config.model).to_dict()
         if reason := unsupported_by(fields):
             raise ModelError(reason)
+        if config.train.precision == "float16":
+            raise Unsupported("float16 wants a loss scale, which this backend does not keep; take bfloat16")
         model = architecture(fields, value_head=config.value_head)
-        with cuda_on_host(self.device):
+        with calling_megatron(self.device):
             self.groups = make_groups(config.options, timeout=config.timeout)
             self.model = build(config, model, self.groups, device=self.device)
             self.masters = masters(self.model)
         self.pipeline = Pipeline(model=self.model, groups=self.groups, vocabulary=model.vocabulary, device=self.device)
         self.applied = 0
+        self.gathers_pending = False
         return layout(config.options, self.groups, rank=context.rank, ranks=context.world_size)
 
     @property
@@ -51,13 +62,14 @@ class MegatronBackend(Backend):
         return self.applied
 
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        with cuda_on_host(self.device):
+        with calling_megatron(self.device):
             result = train_step(self.pipeline, batch, loss, lr=step.lr, clip_norm=self.config.train.optimizer.clip_norm)
         self.applied += result.applied
+        self.gathers_pending |= result.applied and self.config.options.overlap_param_gather
         return result
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        with self.using(weights), cuda_on_host(self.device):
+        with self.using(weights), calling_megatron(self.device):
             return forward_pass(self.pipeline, batch, outputs)
 
     def local_state(self, key: StateKey) -> Sequence[Chunk]:
@@ -98,7 +110,7 @@ class MegatronBackend(Backend):
                         start = master.start or 0
                         param.data.view(-1)[start : start + master.tensor.numel()].copy_(master.tensor.view(-1))
             if self.config.options.distributed_optimizer:
-                with cuda_on_host(self.device):
+                with calling_megatron(self.device):
                     for chunk in self.model.chunks:
                         chunk.start_param_sync(force_sync=True)
         if adam_step is not None:
@@ -111,10 +123,11 @@ class MegatronBackend(Backend):
 
     def _finish_gathers(self) -> None:
         """Parameters that a step has left to be gathered in the next forward pass are gathered now."""
-        if self.config.options.overlap_param_gather:
-            with cuda_on_host(self.device):
+        if self.gathers_pending:
+            with calling_megatron(self.device):
                 for chunk in self.model.chunks:
                     chunk.start_param_sync(force_sync=True)
+            self.gathers_pending = False
 
 
 def _buffers(chunk: DistributedDataParallel) -> Iterator[Any]:

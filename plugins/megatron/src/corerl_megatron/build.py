@@ -34,15 +34,18 @@ class Model:
 
 
 def build(role: RoleConfig, architecture: Architecture, groups: Groups, *, device: torch.device) -> Model:
-    """Called inside `cuda_on_host`, on every rank."""
+    """Called inside `calling_megatron`, on every rank."""
     options: MegatronConfig = role.options
     model_parallel_cuda_manual_seed(role.seed)
     modules = stages(role, architecture, device=device)
     config = modules[0].config
     held = held_parameters(modules, architecture, groups)
     for part in held:
-        # No box reads or writes the vocabulary's padding: without a gradient it stays 0.
-        part.zero_padding()
+        if options.distributed_optimizer:
+            # It lays parameters out anew, in buffers; what they lie in now would be there twice for a moment.
+            part.param.data = torch.zeros((), dtype=part.param.dtype, device=device).expand(part.param.shape)
+        else:
+            part.zero_padding()  # as the expanded zeros do: no box reads or writes it, and without a gradient it stays
         if part.split is not None and not hasattr(part.param, "tensor_model_parallel"):
             # Left to its own initialisation of weights; without it the norm would count one rank's share for all.
             set_tensor_model_parallel_attributes(part.param, is_parallel=True, dim=part.split, stride=1)

@@ -49,7 +49,7 @@ class PackedModel(GPTModel):
 
 
 def stages(role: RoleConfig, architecture: Architecture, *, device: torch.device) -> list[PackedModel]:
-    """This rank's stage, or its interleaved parts in order. Called inside `cuda_on_host`, with process groups there."""
+    """This rank's stage, or its interleaved parts in order. Called inside `calling_megatron`; groups are there."""
     engine = uses_transformer_engine(role.options, device)
     config = transformer_config(role, architecture, engine=engine, device=device)
     virtual = role.options.virtual_pipeline

@@ -10,8 +10,9 @@ megatron-core takes a GPU for granted in three ways. Each gets one narrow answer
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -21,12 +22,18 @@ from torch.overrides import TorchFunctionMode
 CPU = torch.device("cpu")
 
 
-def cuda_on_host(device: torch.device) -> AbstractContextManager[Any]:
-    """What every call into megatron-core stands in; nothing at all on a GPU. It may be entered again inside itself.
+@contextmanager
+def calling_megatron(device: torch.device) -> Iterator[None]:
+    """What every call into megatron-core stands in; it may be entered again inside itself.
 
     Function modes belong to a thread, and calls of one backend may come from several: enter it in each call.
     """
-    return nullcontext() if device.type == "cuda" else CudaOnHost()
+    with warnings.catch_warnings(), nullcontext() if device.type == "cuda" else CudaOnHost():
+        # Of libraries that megatron-core can do without, and of names that torch will change: nothing to mend for those
+        # who train.
+        warnings.filterwarnings("ignore", module="megatron")
+        warnings.filterwarnings("ignore", message="`torch.distributed.", category=FutureWarning)
+        yield
 
 
 class CudaOnHost:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from contextlib import suppress
 
 import torch
 from attrs import frozen
@@ -80,7 +81,8 @@ def destroy_groups() -> None:
         setattr(parallel_state, name, None)  # it leaves some
     world = torch.distributed.group.WORLD
     for group in {id(group): group for _, group in named if group is not world}.values():
-        torch.distributed.destroy_process_group(group)
+        with suppress(ValueError):  # it went with the world that it belonged to
+            torch.distributed.destroy_process_group(group)
     del named
     gc.collect()  # models of before hold groups too, in cycles; a group's threads end with its last reference
 

@@ -140,7 +140,7 @@ class Pipeline:
 
 
 def train_step(pipeline: Pipeline, batch: PackedBatch, loss: LossSpec, *, lr: float, clip_norm: float) -> TrainResult:
-    """Called on every rank, inside `cuda_on_host`."""
+    """Called on every rank, inside `calling_megatron`."""
     loss_function = resolve_loss(loss)
     metrics = MetricSum()
     micro_batches, tokens = batch.micro_batches, 0
@@ -171,7 +171,7 @@ def train_step(pipeline: Pipeline, batch: PackedBatch, loss: LossSpec, *, lr: fl
 
 @torch.no_grad()
 def forward_pass(pipeline: Pipeline, batch: PackedBatch, wanted: tuple[Output, ...]) -> ForwardResult:
-    """Called on every rank, inside `cuda_on_host`."""
+    """Called on every rank, inside `calling_megatron`."""
     collector = OutputCollector()
 
     def finish(packed: Packed, module: PackedModel, hidden: Tensor) -> None:
