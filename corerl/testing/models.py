@@ -26,7 +26,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "qwen3-tied": {"head_dim": 16, "tie_word_embeddings": True},
     "qwen2": {},  # has biases
-    "llama": {"head_dim": 16},
+    "llama": {"head_dim": 16, "pad_token_id": 5},  # a token that samples hold, and whose input row is not trained
     "qwen3-moe": {
         "head_dim": 16,
         "moe_intermediate_size": 32,

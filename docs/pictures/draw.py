@@ -1,11 +1,13 @@
 """Draw the pictures of the documentation as SVG files beside this one: `python docs/pictures/draw.py`.
 
 What they show is asked of the code where it can be: which sample goes into which micro-batch, which process onto which
-device. They stand on paper of their own, so that they read the same on a light page and on a dark one.
+device, which rank into which of Megatron's groups. They stand on paper of their own, so that they read the same on a
+light page and on a dark one.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -335,7 +337,88 @@ def placements() -> Picture:
     return picture
 
 
-PICTURES = {"data.svg": data, "residency.svg": residency, "placements.svg": placements}
+# ---- how Megatron splits a model over ranks --------------------------------------------------------------------------
+
+RANKS = 4
+LAYERS = 4  # of the picture's model, and as many experts in each
+SEQUENCE = 8  # tokens
+LAYOUTS: tuple[tuple[str, str, Mapping[str, int]], ...] = (
+    ("tensor_parallel = 2", "half of each matrix, all layers", {"tp": 2}),
+    ("pipeline_parallel = 2", "whole matrices, half of the layers", {"pp": 2}),
+    ("context_parallel = 2", "the whole model, half of each sequence's tokens", {"cp": 2}),
+    ("expert_parallel = 4", "all but the experts whole, a quarter of the experts", {"ep": 4}),
+)
+
+
+def draw_rank(picture: Picture, x: float, y: float, rank: int, sizes: Mapping[str, int]) -> None:
+    """What of the model it holds, and what of which sample it computes."""
+    with warnings.catch_warnings():  # of libraries that megatron-core can do without
+        warnings.simplefilter("ignore")
+        from megatron.core.parallel_state import RankGenerator
+
+        from corerl_megatron.packed import zigzag
+
+    tp, pp, cp, ep = (sizes.get(axis, 1) for axis in ("tp", "pp", "cp", "ep"))
+    order = "tp-cp-ep-dp-pp"  # megatron-core's own
+    dense = RankGenerator(tp=tp, ep=1, dp=RANKS // (tp * pp * cp), pp=pp, cp=cp, order=order)
+    experts = RankGenerator(tp=tp, ep=ep, dp=RANKS // (tp * pp * ep), pp=pp, cp=1, order=order)
+
+    def place(generator: RankGenerator, axis: str) -> int:
+        (group,) = (group for group in generator.get_ranks(axis) if rank in group)
+        return int(group.index(rank))
+
+    picture.box(x, y, 100, 124, "box")
+    picture.text(x + 50, y + 17, f"rank {rank}", "small middle")
+    left, top, step = x + 10, y + 26, 13
+    parts = ep if ep > 1 else 0
+    width = 26 if parts else 80
+    for layer in range(LAYERS):
+        at = top + layer * step
+        held = layer * pp // LAYERS == place(dense, "pp")
+        for part in range(tp):
+            mine = held and part == place(dense, "tp")
+            picture.box(left + part * width / tp, at, width / tp - 2, 11, "ranks" if mine else "empty", round=2)
+        for expert in range(parts):
+            mine = expert == place(experts, "ep")
+            picture.box(left + 30 + expert * 12.5, at, 10.5, 11, "engine" if mine else "empty", round=2)
+    sample = GROUPS[place(dense, "dp")]
+    computed = set(zigzag(np.array([0, SEQUENCE]), rank=place(dense, "cp"), ranks=cp).tolist()) if cp > 1 else None
+    for token in range(SEQUENCE):
+        mine = computed is None or token in computed
+        cls = f"token {sample.lower()}" if mine else "empty"
+        picture.box(left + token * 10, y + 85, 10, 14, cls, round=0)
+    picture.text(x + 50, y + 115, f"samples {sample}", "small middle")
+
+
+def megatron() -> Picture:
+    picture = Picture(
+        920,
+        424,
+        title="How Megatron splits a model over four ranks",
+        description="Tensor parallelism: half of each matrix on a rank. Pipeline parallelism: half of the layers. "
+        "Context parallelism: the whole model, half of each sequence. Expert parallelism: a quarter of the experts. "
+        "Ranks that hold parts of one copy compute the same samples, but for experts, whose tokens travel.",
+    )
+    for index, (title, words, sizes) in enumerate(LAYOUTS):
+        x, y = 24.0 + 450 * (index % 2), 12.0 + 186 * (index // 2)
+        picture.text(x, y + 14, title, "name")
+        picture.text(x, y + 32, words)
+        for rank in range(RANKS):
+            draw_rank(picture, x + rank * 106, y + 42, rank, sizes)
+    x = 24.0
+    for cls, words in (
+        ("ranks", "weights it holds, a row for each layer"),
+        ("engine", "experts it holds"),
+        ("a", "tokens it computes"),
+        ("empty", "on another rank"),
+    ):
+        picture.box(x, 396, 14, 11, cls, round=2)
+        picture.text(x + 20, 406, words)
+        x += 60 + 6.2 * len(words)
+    return picture
+
+
+PICTURES = {"data.svg": data, "residency.svg": residency, "placements.svg": placements, "megatron.svg": megatron}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -1,18 +1,10 @@
-"""Megatron in the conformance suite; and against bare torch."""
+"""Megatron in the conformance suite."""
 
 import pytest
 
-from corerl.testing.subject import CASES, Runs
 from corerl.testing.suite import *  # noqa: F403  -- the checks and nothing else, new ones too
-from tests.bare_loop import assert_follows_a_bare_loop
 
 
 @pytest.fixture(scope="session")
 def backend_name() -> str:
     return "megatron"
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(("kind", "packing"), CASES)
-def test_training_follows_a_loop_in_bare_torch(runs: Runs, world_size: int, kind: str, packing: str) -> None:
-    assert_follows_a_bare_loop(runs, "megatron", world_size, kind, packing)

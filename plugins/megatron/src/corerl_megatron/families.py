@@ -59,6 +59,7 @@ class Architecture:
     layers: int
     hidden: int
     vocabulary: int  # rows of the embedding, without padding
+    padding: int | None  # the token whose row of the embedding is not trained by what is read
     tied: bool
     experts: int  # of a layer; 0 where the model has none
 
@@ -117,6 +118,8 @@ def architecture(hf: Mapping[str, Any], *, value_head: bool) -> Architecture:
         layers=hf["num_hidden_layers"],
         hidden=hidden,
         vocabulary=hf["vocab_size"],
+        # transformers gives it to torch's embedding as padding_idx, which counts from the end where it is negative.
+        padding=None if hf.get("pad_token_id") is None else hf["pad_token_id"] % hf["vocab_size"],
         tied=tied,
         experts=experts,
     )

@@ -35,6 +35,18 @@ class PackedModel(GPTModel):
         weight = nn.Linear(self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype, device="cuda")
         self.add_module(VALUE_HEAD, weight)
 
+    def leave_out(self, padding: int) -> None:
+        """What is read of this token does not train the embedding, as in transformers' models."""
+
+        def without_gradient(embedding: nn.Module, args: Any, inputs: dict[str, Any], embedded: Tensor) -> Tensor:
+            counts = (inputs["input_ids"] != padding).t()[..., None]  # [tokens, 1, 1]
+            if self.config.sequence_parallel:
+                group = self.pg_collection.tp
+                counts = counts.chunk(group.size())[group.rank()]
+            return torch.where(counts, embedded, embedded.detach())
+
+        self.embedding.register_forward_hook(without_gradient, with_kwargs=True)
+
     @property
     def head(self) -> Tensor:
         """[rows of this rank, hidden] of the language head, [1, hidden] of a value head."""
@@ -140,4 +152,6 @@ def _stage(
     )
     if critic and last:
         module.become_critic()
+    if module.pre_process and architecture.padding is not None:
+        module.leave_out(architecture.padding)
     return module

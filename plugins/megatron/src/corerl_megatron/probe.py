@@ -49,7 +49,7 @@ def probe() -> Iterator[Finding]:
             level=Level.WARNING,
             what="TransformerEngine is not installed",
             why="layers are plain torch: slower, without FP8, and attention over context-parallel ranks in whole",
-            mend="python -m pip install --no-build-isolation 'transformer_engine[pytorch]'",
+            mend="python -m pip install --no-build-isolation 'transformer_engine[pytorch,core_cu13]', or core_cu12",
         )
         return
     try:

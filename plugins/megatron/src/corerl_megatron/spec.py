@@ -57,7 +57,7 @@ def _layout(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]:
             f"{tp}, with pipeline_parallel={pp} and context_parallel={cp}, takes {tp * pp * cp} ranks for one copy of "
             f"the model, which does not divide the role's {ranks} ranks; change one of them",
         )
-    if ranks % expert_ranks(config):
+    if (config.expert_parallel > 1 or experts_of(cluster.model)) and ranks % expert_ranks(config):
         etp = config.expert_tensor_parallel or tp
         yield Problem(
             "expert_parallel",
@@ -107,6 +107,12 @@ def _model(config: MegatronConfig, model: Mapping[str, Any]) -> Iterator[Problem
         ("tensor_parallel", tp, model["intermediate_size"], "columns of the MLP"),
         ("pipeline_parallel", stages, model["num_hidden_layers"], "layers"),
         ("expert_parallel", config.expert_parallel, experts, "experts"),
+        (
+            "expert_tensor_parallel",
+            config.expert_tensor_parallel or tp,
+            model.get("moe_intermediate_size") if experts else 0,
+            "columns of an expert",
+        ),
     )
     for name, parts, count, what in divided:
         if count % parts:
