@@ -38,6 +38,8 @@ class Output(StrEnum):
     LOGPROBS = "logprobs"  # log p(token_t | tokens < t) of logits / temperature; 0 where a sequence starts
     ENTROPY = "entropy"  # of the distribution that token_t was drawn from; 0 where a sequence starts
     VALUES = "values"  # value head on the hidden state at t - 1; 0 where a sequence starts
+    # [n, layers of experts, experts of a token] integers: through which experts each of these layers sent token t.
+    ROUTED_EXPERTS = "routed_experts"
 
 
 class Reduction(StrEnum):
@@ -98,6 +100,9 @@ class SampleBatch:
     Columns that CoreRL itself writes, all [N] and 0 where `loss_mask` is False:
     `loss_mask` (the policy chose the token), `rollout_logprobs` (from the engine that sampled it), `versions` (of the
     weights that sampled it), `old_logprobs`, `ref_logprobs`, `advantages`, `values`, `returns`.
+
+    `routed_experts`, [N, layers of experts, experts of a token], names the experts that the actor sends each token
+    through, prompts included, in the place of its routers' own choice; -1 where the routers choose.
     """
 
     tokens: IntArray  # [N] prompt and response of each sample, end to end
@@ -233,7 +238,7 @@ class ForwardResult:
 
     samples: IntArray  # [S] indices in the rollout batch, in the order given
     offsets: IntArray  # [S + 1] into each output
-    outputs: Mapping[Output, FloatArray]  # each [n]
+    outputs: Mapping[Output, Array]  # each [n, ...]: float32, but for experts, which are integers
 
 
 @frozen(kw_only=True)

@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from corerl.algorithms.losses import LossInputs
 from corerl.ops.attention import PackedSequences
-from corerl.types import Array, FloatArray, ForwardResult, IntArray, MicroBatch, Output
+from corerl.types import Array, BoolArray, ForwardResult, IntArray, MicroBatch, Output
 
 
 @frozen(kw_only=True)
@@ -45,31 +45,39 @@ def to_device(micro: MicroBatch, device: torch.device) -> DeviceBatch:
     )
 
 
+def unpadded(micro: MicroBatch) -> BoolArray:
+    """[T] False in the padding behind each sequence."""
+    real: BoolArray = micro.positions < np.repeat(micro.lengths, np.diff(micro.cu_seqlens))
+    return real
+
+
 @frozen
 class OutputCollector:
     """Gathers the per-token outputs of micro-batches into one ForwardResult, without padding and fillers."""
 
     samples: list[IntArray] = field(factory=list)
     lengths: list[IntArray] = field(factory=list)
-    parts: dict[Output, list[FloatArray]] = field(factory=dict)
+    parts: dict[Output, list[Array]] = field(factory=dict)
 
     def add(self, micro: MicroBatch, outputs: Mapping[Output, torch.Tensor]) -> None:
         real = micro.samples >= 0
         if not real.any():
             return
-        padded = np.diff(micro.cu_seqlens)
-        keep = (micro.positions < np.repeat(micro.lengths, padded)) & np.repeat(real, padded)
+        keep = unpadded(micro) & np.repeat(real, np.diff(micro.cu_seqlens))
         self.samples.append(micro.samples[real])
         self.lengths.append(micro.lengths[real])
         for output, values in outputs.items():
-            array = values.detach().float().cpu().numpy()
+            values = values.detach()
+            array = (values.float() if values.is_floating_point() else values).cpu().numpy()
             self.parts.setdefault(output, []).append(array[: len(keep)][keep])
 
     def finish(self, wanted: tuple[Output, ...]) -> ForwardResult:
         lengths = np.concatenate([np.zeros(1, np.int64), *self.lengths])
-        nothing = np.zeros(0, np.float32)
         return ForwardResult(
             samples=np.concatenate([np.zeros(0, np.int64), *self.samples]),
             offsets=np.cumsum(lengths),
-            outputs={output: np.concatenate([nothing, *self.parts.get(output, [])]) for output in wanted},
+            outputs={
+                output: np.concatenate(self.parts[output]) if output in self.parts else np.zeros(0, np.float32)
+                for output in wanted
+            },
         )

@@ -131,6 +131,11 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"algorithm.correction: {algorithm.correction!r} compares the engine's log-probs with the trainer's own; "
             "set algorithm.old_logprobs='recompute'"
         )
+    if algorithm.routing_replay == "recompute" and algorithm.old_logprobs != "recompute":
+        yield (
+            "algorithm.routing_replay: 'recompute' replays what routers choose where old_logprobs are recomputed; "
+            "set algorithm.old_logprobs='recompute'"
+        )
     penalised = algorithm.overlong == "penalty"
     if algorithm.kl_target and config.rollout.prompts * config.rollout.samples >= 5 * algorithm.kl_horizon:
         yield (

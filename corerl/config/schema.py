@@ -262,6 +262,13 @@ class AlgorithmConfig:
         default="none",
     )
     correction_cap: float = option("the largest importance weight", default=2.0, validator=above(0))
+    routing_replay: Literal["none", "recompute", "engine"] = option(
+        "a model of experts, and which experts each token is trained through: those that its routers choose by now; "
+        "recompute: those that they chose when old_logprobs were recomputed (R2); engine: those that the engine chose "
+        'as it sampled (R3). Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and '
+        'Inference Routers"; Zheng et al. 2025, "Stabilizing Reinforcement Learning with LLMs"',
+        default="none",
+    )
     dynamic_sampling: int = option(
         "times at most that groups whose rewards are all equal are dropped and other prompts sampled in their place "
         '(Yu et al. 2025, "DAPO"); 0 keeps them',

@@ -133,9 +133,13 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
             with problems.stage(f"roles.{role}.model"):
                 models[role] = hf_config(own)
                 require_room_for_tokens(models[role], tokenizer, own, table=f"roles.{role}.model")
+    replay = config.algorithm.routing_replay
+    if replay != "none" and ACTOR in models and experts(models[ACTOR]) == 1:
+        line = f"algorithm.routing_replay: {replay!r}, and the model has no experts to choose from; set it to 'none'"
+        problems.add("algorithm.routing_replay", ConfigError(line))
     if problems.none_in("model.path", "model.tokenizer"):
         with problems.stage("rollout.stop"):
-            params = sampling_params(config.rollout, tokenizer)
+            params = evolve(sampling_params(config.rollout, tokenizer), routed_experts=replay == "engine")
     with problems.stage("data", path="data.source"):
         prompts = load_prompts(config.data, seed=config.run.seed)
         if problems.none_in("model.path", "model.tokenizer"):

@@ -13,7 +13,7 @@ from corerl.config.schema import TrainConfig
 from corerl.data.plan import StepPlan, plan_forward, plan_steps
 from corerl.driver.together import Call
 from corerl.trainer.group import TrainGroup
-from corerl.types import FloatArray, LossSpec, Output, SampleBatch, Step
+from corerl.types import Array, LossSpec, Output, SampleBatch, Step
 
 
 @define(kw_only=True)
@@ -81,13 +81,25 @@ class Role:
             self.optimizer_step += 1
         return started
 
-    def start_forward(self, shared: Any, samples: SampleBatch, output: Output, *, weights: str = "") -> Call:
-        """Have the ranks compute one output of every token; `finish` gives the column [N], 0 outside loss tokens."""
+    def start_forward(
+        self,
+        shared: Any,
+        samples: SampleBatch,
+        outputs: tuple[Output, ...],
+        *,
+        weights: str = "",
+        replay: bool = False,
+    ) -> Call:
+        """Have the ranks compute outputs of every token, in one pass; `finish` gives their columns, 0 outside loss
+        tokens, but for experts, which are every token's."""
         plan = plan_forward(samples, **self._at_once)
-        pending = self.group.forward_async(shared, plan, (output,), weights=weights)
+        pending = self.group.forward_async(shared, plan, outputs, weights=weights, replay=replay)
 
-        def finish() -> FloatArray:
-            column = self.group.wait_forward(pending, (output,), of=samples)[output]
-            return np.where(samples.columns["loss_mask"], column, np.float32(0.0))
+        def finish() -> dict[Output, Array]:
+            mask = samples.columns["loss_mask"]
+            return {
+                output: column if output is Output.ROUTED_EXPERTS else np.where(mask, column, np.float32(0.0))
+                for output, column in self.group.wait_forward(pending, outputs, of=samples).items()
+            }
 
         return Call(self.group.processes, pending, finish)

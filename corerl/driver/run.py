@@ -27,6 +27,7 @@ from corerl.driver.metrics import (
     train_metrics,
 )
 from corerl.driver.roles import Role
+from corerl.driver.routing import routed
 from corerl.driver.stop import StopRequest
 from corerl.driver.together import Call, together
 from corerl.errors import CorerlError, WeightUpdateError
@@ -77,6 +78,16 @@ class Summary:
     run_dir: Path
     steps_done: int
     evaluation: dict[str, float] = field(factory=dict)  # the last one's metrics
+
+
+@frozen(kw_only=True, eq=False)
+class Pass:
+    """One pass of all samples through a role's model, without gradients."""
+
+    role: str
+    columns: Mapping[str, Output]  # what becomes of its outputs
+    weights: str = ""  # a snapshot's name
+    replay: bool = False  # through the experts that the column `routed_experts` names
 
 
 @define(kw_only=True)
@@ -141,14 +152,20 @@ class Run:
         algorithm, samples = self.config.algorithm, scored.rollout.batch
         if algorithm.overlong == "mask":
             samples = without_truncated(samples)
+        samples = routed(samples, self.config)
         samples = samples.with_columns(old_logprobs=samples.columns["rollout_logprobs"])
-        forwards = {}
-        shared = share(samples) if self._forwards else None
-        for column, (role, output, weights) in self._forwards.items():
-            forwards[column] = self.roles[role].start_forward(shared, samples, output, weights=weights)
-        if forwards:
+        passes = self._passes
+        if passes:
+            shared = share(samples)
+            calls = {
+                each: self.roles[each.role].start_forward(
+                    shared, samples, tuple(each.columns.values()), weights=each.weights, replay=each.replay
+                )
+                for each in passes
+            }
             with self.phase("forward"):
-                samples = samples.with_columns(**together(forwards))
+                for each, found in together(calls).items():
+                    samples = samples.with_columns(**{name: found[output] for name, output in each.columns.items()})
         stamped = stamp(
             samples, scored.rewards, algorithm, kl_coef=self.kl_coef, max_tokens=self.config.rollout.max_tokens
         )
@@ -163,17 +180,19 @@ class Run:
         return stamped
 
     @property
-    def _forwards(self) -> dict[str, tuple[str, Output, str]]:
-        """Column -> the role that computes it, its output, and the weights under which it does."""
-        algorithm = self.config.algorithm
-        forwards = {}
+    def _passes(self) -> list[Pass]:
+        algorithm, passes = self.config.algorithm, []
         if algorithm.old_logprobs == "recompute":
-            forwards["old_logprobs"] = (ACTOR, Output.LOGPROBS, "")
+            columns = {"old_logprobs": Output.LOGPROBS}
+            if algorithm.routing_replay == "recompute":
+                columns[Output.ROUTED_EXPERTS.value] = Output.ROUTED_EXPERTS
+            # Through the engine's experts, where these are trained: the first ratio is 1.
+            passes.append(Pass(role=ACTOR, columns=columns, replay=algorithm.routing_replay == "engine"))
         if algorithm.kl_coef:
-            forwards["ref_logprobs"] = (ACTOR, Output.LOGPROBS, REFERENCE)
+            passes.append(Pass(role=ACTOR, columns={"ref_logprobs": Output.LOGPROBS}, weights=REFERENCE))
         if CRITIC in self.roles:
-            forwards["values"] = (CRITIC, Output.VALUES, "")
-        return forwards
+            passes.append(Pass(role=CRITIC, columns={"values": Output.VALUES}))
+        return passes
 
     def optimize(self, stamped: Stamped) -> dict[str, list[GroupTrainResult]]:
         """All optimizer steps of the batch, of all roles at the same time; results by role, in the steps' order. None

@@ -22,6 +22,7 @@ class Capability(StrEnum):
     FLOAT16 = "float16"  # with a loss scale
     RECOMPUTE = "recompute"  # activations, in the backward pass
     MOE = "moe"  # a model of several experts
+    ROUTING_REPLAY = "routing-replay"  # tells the experts of each token, and trains through those that it is told
 
 
 class Grade(StrEnum):

@@ -10,7 +10,7 @@ import numpy as np
 from attrs import frozen
 
 from corerl.config.schema import ModelConfig
-from corerl.types import BoolArray, FloatArray, IntArray, MemoryKind
+from corerl.types import Array, BoolArray, FloatArray, IntArray, MemoryKind
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
@@ -22,6 +22,7 @@ class SamplingParams:
     max_tokens: int = 256  # new tokens at most
     stop_tokens: tuple[int, ...] = ()  # the sampled stop token is part of the response
     greedy: bool = False  # take the likeliest token; noise is not used
+    routed_experts: bool = False  # tell `Generation.routed_experts` too, where the engine can
 
 
 @frozen(kw_only=True)
@@ -56,11 +57,15 @@ class Generation:
     logprobs: FloatArray  # [m] log p(token) of logits / temperature, before top-p
     versions: IntArray  # [m] of the weights that sampled each token
     truncated: BoolArray  # [R] max_tokens reached without a stop token
+    # [n + m, layers of experts, experts of a token] integers, row by row, prompt and then response: the experts that
+    # each token was sent through; -1 for one that was not, as a row's last. None where the engine does not tell.
+    routed_experts: Array | None = None
 
     @classmethod
     def concatenate(cls, parts: list[Generation]) -> Generation:
         """The rows of several generations, in order."""
         starts = np.cumsum([0] + [int(part.offsets[-1]) for part in parts])
+        routed = [part.routed_experts for part in parts if part.routed_experts is not None]
         return cls(
             tokens=np.concatenate([part.tokens for part in parts]),
             offsets=np.concatenate(
@@ -69,6 +74,7 @@ class Generation:
             logprobs=np.concatenate([part.logprobs for part in parts]),
             versions=np.concatenate([part.versions for part in parts]),
             truncated=np.concatenate([part.truncated for part in parts]),
+            routed_experts=np.concatenate(routed) if len(routed) == len(parts) else None,
         )
 
 

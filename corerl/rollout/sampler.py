@@ -14,7 +14,7 @@ from corerl.errors import ConfigError
 from corerl.rollout.encoding import encode
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.noise import noise_keys
-from corerl.types import IntArray, SampleBatch
+from corerl.types import Array, IntArray, Output, SampleBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class Rollout:
     """The samples of one rollout step, B = P * G, those of one prompt side by side.
 
-    The batch has the columns `loss_mask`, `rollout_logprobs`, `versions`, and the rows `group` (index into `prompts`),
+    The batch has the columns `loss_mask`, `rollout_logprobs`, `versions`, from an engine that tells them
+    `routed_experts`, and the rows `group` (index into `prompts`),
     `sample` (0 to G - 1), `prompt_length`, `response_length` (both in tokens) and `truncated`.
     """
 
@@ -145,10 +146,13 @@ def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:
     rollout_logprobs[loss_mask] = generation.logprobs
     versions = np.zeros(len(tokens), dtype=np.int64)
     versions[loss_mask] = generation.versions
+    columns: dict[str, Array] = {"loss_mask": loss_mask, "rollout_logprobs": rollout_logprobs, "versions": versions}
+    if generation.routed_experts is not None:
+        columns[Output.ROUTED_EXPERTS.value] = generation.routed_experts
     return SampleBatch(
         tokens=tokens,
         offsets=offsets,
-        columns={"loss_mask": loss_mask, "rollout_logprobs": rollout_logprobs, "versions": versions},
+        columns=columns,
         rows={
             "prompt_length": prompt_length,
             "response_length": response_length,

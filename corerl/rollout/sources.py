@@ -210,7 +210,9 @@ def evaluate(
 
     Where sources are mixed, each has its `eval/NAME/reward` too.
     """
-    rollout = sampler.sample(prompts, rollout_step=0, samples=1, params=evolve(params, greedy=True))
+    rollout = sampler.sample(
+        prompts, rollout_step=0, samples=1, params=evolve(params, greedy=True, routed_experts=False)
+    )
     scores = reward.score(rollout)
     rewards = scores.rewards
     metrics = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from corerl.ops.noise import gumbel
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, SamplingParams
 from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.serving import Serving
-from corerl.types import MemoryKind
+from corerl.types import Array, BoolArray, MemoryKind
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
 
@@ -46,6 +47,7 @@ class TransformersEngine(Engine):
         self._model.generation_config = GenerationConfig()
         self._views = named_views(self._model)
         self._storages = [(storage, storage.nbytes()) for storage in (p.untyped_storage() for p in empty.values())]
+        self._routers = routers(self._model)
         self._asleep = False
         self._serving = Serving(context.name, context.index)
 
@@ -70,19 +72,21 @@ class TransformersEngine(Engine):
         tokens = np.full(mask.shape, PAD, dtype=np.int64)
         tokens[mask] = request.tokens
         draw = Draw(torch.tensor(request.noise_keys, device=self._device), params)
+        routes = Routes(self._routers if params.routed_experts else [])
         generate: Any = self._model.generate  # its decorator hides that it can be called
-        sequences = generate(
-            input_ids=torch.tensor(tokens, device=self._device),
-            attention_mask=torch.tensor(mask, dtype=torch.int64, device=self._device),
-            logits_processor=LogitsProcessorList([draw]),
-            generation_config=GenerationConfig(
-                do_sample=False,
-                use_cache=True,
-                max_new_tokens=params.max_tokens,
-                eos_token_id=list(params.stop_tokens) or None,
-                pad_token_id=PAD,
-            ),
-        )
+        with routes:
+            sequences = generate(
+                input_ids=torch.tensor(tokens, device=self._device),
+                attention_mask=torch.tensor(mask, dtype=torch.int64, device=self._device),
+                logits_processor=LogitsProcessorList([draw]),
+                generation_config=GenerationConfig(
+                    do_sample=False,
+                    use_cache=True,
+                    max_new_tokens=params.max_tokens,
+                    eos_token_id=list(params.stop_tokens) or None,
+                    pad_token_id=PAD,
+                ),
+            )
         responses = sequences[:, width:].cpu().numpy()
         stopped = np.isin(responses, params.stop_tokens)
         finished = stopped.any(axis=1)
@@ -94,6 +98,7 @@ class TransformersEngine(Engine):
             logprobs=torch.stack(draw.logprobs, dim=1).cpu().numpy()[chosen],
             versions=np.full(sizes.sum(), version, dtype=np.int64),
             truncated=np.logical_not(finished),
+            routed_experts=routes.of(mask, chosen),
         )
 
     def pause(self) -> None:
@@ -163,6 +168,51 @@ def named_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Every HF tensor of the model by name, as a view of the parameter (or the part of a fused one) that holds it."""
     boxes = hf_boxes(model)
     return {box.name: box.view(param.data) for name, param in model.named_parameters() for box in boxes[name]}
+
+
+def routers(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that choose experts, layer by layer; none where transformers does not say which these are."""
+    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    router = getattr(recorded, "target_class", None)
+    return [] if router is None else [module for module in model.modules() if isinstance(module, router)]
+
+
+class Routes:
+    """Keeps what routers choose while it is entered."""
+
+    def __init__(self, routers: Sequence[nn.Module]) -> None:
+        self._routers = routers
+        self._chosen: list[list[torch.Tensor]] = [[] for _ in routers]  # of each layer, pass by pass: [tokens, k]
+
+    def __enter__(self) -> None:
+        self._handles = [
+            router.register_forward_hook(functools.partial(self._keep, chosen))
+            for router, chosen in zip(self._routers, self._chosen, strict=True)
+        ]
+
+    def __exit__(self, *exception: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @staticmethod
+    def _keep(chosen: list[torch.Tensor], router: nn.Module, arguments: Any, output: Any) -> None:
+        # Logits, scores and indices, in an order of each model's own: indices alone are integers.
+        chosen += [each for each in output if not each.is_floating_point()] if isinstance(output, tuple) else []
+
+    def of(self, prompts: BoolArray, responses: BoolArray) -> Array | None:
+        """[n + m, layers, k] at the tokens that `prompts` [R, width] and `responses` [R, steps] mark, row by row: of
+        one pass over all prompts, and one over each step but the last. A row's last token is no step's input, or that
+        of a step whose result is not used: -1. None where routers told nothing."""
+        if not self._chosen or not all(self._chosen):
+            return None
+        rows = len(prompts)
+        layers = [torch.cat([each.view(rows, -1, each.shape[-1]) for each in chosen], dim=1) for chosen in self._chosen]
+        known = torch.stack(layers, dim=2).to(torch.int16).cpu().numpy()  # [R, width + steps - 1, layers, k]
+        experts = np.concatenate([known, np.full_like(known[:, :1], -1)], axis=1)
+        last = prompts.shape[1] + responses.sum(axis=1) - 1
+        experts[np.arange(rows), last] = -1
+        marked: Array = experts[np.concatenate([prompts, responses], axis=1)]
+        return marked
 
 
 class Draw(LogitsProcessor):

@@ -102,8 +102,9 @@ def whole(states: Sequence[State]) -> dict[str, Tensors]:
 
 
 def in_order(results: Sequence[ForwardResult], samples: SampleBatch, output: Output) -> FloatArray:
-    """[N] in the batch's order, each sample from exactly one rank."""
-    column = np.full(len(samples.tokens), np.nan, np.float32)
+    """[N, ...] in the batch's order, each sample from exactly one rank."""
+    shape = next(result.outputs[output].shape[1:] for result in results if len(result.samples))
+    column = np.full((len(samples.tokens), *shape), np.nan, np.float32)
     for result in results:
         for index, sample in enumerate(result.samples):
             start, end = samples.offsets[sample : sample + 2]

@@ -197,8 +197,10 @@ def train(worker: Worker, setup: Setup, number: int, *, samples: SampleBatch | N
     return worker.host.train(batch=batch, loss=setup.loss, step=step_at(number))
 
 
-def forward(worker: Worker, setup: Setup, samples: SampleBatch, *, weights: str = "") -> ForwardResult:
-    """Log-probs and entropy, or a critic's values, of this rank's share of the samples."""
+def forward(
+    worker: Worker, setup: Setup, samples: SampleBatch, *, weights: str = "", outputs: tuple[Output, ...] = ()
+) -> ForwardResult:
+    """Log-probs and entropy, or a critic's values, or what else is asked for, of this rank's share of the samples."""
     layout = worker.backend.layout
     multiple = math.lcm(setup.sequence_multiple, layout.sequence_multiple)
     plan = plan_forward(
@@ -209,7 +211,7 @@ def forward(worker: Worker, setup: Setup, samples: SampleBatch, *, weights: str 
         micro_batch_multiple=layout.micro_batch_multiple,
     )
     batch = pack(samples, plan, layout.dp_rank, sequence_multiple=multiple)
-    return worker.host.forward(batch=batch, outputs=setup.loss.outputs, weights=weights)
+    return worker.host.forward(batch=batch, outputs=outputs or setup.loss.outputs, weights=weights)
 
 
 # ---- what a rank holds -----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from corerl.plugin.capabilities import FULL, Capability, Grade, Support
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.testing.marks import LEVELS, MARK, Check
 
-pytest.register_assert_rewrite("corerl.testing.compare")
+pytest.register_assert_rewrite("corerl.testing.compare", "corerl.testing.routing")
 
 from corerl.testing.pool import OneRank, RankPool, Ranks  # noqa: E402
 

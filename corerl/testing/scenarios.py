@@ -17,6 +17,7 @@ from attrs import evolve, field, frozen
 from corerl.backend.base import StateKey
 from corerl.checkpoint.reader import written_ranks
 from corerl.checkpoint.writer import BackgroundWriter
+from corerl.data.plan import plan_forward
 from corerl.errors import CorerlError
 from corerl.memory.storage import resident_bytes
 from corerl.plugin.capabilities import Capability
@@ -45,6 +46,7 @@ from corerl.types import (
     InitResult,
     MemoryKind,
     MicroBatch,
+    Output,
     PackedBatch,
     SampleBatch,
     SleepResult,
@@ -58,6 +60,7 @@ from corerl.weights.transport import Address
 from corerl.weights.transports.inprocess import InProcessSender
 
 SNAPSHOT_ACTIONS: list[tuple[str, dict[str, str]]] = [("create", {}), ("drop", {}), ("load", {"path": ""})]
+EXPERTS = Output.ROUTED_EXPERTS.value
 HELD_SECONDS = 60.0  # against hangs: how long a held writer waits to be released
 
 
@@ -166,6 +169,37 @@ def load_watched(setup: Setup, resume: str, snapshots: bool) -> Loaded:
 def forward_only(setup: Setup, samples: SampleBatch) -> ForwardResult:
     with running(setup) as worker:
         return forward(worker, setup, samples)
+
+
+@frozen(kw_only=True)
+class Replayed:
+    chosen: ForwardResult  # log-probs, and the experts that routers choose
+    told: ForwardResult  # the same where the experts are told
+    result: TrainResult  # of a step through those that are told
+    state: State  # after it
+    chosen_after: ForwardResult
+    told_after: ForwardResult
+
+
+def replay_experts(setup: Setup, samples: SampleBatch, lr: float) -> Replayed:
+    """`samples` tell the experts, in their column `routed_experts`."""
+    free = evolve(samples, columns={name: samples.columns[name] for name in samples.columns if name != EXPERTS})
+    with running(setup) as worker:
+
+        def passed(samples: SampleBatch) -> ForwardResult:
+            return forward(worker, setup, samples, outputs=(Output.LOGPROBS, Output.ROUTED_EXPERTS))
+
+        chosen, told = passed(free), passed(samples)
+        batch = packed_for_training(worker, setup, samples)
+        result = worker.host.train(batch=batch, loss=LIKELIHOOD, step=evolve(step_at(0), lr=lr))
+        return Replayed(
+            chosen=chosen,
+            told=told,
+            result=result,
+            state=state_of(worker),
+            chosen_after=passed(free),
+            told_after=passed(samples),
+        )
 
 
 @frozen(kw_only=True)
@@ -608,6 +642,9 @@ def start_refused(setup: Setup, resume: str = "") -> str:
 def refusals(setup: Setup, lacks: Sequence[Capability], directory: str) -> dict[str, list[str]]:
     """Capability -> the errors of the verbs that ask for it, "" where one works. Those that are no verb's are left out;
     some of these are asked for with `start_refused`."""
+    samples = make_samples(0)
+    plan = plan_forward(samples, dp_size=1, tokens_per_micro_batch=48, sequence_multiple=1, micro_batch_multiple=1)
+    told = samples.with_columns(**{EXPERTS: np.zeros((len(samples.tokens), 1, 1), np.int16)})
     with running(setup) as worker:
 
         def update(transport: str) -> None:
@@ -621,6 +658,11 @@ def refusals(setup: Setup, lacks: Sequence[Capability], directory: str) -> dict[
                 lambda: worker.wake_up(frozenset(MemoryKind)),
             ],
             Capability.SAVE_BACKGROUND: [lambda: worker.save(directory, step_at(0), True)],
+            Capability.ROUTING_REPLAY: [
+                lambda: worker.forward(samples, plan, (Output.ROUTED_EXPERTS,)),
+                lambda: worker.forward(told, plan, (Output.LOGPROBS,), replay=True),
+                lambda: worker.train(told, plan, LOSS, step_at(0)),
+            ],
             Capability.UPDATE_DISK: [lambda: update("disk")],
             Capability.UPDATE_COLLECTIVE: [lambda: update("collective")],
         }

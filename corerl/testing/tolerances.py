@@ -14,6 +14,7 @@ class Tolerance:
 # float32 on a CPU
 LOSS = Tolerance(1e-5, 1e-7)  # ten steps against the plain backend, or after a resume elsewhere
 GRAD_NORM = Tolerance(1e-5)
+ROUTER_GRADS = 1e-4  # L2 relative: a difference of experts' outputs, which are nearly alike in small models
 METRICS = Tolerance(1e-4, 1e-5)  # means over tokens, some of numbers that are nearly equal
 LOGPROBS = Tolerance(0.0, 1e-5)  # against transformers
 WEIGHTS_L2 = (

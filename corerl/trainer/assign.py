@@ -139,6 +139,8 @@ def needed(
         needs[Capability.RECOMPUTE] = f"train.recompute = '{train.recompute}'"
     if experts > 1:
         needs[Capability.MOE] = f"a model of {experts} experts"
+    if role == ACTOR and config.algorithm.routing_replay != "none" and config.run.trains:
+        needs[Capability.ROUTING_REPLAY] = f"algorithm.routing_replay = '{config.algorithm.routing_replay}'"
     if saved_ranks and saved_ranks != cluster.ranks:
         needs[Capability.RESHARD] = f"resuming on {cluster.ranks} ranks what {saved_ranks} saved"
     if role == ACTOR and config.algorithm.kl_coef and config.run.trains:

@@ -15,7 +15,7 @@ from corerl.data.plan import StepPlan
 from corerl.errors import ContractError
 from corerl.trainer.assign import RolePlan
 from corerl.types import (
-    FloatArray,
+    Array,
     ForwardResult,
     InitResult,
     LossSpec,
@@ -165,17 +165,26 @@ class TrainGroup:
         )
 
     def forward(
-        self, samples: Any, plan: StepPlan, outputs: tuple[Output, ...], *, of: SampleBatch, weights: str = ""
-    ) -> dict[Output, FloatArray]:
-        """Columns [N] aligned with the tokens of `of`, the batch that `samples` is or refers to."""
-        return self.wait_forward(self.forward_async(samples, plan, outputs, weights=weights), outputs, of=of)
+        self,
+        samples: Any,
+        plan: StepPlan,
+        outputs: tuple[Output, ...],
+        *,
+        of: SampleBatch,
+        weights: str = "",
+        replay: bool = False,
+    ) -> dict[Output, Array]:
+        """Columns [N, ...] aligned with the tokens of `of`, the batch that `samples` is or refers to. With `replay`
+        its tokens pass through the experts that its column `routed_experts` names."""
+        pending = self.forward_async(samples, plan, outputs, weights=weights, replay=replay)
+        return self.wait_forward(pending, outputs, of=of)
 
-    def forward_async(self, samples: Any, plan: StepPlan, outputs: tuple[Output, ...], *, weights: str = "") -> Pending:
-        return self.processes.start("forward", samples, plan, outputs, weights)
+    def forward_async(
+        self, samples: Any, plan: StepPlan, outputs: tuple[Output, ...], *, weights: str = "", replay: bool = False
+    ) -> Pending:
+        return self.processes.start("forward", samples, plan, outputs, weights, replay)
 
-    def wait_forward(
-        self, pending: Pending, outputs: tuple[Output, ...], *, of: SampleBatch
-    ) -> dict[Output, FloatArray]:
+    def wait_forward(self, pending: Pending, outputs: tuple[Output, ...], *, of: SampleBatch) -> dict[Output, Array]:
         return scatter(self.processes.wait(pending), outputs, of, role=self.role)
 
     # ---- weights ----------------------------------------------------------------------------------------------------
@@ -276,10 +285,10 @@ def _fault(layouts: Sequence[ParallelLayout]) -> str:
 
 def scatter(
     results: Sequence[ForwardResult], outputs: tuple[Output, ...], batch: SampleBatch, *, role: str
-) -> dict[Output, FloatArray]:
-    """Per-sample outputs of all ranks as columns [N] in the batch's order. Raises ContractError unless each sample came
-    back exactly once, at its length, with every output."""
-    columns = {output: np.zeros(len(batch.tokens), dtype=np.float32) for output in outputs}
+) -> dict[Output, Array]:
+    """Per-sample outputs of all ranks as columns [N, ...] in the batch's order. Raises ContractError unless each sample
+    came back exactly once, at its length, with every output, and these of one kind."""
+    columns: dict[Output, Array] = {}
     times = np.zeros(len(batch), dtype=np.int64)
     for result in results:
         if not len(result.samples):  # it does not output, or was given fillers alone
@@ -297,8 +306,15 @@ def scatter(
             if values is None or len(values) != len(where):
                 got = "nothing" if values is None else f"{len(values)} numbers"
                 raise ContractError(f"{role}: forward returned {got} as {output}, for {len(where)} tokens")
-            columns[output][where] = values
+            column = columns.setdefault(output, np.zeros((len(batch.tokens), *values.shape[1:]), values.dtype))
+            if (column.shape[1:], column.dtype) != (values.shape[1:], values.dtype):
+                kinds = [f"{each.dtype} {list(each.shape[1:])} a token" for each in (column, values)]
+                raise ContractError(
+                    f"{role}: forward returned {output} as {' on one rank, as '.join(kinds)} on another"
+                )
+            column[where] = values
     if (times != 1).any():
         sample = int(np.flatnonzero(times != 1)[0])
         raise ContractError(f"{role}: forward returned sample {sample} {times[sample]} times; each must come back once")
-    return columns
+    # No sample, no rank that tells of its kind.
+    return {output: columns.get(output, np.zeros(len(batch.tokens), np.float32)) for output in outputs}

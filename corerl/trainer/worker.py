@@ -156,11 +156,24 @@ class Worker:
 
     def train(self, samples: SampleBatch, plan: StepPlan, loss: LossSpec, step: Step) -> TrainResult:
         """This rank packs its own share; the rollout batch is read where it lies."""
-        with self._timed(self._pack(samples, plan), rest="optimizer") as batch:
+        columns = [name for name in samples.columns if name != Output.ROUTED_EXPERTS or self._routes]
+        if Output.ROUTED_EXPERTS in columns:
+            self._require_replay("train")
+        with self._timed(self._pack(samples, plan, columns=columns), rest="optimizer") as batch:
             return self.host.train(batch=batch, loss=loss, step=step)
 
-    def forward(self, samples: SampleBatch, plan: StepPlan, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        with self._timed(self._pack(samples, plan, columns=()), rest="results") as batch:
+    def forward(
+        self,
+        samples: SampleBatch,
+        plan: StepPlan,
+        outputs: tuple[Output, ...],
+        weights: str = "",
+        replay: bool = False,
+    ) -> ForwardResult:
+        if replay or Output.ROUTED_EXPERTS in outputs:
+            self._require_replay("forward")
+        columns = (Output.ROUTED_EXPERTS.value,) if replay else ()
+        with self._timed(self._pack(samples, plan, columns=columns), rest="results") as batch:
             return self.host.forward(batch=batch, outputs=outputs, weights=weights)
 
     def manifest(self) -> Manifest:
@@ -209,7 +222,15 @@ class Worker:
                 f"{error.message}; the driver could load this {kind.noun}: it must be installed on every node"
             ) from error
 
-    def _pack(self, samples: SampleBatch, plan: StepPlan, columns: Sequence[str] | None = None) -> PackedBatch:
+    @property
+    def _routes(self) -> bool:
+        """Whether `routed_experts` are this role's: a critic has experts of its own, which its own routers choose."""
+        return not self.config.value_head
+
+    def _require_replay(self, verb: str) -> None:
+        self.backend.require(Capability.ROUTING_REPLAY, f"{verb} with {Output.ROUTED_EXPERTS.value!r}")
+
+    def _pack(self, samples: SampleBatch, plan: StepPlan, columns: Sequence[str]) -> PackedBatch:
         layout = self.backend.layout
         return pack(samples, plan, layout.dp_rank, sequence_multiple=layout.sequence_multiple, columns=columns)
 

@@ -100,6 +100,17 @@ def test_outputs_come_back_without_padding_and_fillers_in_the_order_given(extra:
     assert all(result.outputs[output].dtype == np.float32 for output in WANTED)
 
 
+def test_experts_come_back_as_integers_of_every_layer() -> None:
+    collector = OutputCollector()
+    for micro in (micro_batch([2, 0], [3, 2], multiple=4), micro_batch([-1, 1], [3, 1], multiple=2)):
+        tokens = torch.tensor(micro.tokens, dtype=torch.int16)
+        experts = torch.stack([tokens, tokens + 1, -tokens, tokens * 0, tokens, tokens], dim=1).reshape(-1, 3, 2)
+        collector.add(micro, {Output.LOGPROBS: tokens.float(), Output.ROUTED_EXPERTS: experts})
+    experts = collector.finish((Output.LOGPROBS, Output.ROUTED_EXPERTS)).outputs[Output.ROUTED_EXPERTS]
+    assert experts.dtype == np.int16
+    assert experts.tolist() == [[[t, t + 1], [-t, 0], [t, t]] for t in (200, 201, 202, 0, 1, 100)]
+
+
 def test_a_rank_with_nothing_but_fillers_gives_empty_outputs_of_the_right_kinds() -> None:
     collector = OutputCollector()
     filler = micro_batch([-1, -1], [2, 3], multiple=1)

@@ -257,6 +257,7 @@ def test_a_critics_own_model_is_one_and_has_no_tokens_of_its_own(tmp_path: Path)
         ({"kl_target": 0.1}, "algorithm.kl_target: adapts algorithm.kl_coef, which is 0"),
         ({"kl_in": "reward"}, "algorithm.kl_in: 'reward', and algorithm.kl_coef is 0"),
         ({"correction": "token"}, "algorithm.correction: 'token' compares the engine's log-probs"),
+        ({"routing_replay": "recompute"}, "algorithm.routing_replay: 'recompute' replays what routers choose where"),
         ({"overlong": "penalty"}, "algorithm.overlong_buffer: 0 with algorithm.overlong='penalty'"),
         ({"overlong": "penalty", "overlong_buffer": 257}, "algorithm.overlong_buffer: 257 with"),
         ({"overlong_buffer": 5}, "algorithm.overlong_buffer: 5 with algorithm.overlong='keep'"),
@@ -265,6 +266,15 @@ def test_a_critics_own_model_is_one_and_has_no_tokens_of_its_own(tmp_path: Path)
 def test_settings_that_would_do_nothing_are_told(algorithm: dict[str, Any], start: str) -> None:
     (line,) = problems(evolve(VALID, algorithm=AlgorithmConfig(**algorithm)))
     assert line.startswith(start)
+
+
+def test_experts_can_be_replayed_from_where_they_are_recorded() -> None:
+    for algorithm in (
+        AlgorithmConfig(routing_replay="recompute", old_logprobs="recompute"),
+        AlgorithmConfig(routing_replay="engine", old_logprobs="recompute"),
+        AlgorithmConfig(routing_replay="engine"),
+    ):
+        assert problems(evolve(VALID, algorithm=algorithm)) == []
 
 
 def test_groups_of_one_have_no_spread_to_sample_for() -> None:

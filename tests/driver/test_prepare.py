@@ -9,6 +9,7 @@ import torch
 from attrs import evolve
 
 from corerl.config.schema import (
+    AlgorithmConfig,
     BackendChoice,
     CheckpointConfig,
     Config,
@@ -30,6 +31,7 @@ from corerl.driver.prepare import (
 from corerl.errors import CheckpointError, ConfigError, ModelError, Unsupported
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer
+from corerl.testing.models import tiny_fields
 from tests.driver.saved import make_config, make_model, save
 
 
@@ -322,6 +324,19 @@ def test_older_weights_are_refused_where_engines_get_fresh_ones_anyway(tmp_path:
     with pytest.raises(ConfigError, match=r"^weights.every: 2, and engines that take turns in memory with the ranks"):
         prepare(config)
     prepare(evolve(config, cluster=evolve(config.cluster, offload="never")))
+
+
+def test_experts_are_replayed_of_a_model_that_has_some(tmp_path: Path) -> None:
+    config = config_in(tmp_path, algorithm={"routing_replay": "engine"})
+    with pytest.raises(ConfigError) as caught:
+        prepare(evolve(config, run=evolve(config.run, mode="rollout-only")))
+    wanted = "algorithm.routing_replay: 'engine', and the model has no experts to choose from; set it to 'none'"
+    assert caught.value.message == wanted
+    experts = evolve(config, model=evolve(config.model, config=tiny_fields("qwen3-moe")))
+    with pytest.raises(Unsupported, match="^algorithm.routing_replay = 'engine' asks for 'routing-replay'"):
+        prepare(experts)  # of the plain backend
+    assert prepare(evolve(experts, run=evolve(config.run, mode="rollout-only"))).params.routed_experts
+    assert not prepare(evolve(experts, algorithm=AlgorithmConfig())).params.routed_experts
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

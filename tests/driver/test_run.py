@@ -17,7 +17,7 @@ from corerl.driver import run as driver
 from corerl.driver.advantages import Stamped
 from corerl.driver.roles import Role
 from corerl.driver.run import REFERENCE, Run, answers_in
-from corerl.errors import WeightUpdateError, WorkerDied
+from corerl.errors import DataError, WeightUpdateError, WorkerDied
 from corerl.observability.timing import Phases
 from corerl.plugin.events import Event, Notice, RunFinished, Shown, StepFinished
 from corerl.plugin.hookspecs import hookimpl
@@ -38,12 +38,17 @@ TRAIN = {
 }
 
 
+EXPERTS = Output.ROUTED_EXPERTS
+CHOSEN = np.arange(5 * 3 * 2, dtype=np.int16).reshape(5, 3, 2)  # of 5 tokens, 3 layers, 2 experts
+
+
 class Group:
     """Ranks and engines of a run, as far as the driver sees them; notes what is asked."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.losses: list[LossSpec] = []
+        self.passes: list[tuple[tuple[Output, ...], str, bool]] = []  # outputs, weights, whether experts are replayed
         self.processes = self
         self.failure: Exception | None = None
         self.answers = True
@@ -79,11 +84,15 @@ class Group:
         if self.failure is not None:
             raise self.failure
 
-    def forward_async(self, shared: Any, plan: Any, outputs: tuple[Output, ...], *, weights: str) -> float:
+    def forward_async(
+        self, shared: Any, plan: Any, outputs: tuple[Output, ...], *, weights: str, replay: bool
+    ) -> float:
+        self.passes.append((outputs, weights, replay))
         return {Output.VALUES: 0.5, Output.LOGPROBS: -2.0 if weights == REFERENCE else -1.0}[outputs[0]]
 
     def wait_forward(self, value: float, outputs: tuple[Output, ...], *, of: SampleBatch) -> dict[Output, Any]:
-        return {output: np.full(len(of.tokens), value, np.float32) for output in outputs}
+        columns: dict[Output, Any] = {output: np.full(len(of.tokens), value, np.float32) for output in outputs}
+        return columns | ({EXPERTS: CHOSEN} if EXPERTS in outputs else {})
 
     def train_async(self, shared: SampleBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Step:
         self.losses.append(loss)
@@ -213,6 +222,56 @@ def test_recomputed_and_reference_logprobs_stand_at_response_tokens_alone(make_r
     assert columns["old_logprobs"].tolist() == [0.0, -1.0, 0.0, -1.0, -1.0]
     assert columns["ref_logprobs"].tolist() == [0.0, -2.0, 0.0, -2.0, -2.0]
     assert columns["old_logprobs"].dtype == columns["ref_logprobs"].dtype == np.float32
+
+
+def with_experts() -> Scored:
+    rollout = scored().rollout
+    return evolve(scored(), rollout=evolve(rollout, batch=batch().with_columns(**{EXPERTS: CHOSEN + 100})))
+
+
+def test_the_experts_of_old_logprobs_come_of_the_same_pass_and_are_every_tokens(make_run: Callable[..., Run]) -> None:
+    actor = Group()
+    algorithm = {"old_logprobs": "recompute", "routing_replay": "recompute", "kl_coef": 0.1}
+    run = make_run(make_config(algorithm=algorithm), actor=actor)
+    columns = run.with_advantages(with_experts()).samples.columns
+    assert actor.passes == [((Output.LOGPROBS, EXPERTS), "", False), ((Output.LOGPROBS,), REFERENCE, False)]
+    np.testing.assert_array_equal(columns["routed_experts"], CHOSEN)  # and not the engine's
+    assert columns["routed_experts"].dtype == np.int16
+    assert columns["old_logprobs"].tolist() == [0.0, -1.0, 0.0, -1.0, -1.0]
+
+
+def test_old_logprobs_are_computed_through_the_engines_experts_where_these_are_trained(
+    make_run: Callable[..., Run],
+) -> None:
+    actor = Group()
+    algorithm = {"old_logprobs": "recompute", "routing_replay": "engine", "kl_coef": 0.1}
+    run = make_run(make_config(algorithm=algorithm), actor=actor)
+    columns = run.with_advantages(with_experts()).samples.columns
+    assert actor.passes == [((Output.LOGPROBS,), "", True), ((Output.LOGPROBS,), REFERENCE, False)]
+    np.testing.assert_array_equal(columns["routed_experts"], CHOSEN + 100)
+
+
+def test_experts_that_nobody_asked_for_are_left_out(make_run: Callable[..., Run]) -> None:
+    assert "routed_experts" not in make_run(make_config()).with_advantages(with_experts()).samples.columns
+
+
+@pytest.mark.parametrize(
+    ("rollout", "source"),
+    [({"engine": "fake"}, "the engine 'fake'"), ({"saved": "runs/a"}, "the batches in 'runs/a'")],
+)
+def test_samples_without_the_engines_experts_end_the_run_in_one_line(
+    make_run: Callable[..., Run], rollout: dict[str, Any], source: str
+) -> None:
+    run = make_run(make_config(algorithm={"routing_replay": "engine"}, rollout=rollout))
+    with pytest.raises(DataError) as caught:
+        run.with_advantages(scored())
+    assert caught.value.message == (
+        f"algorithm.routing_replay: 'engine', and {source} came without 'routed_experts'; set it to 'recompute' (with "
+        "old_logprobs='recompute') or 'none', or take an engine that tells the experts of a token"
+    )
+    flat = batch().with_columns(**{EXPERTS: CHOSEN[:, 0]})
+    with pytest.raises(DataError, match=r"'routed_experts' of .* is int16 \[5, 2\], wanted integers \[5, layers"):
+        run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=flat)))
 
 
 def test_values_come_from_the_critic_alone(make_run: Callable[..., Run]) -> None:

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from attrs import evolve
 
 from corerl.config.schema import RolloutConfig
 from corerl.data.prompts import Prompt
@@ -76,6 +77,19 @@ def test_every_array_of_a_rollout_of_two_prompts_and_two_samples_is_as_worked_ou
     assert batch.temperature == 0.5
     assert rollout.texts == ["12", "9", "5", "000"]
     assert rollout.prompts == tuple(PROMPTS)
+
+
+def test_the_experts_that_an_engine_tells_stand_at_prompts_and_responses_alike() -> None:
+    experts = np.arange(24 * 2 * 2, dtype=np.int16).reshape(24, 2, 2)
+    rollout = Sampler(tokenizer=TOKENIZER, generate=Recorder(evolve(FOUR, routed_experts=experts)), seed=0).sample(
+        PROMPTS, rollout_step=5, samples=2, params=PARAMS
+    )
+    np.testing.assert_array_equal(rollout.batch.columns["routed_experts"], experts)
+    parts = [evolve(FOUR, routed_experts=experts), evolve(FOUR, routed_experts=experts + 1)]
+    joined = Generation.concatenate(parts).routed_experts
+    assert joined is not None
+    np.testing.assert_array_equal(joined, np.concatenate([experts, experts + 1]))
+    assert Generation.concatenate([FOUR, FOUR]).routed_experts is None
 
 
 def keys(*, seed: int = 0, step: int = 0, prompts: list[Prompt] = PROMPTS) -> list[int]:

@@ -98,6 +98,34 @@ def test_recorded_logprobs_are_those_of_a_plain_forward_pass_of_each_sequence(
         )
 
 
+def test_the_experts_that_are_told_are_those_of_a_plain_forward_pass_of_each_sequence(tmp_path: Path) -> None:
+    model = random_model(MOE, seed=1)
+    served = engine(MOE, batch_size=10)
+    update([served], hf_tensors(model, tmp_path / "hf"), version=0, path=tmp_path / "weights")
+    asked = request(24)
+    told = served.generate(evolve(asked, params=evolve(PARAMS, routed_experts=True)))
+    experts = told.routed_experts
+    assert experts is not None and experts.dtype == np.int16
+    assert len(set(np.diff(told.offsets).tolist())) > 1  # some rows go on where others have ended
+    start = 0
+    for prompt, response, _ in sequences(asked, told):
+        tokens = torch.tensor([prompt + response])
+        logits = model(input_ids=tokens, output_router_logits=True).router_logits  # of each layer: [tokens, experts]
+        wanted = torch.stack([layer.topk(2).indices for layer in logits], dim=1)
+        wanted[-1] = -1  # was sampled, and went through nothing
+        assert experts[start : start + len(wanted)].tolist() == wanted.tolist()
+        start += len(wanted)
+    assert start == len(experts)
+    assert_same_samples(told, served.generate(asked))
+    assert served.generate(asked).routed_experts is None
+
+
+def test_of_a_model_without_experts_none_are_told(tmp_path: Path) -> None:
+    served = engine(TIED)
+    update([served], hf_tensors(random_model(TIED, seed=1), tmp_path / "hf"), version=0, path=tmp_path / "weights")
+    assert served.generate(request(3, evolve(PARAMS, routed_experts=True))).routed_experts is None
+
+
 def test_an_engine_in_float16_records_logprobs_near_those_of_float32(tmp_path: Path) -> None:
     model = random_model(UNTIED, seed=1)
     half = evolve(context(), precision="float16")

@@ -212,6 +212,17 @@ def test_a_run_needs_what_its_settings_use_and_no_more() -> None:
     assert needs(penalised, CPU) == PLAIN_RUN | {Capability.CPU, Capability.SNAPSHOTS}
 
 
+@pytest.mark.parametrize("replay", ["recompute", "engine"])
+def test_replaying_experts_is_asked_of_the_actors_backend_where_it_trains(replay: Any) -> None:
+    algorithm = AlgorithmConfig(name="ppo", old_logprobs="recompute", routing_replay=replay)
+    config = evolve(config_for(algorithm=algorithm), roles=RolesConfig(critic=CriticChoice()))
+    assert Capability.ROUTING_REPLAY in needs(config, CPU)
+    assert needed("actor", config, CPU)[Capability.ROUTING_REPLAY] == f"algorithm.routing_replay = '{replay}'"
+    assert Capability.ROUTING_REPLAY not in needs(config, CPU, "critic")
+    sampling = evolve(config, run=evolve(config.run, mode="rollout-only"))
+    assert Capability.ROUTING_REPLAY not in needs(sampling, CPU)
+
+
 def with_critic(**choice: Any) -> Config:
     roles = RolesConfig(critic=CriticChoice(**choice))
     return evolve(config_for(algorithm=AlgorithmConfig(name="ppo", kl_coef=0.1)), roles=roles)

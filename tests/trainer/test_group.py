@@ -367,6 +367,37 @@ def test_a_sample_that_is_missing_or_comes_twice_is_an_error(chosen: list[tuple[
     assert caught.value.message == f"actor: {said}"
 
 
+EXPERTS = Output.ROUTED_EXPERTS
+
+
+def experts_of(batch: SampleBatch, *samples: int, dtype: type = np.int16, layers: int = 3) -> ForwardResult:
+    """In layer l, of token t: 10 t + l and -t."""
+    result = result_of(batch, *samples)
+    tokens = result.outputs[Output.LOGPROBS][:, None]
+    experts = np.stack([10 * tokens + np.arange(layers), -tokens.repeat(layers, axis=1)], axis=2)
+    return evolve(result, outputs={EXPERTS: experts.astype(dtype)})
+
+
+def test_experts_of_all_layers_come_back_to_their_places_as_integers() -> None:
+    batch = batch_of(3, 1, 4, 0, 2)
+    results = [experts_of(batch, 4, 0), result_of(batch), experts_of(batch, 3, 2, 1)]
+    column = scatter(results, (EXPERTS,), batch, role="actor")[EXPERTS]
+    assert column.dtype == np.int16
+    assert column.tolist() == [[[10 * t, -t], [10 * t + 1, -t], [10 * t + 2, -t]] for t in batch.tokens.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [({"dtype": np.int32}, "int32 [3, 2] a token"), ({"layers": 2}, "int16 [2, 2] a token")],
+)
+def test_ranks_that_disagree_on_what_a_token_has_are_an_error(other: dict[str, Any], said: str) -> None:
+    batch = batch_of(3, 1)
+    with pytest.raises(ContractError) as caught:
+        scatter([experts_of(batch, 0), experts_of(batch, 1, **other)], (EXPERTS,), batch, role="actor")
+    wanted = "actor: forward returned routed_experts as int16 [3, 2] a token on one rank"
+    assert caught.value.message == f"{wanted}, as {said} on another"
+
+
 def test_a_sample_of_another_length_is_an_error() -> None:
     result = evolve(result_of(batch_of(3, 2), 0, 1), offsets=np.array([0, 2, 5]))
     with pytest.raises(ContractError, match=r"^actor: forward returned samples of other lengths than it was given$"):

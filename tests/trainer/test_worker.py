@@ -22,9 +22,11 @@ from corerl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
     Config,
+    CriticChoice,
     ExtensionChoice,
     ModelConfig,
     OptimizerConfig,
+    RolesConfig,
     TrainConfig,
     WeightsConfig,
 )
@@ -36,6 +38,7 @@ from corerl.errors import (
     PluginBroken,
     PluginIncompatible,
     PluginNotFound,
+    Unsupported,
     WeightUpdateError,
     WrongState,
 )
@@ -144,6 +147,40 @@ def network(model: Path) -> torch.nn.Module:
         model, dtype=torch.float32, attn_implementation="eager"
     )
     return loaded
+
+
+# ---- experts that are told -------------------------------------------------------------------------------------------
+
+
+def test_experts_are_neither_told_nor_taken_by_a_backend_that_cannot(worker: Worker) -> None:
+    batch = make_samples(1)
+    told = batch.with_columns(routed_experts=np.zeros((len(batch.tokens), 1, 1), np.int16))
+    plan = plan_forward(batch, dp_size=1, tokens_per_micro_batch=48, sequence_multiple=1, micro_batch_multiple=1)
+    for verb in (
+        lambda: worker.forward(batch, plan, (Output.ROUTED_EXPERTS,)),
+        lambda: worker.forward(told, plan, (Output.LOGPROBS,), replay=True),
+        lambda: train(worker, told),
+    ):
+        with pytest.raises(Unsupported, match="with 'routed_experts' asks for 'routing-replay', which the backend"):
+            verb()
+    # What is not to be replayed is not looked at.
+    assert np.array_equal(logprobs(worker, told), logprobs(worker, batch))
+
+
+def test_a_critic_is_not_given_the_actors_experts(config: Config) -> None:
+    critic = evolve(config, algorithm=AlgorithmConfig(name="ppo"), roles=RolesConfig(critic=CriticChoice()))
+    (assignment,) = plan_role(
+        "critic", critic, loss=loss_of("critic", critic), experts=1, device="cpu", run_dir="", resume=""
+    ).assignments
+    batch = make_samples(1)
+    told = batch.with_columns(routed_experts=np.zeros((len(batch.tokens), 1, 1), np.int16))
+    results = []
+    for samples in (batch, told):
+        worker = Worker(assignment)
+        worker.init("127.0.0.1", 0)
+        results.append(worker.train(samples, training_plan(samples), loss_of("critic", critic), STEP))
+        worker.shutdown("finished")
+    assert results[0] == results[1]
 
 
 # ---- what a traced run shows -----------------------------------------------------------------------------------------

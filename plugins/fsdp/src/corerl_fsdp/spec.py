@@ -27,6 +27,7 @@ SPEC = BackendSpec(
     summary="torch FSDP2: any transformers model, parameters, gradients and moments sharded over all ranks",
     capabilities={
         Capability.UPDATE_IPC: not_implemented("no sender of CUDA IPC handles yet"),
+        Capability.ROUTING_REPLAY: not_implemented("transformers' routers take no choice from outside"),
     },
     check=check,
     probe=probe,

@@ -1,0 +1,36 @@
+"""Which samples bring the experts that their tokens are trained through."""
+
+from __future__ import annotations
+
+import numpy as np
+from attrs import evolve
+
+from corerl.config.schema import Config
+from corerl.errors import DataError
+from corerl.types import Output, SampleBatch
+
+COLUMN = Output.ROUTED_EXPERTS.value
+
+
+def routed(samples: SampleBatch, config: Config) -> SampleBatch:
+    """The samples with the column `routed_experts` that the engine gave, where it is to be replayed, else without.
+
+    Raises DataError where it is asked for and missing, or is none of experts.
+    """
+    if config.algorithm.routing_replay != "engine":
+        columns = {name: column for name, column in samples.columns.items() if name != COLUMN}
+        return evolve(samples, columns=columns)
+    column = samples.columns.get(COLUMN)
+    saved = config.rollout.saved
+    source = f"the batches in {saved!r}" if saved else f"the engine {config.rollout.engine!r}"
+    if column is None:
+        raise DataError(
+            f"algorithm.routing_replay: 'engine', and {source} came without {COLUMN!r}; set it to 'recompute' (with "
+            "old_logprobs='recompute') or 'none', or take an engine that tells the experts of a token"
+        )
+    if column.ndim != 3 or not np.issubdtype(column.dtype, np.integer):
+        raise DataError(
+            f"algorithm.routing_replay: {COLUMN!r} of {source} is {column.dtype} {list(column.shape)}, wanted integers "
+            f"[{len(samples.tokens)}, layers of experts, experts of a token]"
+        )
+    return samples

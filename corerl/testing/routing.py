@@ -1,0 +1,135 @@
+"""What routing replay is compared with: transformers' models of experts, whose choices are read, or told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from corerl.testing.compare import grad_norm_of, in_order, loss_of, whole
+from corerl.testing.harness import TRAIN, make_samples
+from corerl.testing.scenarios import EXPERTS, Replayed
+from corerl.testing.tolerances import GRAD_NORM, LOGPROBS, LOSS, ROUTER_GRADS
+from corerl.types import Array, FloatArray, Output, SampleBatch
+
+
+@frozen(kw_only=True)
+class Routed:
+    """One pass of all samples, each by itself."""
+
+    logprobs: FloatArray  # [N]
+    experts: Array  # [N, layers of experts, experts of a token], of each router the likeliest first
+    loss: float  # -sum_t weights_t * logprobs_t
+    grad_norm: float  # of it, over the whole model
+    router_grads: dict[str, Array]  # of it, by the name of each router's weight
+
+
+def through_experts(
+    directory: Path, samples: SampleBatch, weights: FloatArray, *, experts: Array | None = None
+) -> Routed:
+    """In float64 by transformers and autograd alone. `experts` [N, layers, k] are gone through in the place of those
+    that the routers choose; a token that has -1 in a layer goes where that router sends it."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, experts_implementation="eager").eval()
+    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    logprobs, chosen, loss = np.zeros(len(samples.tokens)), [], torch.zeros((), dtype=torch.float64)
+    for start, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):
+        tokens = torch.tensor(samples.tokens[start:end])
+        told = None if experts is None else torch.tensor(experts[start:end].astype(np.int64))
+        with _told(routers, told) as went:
+            logits = model(input_ids=tokens[None]).logits[0, :-1] / samples.temperature
+        found = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        loss = loss - (torch.tensor(weights[start + 1 : end]) * found).sum()
+        logprobs[start + 1 : end] = found.detach().numpy()
+        chosen.append(torch.stack(went, dim=1).numpy())
+    torch.autograd.backward(loss)
+    grads = torch.cat([grad.flatten() for _, grad in _grads(model)])
+    return Routed(
+        logprobs=logprobs.astype(np.float32),
+        experts=np.concatenate(chosen),
+        loss=float(loss.detach()),
+        grad_norm=float(grads.norm()),
+        router_grads={name: grad.numpy() for name, grad in _grads(model) if name.endswith(".gate.weight")},
+    )
+
+
+def _grads(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, param.grad) for name, param in model.named_parameters() if param.grad is not None]
+
+
+@contextmanager
+def _told(routers: list[nn.Module], told: Tensor | None) -> Iterator[list[Tensor]]:
+    """Gives a list that fills with each router's choice [t, k] of one pass, in the order of the layers."""
+    went: list[Tensor] = []
+
+    def hook(router: Any, arguments: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
+        logits, _, own = output
+        index = own if told is None else torch.where(told[:, len(went)] < 0, own, told[:, len(went)])
+        went.append(index)
+        scores = logits.softmax(-1).gather(1, index)
+        if router.norm_topk_prob:
+            scores = scores / scores.sum(-1, keepdim=True)
+        return logits, scores, index
+
+    handles = [router.register_forward_hook(hook) for router in routers]
+    yield went
+    for handle in handles:
+        handle.remove()
+
+
+def assert_replays(directory: Path, replay: Callable[[SampleBatch], Sequence[Replayed]]) -> None:
+    """`replay` gives all ranks' reports of a step with TRAIN, at a rate that changes what routers choose."""
+    free = make_samples(7, samples=13)
+    own = through_experts(directory, free, token_mean(free))
+    samples = free.with_columns(**{EXPERTS: others(own.experts, free)})
+    wanted = through_experts(directory, free, token_mean(free), experts=samples.columns[EXPERTS])
+    ranks = replay(samples)
+
+    def experts(part: str) -> Array:
+        return np.sort(in_order([getattr(rank, part) for rank in ranks], samples, Output.ROUTED_EXPERTS), axis=2)
+
+    def logprobs(part: str) -> FloatArray:
+        return in_order([getattr(rank, part) for rank in ranks], samples, Output.LOGPROBS)
+
+    assert np.array_equal(experts("chosen"), np.sort(own.experts, axis=2))
+    assert np.array_equal(experts("told"), np.sort(wanted.experts, axis=2))
+    for part, of in (("chosen", own), ("told", wanted)):
+        np.testing.assert_allclose(logprobs(part), of.logprobs, rtol=LOGPROBS.relative, atol=LOGPROBS.absolute)
+    results = [rank.result for rank in ranks]
+    assert loss_of(results) == pytest.approx(wanted.loss, rel=LOSS.relative)
+    assert grad_norm_of(results) == pytest.approx(wanted.grad_norm, rel=GRAD_NORM.relative)
+    # Of the norm routers are a small part: theirs is looked at by itself, as Adam's first step has kept it.
+    kept = whole([rank.state for rank in ranks])["exp_avg"]
+    clipped = (1 - TRAIN.optimizer.betas[0]) * TRAIN.optimizer.clip_norm / wanted.grad_norm
+    for name, grad in wanted.router_grads.items():
+        apart = np.linalg.norm(kept[name] - clipped * grad) / np.linalg.norm(clipped * grad)
+        assert apart < ROUTER_GRADS, name
+        other = np.linalg.norm(grad - own.router_grads[name]) / np.linalg.norm(grad)
+        assert other > 1000 * ROUTER_GRADS, name  # other experts, another gradient
+    told = samples.columns[EXPERTS] >= 0
+    assert np.array_equal(experts("told_after")[told], experts("told")[told])
+    assert not np.array_equal(experts("chosen_after"), experts("chosen"))
+
+
+def token_mean(samples: SampleBatch) -> FloatArray:
+    """[N] what each token weighs in a step of these samples."""
+    mask = samples.columns["loss_mask"]
+    weights: FloatArray = (mask / mask.sum()).astype(np.float32)
+    return weights
+
+
+def others(own: Array, samples: SampleBatch) -> Array:
+    """Other experts than routers' `own` [N, layers, k], of 8; -1 for a few tokens, and for the last of each sample,
+    of which an engine knows nothing."""
+    rng = np.random.default_rng(3)
+    told = rng.permuted(np.broadcast_to(np.arange(8), (*own.shape[:2], 8)), axis=2)[..., : own.shape[2]]
+    told[rng.random(len(told)) < 0.1] = -1
+    told[samples.offsets[1:] - 1] = -1
+    return told.astype(np.int16)
