@@ -37,6 +37,7 @@ from corerl_megatron.families import architecture, unsupported_by
 from corerl_megatron.on_host import calling_megatron
 from corerl_megatron.optimizer import masters, set_adam_step
 from corerl_megatron.parallel import destroy_groups, layout, make_groups
+from corerl_megatron.replay import Routing
 from corerl_megatron.step import Pipeline, forward_pass, train_step
 
 
@@ -52,7 +53,13 @@ class MegatronBackend(Backend):
             self.groups = make_groups(config.options, timeout=config.timeout)
             self.model = build(config, model, self.groups, device=self.device)
             self.masters = masters(self.model)
-        self.pipeline = Pipeline(model=self.model, groups=self.groups, vocabulary=model.vocabulary, device=self.device)
+        self.pipeline = Pipeline(
+            model=self.model,
+            routing=Routing.of(self.model.chunks, self.model.config, self.groups),
+            groups=self.groups,
+            vocabulary=model.vocabulary,
+            device=self.device,
+        )
         self.applied = 0
         self.gathers_pending = False
         return layout(config.options, self.groups, rank=context.rank, ranks=context.world_size)

@@ -24,6 +24,7 @@ from corerl_megatron.build import Model
 from corerl_megatron.model import PackedModel
 from corerl_megatron.packed import Split, gather_tokens, packed_params
 from corerl_megatron.parallel import Groups
+from corerl_megatron.replay import Routing
 
 
 @frozen(kw_only=True)
@@ -48,22 +49,36 @@ class Pipeline:
     """This rank's stages, and all that a pass through them needs."""
 
     model: Model
+    routing: Routing
     groups: Groups
     vocabulary: int
     device: torch.device
 
-    def run(self, micro_batches: Iterable[MicroBatch], count: int, finish: Finish, *, backward: bool) -> None:
-        """Every micro-batch through every stage, called on every rank; with `backward`, `finish` returns the loss."""
+    def run(
+        self,
+        micro_batches: Iterable[MicroBatch],
+        count: int,
+        finish: Finish,
+        *,
+        backward: bool,
+        chosen: Sequence[list[Tensor]] = (),
+    ) -> None:
+        """Every micro-batch through every stage, called on every rank; with `backward`, `finish` returns the loss.
+        To `chosen`, a list for each part of the stage, go the experts of each micro-batch."""
+        parts = {id(chunk): part for part, chunk in enumerate(self.model.chunks)}
 
         def forward_step(micros: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             packed = self._packed(next(micros))
-            inputs = packed.inputs
-            hidden = chunk(
-                packed.local(inputs.tokens)[None],
-                packed.local(inputs.positions)[None],
-                None,
-                packed_seq_params=packed_params(inputs.packing, packed.split),
-            )
+            inputs, split, part = packed.inputs, packed.split, parts[id(chunk)]
+            with self.routing.passing(part, packed.micro, inputs, split, trains=backward):
+                hidden = chunk(
+                    packed.local(inputs.tokens)[None],
+                    packed.local(inputs.positions)[None],
+                    None,
+                    packed_seq_params=packed_params(inputs.packing, split),
+                )
+            if chosen:
+                chosen[part].append(self.routing.chosen(part, len(inputs.tokens), split))
             return hidden, partial(finished, packed, chunk.module)
 
         def finished(packed: Packed, module: PackedModel, hidden: Tensor, non_loss_data: bool = False) -> Any:
@@ -71,6 +86,7 @@ class Pipeline:
             # The middle one is a number of tokens to divide by, which nothing is: see build.finalize.
             return result if non_loss_data else (result, torch.zeros((), dtype=torch.int), {})
 
+        self.routing.begin()
         chunks = list(self.model.chunks)
         interleaved = len(chunks) > 1
         get_forward_backward_func()(
@@ -172,14 +188,24 @@ def train_step(pipeline: Pipeline, batch: PackedBatch, loss: LossSpec, *, lr: fl
 @torch.no_grad()
 def forward_pass(pipeline: Pipeline, batch: PackedBatch, wanted: tuple[Output, ...]) -> ForwardResult:
     """Called on every rank, inside `calling_megatron`."""
-    collector = OutputCollector()
+    collector, routing = OutputCollector(), pipeline.routing
+    of_tokens = tuple(output for output in wanted if output is not Output.ROUTED_EXPERTS)
+    chosen: Sequence[list[Tensor]] = ()
+    if of_tokens != wanted:
+        if not routing.layers:
+            raise ModelError(f"{Output.ROUTED_EXPERTS} asked for, and the model has no experts")
+        chosen = [[] for _ in pipeline.model.chunks]
+    passed: list[tuple[MicroBatch, dict[Output, Tensor]]] = []
 
     def finish(packed: Packed, module: PackedModel, hidden: Tensor) -> None:
-        outputs = pipeline.outputs(packed, module, hidden, wanted, batch.temperature)
+        outputs = pipeline.outputs(packed, module, hidden, of_tokens, batch.temperature) if of_tokens else {}
         if pipeline.groups.outputs:
-            collector.add(packed.micro, outputs)
+            passed.append((packed.micro, outputs))
 
     for chunk in pipeline.model.chunks:
         chunk.eval()
-    pipeline.run(batch.micro_batches, batch.count, finish, backward=False)
+    pipeline.run(batch.micro_batches, batch.count, finish, backward=False, chosen=chosen)
+    experts = [routing.whole(parts, pipeline.device) for parts in zip(*chosen, strict=True)]
+    for index, (micro, outputs) in enumerate(passed):
+        collector.add(micro, {**outputs, **({Output.ROUTED_EXPERTS: experts[index]} if experts else {})})
     return collector.finish(wanted)

@@ -1,0 +1,91 @@
+"""Routing replay as a run asks for it: recorded by the trainer, or told by the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from corerl.rollout.saved import read_rollout, saved_rollouts
+from tests.end_to_end.command import Command, numbers
+
+RUN = """
+backend.name = "megatron"
+run.steps = 2
+cluster.device = "cpu"
+roles.actor.ranks = 2
+extensions = [{ name = "jsonl" }]
+backends.megatron.pipeline_parallel = 2
+algorithm.old_logprobs = "recompute"
+eval.every = 0
+checkpoint.export = false
+
+[model]
+tokenizer = "characters:0123456789>s"
+[model.config]
+model_type = "qwen3_moe"
+vocab_size = 16
+hidden_size = 32
+intermediate_size = 64
+moe_intermediate_size = 32
+num_experts = 4
+num_experts_per_tok = 2
+norm_topk_prob = true
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 8
+max_position_embeddings = 64
+initializer_range = 0.08
+bos_token_id = 1
+eos_token_id = 2
+pad_token_id = 0
+
+[data]
+held_out = 16
+
+[rollout]
+prompts = 8
+samples = 4
+max_tokens = 7
+save = true
+
+[train]
+mini_batches = 2
+[train.optimizer]
+lr = 1e-2
+"""
+
+
+def trained(directory: Path, replay: str) -> list[Mapping[str, Any]]:
+    """The run's metrics, without what a clock measured."""
+    file = directory / "run.toml"
+    file.write_text(RUN)
+    run = directory / replay
+    with Command("train", file, f"run.dir={run}", f"algorithm.routing_replay={replay}", logs=directory) as command:
+        assert command.finish() == 0, command.err
+        command.assert_nothing_is_left()
+    return numbers(run)
+
+
+def test_trainer_and_engine_of_the_same_weights_tell_the_same_experts_which_differ_from_those_of_later_weights(
+    tmp_path: Path,
+) -> None:
+    none, recompute, engine = (trained(tmp_path, replay) for replay in ("none", "recompute", "engine"))
+    assert len(recompute) == len(engine) == 2
+    for one, other in zip(recompute, engine, strict=True):
+        assert one == {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in other.items()}
+        assert other["rollout/logprob_diff"] < 1e-5
+    # The second mini-batch is of weights that one step has changed.
+    assert abs(none[0]["train/grad_norm"] / engine[0]["train/grad_norm"] - 1) > 5e-3
+
+    batch = read_rollout(saved_rollouts(tmp_path / "engine")[0]).rollout.batch
+    experts = batch.columns["routed_experts"]
+    assert experts.shape == (len(batch.tokens), 2, 2)
+    last = np.zeros(len(batch.tokens), dtype=np.bool_)
+    last[batch.offsets[1:] - 1] = True
+    assert ((experts == -1).all(axis=(1, 2)) == last).all()
+    assert "routed_experts" not in read_rollout(saved_rollouts(tmp_path / "none")[0]).rollout.batch.columns
