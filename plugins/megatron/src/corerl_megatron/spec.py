@@ -110,7 +110,7 @@ def _model(config: MegatronConfig, model: Mapping[str, Any]) -> Iterator[Problem
         (
             "expert_tensor_parallel",
             config.expert_tensor_parallel or tp,
-            model.get("moe_intermediate_size") if experts else 0,
+            model["moe_intermediate_size"] if experts else 0,
             "columns of an expert",
         ),
     )
