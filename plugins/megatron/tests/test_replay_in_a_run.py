@@ -14,7 +14,7 @@ from tests.end_to_end.command import Command, numbers
 
 RUN = """
 backend.name = "megatron"
-run.steps = 2
+run.steps = 1
 cluster.device = "cpu"
 roles.actor.ranks = 2
 extensions = [{ name = "jsonl" }]
@@ -71,11 +71,12 @@ def trained(directory: Path, replay: str) -> list[Mapping[str, Any]]:
     return numbers(run)
 
 
+@pytest.mark.timeout(600)  # three commands, each of which starts its processes
 def test_trainer_and_engine_of_the_same_weights_tell_the_same_experts_which_differ_from_those_of_later_weights(
     tmp_path: Path,
 ) -> None:
     none, recompute, engine = (trained(tmp_path, replay) for replay in ("none", "recompute", "engine"))
-    assert len(recompute) == len(engine) == 2
+    assert len(recompute) == len(engine) == 1
     for one, other in zip(recompute, engine, strict=True):
         assert one == {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in other.items()}
         assert other["rollout/logprob_diff"] < 1e-5
