@@ -126,7 +126,8 @@ class MegatronBackend(Backend):
 
     def shutdown(self, reason: str) -> None:
         super().shutdown(reason)
-        destroy_groups()
+        if hasattr(self, "groups"):
+            destroy_groups(self.groups)
 
     def _finish_gathers(self) -> None:
         """Parameters that a step has left to be gathered in the next forward pass are gathered now."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import math
 from contextlib import suppress
+from typing import Any
+from unittest import mock
 
 import torch
 from attrs import frozen
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch.distributed import ProcessGroup
 
 from corerl.types import ParallelLayout
@@ -26,6 +29,7 @@ class Groups:
     context: ProcessGroup
     pipeline: ProcessGroup
     data: ProcessGroup  # without context parallelism: ranks that read different samples
+    made: list[ProcessGroup]  # all that megatron-core has made, these among them
     expert_rank: int
     expert_ranks: int
     first_copy: bool  # no earlier rank holds the same part of the dense model
@@ -42,25 +46,36 @@ class Groups:
 
 
 def make_groups(options: MegatronConfig, *, timeout: float) -> Groups:
-    """Called on every rank. A process has one set of them: earlier ones are destroyed."""
-    destroy_groups()
-    # Keywords alone: newer versions have more arguments in the middle.
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=options.tensor_parallel,
-        pipeline_model_parallel_size=options.pipeline_parallel,
-        virtual_pipeline_model_parallel_size=options.virtual_pipeline if options.virtual_pipeline > 1 else None,
-        context_parallel_size=options.context_parallel,
-        expert_model_parallel_size=options.expert_parallel,
-        expert_tensor_parallel_size=options.expert_tensor_parallel or options.tensor_parallel,
-        distributed_timeout_minutes=math.ceil(timeout / 60),
-        create_gloo_process_groups=False,
-    )
+    """Called on every rank. A process has one set of them, which `destroy_groups` ends."""
+    parallel_state.destroy_model_parallel()
+    made: list[ProcessGroup] = []
+    new_group = torch.distributed.new_group
+
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        group = new_group(*args, **kwargs)
+        if isinstance(group, ProcessGroup):  # this rank is in it
+            made.append(group)
+        return group
+
+    with mock.patch.object(torch.distributed, "new_group", remembered):
+        # Keywords alone: newer versions have more arguments in the middle.
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=options.tensor_parallel,
+            pipeline_model_parallel_size=options.pipeline_parallel,
+            virtual_pipeline_model_parallel_size=options.virtual_pipeline if options.virtual_pipeline > 1 else None,
+            context_parallel_size=options.context_parallel,
+            expert_model_parallel_size=options.expert_parallel,
+            expert_tensor_parallel_size=options.expert_tensor_parallel or options.tensor_parallel,
+            distributed_timeout_minutes=math.ceil(timeout / 60),
+            create_gloo_process_groups=False,
+        )
     return Groups(
         tensor=parallel_state.get_tensor_model_parallel_group(),
         expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
         context=parallel_state.get_context_parallel_group(),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
         data=parallel_state.get_data_parallel_group(),
+        made=made,
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
         expert_ranks=parallel_state.get_expert_model_parallel_world_size(),
         first_copy=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
@@ -68,23 +83,17 @@ def make_groups(options: MegatronConfig, *, timeout: float) -> Groups:
     )
 
 
-def destroy_groups() -> None:
+def destroy_groups(groups: Groups) -> None:
     """megatron-core forgets its groups and leaves them to torch, where each keeps its threads and its memory."""
-    named = [
-        (name, group)
-        for name, value in vars(parallel_state).items()
-        for group in (value if isinstance(value, list) else [value])
-        if isinstance(group, ProcessGroup)
-    ]
     parallel_state.destroy_model_parallel()
-    for name, _ in named:
-        setattr(parallel_state, name, None)  # it leaves some
-    world = torch.distributed.group.WORLD
-    for group in {id(group): group for _, group in named if group is not world}.values():
+    for group in groups.made:
         with suppress(ValueError):  # it went with the world that it belonged to
             torch.distributed.destroy_process_group(group)
-    del named
-    gc.collect()  # models of before hold groups too, in cycles; a group's threads end with its last reference
+    groups.made.clear()
+    for method in vars(RotaryEmbedding).values():
+        if hasattr(method, "cache_clear"):  # its answers are kept with the modules that gave them
+            method.cache_clear()
+    gc.collect()  # models hold groups too, in cycles; a group's threads end with its last reference
 
 
 def layout(options: MegatronConfig, groups: Groups, *, rank: int, ranks: int) -> ParallelLayout:
