@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 from attrs import frozen
 
+from corerl.plugin.registry import Kind, installed_names
 from tests.cluster.nodes import cluster
 from tests.doctor.sites import distribution, spec
 from tests.end_to_end.command import write_small
+
+KNOWN = ", ".join(installed_names(Kind.BACKENDS))
 
 BARE = "bare"
 STORE = 100 * 2**20  # bytes of each node's object store
@@ -92,7 +95,7 @@ def test_the_doctor_has_a_line_for_each_node(nodes: Nodes, tmp_path: Path) -> No
     assert head.startswith(f"ok       node {host} (head, id ")
     assert head.endswith(f") has what the driver has: {ours}")
     assert lacking.startswith(f"error    node {host} (lacking, id ")
-    assert lacking.endswith(") has not what the driver has: unknown backend 'mine'; installed: fsdp, plain")
+    assert lacking.endswith(f") has not what the driver has: unknown backend 'mine'; installed: {KNOWN}")
     assert older.startswith(f"error    node {host} (older, id ")
     assert older.endswith(
         ") has not what the driver has: backend 'mine' is corerl-mine 0.1, the driver's is corerl-mine 0.2"
@@ -105,7 +108,7 @@ def test_the_doctor_has_a_line_for_each_node(nodes: Nodes, tmp_path: Path) -> No
 
 
 LACKING = (
-    "): unknown backend 'mine'; installed: fsdp, plain; the driver could load this backend: it must be installed on "
+    f"): unknown backend 'mine'; installed: {KNOWN}; the driver could load this backend: it must be installed on "
     "every node"
 )
 OLDER = (
