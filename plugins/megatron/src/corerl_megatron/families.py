@@ -56,8 +56,6 @@ class Architecture:
 
     transformer: Mapping[str, Any]  # arguments of TransformerConfig
     gpt: Mapping[str, Any]  # arguments of GPTModel
-    layers: int
-    hidden: int
     vocabulary: int  # rows of the embedding, without padding
     padding: int | None  # the token whose row of the embedding is not trained by what is read
     tied: bool
@@ -115,8 +113,6 @@ def architecture(hf: Mapping[str, Any], *, value_head: bool) -> Architecture:
     return Architecture(
         transformer=transformer,
         gpt=gpt,
-        layers=hf["num_hidden_layers"],
-        hidden=hidden,
         vocabulary=hf["vocab_size"],
         # transformers gives it to torch's embedding as padding_idx, which counts from the end where it is negative.
         padding=None if hf.get("pad_token_id") is None else hf["pad_token_id"] % hf["vocab_size"],

@@ -88,11 +88,6 @@ def step(model: Model, *, lr: float, clip_norm: float) -> tuple[bool, float]:
     return applied, norm
 
 
-def adam_step(model: Model) -> int:
-    """Applied steps; a rank whose every parameter is stepped elsewhere counts none."""
-    return max((int(group.get("step", 0)) for group in model.optimizer.param_groups), default=0)
-
-
 def set_adam_step(model: Model, applied: int) -> None:
     for group in model.optimizer.param_groups:
         group["step"] = applied
