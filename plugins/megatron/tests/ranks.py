@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from corerl.testing.harness import Setup, running, train
 
 
@@ -19,13 +17,3 @@ def padding_after_steps(setup: Setup, steps: int) -> list[tuple[int, float]]:
             if len(padding):
                 found.append((len(padding), float(padding.abs().max())))
         return found
-
-
-def threads_of_builds(setup: Setup, builds: int) -> list[int]:
-    """Threads of this process while each of several backends is there, the earlier ones shut down."""
-    found = []
-    for _ in range(builds):
-        with running(setup) as worker:
-            train(worker, setup, 0)
-            found.append(len(list(Path("/proc/self/task").iterdir())))
-    return found

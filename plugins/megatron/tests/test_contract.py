@@ -64,11 +64,3 @@ def test_the_vocabularys_padding_stays_zero(runs: Runs, rank_pool: RankPool) -> 
     first, second = rank_pool.run(ranks.padding_after_steps, setup, 3)
     assert first == []
     assert second == [(1, 0.0), (1, 0.0)]  # of embedding and head: 97 tokens on two ranks
-
-
-def test_a_process_that_makes_one_backend_after_another_does_not_gather_threads(
-    runs: Runs, rank_pool: RankPool
-) -> None:
-    for threads in rank_pool.run(ranks.threads_of_builds, runs.setup("megatron", "qwen3"), 4):
-        # Each group has three. The first backend may wait for the second to be collected.
-        assert threads[3] <= threads[1] + 2
