@@ -167,6 +167,35 @@ CASES = {
     "bf16-fused": Case(what="bf16, the bare loop with more fusions", fields=SLICE, bare=FUSED),
     "fp8": Case(what="FP8 e4m3 by blocks", fields=SLICE, options=BLOCKWISE, bare=BLOCKWISE),
     "fp8-delayed": Case(what="FP8 hybrid, delayed scales", fields=SLICE, options=DELAYED, bare=DELAYED),
+    "tp2": Case(
+        what="8B shape, tp=2 with sequence parallel",
+        fields=QWEN3_8B,
+        ranks=2,
+        options={"tensor_parallel": 2, "sequence_parallel": True},
+        micro_batches=4,
+    ),
+    "pp2": Case(
+        what="8B shape, pp=2",
+        fields=QWEN3_8B,
+        ranks=2,
+        options={"pipeline_parallel": 2},
+        micro_batches=8,
+    ),
+    "cp2": Case(
+        what="8B shape, cp=2, one sequence of 32k a micro-batch, layers recomputed",
+        fields=QWEN3_8B,
+        ranks=2,
+        options={"context_parallel": 2},
+        recompute="full",
+        sequence=32768,
+        tokens=32768,
+    ),
+    "ep2": Case(
+        what="8 layers of the 30B-A3B shape, ep=2, dp=2",
+        fields={**QWEN3_30B_A3B, "num_hidden_layers": 8},
+        ranks=2,
+        options={"expert_parallel": 2},
+    ),
     "tp2-dp2": Case(
         what="8B shape, tp=2 with sequence parallel, dp=2",
         fields=QWEN3_8B,
@@ -226,7 +255,9 @@ def flops(fields: Mapping[str, Any], lengths: IntArray) -> float:
 
 class QuickWeights:
     """Random weights, drawn where they are used. A box is equal on every rank that reads it, and not to what another
-    layout reads: enough for a measurement. CoreRL's own source draws each value by its place, on the CPU."""
+    layout reads: enough for a measurement. CoreRL's own source draws each value by its place, on the CPU.
+
+    All are numbers of bfloat16: from others float32 masters would begin beside what the bare loop's begin at."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
         self._shapes, self._device = shapes, device
@@ -239,7 +270,8 @@ class QuickWeights:
             return torch.ones(tuple(sizes), device=self._device)
         seed = zlib.crc32(repr((name, *offsets, *sizes)).encode())
         generator = torch.Generator(self._device).manual_seed(seed)
-        return torch.randn(tuple(sizes), generator=generator, device=self._device) * 0.02
+        drawn = torch.randn(tuple(sizes), generator=generator, device=self._device) * 0.02
+        return drawn.bfloat16().float()
 
 
 class NowhereSender(WeightSender):

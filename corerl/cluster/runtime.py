@@ -49,6 +49,8 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
                     log_to_driver=forward,
                     logging_level=logging.ERROR,
                     namespace="corerl",
+                    # Workers that it would start before they are asked for, and ours have an environment of their own.
+                    _system_config={"prestart_worker_first_driver": False},
                 )
     except Exception as error:  # a bare Exception is among what Ray raises here
         where = f"connect to the Ray cluster at {address}" if address else "start Ray on this machine"

@@ -14,7 +14,6 @@ from attrs import evolve, frozen
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from corerl.checkpoint.commit import latest, read_state
-from corerl.checkpoint.reader import CheckpointSource
 from corerl.cluster.placement import Seating, arrange
 from corerl.config.check import problems as contradictions
 from corerl.config.check import uneven
@@ -23,10 +22,7 @@ from corerl.config.schema import ClusterInfo, Config, ModelConfig
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource, PromptStream
 from corerl.errors import CheckpointError, ConfigError, ModelError, UserError
-from corerl.models.build import VALUE_HEAD_WEIGHT, build_on_meta
 from corerl.models.config import experts, hf_config
-from corerl.models.names import hf_boxes
-from corerl.models.readers import SafetensorsSource
 from corerl.models.tokenizer import CHARACTERS, load_tokenizer
 from corerl.plugin.options import backend_name, check_spec, resolve_tables, selected
 from corerl.plugin.registry import Kind, Loaded, load
@@ -36,7 +32,7 @@ from corerl.rollout.rewards import Reward, resolve_reward
 from corerl.rollout.sampler import sampling_params
 from corerl.rollout.saved import ROLLOUTS, SavedRollouts
 from corerl.rollout.sources import Scored
-from corerl.trainer.assign import ACTOR, CRITIC, RolePlan, cluster_of, loss_of, offloaded, plan_role
+from corerl.trainer.assign import ACTOR, RolePlan, cluster_of, loss_of, offloaded, plan_role
 from corerl.types import LossSpec
 from corerl.weights.transports import require_transport
 
@@ -165,6 +161,8 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
             resume = resume_from(config, run_dir, starting=starting and config.run.trains)
             state = read_state(resume) if resume else {}
     if resume and problems.none_in("checkpoint.resume"):
+        from corerl.driver.weights import require_same_model  # imports what takes seconds
+
         with problems.stage("checkpoint.model"):
             for role, hf in models.items():
                 require_same_model(resume, role, hf)
@@ -173,6 +171,8 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         read = own.path and (not resume or config.algorithm.kl_coef)  # what is measured against is read again
         if read and problems.none_in("model", f"roles.{role}.model", "checkpoint"):
             table = config.model_table_of(role)
+            from corerl.driver.weights import require_weights  # imports what takes seconds
+
             with problems.stage(f"{table}.weights", path=f"{table}.path"):
                 require_weights(own.path, role, hf)
     if state and config.run.mode != "eval":
@@ -352,47 +352,6 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None
             "or give another run.dir"
         )
     return chosen
-
-
-def require_same_model(checkpoint: Path, role: str, model: PreTrainedConfig) -> None:
-    """Raises CheckpointError where the checkpoint has no such role, lacks a tensor of its model, or has it in another
-    shape."""
-    if not (checkpoint / role).is_dir():
-        raise CheckpointError(
-            f"{checkpoint} holds no {role}, which this run has; resume with the [algorithm] and [roles] that it was "
-            "trained with, or start a new run from its export"
-        )
-    held = CheckpointSource(checkpoint / role, "master").shapes
-    for name, shape in shapes_of(role, model).items():
-        found = held.get(name)
-        if found != shape:
-            what = "lacks" if found is None else f"has {list(found)} for"
-            raise CheckpointError(
-                f"{checkpoint} {what} {name!r}, this run's {role} wants {list(shape)}; "
-                "resume with the [model] that it was trained with, or give another run.dir and start anew"
-            )
-
-
-def require_weights(directory: str, role: str, model: PreTrainedConfig) -> None:
-    """Raises ModelError where the files of a model's directory are damaged, or lack a tensor of the model or have it in
-    another shape: what their headers tell, read before any process starts."""
-    files = SafetensorsSource(directory)
-    for name, shape in shapes_of(role, model).items():
-        found = files.shape(name)
-        if found is None and name == VALUE_HEAD_WEIGHT:
-            continue  # it then comes from the run's seed
-        if found != shape:
-            what = "lacks" if found is None else f"has {list(found)} for"
-            raise ModelError(
-                f"{files.where(name)} {what} {name!r}, and its config.json wants {list(shape)}: they are of different "
-                "models, or the file is not whole; download or save them again"
-            )
-
-
-def shapes_of(role: str, model: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a role's model by its Hugging Face name; nothing is allocated."""
-    built = build_on_meta(model, dtype=torch.float32, attention="eager", value_head=role == CRITIC)
-    return {box.name: box.shape for boxes in hf_boxes(built).values() for box in boxes}
 
 
 def require_same_source(state: Mapping[str, Any], config: Config, checkpoint: str) -> None:

@@ -19,7 +19,8 @@ from corerl.data.plan import plan_forward, plan_steps
 from corerl.plugin.context import Context
 from corerl.plugin.fingerprint import fingerprint
 from corerl.plugin.registry import Kind, load
-from corerl.trainer.worker import Assignment, Worker
+from corerl.trainer.assignment import Assignment
+from corerl.trainer.worker import Worker
 from corerl.types import (
     Array,
     FloatArray,

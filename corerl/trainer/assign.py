@@ -19,7 +19,7 @@ from corerl.plugin.observers import extensions_for
 from corerl.plugin.options import backend_name, check_capabilities, check_spec
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import Process, Resources
-from corerl.trainer.worker import TRANSPORTS, Assignment
+from corerl.trainer.assignment import TRANSPORTS, Assignment
 from corerl.types import LossSpec
 
 ACTOR = "actor"

@@ -14,16 +14,15 @@ from attrs import evolve, frozen
 
 from corerl.backend import Backend
 from corerl.config.load import structure
-from corerl.config.schema import ExtensionChoice, RoleConfig
 from corerl.data.packing import pack
 from corerl.data.plan import StepPlan
 from corerl.errors import PluginError, WrongState
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.context import Context
-from corerl.plugin.fingerprint import Fingerprint, fingerprint, require_same
+from corerl.plugin.fingerprint import fingerprint, require_same
 from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_worker_extensions
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation
+from corerl.trainer.assignment import TRANSPORTS, Assignment
 from corerl.trainer.collectives import collectives_begun
 from corerl.types import (
     ForwardResult,
@@ -45,21 +44,7 @@ from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address, WeightSender
 from corerl.weights.transports import open_sender
 
-TRANSPORTS = {"collective": Capability.UPDATE_COLLECTIVE, "disk": Capability.UPDATE_DISK}
-
 SpanMaker: TypeAlias = Callable[[str], contextlib.AbstractContextManager[Any]]
-
-
-@frozen(kw_only=True)
-class Assignment:
-    """What the driver tells one rank: plain data, so that it arrives even where a plugin is missing."""
-
-    context: Context
-    backend: str  # the name, resolved again where the worker runs
-    config: RoleConfig  # with `options` as a plain table
-    extensions: tuple[ExtensionChoice, ...] = ()  # those that live in workers, options as plain tables
-    loss: LossSpec | None = None
-    fingerprint: Fingerprint  # of what the driver resolved
 
 
 @frozen(eq=False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from corerl.errors import PluginError
-from corerl.trainer.worker import Assignment, Worker
+from corerl.trainer.assignment import Assignment
+from corerl.trainer.worker import Worker
 
 
 class Refusing:

@@ -45,7 +45,8 @@ from corerl.errors import (
 from corerl.testing.harness import make_samples
 from corerl.testing.models import write_tiny_model
 from corerl.trainer.assign import loss_of, plan_role
-from corerl.trainer.worker import Assignment, Worker
+from corerl.trainer.assignment import Assignment
+from corerl.trainer.worker import Worker
 from corerl.types import FloatArray, LossSpec, MemoryKind, Output, SampleBatch, Step, TrainResult
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 from unittest import mock
@@ -29,7 +30,7 @@ class Groups:
     context: ProcessGroup
     pipeline: ProcessGroup
     data: ProcessGroup  # without context parallelism: ranks that read different samples
-    made: list[ProcessGroup]  # all that megatron-core has made, these among them
+    made: list[ProcessGroup]  # all that megatron-core has made
     expert_rank: int
     expert_ranks: int
     first_copy: bool  # no earlier rank holds the same part of the dense model
@@ -48,16 +49,19 @@ class Groups:
 def make_groups(options: MegatronConfig, *, timeout: float) -> Groups:
     """Called on every rank. A process has one set of them, which `destroy_groups` ends."""
     parallel_state.destroy_model_parallel()
-    made: list[ProcessGroup] = []
+    world = torch.distributed.group.WORLD
+    by_ranks: dict[tuple[int, ...], Any] = {tuple(range(torch.distributed.get_world_size())): world}
     new_group = torch.distributed.new_group
 
-    def remembered(*args: Any, **kwargs: Any) -> Any:
-        group = new_group(*args, **kwargs)
-        if isinstance(group, ProcessGroup):  # this rank is in it
-            made.append(group)
-        return group
+    def shared(ranks: Sequence[int], **kwargs: Any) -> Any:
+        key = tuple(ranks)
+        if key not in by_ranks:
+            by_ranks[key] = new_group(ranks, **kwargs)
+        return by_ranks[key]
 
-    with mock.patch.object(torch.distributed, "new_group", remembered):
+    # megatron-core makes some twenty groups; most name ranks that another one names too. A group's communicator takes
+    # memory on the GPU, which stays taken in sleep. All ranks ask for the same groups in the same order.
+    with mock.patch.object(torch.distributed, "new_group", shared):
         # Keywords alone: newer versions have more arguments in the middle.
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=options.tensor_parallel,
@@ -75,7 +79,7 @@ def make_groups(options: MegatronConfig, *, timeout: float) -> Groups:
         context=parallel_state.get_context_parallel_group(),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
         data=parallel_state.get_data_parallel_group(),
-        made=made,
+        made=[group for group in by_ranks.values() if isinstance(group, ProcessGroup) and group is not world],
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
         expert_ranks=parallel_state.get_expert_model_parallel_world_size(),
         first_copy=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,

@@ -1,0 +1,59 @@
+"""Whether a checkpoint, or the files of a model's directory, hold every tensor of this run's model.
+
+Imports transformers' models, which takes seconds: whoever has a checkpoint or a directory imports this module then.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from corerl.checkpoint.reader import CheckpointSource
+from corerl.errors import CheckpointError, ModelError
+from corerl.models.build import VALUE_HEAD_WEIGHT, build_on_meta
+from corerl.models.names import hf_boxes
+from corerl.models.readers import SafetensorsSource
+from corerl.trainer.assign import CRITIC
+
+
+def require_same_model(checkpoint: Path, role: str, model: PreTrainedConfig) -> None:
+    """Raises CheckpointError where the checkpoint has no such role, lacks a tensor of its model, or has it in another
+    shape."""
+    if not (checkpoint / role).is_dir():
+        raise CheckpointError(
+            f"{checkpoint} holds no {role}, which this run has; resume with the [algorithm] and [roles] that it was "
+            "trained with, or start a new run from its export"
+        )
+    held = CheckpointSource(checkpoint / role, "master").shapes
+    for name, shape in shapes_of(role, model).items():
+        found = held.get(name)
+        if found != shape:
+            what = "lacks" if found is None else f"has {list(found)} for"
+            raise CheckpointError(
+                f"{checkpoint} {what} {name!r}, this run's {role} wants {list(shape)}; "
+                "resume with the [model] that it was trained with, or give another run.dir and start anew"
+            )
+
+
+def require_weights(directory: str, role: str, model: PreTrainedConfig) -> None:
+    """Raises ModelError where the files of a model's directory are damaged, or lack a tensor of the model or have it in
+    another shape: what their headers tell, read before any process starts."""
+    files = SafetensorsSource(directory)
+    for name, shape in shapes_of(role, model).items():
+        found = files.shape(name)
+        if found is None and name == VALUE_HEAD_WEIGHT:
+            continue  # it then comes from the run's seed
+        if found != shape:
+            what = "lacks" if found is None else f"has {list(found)} for"
+            raise ModelError(
+                f"{files.where(name)} {what} {name!r}, and its config.json wants {list(shape)}: they are of different "
+                "models, or the file is not whole; download or save them again"
+            )
+
+
+def shapes_of(role: str, model: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a role's model by its Hugging Face name; nothing is allocated."""
+    built = build_on_meta(model, dtype=torch.float32, attention="eager", value_head=role == CRITIC)
+    return {box.name: box.shape for boxes in hf_boxes(built).values() for box in boxes}

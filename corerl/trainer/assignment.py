@@ -1,0 +1,25 @@
+"""What the driver tells a rank, in a module that imports nothing of what only a rank needs."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from corerl.config.schema import ExtensionChoice, RoleConfig
+from corerl.plugin.capabilities import Capability
+from corerl.plugin.context import Context
+from corerl.plugin.fingerprint import Fingerprint
+from corerl.types import LossSpec
+
+TRANSPORTS = {"collective": Capability.UPDATE_COLLECTIVE, "disk": Capability.UPDATE_DISK}
+
+
+@frozen(kw_only=True)
+class Assignment:
+    """Of one rank: plain data, so that it arrives even where a plugin is missing."""
+
+    context: Context
+    backend: str  # the name, resolved again where the worker runs
+    config: RoleConfig  # with `options` as a plain table
+    extensions: tuple[ExtensionChoice, ...] = ()  # those that live in workers, options as plain tables
+    loss: LossSpec | None = None
+    fingerprint: Fingerprint  # of what the driver resolved
