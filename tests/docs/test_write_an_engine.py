@@ -9,12 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.timeout(600)
 def test_the_run_of_the_tutorial_trains_two_steps_with_the_engine_of_ones_own(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples" / "engine", tmp_path, dirs_exist_ok=True)
     finished = subprocess.run(

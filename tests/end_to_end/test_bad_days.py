@@ -100,7 +100,6 @@ def test_a_model_whose_part_is_missing_or_damaged_is_named(refused: Callable[...
 # ---- the disk --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(600)  # two runs
 def test_a_disk_that_is_full_ends_the_run_with_path_and_cause_and_the_next_one_goes_on_from_what_is_there(
     tmp_path: Path,
 ) -> None:

@@ -71,7 +71,6 @@ def trained(directory: Path, replay: str) -> list[Mapping[str, Any]]:
     return numbers(run)
 
 
-@pytest.mark.timeout(600)  # three commands, each of which starts its processes
 def test_trainer_and_engine_of_the_same_weights_tell_the_same_experts_which_differ_from_those_of_later_weights(
     tmp_path: Path,
 ) -> None:
