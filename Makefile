@@ -5,7 +5,6 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints-cpu.txt
 TORCH_INDEX ?=
 ARGS ?=
-LEVEL ?= 2
 
 BIN := $(VENV)/bin
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
@@ -21,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 # Where this is set, every process of every run would compile anew what it imports: pip has not compiled it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-megatron test-fsdp-oldest lint types docs wheels
+.PHONY: help setup quickstart test test-fsdp-oldest lint types docs wheels
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -31,7 +30,6 @@ help: ## this list
 	@echo "  VENV=$(VENV)       where the environment is"
 	@echo "  TORCH_INDEX=       a package index to take torch from, for instance one of CPU builds; empty: pip's own"
 	@echo "  CONSTRAINTS=$(CONSTRAINTS)   exact versions to install"
-	@echo "  LEVEL=$(LEVEL)            of the conformance suite, for test-megatron: 0 to 4"
 	@echo "  ARGS=              more words for quickstart (ARGS=\"run.seed=1\") and test (ARGS=\"tests/config -x\")"
 
 # Three stamps: what a run needs, so that `make quickstart` installs no more, the tools on top of it, and
@@ -64,11 +62,8 @@ setup: $(DEV) ## create or update the environment with everything below in it
 quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and watch the reward climb
 	$(BIN)/corerl train examples/quickstart.toml run.dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
-test: $(DEV) ## the tests of core and of the FSDP plugin that pass without a GPU
+test: $(DEV) ## the tests of core and plugins that pass without a GPU
 	$(BIN)/python -m pytest $(ARGS)
-
-test-megatron: $(DEV) ## the tests of the Megatron plugin, with its conformance up to LEVEL
-	$(BIN)/python -m pytest -o corerl_level=$(LEVEL) plugins/megatron/tests $(ARGS)
 
 test-fsdp-oldest: $(OLDEST)/.installed ## the tests of models and of the FSDP plugin with the oldest transformers
 	$(OLDEST)/bin/python -m pytest -o corerl_level=1 plugins/fsdp/tests tests/models $(ARGS)
