@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from corerl.testing.harness import Setup, running, train
+import torch
+from megatron.core import dist_checkpointing
+
+from corerl.backend.base import SAVED
+from corerl.testing.harness import Setup, State, running, state_of, train
+from corerl_megatron import native
+from corerl_megatron.adam import fused_adam
+from corerl_megatron.backend import MegatronBackend
+from corerl_megatron.on_host import calling_megatron
 
 
 def padding_after_steps(setup: Setup, steps: int) -> list[tuple[int, float]]:
@@ -17,3 +25,27 @@ def padding_after_steps(setup: Setup, steps: int) -> list[tuple[int, float]]:
             if len(padding):
                 found.append((len(padding), float(padding.abs().max())))
         return found
+
+
+def native_then_portable(setup: Setup, checkpoint: str) -> tuple[State, State]:
+    """Masters, moments and weights as megatron-core reads them from its own format into this layout, and as CoreRL
+    resumes them from its own."""
+    with running(setup) as worker:
+        backend = worker.backend
+        assert isinstance(backend, MegatronBackend)
+        for key in SAVED:  # what is not read stays apart
+            for chunk in backend.local_state(key):
+                with torch.no_grad():
+                    chunk.view.fill_(-1.0)
+        with calling_megatron(backend.device), fused_adam(), torch.no_grad():
+            state = dist_checkpointing.load(
+                native.sharded_state(backend.model, loading=True), f"{checkpoint}/{native.DIRECTORY}"
+            )
+            for index, chunk in enumerate(backend.model.chunks):
+                chunk.module.load_state_dict(state[f"model{index if len(backend.model.chunks) > 1 else ''}"])
+            backend.model.optimizer.load_state_dict(state["optimizer"])
+        assert state["iteration"] == 2
+        assert next(group["step"] for group in backend.model.optimizer.param_groups if group["params"]) == 2
+        found = state_of(worker)
+    with running(setup, resume=checkpoint) as worker:
+        return found, state_of(worker)

@@ -10,8 +10,9 @@ import pytest
 from attrs import evolve
 
 from corerl.checkpoint.commit import begin
-from corerl.testing.compare import Tensors, assert_follows, different
+from corerl.testing.compare import Tensors, assert_follows, different, whole
 from corerl.testing.subject import Checkpoint, Runs
+from plugins.megatron.tests.ranks import native_then_portable
 
 TP2 = ("megatron", {"tensor_parallel": 2}, 2)
 PP2 = ("megatron", {"pipeline_parallel": 2}, 2)
@@ -53,3 +54,23 @@ def test_a_run_that_moves_every_two_steps_follows_one_that_stays(
         losses += found.losses
         grad_norms += found.grad_norms
     assert_follows(evolve(found, losses=losses, grad_norms=grad_norms), stays)
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "read"),
+    [("qwen3-tied", TP2, PP2), ("qwen3", PP2, DP2), ("qwen3", VPP2, VPP2), ("qwen3-moe", EP2, EP2)],
+    ids=["tp2 to pp2", "pp2 to dp2", "vpp2, whole optimizer", "ep2"],
+)
+def test_megatrons_own_checkpoint_holds_what_ours_does(
+    runs: Runs, tmp_path: Path, kind: str, saved: Place, read: Place
+) -> None:
+    backend, options, ranks = saved
+    checkpoint = Checkpoint(begin(tmp_path, 2), ranks)
+    setup = evolve(runs.setup(backend, kind), options={**options, "native_checkpoint": True})
+    runs.train(ranks, setup, range(2), save_after=1, save_to=checkpoint.role)
+    backend, options, ranks = read
+    both = runs.rank_sets[ranks].run(
+        native_then_portable, evolve(runs.setup(backend, kind), options=options), checkpoint.complete()
+    )
+    native, portable = (whole(states) for states in zip(*both, strict=True))
+    assert different(native, portable) == []

@@ -22,6 +22,9 @@ class GroupStepAdamW(torch.optim.AdamW):
         assert adam_w_mode  # the only one that CoreRL asks for
         super().__init__(params, **options)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's own looks for a step at each parameter
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:

@@ -11,6 +11,7 @@ with warnings.catch_warnings():  # first of all: what is imported once warns no 
     import megatron.core.pipeline_parallel  # noqa: F401
 
 from collections.abc import Iterable, Iterator, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +29,12 @@ from corerl.types import (
     Output,
     PackedBatch,
     ParallelLayout,
+    SaveResult,
     Step,
     TrainResult,
 )
 from corerl.weights.chunks import Chunk
+from corerl_megatron import native
 from corerl_megatron.build import build
 from corerl_megatron.families import architecture, unsupported_by
 from corerl_megatron.on_host import calling_megatron
@@ -123,6 +126,13 @@ class MegatronBackend(Backend):
         if adam_step is not None:
             self.applied = adam_step
             set_adam_step(self.model, adam_step)
+
+    def save(self, path: str, step: Step, background: bool) -> SaveResult:
+        result = super().save(path, step, background)
+        if self.config.options.native_checkpoint:
+            with calling_megatron(self.device):
+                native.write(self.model, Path(path) / native.DIRECTORY, step)
+        return result
 
     def shutdown(self, reason: str) -> None:
         super().shutdown(reason)

@@ -84,6 +84,11 @@ class MegatronConfig:
         default=0.0,
         validator=at_least(0),
     )
+    native_checkpoint: bool = option(
+        "write megatron-core's own distributed checkpoint too, as `megatron` in the role's directory of each "
+        "checkpoint; training waits until it is written, and CoreRL resumes from its own",
+        default=False,
+    )
     nvls: bool = option(
         "let NCCL use NVLink multicast (NVLS); off where a container or a driver does not allow it", default=True
     )

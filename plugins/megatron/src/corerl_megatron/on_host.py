@@ -32,7 +32,7 @@ def calling_megatron(device: torch.device) -> Iterator[None]:
         # Of libraries that megatron-core can do without, and of names that torch will change: nothing to mend for those
         # who train.
         warnings.filterwarnings("ignore", module="megatron")
-        warnings.filterwarnings("ignore", message="`torch.distributed.", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="`torch.distributed.|Please use DTensor", category=FutureWarning)
         yield
 
 

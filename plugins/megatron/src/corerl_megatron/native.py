@@ -1,0 +1,68 @@
+"""megatron-core's own distributed checkpoint, beside CoreRL's, for tools that read no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed import checkpoint
+
+from corerl.errors import SaveFailed
+from corerl.types import Step
+from corerl_megatron.adam import fused_adam
+from corerl_megatron.build import Model
+
+DIRECTORY = "megatron"  # in the directory of the role
+VERSION = 3.0  # of Megatron's checkpoints, in which query, key and value lie head by head
+# The one of its layouts for moments that is read into any split; its default cannot be read back at all.
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+class InThisProcess(TorchDistSaveShardedStrategy):
+    """megatron-core's own forks processes to write, out of one that has threads and a GPU."""
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        checkpoint.save(
+            mcore_to_pyt_state_dict(state, False),
+            storage_writer=checkpoint.FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def write(model: Model, directory: Path, step: Step) -> None:
+    """Weights, masters and moments, in the structure of Megatron's own training script. Called on every rank, inside
+    `calling_megatron`; raises SaveFailed."""
+    state = sharded_state(model, loading=False)
+    state |= {"checkpoint_version": VERSION, "iteration": step.optimizer_step}
+    try:
+        if torch.distributed.get_rank() == 0:
+            directory.mkdir(parents=True)
+        torch.distributed.barrier()
+        dist_checkpointing.save(state, str(directory), InThisProcess("torch_dist", 1), content_metadata=dict(METADATA))
+    except OSError as error:
+        raise SaveFailed(f"cannot write {directory}: {error}") from error
+
+
+def sharded_state(model: Model, *, loading: bool) -> dict[str, Any]:
+    """What `dist_checkpointing` saves, or loads into, on this rank."""
+    several = len(model.chunks) > 1
+    metadata = dict(METADATA)  # megatron-core puts a process group into it
+    state: dict[str, Any] = {
+        f"model{index if several else ''}": chunk.module.sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(model.chunks)
+    }
+    distributed = any(isinstance(part, DistributedOptimizer) for part in model.optimizer.chained_optimizers)
+    options = {"metadata": metadata} if distributed else {}
+    with fused_adam():
+        state["optimizer"] = model.optimizer.sharded_state_dict(dict(state), is_loading=loading, **options)
+    return state
