@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from attrs import evolve
 
 from corerl.checkpoint.commit import begin
-from corerl.testing.compare import Tensors, assert_follows, different, whole
+from corerl.testing.compare import different, whole
 from corerl.testing.subject import Checkpoint, Runs
 from plugins.megatron.tests.ranks import native_then_portable
+from tests.checkpoint.moves import Place, assert_moving_follows_staying
 
 TP2 = ("megatron", {"tensor_parallel": 2}, 2)
 PP2 = ("megatron", {"pipeline_parallel": 2}, 2)
@@ -23,8 +22,6 @@ FSDP = ("fsdp", {}, 2)
 PLAIN = ("plain", {}, 1)
 EP2 = ("megatron", {"expert_parallel": 2}, 2)
 EP1 = ("megatron", {}, 1)
-
-Place = tuple[str, Mapping[str, Any], int]
 
 
 @pytest.mark.parametrize(
@@ -39,21 +36,7 @@ Place = tuple[str, Mapping[str, Any], int]
 def test_a_run_that_moves_every_two_steps_follows_one_that_stays(
     runs: Runs, tmp_path: Path, kind: str, places: list[Place]
 ) -> None:
-    stays = runs.train(1, runs.setup("plain", kind), range(2 * len(places)))
-    resume, losses, grad_norms = "", list[float](), list[float]()
-    saved: Mapping[str, Tensors] = {}
-    for number, (backend, options, ranks) in enumerate(places):
-        first = 2 * number
-        checkpoint = Checkpoint(begin(tmp_path, first + 2), ranks)
-        setup = evolve(runs.setup(backend, kind), options=options)
-        saving = {"save_after": first + 1, "save_to": checkpoint.role}
-        found = runs.train(ranks, setup, range(first, first + 2), resume=resume, **saving)
-        assert (found.optimizer_step, found.adam_step) == (first, first + 2)
-        assert not resume or different(found.at_start, saved) == []
-        saved, resume = found.state, checkpoint.complete()
-        losses += found.losses
-        grad_norms += found.grad_norms
-    assert_follows(evolve(found, losses=losses, grad_norms=grad_norms), stays)
+    assert_moving_follows_staying(runs, tmp_path, kind, places)
 
 
 @pytest.mark.parametrize(
