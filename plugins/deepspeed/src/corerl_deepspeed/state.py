@@ -86,7 +86,7 @@ def flats(model: Model) -> list[Tensor]:
 def release(model: Model) -> None:
     """Free what is gathered. Local."""
     if partitioned(model):
-        model.engine.empty_partition_cache()
+        model.engine.optimizer.empty_partition_cache()  # the engine's own collects garbage besides, for half a second
 
 
 def spread(model: Model, pieces: list[Piece], held: list[Master]) -> None:
