@@ -105,7 +105,8 @@ class DeepSpeedBackend(Backend):
     def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
         state.release(self.model)
         if StateKey.MASTER in keys:
-            state.spread(self.model, self.working, self.masters)
+            with calling_deepspeed(partitioned=self.partitioned):
+                state.spread(self.model, self.working, self.masters)
         state.drop_second_copies(self.model)
         if adam_step is not None:
             self.applied = adam_step

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
 from attrs import frozen
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
@@ -50,13 +54,7 @@ def build_model(
         # Norms and biases: gathering one takes as long as gathering a matrix, and keeping it costs nothing.
         persistent=max((param.numel() for param in policy.parameters() if param.dim() < 2), default=0),
     )
-    materialize(
-        policy.model,
-        {
-            name: unallocated(shape, dtype, device) if options.stage == 3 else empty(shape, dtype, device)
-            for name, shape in shapes.items()
-        },
-    )
+    materialize(policy.model, {name: unallocated(shape, dtype, device) for name, shape in shapes.items()})
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)
@@ -68,7 +66,8 @@ def build_model(
     )
     if options.stage == 3:
         partition(policy.model.parameters(), settings)
-    engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings, dist_init_required=False)
+    with nothing_to_copy():
+        engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings, dist_init_required=False)
     if options.stage == 3:
         # The policy reads its head's weight itself, which belongs to another module.
         for param in policy.head.parameters(recurse=False):
@@ -80,10 +79,6 @@ def recompute_forward(layers: Iterable[nn.Module]) -> None:
     """Of a layer's activations its inputs alone are kept; the backward pass makes the others again."""
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
 
 def unallocated(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -98,3 +93,31 @@ def partition(params: Iterable[nn.Parameter], settings: dict[str, Any]) -> None:
     for param in params:
         init._convert_to_deepspeed_param(param)
         param.partition()
+
+
+@contextmanager
+def nothing_to_copy() -> Iterator[None]:
+    """For parameters that hold nothing yet. Rank 0 sends none to the others; and under stages 1 and 2 flat memory is
+    allocated instead of copied together, and no gradients are made that would be dropped at once: either would take
+    memory for a moment that a rank may not have."""
+    make_gradients = DeepSpeedZeroOptimizer.initialize_optimizer_states
+
+    def allocate(
+        self: Any, params: Sequence[Any], alignment: int, use_cpu_data: bool = False, param_padding: Any = None
+    ) -> torch.Tensor:
+        tensors = [param.cpu_data for param in params] if use_cpu_data else params
+        numel = sum(tensor.numel() for tensor in tensors) + sum(param_padding or ())
+        return torch.zeros(
+            math.ceil(numel / alignment) * alignment, dtype=tensors[0].dtype, device=tensors[0].device
+        )
+
+    def gradients(self: Any) -> None:
+        if self.cpu_offload:  # there they stay
+            make_gradients(self)
+
+    with (
+        mock.patch.object(DeepSpeedEngine, "_broadcast_model", lambda self: None),
+        mock.patch.object(DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", allocate),
+        mock.patch.object(DeepSpeedZeroOptimizer, "initialize_optimizer_states", gradients),
+    ):
+        yield
