@@ -50,6 +50,43 @@ def test_the_lower_stages_keep_the_contract_too(
     run_check(runs, tmp_path, {"stage": stage}, check, arguments)
 
 
+# ---- the same numbers ------------------------------------------------------------------------------------------------
+
+OPTIONS: list[dict[str, Any]] = [
+    {"stage": 1, "offload": "optimizer"},
+    {"stage": 2, "offload": "optimizer"},
+    {"stage": 3, "offload": "optimizer"},
+    {"stage": 3, "offload": "parameters"},
+    {"stage": 3, "node_shard_size": 2},
+    {"stage": 3, "reduce_bucket": 5000, "gather_bucket": 5000},
+    {"stage": 3, "raw": {"zero_optimization": {"stage3_param_persistence_threshold": 10**6}}},
+    {"stage": 2, "reduce_bucket": 5000, "gather_bucket": 5000},
+]
+CHECKS = [
+    "test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trains",
+    "test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_current_ones_alone",
+    "test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit",
+    "test_an_update_delivers_every_tensor_once_and_bit_for_bit",
+    "test_sleep_frees_what_it_says_and_waking_restores_every_bit",
+]
+ARGUMENTS: dict[str, Any] = {"kind": "qwen3-tied", "down": KINDS, "up": KINDS}
+
+
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_with_options_a_run_follows_the_plain_backend(runs: Runs, kind: str, options: Mapping[str, Any]) -> None:
+    found = runs.train(2, evolve(runs.setup("deepspeed", kind), options=options), STEPS)
+    assert_follows(found, runs.train(1, runs.setup("plain", kind), STEPS))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_backend_with_options_keeps_the_contract(
+    runs: Runs, tmp_path: Path, options: Mapping[str, Any], check: str
+) -> None:
+    run_check(runs, tmp_path, options, check, ARGUMENTS)
+
+
 def run_check(
     runs: Runs, directory: Path, options: Mapping[str, Any], check: str, arguments: Mapping[str, Any]
 ) -> None:
