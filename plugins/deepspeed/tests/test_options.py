@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import evolve
 
-from corerl.checkpoint.commit import begin
 from corerl.testing import suite
-from corerl.testing.compare import assert_follows, different
-from corerl.testing.pool import RankPool
-from corerl.testing.subject import Checkpoint, Runs, Subject
+from corerl.testing.compare import assert_follows
+from corerl.testing.subject import Runs, Subject
 from corerl.types import MemoryKind
 
 STEPS = range(4)

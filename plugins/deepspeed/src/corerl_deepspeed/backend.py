@@ -60,9 +60,7 @@ class DeepSpeedBackend(Backend):
 
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
         with calling_deepspeed(partitioned=self.partitioned):
-            result = train_step(
-                self.model, batch, loss, lr=step.lr, dp_size=self.layout.dp_size, device=self.device
-            )
+            result = train_step(self.model, batch, loss, lr=step.lr, dp_size=self.layout.dp_size, device=self.device)
         self.applied += result.applied
         return result
 

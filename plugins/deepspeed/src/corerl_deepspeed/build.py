@@ -86,7 +86,7 @@ def unallocated(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     return nn.Parameter(torch.zeros(1, dtype=dtype, device=device).expand(shape))
 
 
-def partition(params: Iterable[nn.Parameter], settings: dict[str, Any]) -> None:
+def partition(params: Iterable[Any], settings: dict[str, Any]) -> None:
     """Each rank is given its share of every parameter, which holds nothing yet; one parameter is whole at a time."""
     # Entered as a context it would patch torch and the models' classes, and send rank 0's values to the others.
     init = deepspeed.zero.Init(config_dict_or_path=settings)
@@ -107,16 +107,14 @@ def nothing_to_copy() -> Iterator[None]:
     ) -> torch.Tensor:
         tensors = [param.cpu_data for param in params] if use_cpu_data else params
         numel = sum(tensor.numel() for tensor in tensors) + sum(param_padding or ())
-        return torch.zeros(
-            math.ceil(numel / alignment) * alignment, dtype=tensors[0].dtype, device=tensors[0].device
-        )
+        return torch.zeros(math.ceil(numel / alignment) * alignment, dtype=tensors[0].dtype, device=tensors[0].device)
 
     def gradients(self: Any) -> None:
         if self.cpu_offload:  # there they stay
             make_gradients(self)
 
     with (
-        mock.patch.object(DeepSpeedEngine, "_broadcast_model", lambda self: None),
+        mock.patch.object(DeepSpeedEngine, "_broadcast_model", return_value=None),
         mock.patch.object(DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", allocate),
         mock.patch.object(DeepSpeedZeroOptimizer, "initialize_optimizer_states", gradients),
     ):

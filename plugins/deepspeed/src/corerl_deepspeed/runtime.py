@@ -13,11 +13,13 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed import comm
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.runtime.zero import linear, parameter_offload
 from deepspeed.utils import groups
 
-from corerl.errors import ConfigError
+ACCELERATORS = {"cpu": CPU_Accelerator, "cuda": CUDA_Accelerator}
 
 # It tells each of its settings, and on every rank what it could not find.
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -25,17 +27,12 @@ logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 def join(device: torch.device, *, local_rank: int) -> None:
     """Take over torch's process group. Called on every rank, before anything else of DeepSpeed."""
-    found = get_accelerator().device_name()
-    if found != device.type:
-        raise ConfigError(
-            f"DeepSpeed took the accelerator {found!r} when it was imported, and this role runs on {device.type!r}; "
-            f"set DS_ACCELERATOR={device.type} in cluster.environment"
-        )
-    # It reads these where its launcher would have put them.
-    os.environ["LOCAL_RANK"] = str(local_rank)
+    if get_accelerator().device_name() != device.type:  # it chose when it was imported
+        set_accelerator(ACCELERATORS[device.type]())
+    os.environ["LOCAL_RANK"] = str(local_rank)  # it reads this again and again, where its launcher would have put it
     leave()
     # With gloo it compiles an operation for tensor-parallel inference, which nothing here calls.
-    with mock.patch("deepspeed.comm.torch.build_shm_op", lambda: None):
+    with mock.patch("deepspeed.comm.torch.build_shm_op", return_value=None):
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
@@ -67,4 +64,5 @@ def calling_deepspeed(*, partitioned: bool) -> Iterator[None]:
         finally:
             if multiply:
                 multiply.stop()
-            del modules[depth:]  # of a forward pass that was left by an exception
+            # Those of a pass that an exception has left; and the model, which would live as long as the process.
+            del modules[depth:]

@@ -10,6 +10,7 @@ from corerl_deepspeed.config import DeepSpeedConfig
 
 LOOP = "CoreRL drives the loop: batches are made, and steps are taken, outside of DeepSpeed"
 ZERO = "zero_optimization"
+NVME = "which is host memory; on NVMe neither sleep nor a checkpoint would find"
 
 # DeepSpeed's settings, dotted, that have another place. A table stands for all that is in it.
 ELSEWHERE = {
@@ -38,8 +39,8 @@ ELSEWHERE = {
     "wandb": "add an extension, such as wandb",
     "csv_monitor": "add an extension, such as jsonl",
     f"{ZERO}.stage": "set stage",
-    f"{ZERO}.offload_optimizer": "set offload='optimizer'",
-    f"{ZERO}.offload_param": "set offload='parameters'",
+    f"{ZERO}.offload_optimizer": f"set offload='optimizer', {NVME} masters and moments",
+    f"{ZERO}.offload_param": f"set offload='parameters', {NVME} weights",
     f"{ZERO}.zero_hpz_partition_size": "set node_shard_size",
     f"{ZERO}.reduce_bucket_size": "set reduce_bucket",
     f"{ZERO}.allgather_bucket_size": "set gather_bucket",

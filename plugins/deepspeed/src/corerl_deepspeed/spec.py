@@ -11,11 +11,14 @@ from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.probe import probe
 from corerl_deepspeed.settings import contradictions
 
-NO_FLOAT16 = "no loss scale that a checkpoint takes to other backends; bfloat16 has float32's range and needs none"
+NO_FLOAT16 = (
+    "DeepSpeed raises its loss scale before it divides gradients by it, which halves them in that step, and there is "
+    "no other loss scale here yet; bfloat16 has float32's range and needs none"
+)
 
 
 def environment(config: DeepSpeedConfig, cluster: ClusterInfo) -> Environment:
-    # It would look for itself, as soon as transformers imports it, and may find a GPU that the run is not on.
+    # It would look for itself when it is imported, and may find a GPU that the run is not on.
     return {"DS_ACCELERATOR": cluster.device}
 
 
@@ -43,8 +46,8 @@ def precision_problems(config: DeepSpeedConfig, train: TrainConfig) -> Iterator[
     if train.precision == "bfloat16" and config.stage == 1 and config.offload == "none":
         yield Problem(
             "stage",
-            "1 with train.precision='bfloat16', where DeepSpeed keeps a whole float32 gradient on each rank, in another "
-            "optimizer that this backend does not know; set stage=2, which takes less memory",
+            "1 with train.precision='bfloat16', where DeepSpeed keeps a whole float32 gradient on each rank, in "
+            "another optimizer that this backend does not know; set stage=2, which takes less memory",
         )
 
 
@@ -52,7 +55,7 @@ SPEC = BackendSpec(
     implementation="corerl_deepspeed.backend:DeepSpeedBackend",
     config=DeepSpeedConfig,
     api=(1, 0),
-    summary="DeepSpeed ZeRO 1 to 3: any transformers model, sharded over all ranks, offloaded to host memory where asked",
+    summary="DeepSpeed ZeRO 1 to 3: any transformers model, sharded over all ranks, in host memory where asked",
     capabilities={
         Capability.FLOAT16: not_implemented(NO_FLOAT16),
         Capability.UPDATE_IPC: not_implemented("no sender of CUDA IPC handles yet"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-import torch
 from attrs import frozen
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
@@ -39,7 +39,7 @@ class Master:
 def working(model: Model) -> list[Piece]:
     """What forward passes read: under stage 3 this rank's share, else all of it."""
     pieces = []
-    for name, param in model.policy.model.named_parameters():
+    for name, param in _parameters(model):
         if not partitioned(model):
             pieces.append(Piece(name, tuple(param.shape), 0, param.data.view(-1)))
             continue
@@ -54,7 +54,7 @@ def working(model: Model) -> list[Piece]:
 def masters(model: Model) -> list[Master]:
     """What this rank steps."""
     zero, found = model.engine.optimizer, []
-    for name, param in model.policy.model.named_parameters():
+    for name, param in _parameters(model):
         if partitioned(model):
             group, offset, _ = zero.grad_position[zero.get_param_id(param)]
             flat = zero.fp32_partitioned_groups_flat[group]
@@ -71,6 +71,11 @@ def masters(model: Model) -> list[Master]:
         if numel > 0:
             found.append(Master(Piece(name, shape, start, flat.detach().narrow(0, offset, numel)), flat, offset))
     return found
+
+
+def _parameters(model: Model) -> Iterator[tuple[str, Any]]:
+    """With the attributes that DeepSpeed puts on them, which no type knows."""
+    yield from model.policy.model.named_parameters()
 
 
 def partitioned(model: Model) -> bool:
@@ -100,7 +105,7 @@ def spread(model: Model, pieces: list[Piece], held: list[Master]) -> None:
 
 def second_copies(model: Model) -> Iterator[Tensor]:
     """Of parameters, where each node has one."""
-    for param in model.policy.parameters():
+    for _, param in _parameters(model):
         second = getattr(param, "ds_secondary_tensor", None)
         if second is not None:
             yield second
@@ -113,7 +118,7 @@ def drop_second_copies(model: Model) -> None:
 
 
 def parameter_memory(model: Model) -> Iterator[Tensor]:
-    for param in model.policy.parameters():
+    for _, param in _parameters(model):
         yield param.ds_tensor if partitioned(model) else param.data
     yield from second_copies(model)
 

@@ -16,7 +16,7 @@ def train_step(
     model: Model, batch: PackedBatch, loss: LossSpec, *, lr: float, dp_size: int, device: torch.device
 ) -> TrainResult:
     """Called on every rank, inside `calling_deepspeed`. Under stages 2 and 3 gradients are reduced after every
-    micro-batch, under 1 after the last one. DeepSpeed clips, and finds on all ranks alike whether the norm is finite."""
+    micro-batch, under 1 after the last one. DeepSpeed clips, and finds on all ranks alike that a norm is not finite."""
     engine, loss_function = model.engine, resolve_loss(loss)
     metrics = MetricSum()
     tokens = 0
