@@ -9,7 +9,6 @@ import torch
 from attrs import evolve
 from deepspeed.runtime.zero import parameter_offload
 
-from corerl.backend.base import StateKey
 from corerl.memory.storage import resident_bytes
 from corerl.plugin.spec import BackendSpec
 from corerl.testing.allocations import Allocations
@@ -19,8 +18,6 @@ from corerl.weights.chunks import TensorSource
 from corerl.weights.transport import WeightSender
 from corerl_deepspeed import SPEC
 from corerl_deepspeed.backend import DeepSpeedBackend
-
-KINDS = list(MemoryKind)
 
 
 class LoadsTheWholeModel(DeepSpeedBackend):
@@ -58,20 +55,19 @@ def held_after_passes(setup: Setup) -> list[int]:
 
 
 def memory(setup: Setup) -> Mapping[str, float]:
-    """Bytes of each kind after a step, for each parameter of the whole model; gradients without DeepSpeed's buckets."""
+    """Bytes of each kind after a step, for each parameter of the whole model."""
     with running(setup) as worker:
         train(worker, setup, 0)
         backend: Any = worker.backend
-        shapes = {chunk.name: chunk.shape for chunk in backend.local_state(StateKey.PARAM)}
-        del shapes
         parameters = sum(getattr(param, "ds_numel", param.numel()) for param in backend.model.policy.parameters())
         return {kind.value: resident_bytes(backend.tensors(kind)) / parameters for kind in MemoryKind}
 
 
 def offloaded(setup: Setup) -> Mapping[str, bool]:
-    """What DeepSpeed itself says of where its memory is, and of second copies after a step."""
+    """What DeepSpeed itself says of where its memory is, and of second copies after a pass."""
     with running(setup) as worker:
         train(worker, setup, 0)
+        forward(worker, setup, samples_at(0))
         model = worker.backend.model  # type: ignore[attr-defined]
         engine = model.engine
         return {

@@ -20,7 +20,7 @@ from plugins.deepspeed.tests import ranks
 
 
 def test_ranks_that_hold_nothing_of_a_parameter_train_save_and_resume(runs: Runs, tmp_path: Path) -> None:
-    # Norms of one element a head: their second halves are padding on the last rank.
+    # One expert: its router's single row, 64 elements, lies on both ranks; of the value and key norms there is less.
     fields = {**tiny_fields("qwen3-moe"), "num_experts": 1, "num_experts_per_tok": 1}
     setup, checkpoint = Setup(backend="deepspeed", model="", fields=fields), Checkpoint(begin(tmp_path, 2), 2)
     uninterrupted = runs.train(2, setup, range(4), save_after=1, save_to=checkpoint.role)

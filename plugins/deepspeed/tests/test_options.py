@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import evolve
 
+from corerl.checkpoint.commit import begin
 from corerl.testing import suite
-from corerl.testing.compare import assert_follows
-from corerl.testing.subject import Runs, Subject
+from corerl.testing.compare import assert_follows, different, mean_apart
+from corerl.testing.pool import RankPool
+from corerl.testing.subject import Checkpoint, Runs, Subject
+from corerl.testing.tolerances import BFLOAT16_GRAD_NORM, BFLOAT16_LOSS
 from corerl.types import MemoryKind
 
 STEPS = range(4)
@@ -83,6 +86,50 @@ def test_a_backend_with_options_keeps_the_contract(
     runs: Runs, tmp_path: Path, options: Mapping[str, Any], check: str
 ) -> None:
     run_check(runs, tmp_path, options, check, ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 1, "offload": "optimizer"},
+        {"stage": 2},
+        {"stage": 2, "offload": "optimizer"},
+        {"stage": 3, "offload": "parameters"},
+        {"stage": 3, "node_shard_size": 2},
+    ],
+    ids=str,
+)
+def test_bfloat16_stays_near_float32_and_resumes_to_the_last_bit(
+    runs: Runs, tmp_path: Path, options: Mapping[str, Any]
+) -> None:
+    setup, checkpoint = (
+        evolve(runs.setup("deepspeed", "qwen3-tied"), options=options),
+        Checkpoint(begin(tmp_path, 5), 2),
+    )
+    half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
+    found = runs.train(2, half, range(10), save_after=4, save_to=checkpoint.role)
+    wanted = runs.train(1, runs.setup("plain", "qwen3-tied"), range(10))
+    assert 0 < mean_apart(found.losses, wanted.losses) < BFLOAT16_LOSS
+    assert 0 < mean_apart(found.grad_norms, wanted.grad_norms) < BFLOAT16_GRAD_NORM
+    resumed = runs.train(2, half, range(5, 10), resume=checkpoint.complete())
+    assert (resumed.losses, different(resumed.state, found.state)) == (found.losses[5:], [])
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[RankPool]:
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+def test_two_nodes_of_two_ranks_train_save_and_resume(runs: Runs, four_ranks: RankPool, tmp_path: Path) -> None:
+    on_four = Runs({**runs.rank_sets, 4: four_ranks}, runs.models)
+    setup, checkpoint = runs.setup("deepspeed", "qwen3-moe"), Checkpoint(begin(tmp_path, 2), 4)
+    in_nodes = evolve(setup, options={"node_shard_size": 2})
+    found = on_four.train(4, in_nodes, STEPS, save_after=1, save_to=checkpoint.role)
+    assert_follows(found, runs.train(1, evolve(setup, backend="plain"), STEPS))
+    resumed = on_four.train(4, in_nodes, STEPS[2:], resume=checkpoint.complete())
+    assert (resumed.losses, different(resumed.state, found.state)) == (found.losses[2:], [])
 
 
 def run_check(

@@ -57,8 +57,8 @@ def test_what_fits_is_let_through(options: dict[str, Any]) -> None:
         (
             {"raw": {"train_batch_size": 8}},
             (
-                "raw.train_batch_size: has another place: CoreRL drives the loop: batches are made, and steps are taken, "
-                "outside of DeepSpeed; see rollout.prompts and train.mini_batches; remove it here"
+                "raw.train_batch_size: has another place: CoreRL drives the loop: batches are made, and steps are "
+                "taken, outside of DeepSpeed; see rollout.prompts and train.mini_batches; remove it here"
             ),
         ),
         (
