@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help setup quickstart test test-megatron test-fsdp-oldest lint types docs wheels
+.PHONY: help setup quickstart test test-megatron test-deepspeed test-fsdp-oldest lint types docs wheels
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -29,7 +29,7 @@ help: ## this list
 	@echo "  VENV=$(VENV)       where the environment is"
 	@echo "  TORCH_INDEX=       a package index to take torch from, for instance one of CPU builds; empty: pip's own"
 	@echo "  CONSTRAINTS=$(CONSTRAINTS)   exact versions to install"
-	@echo "  LEVEL=$(LEVEL)            of the conformance suite, for test-megatron: 0 to 4"
+	@echo "  LEVEL=$(LEVEL)            of the conformance suite, for test-megatron and test-deepspeed: 0 to 4"
 	@echo "  ARGS=              more words for quickstart (ARGS=\"run.seed=1\") and test (ARGS=\"tests/config -x\")"
 
 # Three stamps: what a run needs, so that `make quickstart` installs no more, the tools on top of it, and
@@ -67,6 +67,9 @@ test: $(DEV) ## the tests of core and of the FSDP plugin that pass without a GPU
 
 test-megatron: $(DEV) ## the tests of the Megatron plugin, with its conformance up to LEVEL
 	$(BIN)/python -m pytest -o corerl_level=$(LEVEL) plugins/megatron/tests $(ARGS)
+
+test-deepspeed: $(DEV) ## the tests of the DeepSpeed plugin, with its conformance up to LEVEL
+	$(BIN)/python -m pytest -o corerl_level=$(LEVEL) plugins/deepspeed/tests $(ARGS)
 
 test-fsdp-oldest: $(OLDEST)/.installed ## the tests of models and of the FSDP plugin with the oldest transformers
 	$(OLDEST)/bin/python -m pytest -o corerl_level=2 plugins/fsdp/tests tests/models $(ARGS)

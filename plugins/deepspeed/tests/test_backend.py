@@ -33,9 +33,10 @@ def test_ranks_that_hold_nothing_of_a_parameter_train_save_and_resume(runs: Runs
     ("options", "per_parameter"),
     [
         # On two ranks, in bytes: DeepSpeed keeps a float32 copy of float32 weights too.
-        ({"stage": 1}, {"param": 4.0, "master": 2.0, "optimizer": 4.0}),
-        ({"stage": 2}, {"param": 4.0, "master": 2.0, "optimizer": 4.0}),
-        ({"stage": 3}, {"param": 2.0, "master": 2.0, "optimizer": 4.0}),
+        ({"stage": 1}, {"param": 4.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0}),
+        ({"stage": 2}, {"param": 4.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0}),
+        # Its bucket is as large as this model.
+        ({"stage": 3}, {"param": 2.0, "master": 2.0, "grad": 2.0 + 4.0, "optimizer": 4.0}),
     ],
     ids=str,
 )
@@ -44,14 +45,14 @@ def test_a_rank_holds_what_its_stage_leaves_to_it(
 ) -> None:
     setup = evolve(runs.setup("deepspeed", "qwen3"), options=options)
     for found in rank_pool.run(ranks.memory, setup):
-        assert {kind: found[kind] for kind in per_parameter} == pytest.approx(per_parameter, rel=0.01)
+        assert found == pytest.approx(per_parameter, rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("options", "per_parameter"),
     [
-        ({"stage": 2}, {"param": 2.0, "master": 2.0, "optimizer": 4.0}),
-        ({"stage": 3}, {"param": 1.0, "master": 2.0, "optimizer": 4.0}),
+        ({"stage": 2}, {"param": 2.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0}),
+        ({"stage": 3}, {"param": 1.0, "master": 2.0, "grad": 2.0 + 4.0, "optimizer": 4.0}),
     ],
     ids=str,
 )
@@ -61,7 +62,7 @@ def test_in_bfloat16_weights_alone_are_half_as_large(
     setup = evolve(runs.setup("deepspeed", "qwen3"), options=options)
     half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
     for found in rank_pool.run(ranks.memory, half):
-        assert {kind: found[kind] for kind in per_parameter} == pytest.approx(per_parameter, rel=0.01)
+        assert found == pytest.approx(per_parameter, rel=0.01)
 
 
 @pytest.mark.parametrize(
