@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 from attrs import evolve
@@ -84,3 +86,9 @@ def modules_kept(setup: Setup) -> int:
     with running(setup) as worker:
         forward(worker, setup, samples_at(0))
     return len(parameter_offload.FWD_MODULE_STACK)
+
+
+def start_with_copies(setup: Setup) -> None:
+    """As DeepSpeed starts by itself: it sends parameters that hold nothing, and copies them together."""
+    with mock.patch("corerl_deepspeed.build.nothing_to_copy", nullcontext), running(setup):
+        pass
