@@ -35,7 +35,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def moments(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, adam_step: int) -> dict[str, torch.Tensor]:
+def moments(optimizer: torch.optim.Optimizer, param: torch.Tensor, adam_step: int) -> dict[str, torch.Tensor]:
     """Adam's state of `param`, made as zeros where no step has been taken yet."""
     state: dict[str, torch.Tensor] = optimizer.state[param]
     if not state:

@@ -1,0 +1,6 @@
+"""DeepSpeed's ZeRO as a training backend of CoreRL: any model of transformers, sharded and offloaded."""
+
+from corerl_deepspeed.spec import SPEC
+
+__all__ = ["SPEC", "__version__"]
+__version__ = "0.1.0"

@@ -1,0 +1,126 @@
+"""The hooks, on DeepSpeed's ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+
+import torch
+from attrs import evolve
+
+from corerl.backend import Backend, StateKey
+from corerl.backend.adamw import moments, set_adam_step
+from corerl.config.schema import RoleConfig
+from corerl.errors import Unsupported
+from corerl.models.config import hf_config
+from corerl.plugin.context import Context
+from corerl.types import (
+    ForwardResult,
+    LossSpec,
+    MemoryKind,
+    Output,
+    PackedBatch,
+    ParallelLayout,
+    Step,
+    TrainResult,
+)
+from corerl.weights.chunks import Chunk
+from corerl.weights.gather import GatherPlan
+from corerl.weights.manifest import Bucket
+from corerl_deepspeed import state
+from corerl_deepspeed.build import build_model
+from corerl_deepspeed.chunks import piece_chunks
+from corerl_deepspeed.runtime import calling_deepspeed, join, leave
+from corerl_deepspeed.spec import precision_problems
+from corerl_deepspeed.step import forward_pass, train_step
+
+
+class DeepSpeedBackend(Backend):
+    def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
+        for problem in precision_problems(config.options, config.train):
+            raise Unsupported(problem.text)
+        join(self.device, local_rank=context.local_rank)
+        with calling_deepspeed(partitioned=False):
+            self.model = build_model(
+                hf_config(config.model),
+                value_head=config.value_head,
+                train=config.train,
+                options=config.options,
+                device=self.device,
+            )
+        self.working = state.working(self.model)
+        self.masters = state.masters(self.model)
+        self.partitioned = state.partitioned(self.model)
+        self.applied = 0
+        rank, size = context.rank, context.world_size
+        return ParallelLayout(rank=rank, world_size=size, dp_rank=rank, dp_size=size)
+
+    @property
+    def adam_step(self) -> int:
+        return self.applied
+
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        with calling_deepspeed(partitioned=self.partitioned):
+            result = train_step(self.model, batch, loss, lr=step.lr, dp_size=self.layout.dp_size, device=self.device)
+        self.applied += result.applied
+        return result
+
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+        with self.using(weights), calling_deepspeed(partitioned=self.partitioned):
+            return forward_pass(self.model, batch, outputs, device=self.device)
+
+    def local_state(self, key: StateKey) -> Sequence[Chunk]:
+        state.release(self.model)
+        if key is StateKey.PARAM:
+            # Whole on every rank, unless they are partitioned: the first rank saves and sends them.
+            replica = not self.partitioned and self.layout.rank > 0
+            return piece_chunks(self.working, self.model.boxes, replica=replica)
+        if key is StateKey.MASTER:
+            return piece_chunks([master.piece for master in self.masters], self.model.boxes)
+        return piece_chunks([master.of(self._moment(master.flat, key)) for master in self.masters], self.model.boxes)
+
+    def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
+        state.release(self.model)
+        match kind:
+            case MemoryKind.PARAM:
+                held = list(state.parameter_memory(self.model))
+            case MemoryKind.MASTER:
+                held = state.flats(self.model)
+            case MemoryKind.GRAD:
+                held = list(state.gradient_memory(self.model))
+            case MemoryKind.OPTIMIZER:
+                held = [value for values in self.model.optimizer.state.values() for value in values.values()]
+        return [tensor for tensor in held if tensor.device.type == self.device.type]  # the offloaded need not sleep
+
+    def gather(self, bucket: Bucket, out: torch.Tensor | None, *, chunks: Sequence[Chunk], root: int | None) -> None:
+        if not self.partitioned:
+            if out is not None:  # all of it is here
+                self._own_plan(chunks).gather(bucket, out, chunks=chunks, root=None, dtype=out.dtype)
+            return
+        # Chunks may lie on the host; buckets travel between devices.
+        where = torch.empty(0, device=self.device) if out is None else out
+        super().gather(bucket, where, chunks=chunks, root=root)
+
+    def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
+        state.release(self.model)
+        if StateKey.MASTER in keys:
+            with calling_deepspeed(partitioned=self.partitioned):
+                state.spread(self.model, self.working, self.masters)
+        state.drop_second_copies(self.model)
+        if adam_step is not None:
+            self.applied = adam_step
+            set_adam_step(self.model.optimizer, adam_step)
+
+    def shutdown(self, reason: str) -> None:
+        super().shutdown(reason)
+        if hasattr(self, "model"):
+            self.model.engine.destroy()
+        leave()
+
+    def _moment(self, flat: torch.Tensor, key: StateKey) -> torch.Tensor:
+        return moments(self.model.optimizer, flat, self.applied)[key.value]
+
+    def _own_plan(self, chunks: Sequence[Chunk]) -> GatherPlan:
+        """Of this rank alone."""
+        if not hasattr(self, "_alone"):
+            self._alone = GatherPlan.build([evolve(chunk, replica=False) for chunk in chunks], None)
+        return self._alone

@@ -1,0 +1,121 @@
+"""A transformers model under DeepSpeed's engine, its parameters allocated (each rank its share) and not yet loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+from attrs import frozen
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
+
+from corerl.backend.adamw import adamw
+from corerl.config.schema import TrainConfig
+from corerl.models.attention import PACKED
+from corerl.models.build import build_on_meta, materialize
+from corerl.models.names import HFBox, hf_boxes
+from corerl.models.policy import CausalPolicy
+from corerl_deepspeed.config import DeepSpeedConfig
+from corerl_deepspeed.settings import deepspeed_json
+
+
+@frozen(kw_only=True)
+class Model:
+    policy: CausalPolicy
+    engine: DeepSpeedEngine
+    optimizer: torch.optim.AdamW  # inside of the engine's own
+    boxes: dict[str, list[HFBox]]  # by parameter
+
+
+def build_model(
+    hf: PretrainedConfig, *, value_head: bool, train: TrainConfig, options: DeepSpeedConfig, device: torch.device
+) -> Model:
+    """A policy, or a critic with `value_head`, in `train.precision`; its masters are float32. Called on every rank."""
+    dtype = getattr(torch, train.precision)
+    policy = CausalPolicy(build_on_meta(hf, dtype=dtype, attention=PACKED, value_head=value_head))
+    boxes = hf_boxes(policy.model)
+    if train.recompute == "full":
+        recompute_forward(policy.model.get_decoder().layers)
+    shapes = {name: tuple(param.shape) for name, param in policy.model.named_parameters()}
+    settings = deepspeed_json(
+        options,
+        train,
+        device=device.type,
+        elements=sum(param.numel() for param in policy.parameters()),
+        # Norms and biases: gathering one takes as long as gathering a matrix, and keeping it costs nothing.
+        persistent=max((param.numel() for param in policy.parameters() if param.dim() < 2), default=0),
+    )
+    materialize(policy.model, {name: unallocated(shape, dtype, device) for name, shape in shapes.items()})
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)
+    optimizer = adamw(
+        dict(policy.model.named_parameters()),
+        shapes,
+        train.optimizer,
+        fused=device.type == "cuda" or options.offload != "none",
+    )
+    if options.stage == 3:
+        partition(policy.model.parameters(), settings)
+    with nothing_to_copy():
+        engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings, dist_init_required=False)
+    if options.stage == 3:
+        # The policy reads its head's weight itself, which belongs to another module.
+        for param in policy.head.parameters(recurse=False):
+            deepspeed.zero.register_external_parameter(policy, param)
+    return Model(policy=policy, engine=engine, optimizer=optimizer, boxes=boxes)
+
+
+def recompute_forward(layers: Iterable[nn.Module]) -> None:
+    """Of a layer's activations its inputs alone are kept; the backward pass makes the others again."""
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def unallocated(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Of that shape, and one element of memory."""
+    return nn.Parameter(torch.zeros(1, dtype=dtype, device=device).expand(shape))
+
+
+def partition(params: Iterable[Any], settings: dict[str, Any]) -> None:
+    """Each rank is given its share of every parameter, which holds nothing yet; one parameter is whole at a time."""
+    # Entered as a context it would patch torch and the models' classes, and send rank 0's values to the others.
+    init = deepspeed.zero.Init(config_dict_or_path=settings)
+    for param in params:
+        init._convert_to_deepspeed_param(param)
+        param.partition()
+
+
+@contextmanager
+def nothing_to_copy() -> Iterator[None]:
+    """For parameters that hold nothing yet. Rank 0 sends none to the others; and under stages 1 and 2 flat memory is
+    allocated instead of copied together, and no gradients are made that would be dropped at once: either would take
+    memory for a moment that a rank may not have."""
+    make_gradients = DeepSpeedZeroOptimizer.initialize_optimizer_states
+
+    def allocate(
+        self: Any, params: Sequence[Any], alignment: int, use_cpu_data: bool = False, param_padding: Any = None
+    ) -> torch.Tensor:
+        tensors = [param.cpu_data for param in params] if use_cpu_data else params
+        numel = sum(tensor.numel() for tensor in tensors) + sum(param_padding or ())
+        return torch.zeros(math.ceil(numel / alignment) * alignment, dtype=tensors[0].dtype, device=tensors[0].device)
+
+    def gradients(self: Any) -> None:
+        if self.cpu_offload:  # there they stay
+            make_gradients(self)
+
+    with (
+        mock.patch.object(DeepSpeedEngine, "_broadcast_model", return_value=None),
+        mock.patch.object(DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", allocate),
+        mock.patch.object(DeepSpeedZeroOptimizer, "initialize_optimizer_states", gradients),
+    ):
+        yield

@@ -1,0 +1,43 @@
+"""What only DeepSpeed knows; everything common stands in [train]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from attrs import frozen
+
+from corerl.config.schema import at_least, option
+
+
+@frozen(kw_only=True)
+class DeepSpeedConfig:
+    stage: Literal[1, 2, 3] = option(
+        "what ZeRO shards over all ranks: 1 masters and moments, 2 gradients too, 3 parameters too", default=3
+    )
+    offload: Literal["none", "optimizer", "parameters"] = option(
+        "what stays in host memory: masters and moments, with the optimizer's step on the host; or parameters too, of "
+        "which each module's are copied to the device when it is its turn (stage 3)",
+        default="none",
+    )
+    node_shard_size: int = option(
+        "ranks, those of one node, that hold a second copy of the parameters between them, so that backward passes "
+        "gather inside the node (ZeRO++ hpZ, stage 3); 1 makes no second copy",
+        default=1,
+        validator=at_least(1),
+    )
+    reduce_bucket: int = option(
+        "elements of gradients that are reduced together; no more memory is taken than the model has parameters",
+        default=50_000_000,
+        validator=at_least(1),
+    )
+    gather_bucket: int = option(
+        "elements of parameters that are gathered together: ahead of their turn in stage 3, after a step in 1 and 2",
+        default=50_000_000,
+        validator=at_least(2),
+    )
+    raw: Mapping[str, Any] = option(
+        "more of DeepSpeed's own configuration, as its JSON has it, with tables inside: {zero_optimization = "
+        "{overlap_comm = false}}; what [train] or the options above say is refused",
+        factory=dict,
+    )

@@ -1,0 +1,70 @@
+"""What DeepSpeed needs of this machine, for `corerl doctor`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from importlib import metadata
+
+from corerl.plugin.spec import Finding, Level
+
+OLDEST, END = (0, 19, 8), (0, 20)  # DeepSpeed's, as in pyproject.toml
+MEND = "python -m pip install 'deepspeed>=0.19.8,<0.20'"
+
+
+def probe() -> Iterator[Finding]:
+    """Imports torch and DeepSpeed, and so only when it is called: the spec, which names it, stays light."""
+    import torch
+    import torch.distributed as dist
+
+    try:
+        installed = metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        yield Finding(level=Level.ERROR, what="DeepSpeed is not installed", why="this backend is made of it", mend=MEND)
+        return
+    version = tuple(int(part) for part in installed.partition("+")[0].split(".")[:3])
+    if OLDEST <= version < END:
+        yield Finding(level=Level.OK, what=f"DeepSpeed {installed} is one that this backend runs with")
+    else:
+        yield Finding(
+            level=Level.ERROR,
+            what=f"DeepSpeed {installed} is not one of those that this backend was written for",
+            why="it reads weights, masters and moments where this version keeps them",
+            mend=MEND,
+        )
+    if torch.cuda.is_available() and not dist.is_nccl_available():
+        yield Finding(
+            level=Level.ERROR,
+            what="torch sees CUDA devices, and torch.distributed has no NCCL",
+            why="ranks on GPUs talk through it",
+            mend="python -m pip install --force-reinstall torch",
+        )
+    yield from _operations()
+
+
+def _operations() -> Iterator[Finding]:
+    """DeepSpeed's compiled operations: of interest to those who use them elsewhere, and needed by nothing here."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            from deepspeed.git_version_info import installed_ops
+            from deepspeed.ops.op_builder.all_ops import ALL_OPS
+            from deepspeed.ops.op_builder.builder import probe_is_compatible
+
+            built = sorted(name for name, is_built in installed_ops.items() if is_built)
+            others = sorted(name for name in ALL_OPS if name not in built and probe_is_compatible(ALL_OPS[name]))
+    except Exception as error:  # whatever a compiled part of it, or what it asks of the machine, raises
+        yield Finding(
+            level=Level.ERROR,
+            what=f"DeepSpeed is installed and does not load: {' '.join(str(error).split())}",
+            why="this backend is made of it",
+            mend=f"{MEND} --force-reinstall --no-deps",
+        )
+        return
+    yield Finding(
+        level=Level.OK,
+        what=f"operations of DeepSpeed that are built: {', '.join(built) or 'none'}; that could be: "
+        f"{', '.join(others) or 'none'}; this backend calls none of them",
+    )

@@ -1,0 +1,67 @@
+"""The light description that CoreRL reads before any worker exists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from corerl.config.schema import ClusterInfo, TrainConfig
+from corerl.plugin.capabilities import Capability, not_implemented
+from corerl.plugin.spec import BackendSpec, Environment, Problem
+from corerl_deepspeed.config import DeepSpeedConfig
+from corerl_deepspeed.probe import probe
+from corerl_deepspeed.settings import contradictions
+
+NO_FLOAT16 = (
+    "DeepSpeed raises its loss scale before it divides gradients by it, which halves them in that step, and there is "
+    "no other loss scale here yet; bfloat16 has float32's range and needs none"
+)
+
+
+def environment(config: DeepSpeedConfig, cluster: ClusterInfo) -> Environment:
+    # It would look for itself when it is imported, and may find a GPU that the run is not on.
+    return {"DS_ACCELERATOR": cluster.device}
+
+
+def check(config: DeepSpeedConfig, cluster: ClusterInfo) -> Iterable[Problem]:
+    ranks, size = cluster.ranks, config.node_shard_size
+    if config.offload == "parameters" and config.stage < 3:
+        yield Problem(
+            "offload", f"'parameters' with stage={config.stage}, which keeps them whole on each device; set stage=3"
+        )
+    if size > 1 and config.stage < 3:
+        yield Problem("node_shard_size", f"{size} with stage={config.stage}, which shards no parameters; set stage=3")
+    if ranks % size:
+        yield Problem(
+            "node_shard_size", f"{ranks} ranks do not make whole groups of {size}; take a divisor of {ranks}, or 1"
+        )
+    for path, instead in contradictions(config.raw):
+        yield Problem(f"raw.{path}", f"has another place: {instead}; remove it here")
+    if cluster.train is not None:
+        yield from precision_problems(config, cluster.train)
+
+
+def precision_problems(config: DeepSpeedConfig, train: TrainConfig) -> Iterator[Problem]:
+    if train.precision == "float16":
+        yield Problem(".train.precision", f"'float16': {NO_FLOAT16}; set it to 'bfloat16'")
+    if train.precision == "bfloat16" and config.stage == 1 and config.offload == "none":
+        yield Problem(
+            "stage",
+            "1 with train.precision='bfloat16', where DeepSpeed keeps a whole float32 gradient on each rank, in "
+            "another optimizer that this backend does not know; set stage=2, which takes less memory",
+        )
+
+
+SPEC = BackendSpec(
+    implementation="corerl_deepspeed.backend:DeepSpeedBackend",
+    config=DeepSpeedConfig,
+    api=(1, 0),
+    summary="DeepSpeed ZeRO 1 to 3: any transformers model, sharded over all ranks, in host memory where asked",
+    capabilities={
+        Capability.FLOAT16: not_implemented(NO_FLOAT16),
+        Capability.UPDATE_IPC: not_implemented("no sender of CUDA IPC handles yet"),
+        Capability.ROUTING_REPLAY: not_implemented("transformers' routers take no choice from outside"),
+    },
+    environment=environment,
+    check=check,
+    probe=probe,
+)

@@ -1,0 +1,140 @@
+"""Where DeepSpeed keeps what it trains. All of its names that are not public are here, in build and in runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from attrs import frozen
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import Tensor
+
+from corerl_deepspeed.build import Model
+
+
+@frozen(eq=False)
+class Piece:
+    """A run of one parameter's elements on this rank."""
+
+    name: str  # in the model
+    shape: tuple[int, ...]  # of the whole parameter
+    start: int  # the first of its elements here
+    values: Tensor  # flat
+
+
+@frozen(eq=False)
+class Master:
+    """A piece of a parameter, float32, in the flat tensor that AdamW steps."""
+
+    piece: Piece
+    flat: Tensor  # the key of the moments in AdamW's state
+    offset: int  # where it begins in `flat`
+
+    def of(self, values: Tensor) -> Piece:
+        """The same piece of `values`, which are as long as `flat`: a moment."""
+        numel = self.piece.values.numel()
+        return Piece(self.piece.name, self.piece.shape, self.piece.start, values.narrow(0, self.offset, numel))
+
+
+def working(model: Model) -> list[Piece]:
+    """What forward passes read: under stage 3 this rank's share, else all of it."""
+    pieces = []
+    for name, param in _parameters(model):
+        if not partitioned(model):
+            pieces.append(Piece(name, tuple(param.shape), 0, param.data.view(-1)))
+            continue
+        share = param.ds_tensor
+        start = param.ds_zero_partition_rank * share.ds_numel
+        numel = min(share.ds_numel, param.ds_numel - start)  # behind it there is padding
+        if numel > 0:
+            pieces.append(Piece(name, tuple(param.ds_shape), start, share.data.narrow(0, 0, numel)))
+    return pieces
+
+
+def masters(model: Model) -> list[Master]:
+    """What this rank steps."""
+    zero, found = model.engine.optimizer, []
+    for name, param in _parameters(model):
+        if partitioned(model):
+            group, offset, _ = zero.grad_position[zero.get_param_id(param)]
+            flat = zero.fp32_partitioned_groups_flat[group]
+            start = param.ds_zero_partition_rank * param.ds_tensor.ds_numel
+            numel = min(param.ds_tensor.ds_numel, param.ds_numel - start)
+            shape = tuple(param.ds_shape)
+        else:
+            mapping = param._hp_mapping
+            if mapping is None:
+                continue  # stepped on other ranks
+            flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
+            offset, start = mapping.hp_fragment_address.start, mapping.lp_fragment_address.start
+            numel, shape = mapping.lp_fragment_address.numel, tuple(param.shape)
+        if numel > 0:
+            found.append(Master(Piece(name, shape, start, flat.detach().narrow(0, offset, numel)), flat, offset))
+    return found
+
+
+def _parameters(model: Model) -> Iterator[tuple[str, Any]]:
+    """With the attributes that DeepSpeed puts on them, which no type knows."""
+    yield from model.policy.model.named_parameters()
+
+
+def partitioned(model: Model) -> bool:
+    return isinstance(model.engine.optimizer, DeepSpeedZeroOptimizer_Stage3)
+
+
+def flats(model: Model) -> list[Tensor]:
+    """The tensors that AdamW steps."""
+    zero = model.engine.optimizer
+    return list(zero.fp32_partitioned_groups_flat if partitioned(model) else zero.single_partition_of_fp32_groups)
+
+
+def release(model: Model) -> None:
+    """Free what is gathered. Local."""
+    if partitioned(model):
+        model.engine.optimizer.empty_partition_cache()  # the engine's own collects garbage besides, for half a second
+
+
+def spread(model: Model, pieces: list[Piece], held: list[Master]) -> None:
+    """The masters become what forward passes read. Called on every rank."""
+    if not partitioned(model):
+        model.engine.optimizer.update_lp_params()
+        return
+    for piece, master in zip(pieces, held, strict=True):
+        piece.values.copy_(master.piece.values)
+
+
+def second_copies(model: Model) -> Iterator[Tensor]:
+    """Of parameters, where each node has one."""
+    for _, param in _parameters(model):
+        second = getattr(param, "ds_secondary_tensor", None)
+        if second is not None:
+            yield second
+
+
+def drop_second_copies(model: Model) -> None:
+    """They are made again of what was gathered, at the next forward pass."""
+    if partitioned(model):
+        model.engine.optimizer.invalidate_secondary_tensor()
+
+
+def parameter_memory(model: Model) -> Iterator[Tensor]:
+    for _, param in _parameters(model):
+        yield param.ds_tensor if partitioned(model) else param.data
+    yield from second_copies(model)
+
+
+def gradient_memory(model: Model) -> Iterator[Tensor]:
+    """What outlives a step, though nothing that is in it does."""
+    zero = model.engine.optimizer
+    for flat in flats(model):
+        if flat.grad is not None:
+            yield flat.grad
+    for bucket in zero.ipg_buckets.values():
+        yield from bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
+    if partitioned(model):
+        yield zero.grad_partitions_flat_buffer
+    elif zero.cpu_offload:
+        yield from zero.accumulated_grads_in_cpu.values()
+        yield from zero.param_buffer_of_bit16_for_cpu_offload_groups
+        yield zero.temp_grad_buffer_for_cpu_offload
+        yield zero.temp_grad_buffer_for_gpu_offload

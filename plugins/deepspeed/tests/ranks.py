@@ -1,0 +1,94 @@
+"""What ranks do for the tests of this plugin beyond the shared checks, and backends with one fault each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from attrs import evolve
+from deepspeed.runtime.zero import parameter_offload
+
+from corerl.memory.storage import resident_bytes
+from corerl.plugin.spec import BackendSpec
+from corerl.testing.allocations import Allocations
+from corerl.testing.harness import Setup, forward, running, samples_at, train
+from corerl.types import MemoryKind, UpdateResult
+from corerl.weights.chunks import TensorSource
+from corerl.weights.transport import WeightSender
+from corerl_deepspeed import SPEC
+from corerl_deepspeed.backend import DeepSpeedBackend
+
+
+class LoadsTheWholeModel(DeepSpeedBackend):
+    """As loaders do that read a checkpoint on each rank and partition it then."""
+
+    spec: ClassVar[BackendSpec] = evolve(SPEC, implementation=f"{__name__}:LoadsTheWholeModel")
+
+    def initial_weights(self) -> TensorSource:
+        whole = [torch.empty(param.ds_shape) for param in self.model.policy.parameters()]
+        source = super().initial_weights()
+        del whole
+        return source
+
+
+class GathersTheWholeModel(DeepSpeedBackend):
+    """As updates do that ask for a full state dict."""
+
+    spec: ClassVar[BackendSpec] = evolve(SPEC, implementation=f"{__name__}:GathersTheWholeModel")
+
+    def update_weights(self, sender: WeightSender, version: int) -> UpdateResult:
+        params = list(self.model.policy.parameters())
+        params[0].all_gather(params)
+        result = super().update_weights(sender, version)
+        params[0].partition(params)
+        return result
+
+
+def held_after_passes(setup: Setup) -> list[int]:
+    """Bytes that a pass without gradients leaves behind, and then a step, its moments apart."""
+    with running(setup) as worker, Allocations() as found:
+        forward(worker, setup, samples_at(0))
+        after_forward = found.held
+        train(worker, setup, 0)
+        return [after_forward, found.held - resident_bytes(worker.backend.tensors(MemoryKind.OPTIMIZER))]
+
+
+def memory(setup: Setup) -> Mapping[str, float]:
+    """Bytes of each kind after a step, for each parameter of the whole model."""
+    with running(setup) as worker:
+        train(worker, setup, 0)
+        backend: Any = worker.backend
+        parameters = sum(getattr(param, "ds_numel", param.numel()) for param in backend.model.policy.parameters())
+        return {kind.value: resident_bytes(backend.tensors(kind)) / parameters for kind in MemoryKind}
+
+
+def offloaded(setup: Setup) -> Mapping[str, bool]:
+    """What DeepSpeed itself says of where its memory is, and of second copies after a pass."""
+    with running(setup) as worker:
+        train(worker, setup, 0)
+        forward(worker, setup, samples_at(0))
+        model = worker.backend.model  # type: ignore[attr-defined]
+        engine = model.engine
+        return {
+            "optimizer": bool(engine.zero_cpu_offload()),
+            "parameters": bool(engine.zero_offload_param() and engine.zero_offload_param().device == "cpu"),
+            "second copies": any(
+                getattr(param, "ds_secondary_tensor", None) is not None for param in model.policy.parameters()
+            ),
+        }
+
+
+def modules_kept(setup: Setup) -> int:
+    """By DeepSpeed, of models that are gone."""
+    with running(setup) as worker:
+        forward(worker, setup, samples_at(0))
+    return len(parameter_offload.FWD_MODULE_STACK)
+
+
+def start_with_copies(setup: Setup) -> None:
+    """As DeepSpeed starts by itself: it sends parameters that hold nothing, and copies them together."""
+    with mock.patch("corerl_deepspeed.build.nothing_to_copy", nullcontext), running(setup):
+        pass

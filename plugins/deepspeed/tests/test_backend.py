@@ -1,0 +1,119 @@
+"""What is DeepSpeed's own: where its memory is, parameters that are partitioned, and what the checks must see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from corerl.checkpoint.commit import begin
+from corerl.testing.compare import assert_follows, different
+from corerl.testing.harness import Setup
+from corerl.testing.models import tiny_fields
+from corerl.testing.pool import RankPool
+from corerl.testing.subject import Checkpoint, Runs, Subject
+from corerl.testing.suite import CHECKS
+from plugins.deepspeed.tests import ranks
+
+
+def test_ranks_that_hold_nothing_of_a_parameter_train_save_and_resume(runs: Runs, tmp_path: Path) -> None:
+    # One expert: its router's single row, 64 elements, lies on both ranks; of the value and key norms there is less.
+    fields = {**tiny_fields("qwen3-moe"), "num_experts": 1, "num_experts_per_tok": 1}
+    setup, checkpoint = Setup(backend="deepspeed", model="", fields=fields), Checkpoint(begin(tmp_path, 2), 2)
+    uninterrupted = runs.train(2, setup, range(4), save_after=1, save_to=checkpoint.role)
+    assert_follows(uninterrupted, runs.train(1, evolve(setup, backend="plain"), range(4)))
+    resumed = runs.train(2, setup, range(2, 4), resume=checkpoint.complete())
+    assert different(resumed.state, uninterrupted.state) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "per_parameter"),
+    [
+        # On two ranks, in bytes: DeepSpeed keeps a float32 copy of float32 weights too.
+        ({"stage": 1}, {"param": 4.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0}),
+        ({"stage": 2}, {"param": 4.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0}),
+        # Its bucket is as large as this model.
+        ({"stage": 3}, {"param": 2.0, "master": 2.0, "grad": 2.0 + 4.0, "optimizer": 4.0}),
+    ],
+    ids=str,
+)
+def test_a_rank_holds_what_its_stage_leaves_to_it(
+    runs: Runs, rank_pool: RankPool, options: Mapping[str, Any], per_parameter: Mapping[str, float]
+) -> None:
+    setup = evolve(runs.setup("deepspeed", "qwen3"), options=options)
+    for found in rank_pool.run(ranks.memory, setup):
+        assert found == pytest.approx(per_parameter, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "per_parameter"),
+    [
+        ({"stage": 2}, {"param": 2.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0}),
+        ({"stage": 3}, {"param": 1.0, "master": 2.0, "grad": 2.0 + 4.0, "optimizer": 4.0}),
+    ],
+    ids=str,
+)
+def test_in_bfloat16_weights_alone_are_half_as_large(
+    runs: Runs, rank_pool: RankPool, options: Mapping[str, Any], per_parameter: Mapping[str, float]
+) -> None:
+    setup = evolve(runs.setup("deepspeed", "qwen3"), options=options)
+    half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
+    for found in rank_pool.run(ranks.memory, half):
+        assert found == pytest.approx(per_parameter, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, set()),
+        ({"stage": 1, "offload": "optimizer"}, {"optimizer"}),
+        ({"stage": 3, "offload": "parameters"}, {"optimizer", "parameters"}),
+        ({"node_shard_size": 2}, {"second copies"}),
+    ],
+    ids=str,
+)
+def test_deepspeed_does_what_the_options_say(
+    runs: Runs, rank_pool: RankPool, options: Mapping[str, Any], wanted: set[str]
+) -> None:
+    for found in rank_pool.run(ranks.offloaded, evolve(runs.setup("deepspeed", "qwen3"), options=options)):
+        assert {name for name, so in found.items() if so} == wanted
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_nothing_stays_gathered_after_a_pass(runs: Runs, rank_pool: RankPool, recompute: str) -> None:
+    setup = runs.setup("deepspeed", "qwen3")
+    for held in rank_pool.run(ranks.held_after_passes, evolve(setup, train=evolve(setup.train, recompute=recompute))):
+        assert max(held) < 4096, held
+
+
+def test_models_that_are_gone_are_not_kept(runs: Runs, rank_pool: RankPool) -> None:
+    assert rank_pool.run(ranks.modules_kept, runs.setup("deepspeed", "qwen3")) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "arguments", "said"),
+    [
+        (
+            ranks.LoadsTheWholeModel,
+            "test_loading_reads_each_ranks_share_once_and_never_holds_the_model",
+            {"kind": "qwen3-tied"},
+            "were held at once while loading",
+        ),
+        (
+            ranks.GathersTheWholeModel,
+            "test_an_update_holds_a_few_buckets_and_never_the_model",
+            {"kind": "qwen3-moe"},
+            "peak",
+        ),
+    ],
+)
+def test_a_rank_that_holds_the_whole_model_for_a_moment_is_seen(
+    runs: Runs, tmp_path: Path, fault: type, check: str, arguments: dict[str, str], said: str
+) -> None:
+    name = f"{fault.__module__}:{fault.__name__}.spec"
+    subject = Subject(backend=name, world_size=2, runs=runs, directory=tmp_path)
+    with pytest.raises(AssertionError, match=said):
+        CHECKS[check](subject, **arguments)

@@ -1,0 +1,144 @@
+"""Stages, offload and the other options: each keeps the contract, and changes no number beyond rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from corerl.checkpoint.commit import begin
+from corerl.testing import suite
+from corerl.testing.compare import assert_follows, different, mean_apart
+from corerl.testing.pool import RankPool
+from corerl.testing.subject import Checkpoint, Runs, Subject
+from corerl.testing.tolerances import BFLOAT16_GRAD_NORM, BFLOAT16_LOSS
+from corerl.types import MemoryKind
+
+STEPS = range(4)
+KINDS = list(MemoryKind)
+
+# What differs between stages; stage 3, the default, runs through the whole suite.
+OF_STAGES: list[tuple[str, dict[str, Any]]] = [
+    ("test_init_tells_where_training_stands_and_loads_the_models_weights_to_the_last_bit", {"kind": "qwen3-moe"}),
+    ("test_loading_reads_each_ranks_share_once_and_never_holds_the_model", {"kind": "qwen3-tied"}),
+    ("test_forward_gives_what_transformers_gives_in_the_samples_order", {"kind": "qwen3-moe", "packing": "packed"}),
+    ("test_training_follows_the_plain_backend", {"kind": "qwen3", "packing": "packed"}),
+    ("test_training_follows_the_plain_backend", {"kind": "qwen3-tied", "packing": "one by one"}),
+    ("test_training_follows_the_plain_backend", {"kind": "qwen3-moe", "packing": "padded"}),
+    ("test_a_critic_trains_as_the_plain_one_does", {"kind": "qwen3-tied", "packing": "packed"}),
+    ("test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trains", {}),
+    ("test_recomputing_activations_keeps_few_of_them_and_changes_no_number", {}),
+    ("test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_current_ones_alone", {"kind": "qwen3-moe"}),
+    ("test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit", {"kind": "qwen3-tied"}),
+    ("test_a_run_resumes_on_another_number_of_ranks", {"kind": "qwen3-moe"}),
+    ("test_the_checkpoint_goes_on_in_the_plain_backend_and_back", {"kind": "qwen3-tied"}),
+    ("test_an_update_delivers_every_tensor_once_and_bit_for_bit", {"kind": "qwen3-moe"}),
+    ("test_an_update_can_reach_every_rank_in_bfloat16", {"kind": "qwen3-tied"}),
+    ("test_an_update_holds_a_few_buckets_and_never_the_model", {"kind": "qwen3-moe"}),
+    ("test_sleep_frees_what_it_says_and_waking_restores_every_bit", {"down": KINDS, "up": KINDS}),
+    ("test_sleep_frees_what_it_says_and_waking_restores_every_bit", {"down": KINDS[::-1], "up": KINDS}),
+]
+
+
+@pytest.mark.parametrize(("check", "arguments"), OF_STAGES, ids=lambda each: each if isinstance(each, str) else None)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_lower_stages_keep_the_contract_too(
+    runs: Runs, tmp_path: Path, stage: int, check: str, arguments: Mapping[str, Any]
+) -> None:
+    run_check(runs, tmp_path, {"stage": stage}, check, arguments)
+
+
+# ---- the same numbers ------------------------------------------------------------------------------------------------
+
+OPTIONS: list[dict[str, Any]] = [
+    {"stage": 1, "offload": "optimizer"},
+    {"stage": 2, "offload": "optimizer"},
+    {"stage": 3, "offload": "optimizer"},
+    {"stage": 3, "offload": "parameters"},
+    {"stage": 3, "node_shard_size": 2},
+    {"stage": 3, "reduce_bucket": 5000, "gather_bucket": 5000},
+    {"stage": 3, "raw": {"zero_optimization": {"stage3_param_persistence_threshold": 10**6}}},
+    {"stage": 2, "reduce_bucket": 5000, "gather_bucket": 5000},
+]
+CHECKS = [
+    "test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trains",
+    "test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_current_ones_alone",
+    "test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit",
+    "test_an_update_delivers_every_tensor_once_and_bit_for_bit",
+    "test_sleep_frees_what_it_says_and_waking_restores_every_bit",
+]
+ARGUMENTS: dict[str, Any] = {"kind": "qwen3-tied", "down": KINDS, "up": KINDS}
+
+
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_with_options_a_run_follows_the_plain_backend(runs: Runs, kind: str, options: Mapping[str, Any]) -> None:
+    found = runs.train(2, evolve(runs.setup("deepspeed", kind), options=options), STEPS)
+    assert_follows(found, runs.train(1, runs.setup("plain", kind), STEPS))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_backend_with_options_keeps_the_contract(
+    runs: Runs, tmp_path: Path, options: Mapping[str, Any], check: str
+) -> None:
+    run_check(runs, tmp_path, options, check, ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 1, "offload": "optimizer"},
+        {"stage": 2},
+        {"stage": 2, "offload": "optimizer"},
+        {"stage": 3, "offload": "parameters"},
+        {"stage": 3, "node_shard_size": 2},
+    ],
+    ids=str,
+)
+def test_bfloat16_stays_near_float32_and_resumes_to_the_last_bit(
+    runs: Runs, tmp_path: Path, options: Mapping[str, Any]
+) -> None:
+    setup, checkpoint = (
+        evolve(runs.setup("deepspeed", "qwen3-tied"), options=options),
+        Checkpoint(begin(tmp_path, 5), 2),
+    )
+    half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
+    found = runs.train(2, half, range(10), save_after=4, save_to=checkpoint.role)
+    wanted = runs.train(1, runs.setup("plain", "qwen3-tied"), range(10))
+    assert 0 < mean_apart(found.losses, wanted.losses) < BFLOAT16_LOSS
+    assert 0 < mean_apart(found.grad_norms, wanted.grad_norms) < BFLOAT16_GRAD_NORM
+    resumed = runs.train(2, half, range(5, 10), resume=checkpoint.complete())
+    assert (resumed.losses, different(resumed.state, found.state)) == (found.losses[5:], [])
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[RankPool]:
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+def test_two_nodes_of_two_ranks_train_save_and_resume(runs: Runs, four_ranks: RankPool, tmp_path: Path) -> None:
+    on_four = Runs({**runs.rank_sets, 4: four_ranks}, runs.models)
+    setup, checkpoint = runs.setup("deepspeed", "qwen3-moe"), Checkpoint(begin(tmp_path, 2), 4)
+    in_nodes = evolve(setup, options={"node_shard_size": 2})
+    found = on_four.train(4, in_nodes, STEPS, save_after=1, save_to=checkpoint.role)
+    assert_follows(found, runs.train(1, evolve(setup, backend="plain"), STEPS))
+    resumed = on_four.train(4, in_nodes, STEPS[2:], resume=checkpoint.complete())
+    assert (resumed.losses, different(resumed.state, found.state)) == (found.losses[2:], [])
+
+
+def run_check(
+    runs: Runs, directory: Path, options: Mapping[str, Any], check: str, arguments: Mapping[str, Any]
+) -> None:
+    function = suite.CHECKS[check]
+    names = function.__code__.co_varnames[1 : function.__code__.co_argcount]
+    given = {name: directory if name == "tmp_path" else arguments[name] for name in names}
+    function(
+        Subject(backend="deepspeed", world_size=2, runs=runs, directory=directory / "checkpoints", options=options),
+        **given,
+    )

@@ -1,0 +1,34 @@
+"""What is changed in DeepSpeed 0.19.8, and what tells when it need not be: a test that fails has a patch to remove."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from attrs import evolve
+from deepspeed.comm.torch import TorchBackend
+
+from corerl.testing.pool import RankFailed, RankPool
+from corerl.testing.subject import Runs
+from corerl_deepspeed.runtime import calling_deepspeed
+from plugins.deepspeed.tests import ranks
+
+
+def test_deepspeed_still_compiles_an_operation_for_ranks_on_cpus() -> None:
+    # runtime.join leaves it out: only tensor-parallel inference calls it.
+    assert "build_shm_op()" in inspect.getsource(TorchBackend.__init__)
+    assert "shm_comm_op" not in inspect.getsource(TorchBackend.all_reduce)
+
+
+def test_deepspeed_still_sends_and_copies_parameters_that_hold_nothing(runs: Runs, rank_pool: RankPool) -> None:
+    # build.nothing_to_copy
+    with pytest.raises(RankFailed, match="_broadcast_model"):
+        rank_pool.run(ranks.start_with_copies, evolve(runs.setup("deepspeed", "qwen3"), options={"stage": 2}))
+
+
+def test_matrices_are_multiplied_by_torch_again_after_each_call() -> None:
+    multiply = torch.nn.functional.linear
+    with calling_deepspeed(partitioned=True):
+        assert torch.nn.functional.linear is not multiply
+    assert torch.nn.functional.linear is multiply

@@ -1,0 +1,135 @@
+"""What is refused before a rank is started, and what DeepSpeed is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from corerl.config.load import structure
+from corerl.config.schema import ClusterInfo, OptimizerConfig, TrainConfig
+from corerl_deepspeed.config import DeepSpeedConfig
+from corerl_deepspeed.settings import deepspeed_json
+from corerl_deepspeed.spec import SPEC, check
+
+
+def told(ranks: int = 4, train: TrainConfig | None = None, **options: Any) -> list[str]:
+    found = check(DeepSpeedConfig(**options), ClusterInfo(device="cuda", ranks=ranks, train=train))
+    return [f"{problem.path}: {problem.text}" for problem in found]
+
+
+def settings(train: TrainConfig | None = None, **options: Any) -> dict[str, Any]:
+    config = structure(options, DeepSpeedConfig, path="backends.deepspeed")
+    return deepspeed_json(config, train or TrainConfig(), device="cpu", elements=1000, persistent=64)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stage": 1},
+        {"stage": 2, "offload": "optimizer"},
+        {"offload": "parameters", "node_shard_size": 2},
+        {"raw": {"zero_optimization": {"overlap_comm": False, "sub_group_size": 1000}, "wall_clock_breakdown": True}},
+    ],
+    ids=str,
+)
+def test_what_fits_is_let_through(options: dict[str, Any]) -> None:
+    assert told(train=TrainConfig(), **options) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            {"stage": 2, "offload": "parameters"},
+            "offload: 'parameters' with stage=2, which keeps them whole on each device; set stage=3",
+        ),
+        (
+            {"stage": 2, "node_shard_size": 2},
+            "node_shard_size: 2 with stage=2, which shards no parameters; set stage=3",
+        ),
+        (
+            {"node_shard_size": 3},
+            "node_shard_size: 4 ranks do not make whole groups of 3; take a divisor of 4, or 1",
+        ),
+        (
+            {"raw": {"train_batch_size": 8}},
+            (
+                "raw.train_batch_size: has another place: CoreRL drives the loop: batches are made, and steps are "
+                "taken, outside of DeepSpeed; see rollout.prompts and train.mini_batches; remove it here"
+            ),
+        ),
+        (
+            {"raw": {"gradient_clipping": 1.0}},
+            "raw.gradient_clipping: has another place: set train.optimizer.clip_norm; remove it here",
+        ),
+        (
+            {"raw": {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}},
+            "raw.optimizer.type: has another place: set train.optimizer, which is AdamW; remove it here",
+        ),
+        (
+            {"raw": {"bf16": {"enabled": True}}},
+            "raw.bf16.enabled: has another place: set train.precision; remove it here",
+        ),
+        (
+            {"raw": {"zero_optimization": {"stage": 2}}},
+            "raw.zero_optimization.stage: has another place: set stage; remove it here",
+        ),
+        (
+            {"raw": {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/scratch"}}}},
+            (
+                "raw.zero_optimization.offload_optimizer.device: has another place: set offload='optimizer', which is "
+                "host memory; on NVMe neither sleep nor a checkpoint would find masters and moments; remove it here"
+            ),
+        ),
+    ],
+    ids=str,
+)
+def test_what_contradicts_is_refused_under_the_setting_that_mends_it(options: dict[str, Any], line: str) -> None:
+    assert line in told(**options)
+
+
+def test_precisions_that_would_be_wrong_are_refused() -> None:
+    (float16,) = told(train=TrainConfig(precision="float16"))
+    assert float16.startswith(".train.precision: 'float16': DeepSpeed raises its loss scale before it divides")
+    (bfloat16,) = told(train=TrainConfig(precision="bfloat16"), stage=1)
+    assert bfloat16.startswith("stage: 1 with train.precision='bfloat16'")
+    assert told(train=TrainConfig(precision="bfloat16"), stage=2) == []
+
+
+def test_deepspeed_is_told_what_the_config_says() -> None:
+    train = TrainConfig(precision="bfloat16", optimizer=OptimizerConfig(clip_norm=0.25))
+    found = settings(train, stage=2, offload="optimizer", reduce_bucket=300, gather_bucket=501)
+    assert found["gradient_clipping"] == 0.25
+    assert found["bf16"] == {"enabled": True, "check_grad_overflow": True}
+    assert found["zero_optimization"] == {
+        "stage": 2,
+        "contiguous_gradients": True,
+        "overlap_comm": False,
+        "reduce_bucket_size": 300,
+        "allgather_bucket_size": 500,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+    }
+    assert settings(evolve(train, precision="float32"))["bf16"]["enabled"] is False
+
+
+def test_buckets_are_no_larger_than_the_model() -> None:
+    zero = settings()["zero_optimization"]
+    assert (zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (1000, 1000)
+
+
+def test_the_users_table_is_merged_into_it() -> None:
+    raw = {"zero_optimization": {"overlap_comm": True, "sub_group_size": 7}, "memory_breakdown": True}
+    mine, merged = settings(), settings(raw=raw)
+    assert merged["memory_breakdown"] is True
+    assert merged["zero_optimization"] == {**mine["zero_optimization"], **raw["zero_optimization"]}  # type: ignore[dict-item]
+    assert {key: merged[key] for key in mine if key != "zero_optimization"} == {
+        key: mine[key] for key in mine if key != "zero_optimization"
+    }
+
+
+def test_deepspeed_is_told_the_device_before_it_looks_for_one() -> None:
+    for device in ("cpu", "cuda"):
+        assert SPEC.environment(DeepSpeedConfig(), ClusterInfo(device=device, ranks=1)) == {"DS_ACCELERATOR": device}
