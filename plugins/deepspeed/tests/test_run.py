@@ -1,0 +1,47 @@
+"""`corerl train` with actor and critic on two backends, either way round: the same run."""
+
+from __future__ import annotations
+
+import pytest
+
+from corerl.testing.tolerances import GRAD_NORM
+from tests.end_to_end.command import Command, metrics, write_small
+
+PPO = [
+    *("algorithm.name=ppo", "rollout.samples=1", "rollout.prompts=16"),
+    *("run.steps=3", "checkpoint.every=0", "eval.every=0"),
+    "train.optimizer.eps=1e-5",  # with the default Adam turns the rounding of a gradient near 0 into a whole step
+]
+RUNS = {
+    "plain": ["backend.name=plain", "roles.actor.ranks=1", "roles.critic.ranks=1"],
+    "an actor on fsdp, its critic on deepspeed": ["roles.critic.ranks=1", "roles.critic.backend=deepspeed"],
+    "an actor on deepspeed, its critic on fsdp": [
+        *("backend.name=deepspeed", "roles.critic.ranks=1", "roles.critic.backend=fsdp")
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+    """By run, the metrics of each step."""
+    found = {}
+    for name, overrides in RUNS.items():
+        directory = tmp_path_factory.mktemp("run")
+        run_dir = directory / "run"
+        with Command("train", write_small(directory), f"run.dir={run_dir}", *PPO, *overrides, logs=directory) as run:
+            assert run.finish() == 0, run.err
+            run.assert_nothing_is_left()
+        found[name] = [line for line in metrics(run_dir) if "train/loss" in line]
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "plain"])
+def test_a_run_on_two_backends_is_the_run_on_one(steps: dict[str, list[dict[str, float]]], name: str) -> None:
+    wanted, found = steps["plain"], steps[name]
+    assert len(wanted) == len(found) == 3
+    for mine, others in zip(found, wanted, strict=True):
+        for metric in ("rollout/reward", "rollout/tokens", "train/tokens", "critic/tokens", "train/lr"):
+            assert mine[metric] == others[metric], metric
+        for metric in ("train/loss", "train/grad_norm", "critic/loss", "critic/grad_norm"):
+            # Rounding adds up over the optimizer steps of three rollouts.
+            assert mine[metric] == pytest.approx(others[metric], rel=10 * GRAD_NORM.relative, abs=1e-6), metric
