@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from attrs import evolve, field, frozen
+from torch._subclasses import FakeTensor
 
 from corerl.backend.base import StateKey
 from corerl.checkpoint.reader import written_ranks
@@ -600,11 +601,11 @@ def _resident(worker: Worker, kind: MemoryKind) -> int:
 
 
 def _alive() -> int:
-    """Bytes of the distinct storages of every tensor that there is, nobody's list of them believed."""
+    """Bytes of the distinct storages of every tensor that there is, nobody's list of them believed. Those that torch
+    keeps of what it has compiled have none: their sizes may even be symbols."""
     gc.collect()
-    return resident_bytes(
-        each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.device.type != "meta"
-    )
+    found = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    return resident_bytes(each for each in found if not isinstance(each, FakeTensor) and each.device.type != "meta")
 
 
 def sleep_partly(setup: Setup, directory: str) -> Mapping[str, str]:

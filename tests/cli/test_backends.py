@@ -32,7 +32,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_the_table_shows_every_backend_with_its_state(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_every_backend_with_its_state(capsys: pytest.CaptureFixture[str], absent_backend: str) -> None:
     assert main(["backends"]) == 0
     lines = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["NAME", "PACKAGE", "VERSION", "API", "STATUS"]
@@ -50,7 +50,7 @@ def test_the_table_shows_every_backend_with_its_state(capsys: pytest.CaptureFixt
         "-",
         "broken: ModuleNotFoundError: No module named 'a_library_that_is_not_there' (corerl doctor bad)",
     ]
-    assert rows["deepspeed"] == ["-", "-", "-", "not installed: pip install 'corerl[deepspeed]'"]
+    assert rows[absent_backend] == ["-", "-", "-", "not installed: pip install 'corerl[absent]'"]
 
 
 def test_a_second_set_of_metadata_that_says_the_same_is_not_told(
@@ -92,7 +92,7 @@ def test_names_that_two_packages_offer_are_conflicts_and_stale_metadata_are_told
     )
 
 
-def test_json_holds_the_same_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_the_same_for_programs(capsys: pytest.CaptureFixture[str], absent_backend: str) -> None:
     assert main(["backends", "--json"]) == 0
     rows: dict[str, Any] = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["good"] == {
@@ -107,10 +107,10 @@ def test_json_holds_the_same_for_programs(capsys: pytest.CaptureFixture[str]) ->
         "shadowed": [],
     }
     assert rows["bad"]["status"] == "broken"
-    assert rows["deepspeed"] == {
-        "name": "deepspeed",
+    assert rows[absent_backend] == {
+        "name": "absent",
         "status": "not installed",
-        "reason": "pip install 'corerl[deepspeed]'",
+        "reason": "pip install 'corerl[absent]'",
     }
 
 

@@ -122,9 +122,11 @@ def test_a_name_of_no_kind_is_answered_with_all_that_there_are(capsys: pytest.Ca
     assert error.endswith("; did you mean 'transformers'?\n")
 
 
-def test_a_backend_that_is_not_installed_is_answered_with_how_to_install_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["options", "deepspeed"]) == 2
-    assert capsys.readouterr().err.endswith("to install 'deepspeed': pip install 'corerl[deepspeed]'\n")
+def test_a_backend_that_is_not_installed_is_answered_with_how_to_install_it(
+    capsys: pytest.CaptureFixture[str], absent_backend: str
+) -> None:
+    assert main(["options", absent_backend]) == 2
+    assert capsys.readouterr().err.endswith("to install 'absent': pip install 'corerl[absent]'\n")
 
 
 def test_a_module_says_itself_of_which_kind_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,9 @@ import pytest
 
 from corerl.doctor.child import look
 from corerl.doctor.examine import examine
+from corerl.doctor.plugins import finding_of
+from corerl.errors import PluginNotFound
+from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import Finding, Level
 from tests.doctor.sites import distribution, spec
 from tests.end_to_end.command import write_small
@@ -110,7 +113,7 @@ def test_a_probe_that_raises_and_hooks_that_break_the_contract_are_errors(site: 
     assert probe.what == "the probe of backend 'mine' (corerl-mine 0.1) raised OSError: no libcudart"
 
 
-def test_names_that_are_missing_broken_twofold_or_of_another_api_come_with_what_mends_them(site: Path) -> None:
+def test_names_that_are_unknown_broken_twofold_or_of_another_api_come_with_what_mends_them(site: Path) -> None:
     distribution(site, "corerl-bad", "bad = bad_spec:SPEC", bad_spec="import a_library_that_is_not_there")
     distribution(site, "corerl-later", "later = later_spec:SPEC", later_spec=spec().replace("(1, 0)", "(2, 0)"))
     distribution(site, "corerl-older", "older = older_spec:SPEC", older_spec=spec().replace("(1, 0)", "(0, 3)"))
@@ -127,11 +130,15 @@ def test_names_that_are_missing_broken_twofold_or_of_another_api_come_with_what_
     offered, refused = amiss(list(examine("both")))
     assert (offered.level, refused.level) == (Level.WARNING, Level.ERROR)
     assert refused.what.startswith("backend 'both' is offered by one 0.1 and two 0.1; choose one by writing 'one:both'")
-    (missing,) = amiss(list(examine("deepspeed")))
-    assert missing.mend == "pip install 'corerl[deepspeed]'"
-    (unknown,) = amiss(list(examine("deepspede")))
-    assert unknown.what.startswith("unknown plugin 'deepspede'; installed backends: bad, ")
-    assert unknown.what.endswith("; did you mean 'deepspeed'?")
+    (unknown,) = amiss(list(examine("latter")))
+    assert unknown.what.startswith("unknown plugin 'latter'; installed backends: bad, ")
+    assert unknown.what.endswith("; did you mean 'later'?")
+
+
+def test_a_backend_of_ours_that_is_not_installed_is_mended_by_its_extra(absent_backend: str) -> None:
+    with pytest.raises(PluginNotFound) as caught:
+        load(Kind.BACKENDS, absent_backend)
+    assert finding_of(caught.value, Kind.BACKENDS, absent_backend).mend == "pip install 'corerl[absent]'"
 
 
 def test_a_distribution_that_is_found_twice_is_told_with_both_places(
