@@ -71,7 +71,7 @@ def clipped(
     Metrics: `loss` and `policy_loss` are sums, in the loss's own weights. All others are means over loss tokens, each
     counted once whatever the aggregation, so that they compare between runs: `entropy`, `ratio`, `clip_fraction` (the
     clip decides, the policy term's gradient is 0), `approx_kl` (from the old policy), `kl` (from the reference),
-    `logprob_diff` (|trainer - engine|) and its maximum `logprob_diff_max`.
+    and those of `mismatch` between trainer and engine.
 
     `entropy` may be None where entropy_coef is 0, then its metric is missing; ContractError where an input is missing.
     """
@@ -98,13 +98,11 @@ def clipped(
     def mean(values: Tensor) -> TensorMetric:
         return TensorMetric(at_loss_tokens(values.detach()).sum(), tokens)
 
-    diff = (logprobs - at_loss_tokens(column("rollout_logprobs"))).detach().abs()
     metrics = {
         "ratio": mean(ratio),
         "clip_fraction": mean((bounded < free).to(ratio.dtype)),
         "approx_kl": mean(log_ratio.expm1() - log_ratio),  # k3 with the roles turned: the old policy sampled
-        "logprob_diff": mean(diff),
-        "logprob_diff_max": TensorMetric(diff.max(), tokens, Reduction.MAX),
+        **mismatch(logprobs.detach(), at_loss_tokens(column("rollout_logprobs")), counted),
     }
     if inputs.entropy is not None:
         metrics["entropy"] = mean(inputs.entropy)
@@ -122,6 +120,32 @@ def clipped(
     metrics["loss"] = TensorMetric(loss.detach(), tokens, Reduction.SUM)
     metrics["policy_loss"] = TensorMetric(policy_loss.detach(), tokens, Reduction.SUM)
     return LossResult(loss, metrics)
+
+
+APART = (0.1, 1.0)  # differences of log-probs above which tokens are counted: ratios of 1.1 and of e
+
+
+def mismatch(trainer: Tensor, engine: Tensor, counted: Tensor) -> dict[str, TensorMetric]:
+    """How far the log-probs [T] of trainer and engine for the same tokens are apart, where these are `counted` [T].
+
+        logprob_diff           mean of |trainer - engine|
+        logprob_diff_max       the largest
+        logprob_kl             KL(engine | trainer), estimated by k3 from the engine's tokens: the mean of
+                               exp(d) - 1 - d with d = trainer - engine (Schulman 2020, "Approximating KL Divergence")
+        logprob_diff_above_X   share of tokens whose difference is above X, for 0.1 and 1
+
+    Right after an update, in float32, all of them are 0 but for rounding. Between an engine in another precision and
+    the trainer they say how far off-policy training is; of stale tokens, how far the policy has moved as well.
+    """
+    difference = _where(counted, trainer - engine)
+    size, tokens = difference.abs(), counted.sum()
+    bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {
+        "logprob_diff": TensorMetric(size.sum(), tokens),
+        "logprob_diff_max": TensorMetric(size.max(), tokens, Reduction.MAX),
+        "logprob_kl": TensorMetric((bounded.expm1() - bounded).sum(), tokens),
+        **{f"logprob_diff_above_{limit:g}": TensorMetric((size > limit).sum(), tokens) for limit in APART},
+    }
 
 
 def value(inputs: LossInputs, *, value_clip: float = 0.0) -> LossResult:

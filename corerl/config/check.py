@@ -12,7 +12,7 @@ from corerl.config.schema import Config, CriticConfig
 
 def problems(config: Config) -> list[str]:
     """One line for each contradiction, its dotted path first; empty where the configuration can run."""
-    checks = (_mode, _model, _batch, _algorithm, _cluster, _extensions, _files)
+    checks = (_mode, _source, _model, _batch, _algorithm, _cluster, _extensions, _files)
     return [line for check in checks for line in check(config)]
 
 
@@ -34,6 +34,28 @@ def _mode(config: Config) -> Iterator[str]:
         yield (
             f"checkpoint.every: {config.checkpoint.every} is no multiple of weights.every={config.weights.every}; a "
             "resumed run begins with new weights in its engines, so save where they are new"
+        )
+
+
+def _source(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.max_staleness != 1 and rollout.source != "asynchronous":
+        yield (
+            f"rollout.max_staleness: {rollout.max_staleness}, and rollout.source={rollout.source!r} "
+            f"{'has none' if rollout.source == 'synchronous' else 'is always one update behind'}; remove it, or set "
+            "rollout.source='asynchronous'"
+        )
+    if rollout.source == "synchronous" or config.run.mode == "eval":
+        return
+    if config.run.mode != "train":
+        yield (
+            f"rollout.source: {rollout.source!r} samples while something is trained, and run.mode={config.run.mode!r} "
+            f"{'only samples' if config.run.samples else 'does not sample'}; set it to 'synchronous'"
+        )
+    if config.weights.every > 1:
+        yield (
+            f"weights.every: {config.weights.every}, and with rollout.source={rollout.source!r} samples are older by "
+            "whole updates, one of which belongs to each step; set it to 1"
         )
 
 

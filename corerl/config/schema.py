@@ -342,6 +342,17 @@ class RolloutConfig:
         "new tokens at most; a sample cut there is marked truncated", default=256, validator=at_least(1)
     )
     stop: tuple[str, ...] = option("tokens that end a sample, besides the tokenizer's end of sequence", default=())
+    source: Literal["synchronous", "one-step-off", "asynchronous"] = option(
+        "when engines sample: while nothing is trained; or each batch while the one before it is trained on; or all "
+        "the time, interrupted by weight updates and continued with the new weights",
+        default="synchronous",
+    )
+    max_staleness: int = option(
+        "asynchronous: weight updates that a sample's oldest token may be behind what is trained; older samples are "
+        "dropped, and their prompts drawn again",
+        default=1,
+        validator=at_least(1),
+    )
     postprocess: str = option(
         "'module:function' from one scored batch to another, called before advantages are made of it", default=""
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -118,10 +119,19 @@ class PromptStream:
         self._epochs = [_Epochs(share.train, seed) for share in self._shares]
         weights = [Fraction(share.weight) for share in self._shares]  # exact, so that a tie is one on every machine
         self._parts = [weight / sum(weights) for weight in weights]
+        self._returned: deque[int] = deque()  # indices
 
     def take(self, n: int) -> list[Prompt]:
-        """The next n prompts; an epoch that ends within them is followed by the next one."""
-        return [self._source.prompt(self._epochs[self._next()].take()) for _ in range(n)]
+        """The next n prompts, first those that were given back; an epoch that ends within them is followed by the next
+        one."""
+        return [self._source.prompt(self._take()) for _ in range(n)]
+
+    def give_back(self, prompt: Prompt) -> None:
+        """A prompt that was taken, and is to be drawn again."""
+        self._returned.append(prompt.index)
+
+    def _take(self) -> int:
+        return self._returned.popleft() if self._returned else self._epochs[self._next()].take()
 
     def _next(self) -> int:
         """The share that the next prompt is from; of equal ones the first."""
@@ -138,13 +148,20 @@ class PromptStream:
             {"epoch": epochs.epoch, "offset": epochs.offset, "prompts": len(share.train)}
             for epochs, share in zip(self._epochs, self._shares, strict=True)
         ]
+        returned = {"returned": list(self._returned)} if self._returned else {}
         if len(self._shares) == 1:
-            return {**stands[0], "seed": self._seed}
+            return {**stands[0], "seed": self._seed, **returned}
         sources = [
             {"name": share.name, "weight": share.weight, **stand}
             for share, stand in zip(self._shares, stands, strict=True)
         ]
-        return {"sources": sources, "seed": self._seed}
+        return {"sources": sources, "seed": self._seed, **returned}
+
+    def position_without(self, prompts: Iterable[Prompt]) -> dict[str, Any]:
+        """`position`, were these prompts given back first."""
+        position = self.position
+        indices = [*(prompt.index for prompt in prompts), *position.get("returned", [])]
+        return {**position, "returned": indices} if indices else position
 
     def restore(self, position: Mapping[str, Any]) -> None:
         """Continue where `position` was taken. CheckpointError where data, mix or seed are not the checkpoint's."""
@@ -157,6 +174,7 @@ class PromptStream:
                 )
         for epochs, stand in zip(self._epochs, _stands(position), strict=True):
             epochs.start(epoch=stand["epoch"], offset=stand["offset"])
+        self._returned = deque(position.get("returned", []))
 
 
 def _stands(position: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,19 @@ class Checkpoints:
     def due(self, rollout_step: int) -> bool:
         return bool(self.config.every) and rollout_step % self.config.every == 0
 
-    def start(self, rollout_step: int, state: Mapping[str, Any], *, background: bool) -> None:
-        """Have all roles write, beside the driver's own `state`; without `background` it is complete on return."""
+    def start(
+        self,
+        rollout_step: int,
+        state: Mapping[str, Any],
+        *,
+        background: bool,
+        files: Callable[[Path], None] = lambda directory: None,
+    ) -> None:
+        """Have all roles write, beside the driver's own `state` and what `files` writes into the directory; without
+        `background` it is complete on return."""
         self.complete(wait=True)
         partial = begin(self.run_dir, rollout_step)
+        files(partial)
         for name, role in self.roles.items():
             role.group.save(str(partial / name), role.step(rollout_step), background=background)
         self._pending = (partial, state)

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attrs import evolve
+
 from corerl.algorithms.advantages import spread
 from corerl.cluster.group import Pending, ProcessGroup
 from corerl.cluster.placement import Seat, seated
@@ -34,15 +36,17 @@ from corerl.plugin.fingerprint import origin
 from corerl.plugin.observers import Observers, load_observers, traced
 from corerl.plugin.options import merge_environments, notes
 from corerl.plugin.registry import Kind, one_line
+from corerl.rollout.asynchronous import Asynchronous
 from corerl.rollout.engine import EngineContext
 from corerl.rollout.fleet import EngineFleet
+from corerl.rollout.one_step_off import OneStepOff
 from corerl.rollout.postprocess import Postprocessed
 from corerl.rollout.reward_pool import scorer
-from corerl.rollout.rewards import Scorer
+from corerl.rollout.rewards import InTurn, Scorer
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.saved import ROLLOUTS, Kept, SavedRollouts
 from corerl.rollout.service import EngineAssignment
-from corerl.rollout.sources import Refill, Source, Synchronous
+from corerl.rollout.sources import Draws, Refill, Source, Synchronous
 from corerl.trainer.assign import ACTOR, RolePlan, offloaded
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult
@@ -103,6 +107,7 @@ def _launched(prepared: Prepared) -> Iterator[Run]:
             run = _start(prepared, observers, stop, stack)
             with _rescuing(run):
                 yield run
+            run.source.close()
             for role in run.roles.values():
                 role.group.shutdown("finished")
             if run.fleet is not None:
@@ -146,7 +151,8 @@ def _start(
     step = state.get("rollout_step", 0)
     reward: Scorer = prepared.reward
     if config.run.samples:  # first: its processes start while Ray does
-        reward = stack.enter_context(scorer(prepared.reward, config.reward))
+        # The source may score in a thread of its own while the loop evaluates.
+        reward = InTurn(stack.enter_context(scorer(prepared.reward, config.reward)))
     observers.emit(PhaseStarted(name="starting Ray", step=step))
     session = ray_session(address=config.cluster.address, cpus=prepared.seating.cpus, forward=hooktrace.wanted())
     stack.enter_context(session)
@@ -183,9 +189,10 @@ def _start(
     sampler: Sampler | None = None
     if fleet is not None:
         sampler = Sampler(tokenizer=prepared.tokenizer, generate=fleet.generate, seed=config.run.seed)
-    source = make_source(prepared, sampler, reward)
+    source = make_source(prepared, fleet, sampler, reward)
+    stack.callback(source.close)
     if state and config.run.mode != "eval":
-        source.restore(state["source"])
+        source.restore(state["source"], prepared.resume)
     run = Run(
         config=config,
         run_dir=prepared.run_dir,
@@ -218,7 +225,7 @@ def _start(
         before=answers_in(state),
     )
     if fleet is not None:
-        fleet.on_replaced = run.bring_weights
+        fleet.on_lost = run.bring_weights
         observers.emit(PhaseStarted(name="sending the first weights", step=step))
     return run
 
@@ -241,24 +248,34 @@ def tell_of(observers: Observers, process: str, pending: Pending, outcome: Outco
     )
 
 
-def make_source(prepared: Prepared, sampler: Sampler | None, reward: Scorer) -> Source:
+def make_source(prepared: Prepared, fleet: EngineFleet | None, sampler: Sampler | None, reward: Scorer) -> Source:
     """Of the run's batches: sampled, or read."""
     config = prepared.config
+    rollout, steps = config.rollout, config.run.steps
     source: Source
-    if sampler is None:
-        source = SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=prepared.vocab_size)
+    if fleet is None or sampler is None:
+        source = SavedRollouts(rollout.saved, steps=steps, vocab_size=prepared.vocab_size)
     else:
         attempts = config.algorithm.dynamic_sampling
-        source = Synchronous(
+        draws = Draws(
             stream=PromptStream(prepared.prompts, config.run.seed),
             sampler=sampler,
             reward=reward,
             params=prepared.params,
-            prompts=config.rollout.prompts,
-            samples=config.rollout.samples,
-            steps=config.run.steps,
+            prompts=rollout.prompts,
+            samples=rollout.samples,
             refill=Refill(useful=spread, attempts=attempts) if attempts else None,
         )
+        match rollout.source:
+            case "synchronous":
+                source = Synchronous(draws, steps=steps)
+            case "one-step-off":
+                aside = Sampler(tokenizer=prepared.tokenizer, generate=fleet.generate_aside, seed=config.run.seed)
+                source = OneStepOff(draws, evolve(draws, sampler=aside), steps=steps)
+            case "asynchronous":
+                source = Asynchronous(
+                    draws, fleet, steps=steps, max_staleness=rollout.max_staleness, calls=calls_of(prepared)
+                )
     if config.rollout.save or config.run.mode == "rollout-only":
         source = Kept(source, prepared.run_dir / ROLLOUTS)
     if prepared.postprocess is not None:
@@ -343,6 +360,11 @@ def environment_of(prepared: Prepared, plugin: str, wanted: Mapping[str, str]) -
     return merge_environments(("corerl", own), ("cluster.environment", user), (plugin, wanted))
 
 
+def calls_of(prepared: Prepared) -> int:
+    """Calls of `generate` that one engine of the run answers side by side."""
+    return prepared.engine.spec.calls(prepared.config.engines[prepared.engine.name], prepared.engines)
+
+
 def make_fleet(prepared: Prepared, seats: list[Seat], **watched: Any) -> EngineFleet:
     config, engine = prepared.config, prepared.engine
     options = config.engines[engine.name]
@@ -364,6 +386,12 @@ def make_fleet(prepared: Prepared, seats: list[Seat], **watched: Any) -> EngineF
     environment = environment_of(prepared, engine.name, engine.spec.environment(options, prepared.engines))
     names = [assignment.context.name for assignment in assignments]
     processes = ProcessGroup(
-        names, "corerl.rollout.service:EngineService", seats, environment, failure=EngineFailed, threads=2, **watched
+        names,
+        "corerl.rollout.service:EngineService",
+        seats,
+        environment,
+        failure=EngineFailed,
+        threads=calls_of(prepared) + 2,  # beside what is sampled for training an evaluation, and `pause`
+        **watched,
     )
     return EngineFleet(processes, assignments)

@@ -6,7 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 
+from corerl.algorithms.losses import TensorMetric, mismatch
+from corerl.algorithms.metrics import MetricSum
 from corerl.rollout.sources import Scored
 from corerl.trainer.group import GroupTrainResult
 from corerl.types import Metric, Reduction, SampleBatch
@@ -38,7 +41,7 @@ def train_metrics(steps: Sequence[GroupTrainResult], lr: float, *, prefix: str =
     metrics = {
         f"{prefix}/{name}": _over_steps([step.metrics[name] for step in steps if name in step.metrics])
         for name in names
-        if not name.startswith("logprob_diff")  # after the first step the policy has moved on purpose
+        if not name.startswith("logprob_")  # after the first step the policy has moved on purpose
     }
     metrics[f"{prefix}/grad_norm"] = _mean(
         [step.grad_norm for step in steps if step.applied] or [step.grad_norm for step in steps]
@@ -65,25 +68,51 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.mean(known)) if known else math.nan
 
 
-def recomputed_mismatch(samples: SampleBatch) -> dict[str, float]:
-    """How far trainer and engine disagree on the log-probs of the same tokens under the same weights, where the trainer
-    went through all of them before the first optimizer step."""
+def staleness_metrics(samples: SampleBatch, version: int) -> dict[str, float]:
+    """How many weight updates the loss tokens' weights are behind `version`, those that they are trained with.
+
+    staleness             mean over loss tokens
+    staleness_max         of the oldest one
+    staleness_share/S     share of loss tokens that are S updates behind
+    continued             share of samples that several versions have drawn
+    """
     mask = samples.columns["loss_mask"]
-    difference = np.abs(samples.columns["old_logprobs"] - samples.columns["rollout_logprobs"])[mask]
-    if not len(difference):
+    behind = version - samples.columns["versions"][mask]
+    if not len(behind):
         return {}
-    return _mismatch(float(difference.mean(dtype=np.float64)), float(difference.max()))
+    shares = np.bincount(behind) / len(behind)
+    sample_of = np.repeat(np.arange(len(samples)), samples.lengths)[mask]
+    newest, oldest = np.full(len(samples), -1), np.full(len(samples), np.iinfo(np.int64).max)
+    np.maximum.at(newest, sample_of, behind)
+    np.minimum.at(oldest, sample_of, behind)
+    return {
+        "rollout/staleness": float(behind.mean(dtype=np.float64)),
+        "rollout/staleness_max": float(behind.max()),
+        **{f"rollout/staleness_share/{updates}": float(share) for updates, share in enumerate(shares) if share},
+        "rollout/continued": float((newest > oldest).mean()),
+    }
+
+
+def recomputed_mismatch(samples: SampleBatch) -> dict[str, float]:
+    """How far trainer and engine disagree on the log-probs of the same tokens, where the trainer went through all of
+    them before the first optimizer step; the numbers are those of `corerl.algorithms.losses.mismatch`."""
+    mask = samples.columns["loss_mask"]
+    if not mask.any():
+        return {}
+    trainer, engine = (torch.as_tensor(samples.columns[name][mask]) for name in ("old_logprobs", "rollout_logprobs"))
+    return _mismatch(mismatch(trainer, engine, torch.ones_like(trainer, dtype=torch.bool)))
 
 
 def first_step_mismatch(first: GroupTrainResult) -> dict[str, float]:
-    """The same over the part of the batch that the first optimizer step saw."""
-    if "logprob_diff" not in first.metrics:
-        return {}  # a loss of the user's own that does not report it
-    return _mismatch(first.metrics["logprob_diff"].value, first.metrics["logprob_diff_max"].value)
+    """The same over the part of the batch that the first optimizer step saw; nothing of a loss of the user's own that
+    does not report it."""
+    return {f"rollout/{name}": metric.value for name, metric in first.metrics.items() if name.startswith("logprob_")}
 
 
-def _mismatch(mean: float, largest: float) -> dict[str, float]:
-    return {"rollout/logprob_diff": mean, "rollout/logprob_diff_max": largest}
+def _mismatch(metrics: Mapping[str, TensorMetric]) -> dict[str, float]:
+    found = MetricSum()
+    found.add(metrics)
+    return {f"rollout/{name}": metric.value for name, metric in found.finish().items()}
 
 
 def time_metrics(seconds: Mapping[str, float], step_seconds: float, tokens: float) -> dict[str, float]:

@@ -194,6 +194,14 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
             "weights at every step; set it to 1, or cluster.offload='never', or cluster.placement='disaggregated'"
         )
         problems.add("weights.every", ConfigError(line))
+    overlaps = config.rollout.source != "synchronous" and config.run.mode == "train"
+    if overlaps and problems.none_in("cluster") and offloaded(config, device):
+        line = (
+            f"rollout.source: {config.rollout.source!r} has engines sample while ranks train, and here they take turns "
+            "in memory; set cluster.placement='disaggregated', or rollout.source='synchronous', or, where both fit, "
+            "cluster.offload='never'"
+        )
+        problems.add("rollout.source", ConfigError(line))
     keeps = config.run.mode == "rollout-only" or (config.rollout.save and config.run.samples)
     if starting and keeps and not resume and (run_dir / ROLLOUTS).is_dir():
         line = f"run.dir: {run_dir} holds rollouts already, which would be mixed with new ones; give another run.dir"

@@ -23,6 +23,7 @@ from corerl.driver.metrics import (
     first_step_mismatch,
     recomputed_mismatch,
     rollout_metrics,
+    staleness_metrics,
     time_metrics,
     train_metrics,
 )
@@ -30,7 +31,7 @@ from corerl.driver.roles import Role
 from corerl.driver.routing import routed
 from corerl.driver.stop import StopRequest
 from corerl.driver.together import Call, together
-from corerl.errors import CorerlError, WeightUpdateError
+from corerl.errors import WeightUpdateError
 from corerl.observability.timing import Phases
 from corerl.plugin.events import (
     Evaluated,
@@ -169,6 +170,9 @@ class Run:
         stamped = stamp(
             samples, scored.rewards, algorithm, kl_coef=self.kl_coef, max_tokens=self.config.rollout.max_tokens
         )
+        if self.fleet is not None:
+            staleness = staleness_metrics(samples, self.weights_version - 1)
+            stamped = evolve(stamped, metrics={**staleness, **stamped.metrics})
         if algorithm.kl_target and stamped.kl is not None:
             self.kl_coef = adapted_coefficient(
                 self.kl_coef,
@@ -238,8 +242,16 @@ class Run:
 
         Nothing is sent where engines hold these weights already, nor in the steps that weights.every passes over."""
         fleet = self.fleet
-        if fleet is None or not self._push_due():
+        if fleet is None or not self._push_due(fleet):
             return
+        with contextlib.ExitStack() as stack:
+            if self.config.rollout.source != "synchronous":
+                with self.phase("hold"):
+                    stack.enter_context(self.source.updating(self.weights_version))
+            self._replace_dead(fleet)
+            self._push(fleet)
+
+    def _push(self, fleet: EngineFleet) -> None:
         with self.phase("update_weights"):
             if self.offloaded:
                 fleet.wake_up()
@@ -262,17 +274,20 @@ class Run:
         self.weights_version += 1
         self._pushed_at = self.actor.optimizer_step
 
-    def bring_weights(self, replaced: Mapping[str, CorerlError]) -> None:
-        """To engines that stand in the place of those that died while they sampled; the others get them too."""
-        for engine, error in replaced.items():
-            self.tell(Notice(text=f"{engine} is replaced, once: {error.message}"))
-        self.address = meeting_at(self.address, self.actor.group)  # the dead one hangs in whatever was built at the old
-        self._pushed_at = None
+    def bring_weights(self) -> None:
+        """To new engines, where all that there were have died."""
         with self.training():
             self.push_weights()
 
-    def _push_due(self) -> bool:
-        if self.offloaded or self._pushed_at is None:  # engines that have slept, or are new, hold none
+    def _replace_dead(self, fleet: EngineFleet) -> None:
+        if not fleet.dead:
+            return
+        for engine, error in fleet.replace_dead().items():
+            self.tell(Notice(text=f"{engine} is replaced, once: {error.message}"))
+        self.address = meeting_at(self.address, self.actor.group)  # the dead hang in whatever was built at the old one
+
+    def _push_due(self, fleet: EngineFleet) -> bool:
+        if self.offloaded or self._pushed_at is None or fleet.dead:  # engines that have slept, or are new, hold none
             return True
         every = self.config.weights.every
         due = self.rollout_step % every == 0 or self._evaluation_due()
@@ -373,7 +388,7 @@ class Run:
             "config": to_plain(self.config),
             "before": [asdict(shown) for shown in self._before],
         }
-        self.checkpoints.start(self.rollout_step, state, background=background)
+        self.checkpoints.start(self.rollout_step, state, background=background, files=self.source.save)
 
     def finish(self) -> Summary:
         """Save what is not saved, export, and tell how it went."""

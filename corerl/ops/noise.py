@@ -65,16 +65,17 @@ def _unit(bits: torch.Tensor) -> torch.Tensor:
 
 
 def uniform(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """[R, C] float64 in (0, 1) for keys [R] and counters [C], int64 on one device."""
-    return _unit(_bits(keys[:, None], counters[None, :]))
+    """[R, C] float64 in (0, 1) for keys [R] and counters [C], or [R, C], int64 on one device."""
+    return _unit(_bits(keys[:, None], counters))
 
 
-def gumbel(keys: torch.Tensor, position: int, vocab: int) -> torch.Tensor:
-    """[R, V] float32 standard Gumbel noise of token `position` of each row.
+def gumbel(keys: torch.Tensor, position: int | torch.Tensor, vocab: int) -> torch.Tensor:
+    """[R, V] float32 standard Gumbel noise of token `position`, one number or [R], of each row.
 
     argmax(logprobs + gumbel) is a draw from the distribution (Gumbel 1954; Maddison et al. 2014, "A* sampling").
     """
-    counters = torch.arange(position * vocab, (position + 1) * vocab, device=keys.device)
+    first = torch.as_tensor(position, device=keys.device).reshape(-1, 1) * vocab
+    counters = first + torch.arange(vocab, device=keys.device)
     # In float64 and in place: float32 would cut the tail at 2^-24, and [R, V] is the largest thing that sampling holds.
     return uniform(keys, counters).log_().neg_().log_().neg_().float()
 

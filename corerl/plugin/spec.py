@@ -77,6 +77,10 @@ def all_ranks(config: Any, cluster: ClusterInfo) -> int:
     return cluster.ranks
 
 
+def one_call(config: Any, cluster: ClusterInfo) -> int:
+    return 1
+
+
 def no_problems(config: Any, cluster: ClusterInfo) -> Iterable[Problem]:
     return ()
 
@@ -111,6 +115,9 @@ class EngineSpec:
     environment: Callable[[Any, ClusterInfo], Environment] = no_environment
     resources: Callable[[Any, ClusterInfo], Resources] = one_device
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
+    # Calls of `generate` that a replica answers side by side, each in a thread of its own: an asynchronous run makes as
+    # many, of few prompts each where these are many.
+    calls: Callable[[Any, ClusterInfo], int] = one_call
 
 
 @frozen(kw_only=True)

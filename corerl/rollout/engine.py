@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
-from attrs import frozen
+from attrs import Factory, field, frozen
 
 from corerl.config.schema import ModelConfig
 from corerl.types import Array, BoolArray, FloatArray, IntArray, MemoryKind
@@ -33,9 +33,16 @@ class GenerateRequest:
     offsets: IntArray  # [R + 1]
     noise_keys: IntArray  # [R] from (seed, rollout step, prompt, sample): see rollout.noise
     params: SamplingParams
+    # [R] how many of a row's last tokens are its response so far, of a row that was interrupted: what is drawn next is
+    # number `begun` of the response, and at most max_tokens - begun follow. 0 in a row that begins.
+    begun: IntArray = field(default=Factory(lambda self: np.zeros(len(self), dtype=np.int64), takes_self=True))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def split(self) -> list[IntArray]:
+        """Each row's tokens."""
+        return np.split(self.tokens, self.offsets[1:-1])
 
     def rows(self, start: int, stop: int) -> GenerateRequest:
         """Rows [start, stop) as a request of their own."""
@@ -45,6 +52,23 @@ class GenerateRequest:
             offsets=self.offsets[start : stop + 1] - low,
             noise_keys=self.noise_keys[start:stop],
             params=self.params,
+            begun=self.begun[start:stop],
+        )
+
+    @property
+    def left(self) -> IntArray:
+        """[R] tokens that may still be drawn for each row."""
+        return self.params.max_tokens - self.begun
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[GenerateRequest]) -> GenerateRequest:
+        """The rows of several requests with the same parameters, in order."""
+        return cls(
+            tokens=np.concatenate([part.tokens for part in parts]),
+            offsets=np.concatenate([[0], np.cumsum(np.concatenate([np.diff(part.offsets) for part in parts]))]),
+            noise_keys=np.concatenate([part.noise_keys for part in parts]),
+            params=parts[0].params,
+            begun=np.concatenate([part.begun for part in parts]),
         )
 
 
@@ -60,9 +84,29 @@ class Generation:
     # [n + m, layers of experts, experts of a token] integers, row by row, prompt and then response: the experts that
     # each token was sent through; -1 for one that was not, as a row's last. None where the engine does not tell.
     routed_experts: Array | None = None
+    # [R] cut by `Engine.pause`, maybe before the first token: neither stopped nor truncated, to be continued.
+    unfinished: BoolArray = field(
+        default=Factory(lambda self: np.zeros(len(self.offsets) - 1, dtype=np.bool_), takes_self=True)
+    )
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
 
     @classmethod
-    def concatenate(cls, parts: list[Generation]) -> Generation:
+    def nothing(cls, request: GenerateRequest) -> Generation:
+        """No token for any row."""
+        rows = len(request)
+        return cls(
+            tokens=np.zeros(0, dtype=np.int64),
+            offsets=np.zeros(rows + 1, dtype=np.int64),
+            logprobs=np.zeros(0, dtype=np.float32),
+            versions=np.zeros(0, dtype=np.int64),
+            truncated=np.zeros(rows, dtype=np.bool_),
+            unfinished=np.ones(rows, dtype=np.bool_),
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Generation]) -> Generation:
         """The rows of several generations, in order."""
         starts = np.cumsum([0] + [int(part.offsets[-1]) for part in parts])
         routed = [part.routed_experts for part in parts if part.routed_experts is not None]
@@ -75,6 +119,7 @@ class Generation:
             versions=np.concatenate([part.versions for part in parts]),
             truncated=np.concatenate([part.truncated for part in parts]),
             routed_experts=np.concatenate(routed) if len(routed) == len(parts) else None,
+            unfinished=np.concatenate([part.unfinished for part in parts]),
         )
 
 
@@ -100,7 +145,8 @@ class EngineContext:
 class Engine(ABC):
     """One replica. A plain class, constructed in the process where it serves; `cluster` makes it an actor.
 
-    It starts without weights and refuses to generate until a first update has committed.
+    It starts without weights and refuses to generate until a first update has committed. Its methods are called from
+    several threads: `pause` while others generate.
     """
 
     @abstractmethod
@@ -111,7 +157,10 @@ class Engine(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """Finish what is being generated and hold further requests until `resume`."""
+        """Generate no more until `resume`; returns when nothing is being generated. Requests under way, and those that
+        come meanwhile, are answered at once, with the tokens that there are and the other rows `unfinished`.
+
+        An engine that cannot interrupt a request finishes it instead."""
 
     @abstractmethod
     def resume(self) -> None: ...

@@ -25,24 +25,29 @@ class FakeEngine(Engine):
 
     def generate(self, request: GenerateRequest) -> Generation:
         params, rows = request.params, len(request)
+        tokens = np.zeros((rows, params.max_tokens), dtype=np.int64)
+        logprobs = np.zeros(tokens.shape, dtype=np.float32)
+        sizes, finished = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.bool_)
         with self._serving.generating() as version:
-            prompts = np.array([hash_keys(*row)[0] for row in np.split(request.tokens, request.offsets[1:-1])])
+            prompts = [row[: len(row) - begun] for row, begun in zip(request.split(), request.begun, strict=True)]
             noise = np.zeros(rows, dtype=np.int64) if params.greedy else request.noise_keys
-            keys = hash_keys(version, prompts, noise)
-            drawn = hash_keys(np.repeat(keys, params.max_tokens), np.tile(np.arange(params.max_tokens), rows))
-            tokens = (drawn % self._vocab).reshape(rows, params.max_tokens)
-            # Not the log of anything, and different at every token, so that a column out of line is seen.
-            logprobs = (-((drawn >> 8) % 1024) / 256).astype(np.float32).reshape(tokens.shape)
-        stopped = np.isin(tokens, params.stop_tokens)
-        finished = stopped.any(axis=1)
-        sizes = np.where(finished, stopped.argmax(axis=1) + 1, params.max_tokens)
+            keys = hash_keys(version, np.array([hash_keys(*prompt)[0] for prompt in prompts]), noise)
+            while not self._serving.paused and (drawing := ~finished & (sizes < request.left)).any():
+                step = int(sizes.max())
+                drawn = hash_keys(keys, request.begun + step)
+                tokens[:, step] = drawn % self._vocab
+                # Not the log of anything, and different at every token, so that a column out of line is seen.
+                logprobs[:, step] = -((drawn >> 8) % 1024) / 256
+                sizes += drawing
+                finished |= drawing & np.isin(tokens[:, step], params.stop_tokens)
         chosen = np.arange(params.max_tokens) < sizes[:, None]
         return Generation(
             tokens=tokens[chosen],
             offsets=np.concatenate([[0], np.cumsum(sizes)]),
             logprobs=logprobs[chosen],
             versions=np.full(sizes.sum(), version, dtype=np.int64),
-            truncated=np.logical_not(finished),
+            truncated=~finished & (sizes == request.left),
+            unfinished=~finished & (sizes < request.left),
         )
 
     def pause(self) -> None:

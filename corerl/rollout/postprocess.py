@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from attrs import frozen
 
 from corerl.errors import DataError
-from corerl.rollout.sources import Scored, Source
+from corerl.rollout.sources import Scored, Source, Wrapped
 
 
-@frozen
-class Postprocessed:
+class Postprocessed(Wrapped):
     """A source whose batches pass through `function`, `(Scored) -> Scored`: rewards shaped, samples left out, loss
     masks changed. Raises DataError where it raises, or returns a batch that cannot be trained on."""
 
-    source: Source
-    function: Callable[[Scored], Any]
-    name: str  # in the config
+    def __init__(self, source: Source, function: Callable[[Scored], Any], name: str) -> None:
+        super().__init__(source)
+        self._function = function
+        self._name = name  # in the config
 
     def __iter__(self) -> Iterator[Scored]:
         for scored in self.source:
             try:
-                result = self.function(scored)
+                result = self._function(scored)
             except Exception as error:
                 raise DataError(
-                    f"rollout.postprocess={self.name!r} raised {type(error).__name__}: {error} at step {scored.step}"
+                    f"rollout.postprocess={self._name!r} raised {type(error).__name__}: {error} at step {scored.step}"
                 ) from error
             if not isinstance(result, Scored):
-                raise DataError(f"rollout.postprocess={self.name!r} returned {type(result).__name__}, wanted a Scored")
+                raise DataError(f"rollout.postprocess={self._name!r} returned {type(result).__name__}, wanted a Scored")
             if flaw := _flaw(result):
-                raise DataError(f"rollout.postprocess={self.name!r} returned a batch {flaw}")
+                raise DataError(f"rollout.postprocess={self._name!r} returned a batch {flaw}")
             yield result
-
-    @property
-    def position(self) -> dict[str, Any]:
-        return self.source.position
-
-    def restore(self, position: Mapping[str, Any]) -> None:
-        self.source.restore(position)
 
 
 def _flaw(scored: Scored) -> str:

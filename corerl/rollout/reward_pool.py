@@ -61,8 +61,9 @@ class RewardPool:
         )
         self._started: ProcessFuture[None] = self._pool.schedule(_resolve, args=(reward.name, reward.options))
 
-    def score(self, rollout: Rollout) -> Scores:
-        """Raises RewardError where all samples fail, ConfigError where the processes cannot import the reward."""
+    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+        """Raises RewardError where all samples fail, unless they are a `part` of a batch; ConfigError where the
+        processes cannot import the reward."""
         self._wait_started()
         samples = samples_of(rollout)
         outcomes: dict[int, float | Failure] = {}
@@ -89,7 +90,7 @@ class RewardPool:
                     found = [self._lost(samples[rows[0]], error)]
                 outcomes.update(zip(rows, found, strict=False))
                 start(rows[len(found) :])
-        return gathered([outcomes[row] for row in range(len(samples))], self._config.failed_value)
+        return gathered([outcomes[row] for row in range(len(samples))], self._config.failed_value, part=part)
 
     def close(self) -> None:
         """End the processes, whatever they do."""

@@ -6,17 +6,18 @@ import difflib
 import inspect
 import numbers
 import os
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 
 from corerl.config.functions import imported
 from corerl.errors import ConfigError, RewardError
-from corerl.types import FloatArray
+from corerl.types import BoolArray, FloatArray
 
 if TYPE_CHECKING:
     from corerl.data.prompts import Prompt
@@ -60,11 +61,14 @@ class Scores:
     rewards: FloatArray  # [B] reward.failed_value where the reward failed
     failures: Mapping[str, int] = field(factory=dict)  # samples by kind of failure
     first: str = ""  # the first failure in the samples' order, as one line
+    # [B] which these are
+    failed: BoolArray = field(default=Factory(lambda self: np.zeros(len(self.rewards), np.bool_), takes_self=True))
 
 
 class Scorer(Protocol):
-    def score(self, rollout: Rollout) -> Scores:
-        """Raises RewardError where every single sample fails: then it is the reward that is broken."""
+    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+        """Raises RewardError where every single sample fails: then it is the reward that is broken. Of a `part` of a
+        batch all may fail."""
 
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -100,9 +104,21 @@ class Reward:
         sample = f"on prompt {prompt.index} ({_short(prompt.text)}) with the response {_short(response)}"
         return Failure(kind=kind, message=" ".join(f"reward {self.name!r} {what} {sample}".split()))
 
-    def score(self, rollout: Rollout) -> Scores:
+    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
         """In this process, one sample after the other, without a time limit."""
-        return gathered([self.outcome(*sample) for sample in samples_of(rollout)], self.failed_value)
+        return gathered([self.outcome(*sample) for sample in samples_of(rollout)], self.failed_value, part=part)
+
+
+class InTurn:
+    """A scorer that scores one rollout at a time, whatever thread asks: a reward need not know of threads."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._busy = threading.Lock()
+
+    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+        with self._busy:
+            return self._scorer.score(rollout, part=part)
 
 
 def samples_of(rollout: Rollout) -> list[tuple[Prompt, str]]:
@@ -111,17 +127,18 @@ def samples_of(rollout: Rollout) -> list[tuple[Prompt, str]]:
     return [(rollout.prompts[group], text) for group, text in zip(groups, rollout.texts, strict=True)]
 
 
-def gathered(outcomes: Sequence[float | Failure], failed_value: float) -> Scores:
-    """Raises RewardError where all are failures."""
+def gathered(outcomes: Sequence[float | Failure], failed_value: float, *, part: bool = False) -> Scores:
+    """Raises RewardError where all are failures, unless they are a `part` of what is scored."""
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     first = failures[0].message if failures else ""
-    if failures and len(failures) == len(outcomes):
+    if failures and len(failures) == len(outcomes) and not part:
         raise RewardError(first + (f"; and fails on all {len(outcomes)} samples" if len(outcomes) > 1 else ""))
     rewards = [failed_value if isinstance(outcome, Failure) else outcome for outcome in outcomes]
     return Scores(
         rewards=np.array(rewards, dtype=np.float32),
         failures=dict(Counter(failure.kind for failure in failures)),
         first=first,
+        failed=np.array([isinstance(outcome, Failure) for outcome in outcomes], dtype=np.bool_),
     )
 
 

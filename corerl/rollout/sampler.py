@@ -10,7 +10,7 @@ from attrs import frozen
 
 from corerl.config.schema import RolloutConfig
 from corerl.data.prompts import Prompt
-from corerl.errors import ConfigError
+from corerl.errors import ConfigError, EngineFailed
 from corerl.rollout.encoding import encode
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.noise import noise_keys
@@ -78,12 +78,19 @@ class Sampler:
         prompt and on the sample's number; a later `attempt` at the same step draws anew. Prompts are encoded with the
         tokenizer's own special tokens (its <bos>).
 
-        Raises DataError for a prompt of no tokens, and what `generate` raises.
+        Raises DataError for a prompt of no tokens, EngineFailed for a response that is unfinished, and what `generate`
+        raises.
         """
+        request = self.request(prompts, rollout_step=rollout_step, samples=samples, params=params, attempt=attempt)
+        return self.rollout(prompts, request, self._generate(request))
+
+    def request(
+        self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
+    ) -> GenerateRequest:
+        """What `sample` asks for."""
         tokens, offsets = self._encode(prompts)
-        group = np.repeat(np.arange(len(prompts)), samples)
-        sample = np.tile(np.arange(samples), len(prompts))
-        request = GenerateRequest(
+        group, sample = _rows(len(prompts), samples)
+        return GenerateRequest(
             **_repeated(tokens, offsets, group),
             # A prompt that comes twice in one step (a data set smaller than the step) must not draw the same twice.
             noise_keys=noise_keys(
@@ -94,7 +101,15 @@ class Sampler:
             ),
             params=params,
         )
-        generation = self._generate(request)
+
+    def rollout(self, prompts: Sequence[Prompt], request: GenerateRequest, generation: Generation) -> Rollout:
+        """What `sample` makes of the answer to `request`."""
+        if generation.unfinished.any():
+            raise EngineFailed(
+                f"{int(generation.unfinished.sum())} of {len(generation)} responses came back unfinished, and nobody "
+                "had paused the engines; an engine may do so only between pause() and resume()"
+            )
+        group, sample = _rows(len(prompts), len(request) // len(prompts))
         batch = assemble(request, generation).with_rows(group=group, sample=sample)
         responses = np.split(generation.tokens, generation.offsets[1:-1])
         return Rollout(
@@ -160,6 +175,11 @@ def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:
         },
         temperature=request.params.temperature,
     )
+
+
+def _rows(prompts: int, samples: int) -> tuple[IntArray, IntArray]:
+    """[R] of which prompt each row is, and which sample of it."""
+    return np.repeat(np.arange(prompts), samples), np.tile(np.arange(samples), prompts)
 
 
 def _repeated(tokens: IntArray, offsets: IntArray, rows: IntArray) -> dict[str, IntArray]:

@@ -12,16 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import asdict, evolve, frozen
+from attrs import asdict, evolve
 
 from corerl.data.prompts import Prompt
 from corerl.errors import CheckpointError, DataError
 from corerl.rollout.sampler import Rollout
-from corerl.rollout.sources import Scored, Source
+from corerl.rollout.sources import Scored, Source, Wrapped
 from corerl.types import Array, SampleBatch
 
 ROLLOUTS = "rollouts"  # in a run's directory
 NAME = re.compile(r"step-(\d{8})\.npz")
+
+
+def file_of(directory: Path, step: int) -> Path:
+    """Where the batch of rollout step `step` is."""
+    return directory / f"step-{step:08d}.npz"
 
 
 def write_rollout(directory: Path, scored: Scored) -> Path:
@@ -46,7 +51,7 @@ def write_rollout(directory: Path, scored: Scored) -> Path:
         **{f"rows/{name}": row for name, row in batch.rows.items()},
         "facts": np.frombuffer(json.dumps(facts, default=str).encode(), dtype=np.uint8),
     }
-    path = directory / f"step-{scored.step:08d}.npz"
+    path = file_of(directory, scored.step)
     partial = path.with_suffix(".partial")
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -58,24 +63,17 @@ def write_rollout(directory: Path, scored: Scored) -> Path:
     return path
 
 
-@frozen
-class Kept:
+class Kept(Wrapped):
     """A source whose batches are written to `directory` as they come, before anything is made of them."""
 
-    source: Source
-    directory: Path
+    def __init__(self, source: Source, directory: Path) -> None:
+        super().__init__(source)
+        self._directory = directory
 
     def __iter__(self) -> Iterator[Scored]:
         for scored in self.source:
-            write_rollout(self.directory, scored)
+            write_rollout(self._directory, scored)
             yield scored
-
-    @property
-    def position(self) -> dict[str, Any]:
-        return self.source.position
-
-    def restore(self, position: Mapping[str, Any]) -> None:
-        self.source.restore(position)
 
 
 def read_rollout(path: Path) -> Scored:
@@ -125,7 +123,7 @@ def saved_rollouts(directory: str | Path) -> list[Path]:
     return found
 
 
-class SavedRollouts:
+class SavedRollouts(Source):
     """Rollout steps out of files, in their order, numbered anew from 0."""
 
     def __init__(self, directory: str | Path, *, steps: int, vocab_size: int) -> None:
@@ -161,7 +159,7 @@ class SavedRollouts:
     def position(self) -> dict[str, Any]:
         return {"rollout_step": self._step, "files": len(self._files)}
 
-    def restore(self, position: Mapping[str, Any]) -> None:
+    def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
         if position.get("files") != len(self._files):
             raise CheckpointError(
                 f"the checkpoint was trained from {position.get('files', 'no')} saved rollout batches, now there are "

@@ -31,31 +31,31 @@ class Serving:
         self._reason = "no weights have arrived yet"  # why nothing is served; "" while serving
         self._receiver: WeightReceiver | None = None
         self._address: Address | None = None  # of the receiver
-        self._open = threading.Event()
-        self._open.set()
+        self._paused = threading.Event()
         self._busy = threading.Lock()  # held while generating and while weights change
 
     @contextmanager
     def generating(self) -> Iterator[int]:
-        """Wait while paused, then hold the weights still; gives their version. Raises EngineFailed without weights."""
-        while True:
-            self._open.wait()
-            with self._busy:
-                if not self._open.is_set():
-                    continue  # paused between the two lines above
-                if self._reason:
-                    raise EngineFailed(f"{self._name} serves nothing: {self._reason}; update its weights first")
-                yield self._version
-                return
+        """Hold the weights still; gives their version. Raises EngineFailed without weights. Inside, ask before each
+        token whether the engine is `paused`."""
+        with self._busy:
+            if self._reason:
+                raise EngineFailed(f"{self._name} serves nothing: {self._reason}; update its weights first")
+            yield self._version
+
+    @property
+    def paused(self) -> bool:
+        """Whether no further token is to be drawn now."""
+        return self._paused.is_set()
 
     def pause(self) -> None:
         """Returns when nothing is being generated any more."""
-        self._open.clear()
+        self._paused.set()
         with self._busy:
             pass
 
     def resume(self) -> None:
-        self._open.set()
+        self._paused.clear()
 
     @contextmanager
     def dropping_weights(self, reason: str) -> Iterator[None]:

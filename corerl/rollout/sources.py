@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from attrs import evolve, field, frozen
@@ -70,60 +73,102 @@ class Refill:
     attempts: int  # beyond the first; whatever is missing then is filled with groups that had been dropped
 
 
-class Source(Protocol):
-    """Rollout steps for the loop. `position` counts a step as done as soon as it was handed out: taken after that step
-    was trained on, it is where a resumed run goes on."""
+class Source(ABC):
+    """Rollout steps for the loop, which iterates it, and does all else with it, in the thread that updates weights.
 
+    A step counts as done as soon as it was handed out: `position`, and what `save` writes, taken after that step was
+    trained on, are where a resumed run goes on.
+    """
+
+    @abstractmethod
     def __iter__(self) -> Iterator[Scored]: ...
 
     @property
+    @abstractmethod
     def position(self) -> dict[str, Any]:
         """Plain data for a checkpoint."""
 
-    def restore(self, position: Mapping[str, Any]) -> None:
-        """Go on where `position` was taken. Raises CheckpointError where the data are not those of the checkpoint."""
+    @abstractmethod
+    def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
+        """Go on where `position` was taken; `save` wrote into the directory `checkpoint`. Raises CheckpointError where
+        the data are not those of the checkpoint."""
+
+    def save(self, checkpoint: Path) -> None:  # noqa: B027  -- most have nothing besides
+        """Write down what `position` leaves to files. Raises DataError."""
+
+    def updating(self, version: int) -> AbstractContextManager[None]:
+        """Inside, engines generate nothing; at its end they hold `version` of the weights."""
+        return nullcontext()
+
+    def close(self) -> None:  # noqa: B027  -- most have no threads
+        """No more is sampled; returns at once."""
 
 
-class Synchronous:
-    """Rollout steps one after the other, each sampled when it is asked for, by the weights that the engines hold then.
+class Wrapped(Source):
+    """A source that makes something of another's steps, and is that one in all else."""
 
-    `position` counts a step as done as soon as it was handed out: taken after that step was trained on, it is where a
-    resumed run goes on.
-    """
+    def __init__(self, source: Source) -> None:
+        self.source = source
 
-    def __init__(
-        self,
-        *,
-        stream: PromptStream,
-        sampler: Sampler,
-        reward: Scorer,
-        params: SamplingParams,
-        prompts: int,
-        samples: int,
-        steps: int,
-        refill: Refill | None = None,
-    ) -> None:
-        self._stream = stream
-        self._sampler = sampler
-        self._reward = reward
-        self._params = params
-        self._prompts = prompts  # a step
-        self._samples = samples  # a prompt
-        self._refill = refill
-        self._steps = steps  # rollout steps in all, those before a resume included
-        self._step = 0  # the next one
+    @property
+    def position(self) -> dict[str, Any]:
+        return self.source.position
 
-    def __iter__(self) -> Iterator[Scored]:
-        return self
+    def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
+        self.source.restore(position, checkpoint)
 
-    def __next__(self) -> Scored:
-        if self._step >= self._steps:
-            raise StopIteration
-        scored = self._attempt(0)
-        if self._refill is not None:
-            scored = self._refilled(scored, self._refill)
-        self._step += 1
-        return scored
+    def save(self, checkpoint: Path) -> None:
+        self.source.save(checkpoint)
+
+    def updating(self, version: int) -> AbstractContextManager[None]:
+        return self.source.updating(version)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+@frozen(kw_only=True)
+class Draws:
+    """How the prompts that come next become a scored batch. Raises what sampler and reward raise."""
+
+    stream: PromptStream
+    sampler: Sampler
+    reward: Scorer
+    params: SamplingParams
+    prompts: int  # a step
+    samples: int  # a prompt
+    refill: Refill | None = None
+
+    def batch(self, step: int) -> Scored:
+        """What rollout step `step` trains on."""
+        first = self.score(step, *self.sample(step))
+        return first if self.refill is None else self._refilled(first, self.refill)
+
+    def sample(self, step: int, attempt: int = 0) -> tuple[Rollout, float]:
+        """A batch of prompts that come next, sampled, and the seconds that it took."""
+        started = time.perf_counter()
+        rollout = self.sampler.sample(
+            self.stream.take(self.prompts),
+            rollout_step=step,
+            samples=self.samples,
+            params=self.params,
+            attempt=attempt,
+        )
+        return rollout, time.perf_counter() - started
+
+    def score(self, step: int, rollout: Rollout, seconds: float) -> Scored:
+        started = time.perf_counter()
+        scores = self.reward.score(rollout)
+        matched = exact_share(rollout)
+        return Scored(
+            step=step,
+            rollout=rollout,
+            rewards=scores.rewards,
+            exact_match=matched,
+            seconds={"rollout": seconds, "reward": time.perf_counter() - started},
+            failures=scores.failures,
+            first_failure=scores.first,
+        )
 
     def _refilled(self, first: Scored, refill: Refill) -> Scored:
         attempts, useful, dull = [first], [], []
@@ -133,15 +178,15 @@ class Synchronous:
             useful.append(scored.take(np.flatnonzero(teaches)))
             dull.append(scored.take(np.flatnonzero(~teaches)))
             found = sum(len(part.rollout.prompts) for part in useful)
-            if found >= self._prompts or len(attempts) > refill.attempts:
+            if found >= self.prompts or len(attempts) > refill.attempts:
                 break
-            attempts.append(self._attempt(len(attempts)))
+            attempts.append(self.score(first.step, *self.sample(first.step, len(attempts))))
         failures: Counter[str] = Counter()
         seconds: Counter[str] = Counter()
         for scored in attempts:
             failures.update(scored.failures)
             seconds.update(scored.seconds)
-        kept = Scored.concatenate([*useful, *dull]).take(np.arange(self._prompts))
+        kept = Scored.concatenate([*useful, *dull]).take(np.arange(self.prompts))
         return evolve(
             kept,
             seconds=dict(seconds),
@@ -150,43 +195,38 @@ class Synchronous:
             counts={
                 "attempts": len(attempts),
                 "groups_without_spread": sum(len(part.rollout.prompts) for part in dull),
-                "groups_unused": max(found - self._prompts, 0),
-                "groups_missing": max(self._prompts - found, 0),
+                "groups_unused": max(found - self.prompts, 0),
+                "groups_missing": max(self.prompts - found, 0),
             },
         )
 
-    def _attempt(self, number: int) -> Scored:
-        """A batch of prompts that come next, sampled and scored."""
-        started = time.perf_counter()
-        rollout = self._sampler.sample(
-            self._stream.take(self._prompts),
-            rollout_step=self._step,
-            samples=self._samples,
-            params=self._params,
-            attempt=number,
-        )
-        sampled = time.perf_counter()
-        scores = self._reward.score(rollout)
-        matched = exact_share(rollout)
-        seconds = {"rollout": sampled - started, "reward": time.perf_counter() - sampled}
-        return Scored(
-            step=self._step,
-            rollout=rollout,
-            rewards=scores.rewards,
-            exact_match=matched,
-            seconds=seconds,
-            failures=scores.failures,
-            first_failure=scores.first,
-        )
+
+class Synchronous(Source):
+    """Rollout steps one after the other, each sampled when it is asked for, by the weights that the engines hold then.
+    A resumed run draws what an uninterrupted one would have drawn."""
+
+    def __init__(self, draws: Draws, *, steps: int) -> None:
+        self._draws = draws
+        self._steps = steps  # rollout steps in all, those before a resume included
+        self._step = 0  # the next one
+
+    def __iter__(self) -> Iterator[Scored]:
+        return self
+
+    def __next__(self) -> Scored:
+        if self._step >= self._steps:
+            raise StopIteration
+        scored = self._draws.batch(self._step)
+        self._step += 1
+        return scored
 
     @property
     def position(self) -> dict[str, Any]:
-        """Plain data for a checkpoint: the next rollout step, and where the prompts stand."""
-        return {"rollout_step": self._step, "prompts": self._stream.position}
+        """The next rollout step, and where the prompts stand."""
+        return {"rollout_step": self._step, "prompts": self._draws.stream.position}
 
-    def restore(self, position: Mapping[str, Any]) -> None:
-        """Go on where `position` was taken. Raises CheckpointError where the data are not those of the checkpoint."""
-        self._stream.restore(position["prompts"])
+    def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
+        self._draws.stream.restore(position["prompts"])
         self._step = position["rollout_step"]
 
 

@@ -9,8 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from attrs import evolve
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from corerl.config.schema import ModelConfig
 from corerl.models.build import build_on_meta, materialize
@@ -55,13 +63,12 @@ class TransformersEngine(Engine):
 
     def generate(self, request: GenerateRequest) -> Generation:
         size = self._options.batch_size
+        done: list[Generation] = []
         with self._serving.generating() as version:
-            return Generation.concatenate(
-                [
-                    self._generate(request.rows(start, min(start + size, len(request))), version)
-                    for start in range(0, len(request), size)
-                ]
-            )
+            for start in range(0, len(request), size):
+                rows = request.rows(start, min(start + size, len(request)))
+                done.append(_left_out(rows, done[:1]) if self._serving.paused else self._generate(rows, version))
+        return Generation.concatenate(done)
 
     @torch.inference_mode()
     def _generate(self, request: GenerateRequest, version: int) -> Generation:
@@ -71,7 +78,10 @@ class TransformersEngine(Engine):
         mask = np.arange(width) >= width - lengths[:, None]  # left-padded: every row's next token is in one column
         tokens = np.full(mask.shape, PAD, dtype=np.int64)
         tokens[mask] = request.tokens
-        draw = Draw(torch.tensor(request.noise_keys, device=self._device), params)
+        keys, begun, left = (
+            torch.tensor(each, device=self._device) for each in (request.noise_keys, request.begun, request.left)
+        )
+        draw = Draw(keys, begun, params)
         routes = Routes(self._routers if params.routed_experts else [])
         generate: Any = self._model.generate  # its decorator hides that it can be called
         with routes:
@@ -79,26 +89,30 @@ class TransformersEngine(Engine):
                 input_ids=torch.tensor(tokens, device=self._device),
                 attention_mask=torch.tensor(mask, dtype=torch.int64, device=self._device),
                 logits_processor=LogitsProcessorList([draw]),
+                stopping_criteria=StoppingCriteriaList([Halt(width + left, self._serving)]),
                 generation_config=GenerationConfig(
                     do_sample=False,
                     use_cache=True,
-                    max_new_tokens=params.max_tokens,
+                    max_new_tokens=int(request.left.max()),
                     eos_token_id=list(params.stop_tokens) or None,
                     pad_token_id=PAD,
                 ),
             )
         responses = sequences[:, width:].cpu().numpy()
-        stopped = np.isin(responses, params.stop_tokens)
+        steps = np.arange(responses.shape[1])
+        # A row that has reached its end is filled up while others go on, with what may look like a stop token.
+        stopped = np.isin(responses, params.stop_tokens) & (steps < request.left[:, None])
         finished = stopped.any(axis=1)
-        sizes = np.where(finished, stopped.argmax(axis=1) + 1, responses.shape[1])
-        chosen = np.arange(responses.shape[1]) < sizes[:, None]
+        sizes = np.where(finished, stopped.argmax(axis=1) + 1, np.minimum(len(steps), request.left))
+        chosen = steps < sizes[:, None]
         return Generation(
             tokens=responses[chosen],
             offsets=np.concatenate([[0], np.cumsum(sizes)]),
             logprobs=torch.stack(draw.logprobs, dim=1).cpu().numpy()[chosen],
             versions=np.full(sizes.sum(), version, dtype=np.int64),
-            truncated=np.logical_not(finished),
+            truncated=~finished & (sizes == request.left),
             routed_experts=routes.of(mask, chosen),
+            unfinished=~finished & (sizes < request.left),
         )
 
     def pause(self) -> None:
@@ -215,14 +229,38 @@ class Routes:
         return marked
 
 
+def _left_out(request: GenerateRequest, done: Sequence[Generation]) -> Generation:
+    """No token for these rows, but of the same columns as what is done of the request."""
+    nothing = Generation.nothing(request)
+    if not done or done[0].routed_experts is None:
+        return nothing
+    experts = np.full((len(request.tokens), *done[0].routed_experts.shape[1:]), -1, done[0].routed_experts.dtype)
+    return evolve(nothing, routed_experts=experts)
+
+
+class Halt(StoppingCriteria):
+    """Ends a row that may have no more tokens, and all of them once the engine is paused."""
+
+    def __init__(self, ends: torch.Tensor, serving: Serving) -> None:
+        self._ends = ends  # [R] length of prompt and response at most
+        self._serving = serving
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """[R, length so far] -> [R]"""
+        if self._serving.paused:
+            return torch.ones_like(self._ends, dtype=torch.bool)
+        return self._ends <= input_ids.shape[1]
+
+
 class Draw(LogitsProcessor):
     """Draws the next token of each row and hands `generate`, which decodes greedily, scores whose maximum it is.
 
     Put last. Keeps one number a row and step: nothing of the size of the vocabulary outlives a call.
     """
 
-    def __init__(self, keys: torch.Tensor, params: SamplingParams) -> None:
+    def __init__(self, keys: torch.Tensor, begun: torch.Tensor, params: SamplingParams) -> None:
         self._keys = keys  # [R] int64
+        self._begun = begun  # [R] tokens of the response that are there already
         self._params = params
         self.logprobs: list[torch.Tensor] = []  # one [R] a step: log p of what was drawn, of logits / temperature
 
@@ -233,7 +271,7 @@ class Draw(LogitsProcessor):
         if not self._params.greedy:
             perturbed = keep_top_p(logprobs, self._params.top_p)
             # The Gumbel-max trick: the argmax is distributed as softmax(perturbed).
-            perturbed = perturbed + gumbel(self._keys, len(self.logprobs), scores.shape[-1])
+            perturbed = perturbed + gumbel(self._keys, self._begun + len(self.logprobs), scores.shape[-1])
         drawn = perturbed.argmax(dim=-1, keepdim=True)
         self.logprobs.append(logprobs.gather(1, drawn)[:, 0])
         return perturbed

@@ -10,6 +10,7 @@ from corerl.driver.metrics import (
     first_step_mismatch,
     recomputed_mismatch,
     rollout_metrics,
+    staleness_metrics,
     time_metrics,
     train_metrics,
 )
@@ -103,7 +104,29 @@ def test_recomputed_logprobs_are_compared_at_response_tokens_of_the_whole_batch(
         rollout_logprobs=[0.0, 0.0, -1.5, 0.0, 0.0, -2.0, -2.0, -4.5],
     )
     found = recomputed_mismatch(batch)
-    assert found == {"rollout/logprob_diff": pytest.approx((0.5 + 1.0 + 0.5) / 4), "rollout/logprob_diff_max": 1.0}
+    apart = [0.5, 0.0, -1.0, 0.5]  # trainer less engine
+    assert found == {
+        "rollout/logprob_diff": pytest.approx((0.5 + 1.0 + 0.5) / 4),
+        "rollout/logprob_diff_max": 1.0,
+        "rollout/logprob_kl": pytest.approx(sum(math.exp(d) - 1 - d for d in apart) / 4),
+        "rollout/logprob_diff_above_0.1": 0.75,
+        "rollout/logprob_diff_above_1": 0.0,
+    }
+
+
+def test_staleness_counts_updates_from_each_loss_tokens_version_to_the_weights_that_are_trained() -> None:
+    batch = samples()  # loss tokens: one of the first sample, three of the second
+    versions = np.array([9, 9, 4, 9, 9, 2, 2, 5])
+    assert staleness_metrics(batch.with_columns(versions=versions), 5) == {
+        "rollout/staleness": (1 + 3 + 3 + 0) / 4,
+        "rollout/staleness_max": 3.0,
+        "rollout/staleness_share/0": 0.25,
+        "rollout/staleness_share/1": 0.25,
+        "rollout/staleness_share/3": 0.5,
+        "rollout/continued": 0.5,
+    }
+    none = batch.with_columns(versions=versions, loss_mask=np.zeros(8, np.bool_))
+    assert staleness_metrics(none, 5) == {}
 
 
 def test_tokens_per_second_are_sampled_tokens_over_the_whole_step() -> None:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,16 @@ class Group:
         self.passes: list[tuple[tuple[Output, ...], str, bool]] = []  # outputs, weights, whether experts are replayed
         self.processes = self
         self.failure: Exception | None = None
+        self.dead = False
         self.answers = True
         self.layouts = [ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1)]
         self.sent = UpdateResult(version=0, bytes=8, seconds=0.0, engines={"engine-0": "", "engine-1": ""})
         self.received = {name: Received(version=0, bytes=8) for name in ("engine-0", "engine-1")}
+
+    def replace_dead(self) -> dict[str, WorkerDied]:
+        self.log.append("replace")
+        self.dead = False
+        return {"engine-1": WorkerDied("its process died")}
 
     def wake_up(self) -> None:
         self.log.append("wake up")
@@ -120,6 +127,16 @@ def role(name: str, group: Group | None = None, config: Config | None = None, **
     )
 
 
+class Source:
+    position = "where the prompts stand"
+
+    def __init__(self) -> None:
+        self.saved: list[Path] = []
+
+    def save(self, checkpoint: Path) -> None:
+        self.saved.append(checkpoint)
+
+
 class Ears:
     def __init__(self) -> None:
         self.steps: list[StepFinished] = []
@@ -168,6 +185,7 @@ def batch() -> SampleBatch:
         columns={
             "loss_mask": np.array([False, True, False, True, True]),
             "rollout_logprobs": np.array([0.0, -0.5, 0.0, -0.25, -0.125], np.float32),
+            "versions": np.array([0, 3, 0, 2, 3]),
         },
         rows={
             "group": np.array([0, 0]),
@@ -365,15 +383,15 @@ def test_each_role_takes_its_own_steps_and_results_come_in_their_order(make_run:
 def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) -> None:
     actor, fleet = Group(), Group()
     roles = {"actor": role("actor", actor, first_step=2), "critic": role("critic")}
-    run = make_run(make_config(), roles=roles, fleet=fleet)
-    stamped = run.with_advantages(scored())
+    run = make_run(make_config(), roles=roles, fleet=fleet, weights_version=3)
     run.push_weights()
+    stamped = run.with_advantages(scored())
     for run.rollout_step in range(4):
         trained = list(run.optimize(stamped))
         assert trained == (["critic"] if run.rollout_step < 2 else ["actor", "critic"])
         run.push_weights()
     # Weights that no step has changed are not sent again.
-    assert actor.log == ["send 0", "train at 0 of 2", "send 1", "train at 1 of 3", "send 2"]
+    assert actor.log == ["send 3", "train at 0 of 2", "send 4", "train at 1 of 3", "send 5"]
 
 
 # ---- warnings --------------------------------------------------------------------------------------------------------
@@ -449,6 +467,51 @@ def test_a_push_ends_with_the_side_that_died_and_waits_no_more_for_the_other(
     assert run.weights_version == 7
 
 
+def test_a_batch_is_as_stale_as_its_tokens_are_behind_the_weights_that_are_trained(
+    make_run: Callable[..., Run],
+) -> None:
+    run = make_run(make_config(), fleet=Group(), weights_version=5)  # the engines hold 4
+    metrics = run.with_advantages(scored()).metrics
+    assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(4 / 3), 2.0)
+    read = make_run(make_config(), weights_version=5)  # nothing is sampled: versions are another run's
+    assert not any("staleness" in name for name in read.with_advantages(scored()).metrics)
+
+
+class Overlapping(Source):
+    """A source that samples while something is trained; notes where an update stands."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    @contextlib.contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        self.log.append(f"hold for {version}")
+        yield
+        self.log.append("go on")
+
+
+def test_an_update_comes_to_engines_that_are_still_and_new_ones_stand_where_some_have_died(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, ears = Group(), Ears()
+    monkeypatch.setattr(driver, "meeting_at", lambda address, group: "another place")
+    run = make_run(
+        make_config(rollout={"source": "one-step-off", "prompts": 8, "samples": 4}),
+        actor=together,
+        fleet=together,
+        source=Overlapping(together.log),
+        observers=Observers([("ears", ears)]),
+        weights_version=7,
+    )
+    run.push_weights()
+    assert together.log == ["hold for 7", "send 7", "receive 7", "go on"]
+    together.log.clear()
+    together.dead = True  # so that there is something to send, though nothing has been trained
+    run.push_weights()
+    assert together.log == ["hold for 8", "replace", "send 8", "receive 8", "go on"]
+    assert (run.address, told(ears)) == ("another place", ["engine-1 is replaced, once: its process died"])
+
+
 def test_weights_go_out_every_so_many_steps_and_before_an_evaluation(make_run: Callable[..., Run]) -> None:
     actor = Group()
     config = make_config(weights={"every": 3}, eval={"every": 4}, run={"steps": 7})
@@ -516,7 +579,8 @@ class Saves:
         self.log: list[tuple[str, bool]] = []
         self.states: list[dict[str, Any]] = []
 
-    def start(self, step: Any, state: dict[str, Any], *, background: bool) -> None:
+    def start(self, step: Any, state: dict[str, Any], *, background: bool, files: Callable[[Path], None]) -> None:
+        files(Path("/run/checkpoints/partial"))
         self.states.append(state)
         self.log.append((f"start {state['rollout_step']}", background))
 
@@ -529,21 +593,18 @@ class Stop:
         self.requested = requested
 
 
-class Source:
-    position = "where the prompts stand"
-
-
 def test_the_end_saves_what_is_not_saved_and_waits_for_what_is_being_written(make_run: Callable[..., Run]) -> None:
     for last_step, log in (
         (4, [("start 5", False), ("complete", True)]),
         (5, [("complete", True)]),
     ):
-        saves = Saves(last_step)
+        saves, source = Saves(last_step), Source()
         run = make_run(
-            make_config(), checkpoints=saves, rollout_step=5, stop=Stop(True), source=Source(), run_dir=Path("/run")
+            make_config(), checkpoints=saves, rollout_step=5, stop=Stop(True), source=source, run_dir=Path("/run")
         )
         summary = run.finish()
         assert saves.log == log
+        assert len(source.saved) == (last_step == 4)  # beside the roles' files
         # Interrupted, so nothing is exported.
         assert (summary.reason, summary.steps_done, summary.run_dir) == ("interrupted", 5, Path("/run"))
 

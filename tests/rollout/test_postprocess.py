@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,14 @@ from attrs import evolve
 
 from corerl.errors import DataError
 from corerl.rollout.postprocess import Postprocessed
-from corerl.rollout.sources import Scored
+from corerl.rollout.sources import Scored, Source
 from tests.rollout.scored import scored
 
 
-class Two:
+class Two(Source):
     """A source of two steps."""
 
-    position: Mapping[str, Any] = {"rollout_step": 2}
+    position = {"rollout_step": 2}  # noqa: RUF012
 
     def __init__(self) -> None:
         self.restored: Mapping[str, Any] = {}
@@ -25,7 +26,7 @@ class Two:
         yield scored(0)
         yield scored(1)
 
-    def restore(self, position: Mapping[str, Any]) -> None:
+    def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
         self.restored = position
 
 

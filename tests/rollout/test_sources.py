@@ -15,7 +15,7 @@ from corerl.rollout.engines import FakeConfig
 from corerl.rollout.fake_engine import FakeEngine
 from corerl.rollout.rewards import Reward, Scorer, Scores, resolve_reward
 from corerl.rollout.sampler import Rollout, Sampler
-from corerl.rollout.sources import Refill, Scored, Synchronous, evaluate
+from corerl.rollout.sources import Draws, Refill, Scored, Synchronous, evaluate
 from tests.rollout.models import context, update
 
 TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")
@@ -31,15 +31,15 @@ def sampler(tmp_path: Path) -> Sampler:
 
 
 def source(sampler: Sampler, *, steps: int = 4, seed: int = 7, reward: Scorer = REWARD) -> Synchronous:
-    return Synchronous(
+    draws = Draws(
         stream=PromptStream(SortDigits(held_out=10, seed=seed), seed=seed),
         sampler=sampler,
         reward=reward,
         params=PARAMS,
         prompts=3,
         samples=2,
-        steps=steps,
     )
+    return Synchronous(draws, steps=steps)
 
 
 def same(a: Scored, b: Scored) -> bool:
@@ -141,23 +141,23 @@ def test_evaluation_is_greedy_scored_by_hand_and_counts_exact_answers_where_ther
 class ByIndex:
     """Half of all prompts have groups whose rewards differ."""
 
-    def score(self, rollout: Rollout) -> Scores:
+    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
         groups, samples = rollout.batch.rows["group"], rollout.batch.rows["sample"]
         odd = np.array([rollout.prompts[group].index % 2 for group in groups])
         return Scores(rewards=(odd * samples).astype(np.float32), failures={"raised": 1}, first="the first")
 
 
 def refilled(sampler: Sampler, attempts: int, *, reward: Scorer | None = None, prompts: int = 4) -> Synchronous:
-    return Synchronous(
+    draws = Draws(
         stream=PromptStream(SortDigits(held_out=10, seed=7), seed=7),
         sampler=sampler,
         reward=reward or ByIndex(),
         params=PARAMS,
         prompts=prompts,
         samples=2,
-        steps=3,
         refill=Refill(useful=spread, attempts=attempts),
     )
+    return Synchronous(draws, steps=3)
 
 
 def test_groups_without_spread_are_replaced_by_the_next_prompts_that_have_some(sampler: Sampler) -> None:
@@ -176,7 +176,7 @@ def test_groups_without_spread_are_replaced_by_the_next_prompts_that_have_some(s
 
 def test_what_is_missing_at_the_end_is_filled_with_groups_that_had_been_dropped(sampler: Sampler) -> None:
     class Never:
-        def score(self, rollout: Rollout) -> Scores:
+        def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
             return Scores(rewards=np.ones(len(rollout.batch), np.float32), failures={}, first="")
 
     scored = next(refilled(sampler, attempts=2, reward=Never()))

@@ -1,0 +1,335 @@
+"""Batches of what is finished first, while engines generate without a break and weights change under way."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from attrs import define, evolve, field, frozen
+
+from corerl.data.prompts import Prompt
+from corerl.errors import RewardError
+from corerl.rollout.engine import GenerateRequest, Generation
+from corerl.rollout.partial import continued, joined, split
+from corerl.rollout.rewards import Scores
+from corerl.rollout.sampler import Rollout
+from corerl.rollout.sources import Draws, Scored, Source, exact_share
+from corerl.types import BoolArray, FloatArray
+
+
+class Engines(Protocol):
+    """What generates; `corerl.rollout.fleet.EngineFleet` is one."""
+
+    def __len__(self) -> int: ...
+    def draw(self, replica: int, request: GenerateRequest) -> Generation | None: ...
+    def serves(self, replica: int) -> bool: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def mend(self) -> None: ...
+
+
+@frozen(kw_only=True, eq=False)
+class Group:
+    """The samples of one prompt, as far as they are drawn."""
+
+    number: int  # in the order in which they were begun
+    prompt: Prompt
+    request: GenerateRequest  # of all samples, from their beginning
+    drawn: Generation
+    # Once it is finished and scored:
+    rollout: Rollout | None = None
+    rewards: FloatArray = field(factory=lambda: np.zeros(0, np.float32))  # [G]
+    failed: BoolArray = field(factory=lambda: np.zeros(0, np.bool_))  # [G] has no reward of its own
+
+    @property
+    def rest(self) -> GenerateRequest:
+        """What is still to be drawn."""
+        return continued(self.request, self.drawn)
+
+    def followed_by(self, more: Generation) -> Group:
+        return evolve(self, drawn=joined(self.request, self.drawn, more))
+
+    @property
+    def finished(self) -> bool:
+        return not self.drawn.unfinished.any()
+
+    @property
+    def oldest(self) -> int | None:
+        """The version of the weights that drew its oldest token; None before the first."""
+        return int(self.drawn.versions.min()) if len(self.drawn.versions) else None
+
+
+@define(kw_only=True)
+class Tally:
+    """What became of samples since a batch was handed out."""
+
+    stale_samples: int = 0  # given up, with what they had of tokens
+    stale_tokens: int = 0
+    dull: int = 0  # groups whose rewards are all equal, others begun in their place
+    failures: Counter[str] = field(factory=Counter)  # samples scored since then, by kind
+    first_failure: str = ""
+
+    def give_up(self, group: Group) -> None:
+        self.stale_samples += len(group.request)
+        self.stale_tokens += len(group.drawn.tokens)
+
+    def score(self, scores: Scores) -> None:
+        self.failures.update(scores.failures)
+        self.first_failure = self.first_failure or scores.first
+
+    def batch(self, step: int, groups: Sequence[Group], *, refilled: bool) -> Scored:
+        """The groups as the batch of rollout step `step`. Raises RewardError where none of the samples has a reward."""
+        if all(group.failed.all() for group in groups):
+            samples = sum(len(group.failed) for group in groups)
+            raise RewardError(f"{self.first_failure}; and fails on all {samples} samples")
+        rollout = Rollout.concatenate([group.rollout for group in groups if group.rollout is not None])
+        return Scored(
+            step=step,
+            rollout=rollout,
+            rewards=np.concatenate([group.rewards for group in groups]),
+            exact_match=exact_share(rollout),
+            seconds={},
+            failures=dict(self.failures),
+            first_failure=self.first_failure,
+            counts={
+                "stale_samples": self.stale_samples,
+                "stale_tokens": self.stale_tokens,
+                **({"groups_without_spread": self.dull} if refilled else {}),
+            },
+        )
+
+
+class Asynchronous(Source):
+    """Engines generate all the time. A weight update interrupts them, and what is unfinished is continued by the new
+    weights, each token with the version and the log-prob of the weights that drew it.
+
+    No sample is handed out whose oldest token is more than `max_staleness` versions behind the weights that it will be
+    trained with. A prompt of which one sample can no longer meet that is given back and drawn anew, with other noise.
+
+    Of the prompts that are begun, at most max_staleness + 1 batches are not handed out: more could not all be trained
+    on in time. What is handed out is finished, the oldest first. A resumed run begins those prompts again that were
+    not handed out, and nothing else is lost; it is not repeatable, as no run is whose engines race with its training.
+
+    Its threads: `calls` for each replica, which wait for that engine, and one that scores. All that they share changes
+    under `_state`, and each change is told to all who wait for one.
+    """
+
+    def __init__(self, draws: Draws, engines: Engines, *, steps: int, max_staleness: int, calls: int = 1) -> None:
+        """`calls` of `generate` that one replica answers side by side."""
+        self._draws = draws
+        self._engines = engines
+        self._steps = steps  # rollout steps in all, those before a resume included
+        self._max_staleness = max_staleness
+        self._calls = calls
+        self._share = max(1, draws.prompts // (len(engines) * calls))  # groups of one call
+        self._step = 0  # the next one
+        self._begun = 0  # groups in all
+        self._version = 0  # of the weights that what is handed out next will be trained with
+
+        self._state = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._groups: dict[int, Prompt] = {}  # begun and neither handed out nor given up, by number
+        self._waiting: deque[Group] = deque()  # for an engine
+        self._unscored: list[Group] = []
+        self._ready: list[Group] = []
+        self._calling = 0  # engines' answers that are waited for
+        self._held = False  # no engine is called
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._tally = Tally()
+
+    # ---- in the loop's thread ---------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Scored]:
+        return self
+
+    def __next__(self) -> Scored:
+        if self._step >= self._steps:
+            raise StopIteration
+        started = time.perf_counter()
+        if not self._threads:
+            self._start()
+        while (groups := self._finished()) is None:
+            self._engines.mend()  # which updates the weights, and so comes back here
+        with self._state:
+            tally, self._tally = self._tally, Tally()
+        scored = tally.batch(self._step, groups, refilled=self._draws.refill is not None)
+        self._step += 1
+        return evolve(scored, seconds={"rollout": time.perf_counter() - started})
+
+    def _finished(self) -> list[Group] | None:
+        """Waits for the groups of one batch; None where no engine is left to draw them."""
+        with self._state:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                self._give_up_stale()
+                if len(self._ready) >= self._draws.prompts:
+                    return self._hand_out()
+                if not any(map(self._engines.serves, range(len(self._engines)))):
+                    return None
+                self._begin()
+                self._state.notify_all()
+                self._state.wait()
+
+    def _hand_out(self) -> list[Group]:
+        self._ready.sort(key=lambda group: (group.oldest, group.number))
+        groups, self._ready = self._ready[: self._draws.prompts], self._ready[self._draws.prompts :]
+        for group in groups:
+            del self._groups[group.number]
+        return groups
+
+    def _begin(self) -> None:
+        """As many prompts as can be trained on in time, and before the last step."""
+        batches = min(self._max_staleness + 1, self._steps - self._step)
+        while len(self._groups) < batches * self._draws.prompts:
+            (prompt,) = self._draws.stream.take(1)
+            request = self._draws.sampler.request(
+                [prompt],
+                rollout_step=self._step,
+                samples=self._draws.samples,
+                params=self._draws.params,
+                attempt=self._begun,  # no two groups of a run draw with the same noise
+            )
+            group = Group(number=self._begun, prompt=prompt, request=request, drawn=Generation.nothing(request))
+            self._groups[group.number] = prompt
+            self._waiting.append(group)
+            self._begun += 1
+
+    def _give_up_stale(self) -> None:
+        kept: dict[str, list[Group]] = {}
+        for where in ("_waiting", "_unscored", "_ready"):
+            kept[where] = []
+            for group in getattr(self, where):
+                if group.oldest is None or self._version - group.oldest <= self._max_staleness:
+                    kept[where].append(group)
+                    continue
+                del self._groups[group.number]
+                self._draws.stream.give_back(group.prompt)
+                self._tally.give_up(group)
+        self._waiting, self._unscored, self._ready = deque(kept["_waiting"]), kept["_unscored"], kept["_ready"]
+
+    @contextlib.contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        if self._threads:
+            with self._state:
+                self._held = True
+            self._engines.pause()
+            with self._state:
+                self._state.wait_for(lambda: not self._calling or self._failure is not None)
+        yield
+        with self._state:
+            self._version = version
+            self._give_up_stale()
+        if self._threads:
+            self._engines.resume()
+            with self._state:
+                self._held = False
+                self._state.notify_all()
+
+    def close(self) -> None:
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+
+    # ---- resume -----------------------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The next rollout step; the prompts, those given back that were begun and not handed out; how many were begun,
+        lest another group draw with the same noise."""
+        with self._state:
+            prompts = self._draws.stream.position_without(self._groups.values())
+            return {"rollout_step": self._step, "prompts": prompts, "begun": self._begun}
+
+    def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
+        self._draws.stream.restore(position["prompts"])
+        self._step = position["rollout_step"]
+        self._begun = position.get("begun", 0)
+
+    # ---- in threads of their own ------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        works: list[tuple[str, Callable[[], None]]] = [("scoring", self._score)]
+        for replica in range(len(self._engines)):
+            works += [(f"engine-{replica}", functools.partial(self._draw, replica))] * self._calls
+        # No one waits for them at the end of the program: an engine may be gone, a reward may take for ever.
+        self._threads = [
+            threading.Thread(target=self._until_closed, args=(work,), name=f"rollout {name}", daemon=True)
+            for name, work in works
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _until_closed(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # for the loop's thread, which raises it
+            with self._state:
+                self._failure = self._failure or error
+                self._state.notify_all()
+
+    @property
+    def _ending(self) -> bool:
+        return self._closed or self._failure is not None
+
+    def _draw(self, replica: int) -> None:
+        while groups := self._to_draw(replica):
+            requests = [group.rest for group in groups]
+            generation = self._engines.draw(replica, GenerateRequest.concatenate(requests))
+            with self._state:
+                self._calling -= 1
+                if generation is None:
+                    self._waiting.extendleft(reversed(groups))
+                else:
+                    more = split(generation, requests)
+                    drawn = [group.followed_by(part) for group, part in zip(groups, more, strict=True)]
+                    self._unscored += [group for group in drawn if group.finished]
+                    self._waiting.extendleft(group for group in reversed(drawn) if not group.finished)
+                self._state.notify_all()
+
+    def _to_draw(self, replica: int) -> list[Group]:
+        """Waits for something to do; nothing at the end."""
+        with self._state:
+            self._state.wait_for(
+                lambda: self._ending or (self._waiting and not self._held and self._engines.serves(replica))
+            )
+            if self._ending:
+                return []
+            self._calling += 1
+            return [self._waiting.popleft() for _ in range(min(self._share, len(self._waiting)))]
+
+    def _score(self) -> None:
+        while groups := self._to_score():
+            rollouts = [self._draws.sampler.rollout([group.prompt], group.request, group.drawn) for group in groups]
+            scores = self._draws.reward.score(Rollout.concatenate(rollouts), part=True)
+            ends = np.cumsum([len(rollout.batch) for rollout in rollouts])[:-1]
+            rewards, failed = np.split(scores.rewards, ends), np.split(scores.failed, ends)
+            with self._state:
+                self._tally.score(scores)
+                for group, rollout, reward, none in zip(groups, rollouts, rewards, failed, strict=True):
+                    self._keep(evolve(group, rollout=rollout, rewards=reward, failed=none))
+                self._state.notify_all()
+
+    def _keep(self, group: Group) -> None:
+        """Among what is ready, unless it is to be replaced: another group is begun where there is room for one."""
+        refill = self._draws.refill
+        replaceable = refill is not None and self._tally.dull < refill.attempts * self._draws.prompts
+        if refill and replaceable and not refill.useful(group.rewards, np.zeros(len(group.rewards), np.int64)).all():
+            self._tally.dull += 1
+            del self._groups[group.number]
+            return
+        self._ready.append(group)
+
+    def _to_score(self) -> list[Group]:
+        with self._state:
+            self._state.wait_for(lambda: self._ending or self._unscored)
+            groups, self._unscored = self._unscored, []
+            return [] if self._ending else groups
