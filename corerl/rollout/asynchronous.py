@@ -114,7 +114,7 @@ class Asynchronous(Source):
     trained with. A prompt of which one sample can no longer meet that is given back and drawn anew, with other noise.
 
     Of the prompts that are begun, at most max_staleness + 1 batches are not handed out: more could not all be trained
-    on in time. What is handed out is finished, the oldest first. A resumed run begins those prompts again that were
+    on in time. What is handed out is finished, and the oldest of that. A resumed run begins those prompts again that were
     not handed out, and nothing else is lost; it is not repeatable, as no run is whose engines race with its training.
 
     Its threads: `calls` for each replica, which wait for that engine, and one that scores. All that they share changes
@@ -171,12 +171,12 @@ class Asynchronous(Source):
                 if self._failure is not None:
                     raise self._failure
                 self._give_up_stale()
+                self._begin()  # before anything is handed out: what is begun now is drawn while that is trained on
+                self._state.notify_all()
                 if len(self._ready) >= self._draws.prompts:
                     return self._hand_out()
                 if not any(map(self._engines.serves, range(len(self._engines)))):
                     return None
-                self._begin()
-                self._state.notify_all()
                 self._state.wait()
 
     def _hand_out(self) -> list[Group]:
@@ -187,8 +187,10 @@ class Asynchronous(Source):
         return groups
 
     def _begin(self) -> None:
-        """As many prompts as can be trained on in time, and before the last step."""
-        batches = min(self._max_staleness + 1, self._steps - self._step)
+        """Prompts for the batch that is waited for and for those after it: one more where engines keep up, so that what
+        they draw is young; as many as can be trained on in time where they do not."""
+        ahead = 1 if len(self._ready) >= self._draws.prompts else self._max_staleness
+        batches = min(1 + ahead, self._steps - self._step)
         while len(self._groups) < batches * self._draws.prompts:
             (prompt,) = self._draws.stream.take(1)
             request = self._draws.sampler.request(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -15,6 +17,7 @@ from corerl.config.schema import ModelConfig
 from corerl.models.config import hf_config
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received
 from corerl.rollout.pool import split
+from corerl.rollout.serving import Serving
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import open_sender
@@ -99,6 +102,12 @@ def update(
     done = [result for result in results if result is not None]
     assert [result.error for result in done] == list(committed.values())
     return done
+
+
+def pause_after(monkeypatch: pytest.MonkeyPatch, asked: int) -> None:
+    """Have engines find themselves paused once they have asked that often: before a run of rows, before a token."""
+    times = itertools.count()
+    monkeypatch.setattr(Serving, "paused", property(lambda serving: next(times) >= asked))
 
 
 def plain_logprobs(model: PreTrainedModel, tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:

@@ -10,7 +10,8 @@ from corerl.errors import EngineFailed
 from corerl.rollout.engine import GenerateRequest, SamplingParams
 from corerl.rollout.engines import FakeConfig
 from corerl.rollout.fake_engine import FakeEngine
-from tests.rollout.models import context, spread, update
+from corerl.rollout.partial import continued, joined
+from tests.rollout.models import context, pause_after, spread, update
 
 WEIGHTS = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
 
@@ -52,3 +53,17 @@ def test_answers_are_a_function_of_prompt_noise_and_version_and_end_as_real_ones
     update(engines, WEIGHTS, version=2, path=tmp_path)
     later = engines[0].generate(asked)
     assert later.tokens.tolist() != whole.tokens.tolist() and set(later.versions.tolist()) == {2}
+
+
+def test_it_is_interrupted_and_continued_as_real_ones_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = fake()
+    update([served], WEIGHTS, version=1, path=tmp_path)
+    asked = request(20)
+    whole = served.generate(asked)
+    with monkeypatch.context() as patch:
+        pause_after(patch, 2)
+        drawn = served.generate(asked)
+    assert set(np.diff(drawn.offsets)) == {1, 2} and drawn.unfinished.any()
+    together = joined(asked, drawn, served.generate(continued(asked, drawn)))
+    for column in ("tokens", "offsets", "logprobs", "versions", "truncated", "unfinished"):
+        assert getattr(together, column).tolist() == getattr(whole, column).tolist()

@@ -1,4 +1,3 @@
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from corerl.errors import EngineFailed
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.noise import noise_keys
+from corerl.rollout.partial import continued, joined
 from corerl.rollout.transformers_engine import TransformersEngine, keep_top_p
 from corerl.types import MemoryKind
 from tests.rollout.models import (
@@ -22,6 +22,7 @@ from tests.rollout.models import (
     VOCAB,
     context,
     hf_tensors,
+    pause_after,
     plain_logprobs,
     random_model,
     sequences,
@@ -324,15 +325,70 @@ def test_sleep_frees_every_parameter_once_and_waking_asks_for_fresh_weights(tmp_
     assert_same_samples(served.generate(request(4)), before)
 
 
-def test_a_paused_engine_holds_requests_back_until_it_is_resumed(tmp_path: Path) -> None:
+# ---- interrupted -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [TIED, MOE], ids=["tied", "moe"])
+def test_what_is_interrupted_and_continued_is_what_would_have_been_drawn_without(
+    fields: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = engine(fields, batch_size=4)
+    update([served], hf_tensors(random_model(fields, seed=1), tmp_path / "hf"), version=1, path=tmp_path / "w")
+    asked = request(10, evolve(PARAMS, routed_experts=fields is MOE))
+    whole = served.generate(asked)
+    asks = 3
+    parts: list[tuple[GenerateRequest, Generation]] = []
+    left = asked
+    while True:
+        with monkeypatch.context() as patch:
+            pause_after(patch, asks)
+            parts.append((left, served.generate(left)))
+        if not parts[-1][1].unfinished.any():
+            break
+        left = continued(*parts[-1])
+    assert len(parts) > 3
+    first = parts[0][1]
+    assert np.diff(first.offsets)[4:].tolist() == [0] * 6 and first.unfinished[4:].all()  # nothing but the first run
+    assert not (first.unfinished & first.truncated).any()
+    together = parts[-1][1]
+    for before, drawn in reversed(parts[:-1]):
+        together = joined(before, drawn, together)
+    assert_same_samples(together, whole)
+    assert not together.unfinished.any()
+    if fields is MOE:
+        np.testing.assert_array_equal(together.routed_experts, whole.routed_experts)
+
+
+def test_each_token_has_the_version_and_the_logprob_of_the_weights_that_drew_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, models = engine(TIED), {version: random_model(TIED, seed=version) for version in (1, 2)}
+
+    def push(version: int) -> None:
+        update([served], hf_tensors(models[version], tmp_path / f"hf{version}"), version=version, path=tmp_path / "w")
+
+    push(1)
+    asked = request(12)
+    with monkeypatch.context() as patch:
+        pause_after(patch, 3)
+        drawn = served.generate(asked)
+    push(2)
+    together = joined(asked, drawn, served.generate(continued(asked, drawn)))
+    assert set(together.versions) == {1, 2}
+    ends = np.split(together.versions, together.offsets[1:-1])
+    for (prompt, response, logprobs), versions in zip(sequences(asked, together), ends, strict=True):
+        assert (np.diff(versions) >= 0).all() and len(response) <= PARAMS.max_tokens
+        for position, (version, logprob) in enumerate(zip(versions, logprobs, strict=True)):
+            wanted = plain_logprobs(models[version], prompt + response, PARAMS.temperature)
+            token = len(prompt) + position
+            assert logprob == pytest.approx(float(wanted[token - 1, response[position]]), abs=1e-4)
+
+
+def test_a_paused_engine_answers_at_once_with_nothing_until_it_is_resumed(tmp_path: Path) -> None:
     served = engine(TIED)
     update([served], hf_tensors(random_model(TIED, seed=1), tmp_path / "hf"), version=1, path=tmp_path / "w")
     served.pause()
-    answers: list[Generation] = []
-    waiting = threading.Thread(target=lambda: answers.append(served.generate(request(2))))
-    waiting.start()
-    waiting.join(timeout=0.3)
-    assert waiting.is_alive() and not answers
+    none = served.generate(request(3))
+    assert len(none.tokens) == 0 and none.unfinished.tolist() == [True] * 3
     served.resume()
-    waiting.join(timeout=20)
-    assert len(answers) == 1
+    assert not served.generate(request(3)).unfinished.any()

@@ -1,0 +1,125 @@
+"""A whole run in the test's own process: the driver as it is, its ranks and engines as objects with threads."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import frozen
+
+from corerl.cluster.placement import Seating
+from corerl.config.load import load_config
+from corerl.config.schema import Config
+from corerl.driver import launch, run
+from corerl.driver.run import Summary
+from corerl.errors import CorerlError
+from corerl.train import execute
+from corerl.trainer import group
+from tests.end_to_end.command import write_small
+
+BUILDING = threading.Lock()  # a model: transformers does it with a switch for the whole process
+
+
+@frozen(eq=False)
+class Calls:
+    """Under way."""
+
+    futures: dict[int, Future[Any]]
+    method: str = ""
+
+
+class Objects:
+    """What `corerl.cluster.ProcessGroup` is to the driver; each call of a member runs in one of its threads."""
+
+    def __init__(self, names: Sequence[str], target: str, *_: Any, threads: int = 1, **__: Any) -> None:
+        self.names = list(names)
+        module, _, name = target.partition(":")
+        self._class = getattr(importlib.import_module(module), name)
+        self._objects: list[Any] = []
+        self._threads = [ThreadPoolExecutor(threads) for _ in names]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def listen(self, member: int) -> tuple[str, int, None]:
+        return "127.0.0.1", 0, None
+
+    def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Calls:
+        with BUILDING:
+            self._objects = [self._class(*each) for each in arguments]
+        return Calls({})
+
+    def start(self, method: str, *args: Any) -> Calls:
+        return self.start_each(method, [args] * len(self))
+
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Calls:
+        return self.start_some(method, dict(enumerate(arguments)))
+
+    def start_some(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Calls:
+        return Calls(
+            {
+                member: self._threads[member].submit(self._call, member, method, *args)
+                for member, args in arguments.items()
+            }
+        )
+
+    def _call(self, member: int, method: str, *args: Any) -> Any:
+        with BUILDING if method == "init" else contextlib.nullcontext():
+            return getattr(self._objects[member], method)(*args)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return self.wait(self.start(method, *args))
+
+    def wait(self, pending: Calls) -> list[Any]:
+        return [future.result() for future in pending.futures.values()]
+
+    def answers(self, pending: Calls) -> dict[int, Any]:
+        wait(pending.futures.values())
+        return {
+            member: error if isinstance(error := future.exception(), CorerlError) else future.result()
+            for member, future in pending.futures.items()
+        }
+
+    def ready(self, pending: Calls, timeout: float) -> bool:
+        return not wait(pending.futures.values(), timeout).not_done
+
+    def kill(self) -> None:
+        for threads in self._threads:
+            threads.shutdown(wait=False)
+
+
+HERE = [
+    *("backend.name=plain", "roles.actor.ranks=1", "reward.processes=0", "weights.transport=disk"),
+    *("eval.every=0", "train.mini_batches=1", "checkpoint.background=false"),
+]
+
+
+def small(directory: Path, *overrides: str) -> Config:
+    """The end-to-end tests' small run on one plain rank and one engine."""
+    return load_config(write_small(directory), [*HERE, f"run.dir={directory}/run", *overrides])
+
+
+def execute_here(config: Config) -> Summary:
+    """What `corerl train` does with this config, without Ray."""
+
+    @contextlib.contextmanager
+    def nothing(**_: Any) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def seated(seating: Seating, **_: Any) -> Iterator[dict[str, list[Any]]]:
+        yield {name: [None] * len(places) for name, places in seating.places.items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "ray_session", nothing)
+        patch.setattr(launch, "seated", seated)
+        patch.setattr(launch, "ProcessGroup", Objects)
+        patch.setattr(group, "ProcessGroup", Objects)
+        patch.setattr(run, "share", lambda value: value)
+        return execute(config)

@@ -1,0 +1,323 @@
+"""Batches of what is finished first: by engines whose pace the test sets, and in a whole run in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from corerl.algorithms.advantages import spread
+from corerl.data.prompts import Prompt, PromptStream, SortDigits
+from corerl.errors import EngineFailed, RewardError
+from corerl.models.tokenizer import load_tokenizer
+from corerl.ops.noise import hash_keys
+from corerl.rollout.asynchronous import Asynchronous
+from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
+from corerl.rollout.rewards import Reward, Scorer, resolve_reward
+from corerl.rollout.sampler import Sampler
+from corerl.rollout.saved import Kept
+from corerl.rollout.sources import Draws, Refill, Source
+from tests.end_to_end.command import metrics
+from tests.in_process import execute_here, small
+
+TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")
+REWARD = resolve_reward("position-match", {})
+PARAMS = SamplingParams(max_tokens=6, stop_tokens=(2,))
+PROMPTS, SAMPLES = 3, 2
+LIMIT = 60.0  # seconds, against hangs
+
+
+class Engines:
+    """Replicas that answer at once. Before version `until` they are slow with two calls at any time: these get a token
+    for each row, and another one under the next weights. Tokens are a function of the row's noise and their place."""
+
+    def __init__(self, replicas: int = 1, *, until: int = 0, max_staleness: int = 0) -> None:
+        self.replicas = replicas
+        self.version = 0
+        self.keys: list[int] = []  # of all rows that were begun
+        self.dead: set[int] = set()
+        self.deaths = 0  # of those that are called next
+        self.mended = 0
+        self.failure: Exception | None = None
+        self._until = until
+        self._max_staleness = max_staleness
+        self._slow: dict[int, int] = {}  # noise of a call's first row -> version of its first token
+        self._changing = threading.Condition()
+        self._paused = False
+
+    def __len__(self) -> int:
+        return self.replicas
+
+    def serves(self, replica: int) -> bool:
+        return replica not in self.dead
+
+    def pause(self) -> None:
+        with self._changing:
+            self._paused = True
+            self._changing.notify_all()
+
+    def resume(self) -> None:
+        with self._changing:
+            self._paused = False
+
+    def mend(self) -> None:
+        self.mended += 1
+        self.dead.clear()
+
+    def draw(self, replica: int, request: GenerateRequest) -> Generation | None:
+        if self.failure is not None:
+            raise self.failure
+        with self._changing:
+            if self.deaths:
+                self.deaths -= 1
+                self.dead.add(replica)
+                return None
+            self.keys += request.noise_keys[request.begun == 0].tolist()
+            key = int(request.noise_keys[0])
+            asked_for = [each for each in self._slow.values() if self.version - each <= self._max_staleness]
+            if self.version >= self._until or (key not in self._slow and len(asked_for) >= 2):
+                return self._drawn(request, PARAMS.max_tokens)
+            self._slow.setdefault(key, self.version)
+            drawn = self._drawn(request, 1)
+            if drawn.unfinished.any():
+                assert self._changing.wait_for(lambda: self._paused, LIMIT)
+            else:
+                del self._slow[key]
+            return drawn
+
+    def _drawn(self, request: GenerateRequest, most: int) -> Generation:
+        tokens: list[int] = []
+        sizes, stopped = [], []
+        for key, begun in zip(request.noise_keys, request.begun, strict=True):
+            row: list[int] = []
+            while len(row) < min(most, PARAMS.max_tokens - begun) and row[-1:] != [2]:
+                drawn = int(hash_keys(key, begun + len(row))[0] % 16)
+                row.append(drawn if drawn not in (0, 1, 3) else 9)
+            tokens += row
+            sizes.append(len(row))
+            stopped.append(row[-1:] == [2])
+        whole = (np.array(sizes) + request.begun == PARAMS.max_tokens) & ~np.array(stopped)
+        return Generation(
+            tokens=np.array(tokens),
+            offsets=np.cumsum([0, *sizes]),
+            logprobs=np.zeros(len(tokens), dtype=np.float32),
+            versions=np.full(len(tokens), self.version),
+            truncated=whole,
+            unfinished=~whole & ~np.array(stopped),
+        )
+
+
+def asynchronous(
+    engines: Engines,
+    *,
+    max_staleness: int = 1,
+    steps: int = 6,
+    calls: int = 12,
+    reward: Scorer = REWARD,
+    refill: Refill | None = None,
+) -> Asynchronous:
+    draws = Draws(
+        stream=PromptStream(SortDigits(held_out=10, seed=7), seed=7),
+        sampler=Sampler(tokenizer=TOKENIZER, generate=lambda request: Generation.nothing(request), seed=7),
+        reward=reward,
+        params=PARAMS,
+        prompts=PROMPTS,
+        samples=SAMPLES,
+        refill=refill,
+    )
+    return Asynchronous(draws, engines, steps=steps, max_staleness=max_staleness, calls=calls)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+
+
+def trained_on(source: Source, engines: Engines) -> Iterator[Any]:
+    """The batches of a loop whose every step makes one version."""
+    with source.updating(0):
+        pass
+    for scored in source:
+        yield scored
+        with source.updating(scored.step + 1):
+            engines.version = scored.step + 1
+    source.close()
+
+
+def upcoming(count: int) -> list[int]:
+    return [prompt.index for prompt in PromptStream(SortDigits(held_out=10, seed=7), seed=7).take(count)]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+def test_no_token_that_is_trained_on_is_staler_than_allowed_however_slow_engines_are(
+    max_staleness: int, tmp_path: Path
+) -> None:
+    engines = Engines(until=10, max_staleness=max_staleness)
+    source = asynchronous(engines, max_staleness=max_staleness, steps=14)
+    counts = [scored.counts for scored in trained_on(Kept(source, tmp_path), engines)]
+
+    # Counted again from what was written down: the batch of step n was trained on under version n.
+    oldest, continued, trained = [], 0, []
+    for step, path in enumerate(sorted(tmp_path.iterdir())):
+        with np.load(path) as file:
+            versions, mask, offsets = file["columns/versions"], file["columns/loss_mask"], file["offsets"]
+            for sample in range(PROMPTS * SAMPLES):
+                drawn = versions[offsets[sample] : offsets[sample + 1]][mask[offsets[sample] : offsets[sample + 1]]]
+                assert (np.diff(drawn) >= 0).all() and 1 <= len(drawn) <= PARAMS.max_tokens
+                oldest.append(step - drawn.min())
+                continued += len(set(drawn)) > 1
+    assert max(oldest) == max_staleness and min(oldest) >= 0
+    dropped = sum(count["stale_samples"] for count in counts)
+    assert dropped > 0 and sum(count["stale_tokens"] for count in counts) >= dropped
+    assert continued > 0 or max_staleness == 1
+
+    # What was dropped is drawn again, and no prompt is lost or trained on twice.
+    for path in tmp_path.iterdir():
+        with np.load(path) as file:
+            starts = file["offsets"][:-1][::SAMPLES]
+            trained += [tuple(file["tokens"][start + 1 : start + 6]) for start in starts]
+    assert len(set(trained)) == len(trained) == 14 * PROMPTS
+    assert len(set(engines.keys)) == len(engines.keys)  # with noise of its own
+
+
+def test_prompts_come_once_each_in_batches_of_whole_groups_that_are_scored(tmp_path: Path) -> None:
+    engines = Engines(2)
+    source = asynchronous(engines, calls=1)
+    steps = list(trained_on(source, engines))
+    assert [scored.step for scored in steps] == list(range(6))
+    for scored in steps:
+        assert scored.rollout.batch.rows["group"].tolist() == [0, 0, 1, 1, 2, 2]
+        assert scored.rollout.batch.rows["sample"].tolist() == [0, 1] * 3
+        expected = [REWARD(scored.rollout.prompts[row // 2], text) for row, text in enumerate(scored.rollout.texts)]
+        assert scored.rewards.tolist() == pytest.approx(expected)
+    assert sorted(prompt.index for scored in steps for prompt in scored.rollout.prompts) == sorted(upcoming(18))
+
+
+def test_a_resumed_run_begins_again_what_was_not_handed_out_and_nothing_else(tmp_path: Path) -> None:
+    engines = Engines(until=9, max_staleness=2)
+    source = asynchronous(engines, max_staleness=2)
+    first = []
+    for scored in trained_on(source, engines):
+        first += [prompt.index for prompt in scored.rollout.prompts]
+        position = source.position
+        if scored.step == 2:
+            break
+    source.close()
+    engines.pause()
+    resumed_engines = Engines()
+    resumed_engines.version = 3
+    resumed = asynchronous(resumed_engines, max_staleness=2)
+    resumed.restore(position)
+    with resumed.updating(3):
+        pass
+    rest = [prompt.index for scored in resumed for prompt in scored.rollout.prompts]
+    resumed.close()
+    assert sorted(first + rest) == sorted(upcoming(18))
+    assert not set(resumed_engines.keys) & set(engines.keys)
+    assert (resumed.position["rollout_step"], resumed.position["prompts"]["offset"]) == (6, 18)
+    assert "returned" in position["prompts"] and "returned" not in resumed.position["prompts"]
+
+
+def test_groups_that_teach_nothing_are_replaced_as_often_as_is_allowed() -> None:
+    times: Counter[int] = Counter()
+
+    def by_index(prompt: Prompt, response: str) -> float:
+        """Half of all prompts have groups whose rewards differ."""
+        times[prompt.index] += 1
+        return prompt.index % 2 * times[prompt.index]
+
+    engines = Engines()
+    odd = Reward(name="odd", function=by_index)
+    source = asynchronous(engines, reward=odd, refill=Refill(useful=spread, attempts=9))
+    steps = list(trained_on(source, engines))
+    assert all(prompt.index % 2 for scored in steps for prompt in scored.rollout.prompts)
+    assert sum(scored.counts["groups_without_spread"] for scored in steps) > 0
+    one = Reward(name="one", function=lambda prompt, response: 1.0)
+    never = asynchronous(engines, reward=one, refill=Refill(useful=spread, attempts=1))
+    assert [scored.counts["groups_without_spread"] for scored in trained_on(never, Engines())] == [PROMPTS] * 6
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_an_engines_error_is_the_loops_and_ends_all_threads() -> None:
+    engines = Engines(2)
+    source = asynchronous(engines, calls=2)
+    next(source)
+    engines.failure = EngineFailed("engine-1 is broken")
+    with pytest.raises(EngineFailed, match="^engine-1 is broken$"):
+        for _ in source:
+            pass
+
+
+def test_a_reward_that_fails_on_every_sample_of_a_batch_ends_the_run_and_on_some_does_not() -> None:
+    def fails(prompt: Prompt, response: str) -> float:
+        raise ValueError("no")
+
+    source = asynchronous(Engines(), reward=Reward(name="mine", function=fails))
+    with pytest.raises(RewardError, match=r"^reward 'mine' raised ValueError: no .*; and fails on all 6 samples$"):
+        next(source)
+    source.close()
+
+    failing = upcoming(1)[0]
+
+    def once(prompt: Prompt, response: str) -> float:
+        return fails(prompt, response) if prompt.index == failing else 1.0
+
+    source = asynchronous(Engines(), steps=1, reward=Reward(name="mine", function=once, failed_value=-1.0))
+    scored = next(source)  # all samples of one prompt, which may be scored by themselves
+    assert scored.failures == {"raised": SAMPLES} and sorted(scored.rewards.tolist()) == [-1.0, -1.0, 1, 1, 1, 1]
+    source.close()
+
+
+def test_what_a_dying_replica_was_asked_is_drawn_by_others_and_by_new_ones_where_none_is_left() -> None:
+    engines = Engines(2)
+    engines.deaths = 1
+    source = asynchronous(engines, steps=2, calls=1)
+    assert len(next(source).rollout.prompts) == PROMPTS and (len(engines.dead), engines.mended) == (1, 0)
+    source.close()
+
+    engines = Engines(2)
+    engines.deaths = 2
+    source = asynchronous(engines, steps=2, calls=1)
+    assert len(next(source).rollout.prompts) == PROMPTS and engines.mended == 1
+    source.close()
+
+
+# ---- a whole run -----------------------------------------------------------------------------------------------------
+
+
+def test_the_quickstarts_task_is_learned_asynchronously_within_the_bound(tmp_path: Path) -> None:
+    settings = [
+        *("rollout.source=asynchronous", "rollout.max_staleness=2", "rollout.save=true", "rollout.replicas=2"),
+        *("rollout.prompts=16", "rollout.samples=8", "train.optimizer.lr=4e-3", "algorithm.entropy_coef=0.02"),
+        *("checkpoint.every=20", "checkpoint.export=false"),
+    ]
+    execute_here(small(tmp_path, *settings, "run.steps=40"))
+    lines = metrics(tmp_path / "run")
+    rewards = [line["rollout/reward"] for line in lines]
+    assert np.mean(rewards[-8:]) > 1.5 * np.mean(rewards[:8])
+    stalest = []
+    for step in range(40):
+        with np.load(tmp_path / f"run/rollouts/step-{step:08d}.npz") as file:
+            behind = step - file["columns/versions"][file["columns/loss_mask"]]
+        stalest.append(float(behind.max()))
+        assert lines[step]["rollout/staleness"] == pytest.approx(behind.mean())
+    assert [line["rollout/staleness_max"] for line in lines] == stalest
+    assert 1 <= max(stalest) <= 2
+
+    # Resumed it goes on: the same steps are left, and staleness goes on to be counted from where it stood.
+    resume = f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000020"
+    execute_here(small(tmp_path, *settings, "run.steps=23", f"run.dir={tmp_path}/again", resume))
+    again = metrics(tmp_path / "again")
+    assert [line["step"] for line in again] == [20, 21, 22]
+    assert all(0 <= line["rollout/staleness_max"] <= 2 for line in again)
