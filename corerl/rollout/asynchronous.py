@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from corerl.rollout.engine import GenerateRequest, Generation
 from corerl.rollout.partial import continued, joined, split
 from corerl.rollout.rewards import Scores
 from corerl.rollout.sampler import Rollout
-from corerl.rollout.sources import Draws, Scored, Source, exact_share
+from corerl.rollout.sources import Draws, Refill, Scored, Source, exact_share
 from corerl.types import BoolArray, FloatArray
 
 
@@ -72,7 +72,7 @@ class Tally:
 
     stale_samples: int = 0  # given up, with what they had of tokens
     stale_tokens: int = 0
-    dull: int = 0  # groups whose rewards are all equal, others begun in their place
+    dull: int = 0  # groups whose rewards are all equal
     failures: Counter[str] = field(factory=Counter)  # samples scored since then, by kind
     first_failure: str = ""
 
@@ -84,25 +84,26 @@ class Tally:
         self.failures.update(scores.failures)
         self.first_failure = self.first_failure or scores.first
 
-    def batch(self, step: int, groups: Sequence[Group], *, refilled: bool) -> Scored:
+    def batch(self, step: int, groups: Sequence[Group], refill: Refill | None) -> Scored:
         """The groups as the batch of rollout step `step`. Raises RewardError where none of the samples has a reward."""
         if all(group.failed.all() for group in groups):
             samples = sum(len(group.failed) for group in groups)
             raise RewardError(f"{self.first_failure}; and fails on all {samples} samples")
         rollout = Rollout.concatenate([group.rollout for group in groups if group.rollout is not None])
+        rewards = np.concatenate([group.rewards for group in groups])
+        counts = {"stale_samples": self.stale_samples, "stale_tokens": self.stale_tokens}
+        if refill is not None:
+            missing = len(groups) - int(refill.useful(rewards, rollout.batch.rows["group"]).sum())
+            counts |= {"groups_without_spread": self.dull, "groups_missing": missing}
         return Scored(
             step=step,
             rollout=rollout,
-            rewards=np.concatenate([group.rewards for group in groups]),
+            rewards=rewards,
             exact_match=exact_share(rollout),
             seconds={},
             failures=dict(self.failures),
             first_failure=self.first_failure,
-            counts={
-                "stale_samples": self.stale_samples,
-                "stale_tokens": self.stale_tokens,
-                **({"groups_without_spread": self.dull} if refilled else {}),
-            },
+            counts=counts,
         )
 
 
@@ -114,8 +115,8 @@ class Asynchronous(Source):
     trained with. A prompt of which one sample can no longer meet that is given back and drawn anew, with other noise.
 
     Of the prompts that are begun, at most max_staleness + 1 batches are not handed out: more could not all be trained
-    on in time. What is handed out is finished, and the oldest of that. A resumed run begins those prompts again that were
-    not handed out, and nothing else is lost; it is not repeatable, as no run is whose engines race with its training.
+    on in time. What is handed out is finished, and the oldest of that. A resumed run begins those prompts again that
+    were not handed out, and nothing else is lost; it is not repeatable, as no run is whose engines race with its ranks.
 
     Its threads: `calls` for each replica, which wait for that engine, and one that scores. All that they share changes
     under `_state`, and each change is told to all who wait for one.
@@ -139,6 +140,7 @@ class Asynchronous(Source):
         self._waiting: deque[Group] = deque()  # for an engine
         self._unscored: list[Group] = []
         self._ready: list[Group] = []
+        self._dull: list[Group] = []  # without spread, given up unless too few have some
         self._calling = 0  # engines' answers that are waited for
         self._held = False  # no engine is called
         self._closed = False
@@ -160,7 +162,7 @@ class Asynchronous(Source):
             self._engines.mend()  # which updates the weights, and so comes back here
         with self._state:
             tally, self._tally = self._tally, Tally()
-        scored = tally.batch(self._step, groups, refilled=self._draws.refill is not None)
+        scored = tally.batch(self._step, groups, self._draws.refill)
         self._step += 1
         return evolve(scored, seconds={"rollout": time.perf_counter() - started})
 
@@ -168,22 +170,31 @@ class Asynchronous(Source):
         """Waits for the groups of one batch; None where no engine is left to draw them."""
         with self._state:
             while True:
-                if self._failure is not None:
-                    raise self._failure
+                self._raise_failure()
                 self._give_up_stale()
                 self._begin()  # before anything is handed out: what is begun now is drawn while that is trained on
                 self._state.notify_all()
-                if len(self._ready) >= self._draws.prompts:
+                if self._enough:
                     return self._hand_out()
                 if not any(map(self._engines.serves, range(len(self._engines)))):
                     return None
                 self._state.wait()
+
+    @property
+    def _enough(self) -> bool:
+        """Whether there is a batch: also with groups that teach nothing, where as many as is allowed were replaced."""
+        ready, refill = len(self._ready), self._draws.refill
+        if refill is not None and self._tally.dull + ready >= (1 + refill.attempts) * self._draws.prompts:
+            ready += len(self._dull)
+        return ready >= self._draws.prompts
 
     def _hand_out(self) -> list[Group]:
         self._ready.sort(key=lambda group: (group.oldest, group.number))
         groups, self._ready = self._ready[: self._draws.prompts], self._ready[self._draws.prompts :]
         for group in groups:
             del self._groups[group.number]
+        missing = self._draws.prompts - len(groups)
+        groups, self._dull = [*groups, *self._dull[:missing]], []
         return groups
 
     def _begin(self) -> None:
@@ -206,26 +217,31 @@ class Asynchronous(Source):
             self._begun += 1
 
     def _give_up_stale(self) -> None:
-        kept: dict[str, list[Group]] = {}
-        for where in ("_waiting", "_unscored", "_ready"):
-            kept[where] = []
-            for group in getattr(self, where):
-                if group.oldest is None or self._version - group.oldest <= self._max_staleness:
-                    kept[where].append(group)
-                    continue
-                del self._groups[group.number]
+        self._waiting = deque(self._fresh(self._waiting))
+        self._unscored, self._ready = self._fresh(self._unscored), self._fresh(self._ready)
+        self._dull = self._fresh(self._dull)
+
+    def _fresh(self, groups: Iterable[Group]) -> list[Group]:
+        """Those that may still be trained on; the prompts of the others are given back."""
+        kept = []
+        for group in groups:
+            if group.oldest is None or self._version - group.oldest <= self._max_staleness:
+                kept.append(group)
+            elif self._groups.pop(group.number, None):  # a dull one is given up already
                 self._draws.stream.give_back(group.prompt)
                 self._tally.give_up(group)
-        self._waiting, self._unscored, self._ready = deque(kept["_waiting"]), kept["_unscored"], kept["_ready"]
+        return kept
 
     @contextlib.contextmanager
     def updating(self, version: int) -> Iterator[None]:
         if self._threads:
             with self._state:
+                self._raise_failure()
                 self._held = True
             self._engines.pause()
             with self._state:
                 self._state.wait_for(lambda: not self._calling or self._failure is not None)
+                self._raise_failure()
         yield
         with self._state:
             self._version = version
@@ -235,6 +251,11 @@ class Asynchronous(Source):
             with self._state:
                 self._held = False
                 self._state.notify_all()
+
+    def _raise_failure(self) -> None:
+        """Of a thread: the first cause, before what follows from it is met here."""
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         with self._state:
@@ -321,14 +342,14 @@ class Asynchronous(Source):
                 self._state.notify_all()
 
     def _keep(self, group: Group) -> None:
-        """Among what is ready, unless it is to be replaced: another group is begun where there is room for one."""
+        """Among what is ready, unless it teaches nothing and another one is begun in its place."""
         refill = self._draws.refill
-        replaceable = refill is not None and self._tally.dull < refill.attempts * self._draws.prompts
-        if refill and replaceable and not refill.useful(group.rewards, np.zeros(len(group.rewards), np.int64)).all():
-            self._tally.dull += 1
-            del self._groups[group.number]
+        if refill is None or refill.useful(group.rewards, np.zeros(len(group.rewards), dtype=np.int64)).all():
+            self._ready.append(group)
             return
-        self._ready.append(group)
+        self._dull.append(group)
+        self._tally.dull += 1
+        del self._groups[group.number]
 
     def _to_score(self) -> list[Group]:
         with self._state:

@@ -52,6 +52,7 @@ class OneStepOff(Source):
         if self._step < self._steps:
             self._still.clear()
             self._next = in_background(functools.partial(self._draw_ahead, self._step), name="rollout")
+            self._next.add_done_callback(lambda _: self._still.set())
         return evolve(scored, seconds={"rollout": waited})
 
     def _drawn(self) -> Scored:
@@ -63,19 +64,19 @@ class OneStepOff(Source):
         return self._draws.batch(self._step)
 
     def _draw_ahead(self, step: int) -> Scored:
-        try:
-            if self._ahead.refill is not None:  # what is sampled depends on what the samples before are worth
-                return self._ahead.batch(step)
-            rollout, seconds = self._ahead.sample(step)
-            self._still.set()
-            return self._ahead.score(step, rollout, seconds)
-        finally:
-            self._still.set()
+        if self._ahead.refill is not None:  # what is sampled depends on what the samples before are worth
+            return self._ahead.batch(step)
+        rollout, seconds = self._ahead.sample(step)
+        self._still.set()
+        return self._ahead.score(step, rollout, seconds)
 
     @contextlib.contextmanager
     def updating(self, version: int) -> Iterator[None]:
         """Waits until the batch in flight is sampled, so that one version has drawn all of it."""
         self._still.wait()
+        error = self._next.exception() if self._next is not None and self._next.done() else None
+        if error is not None and not isinstance(error, NoneLeft):
+            raise error  # the cause, before what follows from it is met here
         yield
 
     # ---- resume -----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric, clipped, value
+from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric, clipped, mismatch, value
 from corerl.errors import ContractError
 from corerl.types import Reduction
 
@@ -133,6 +133,18 @@ def test_metrics_of_three_tokens_worked_by_hand() -> None:
     assert metrics["logprob_diff_max"].total.item() == pytest.approx(math.log(2))
     assert metrics["logprob_diff_max"].reduction is Reduction.MAX
     assert not any(metric.total.requires_grad for metric in metrics.values())
+
+
+def test_the_mismatch_of_three_tokens_worked_by_hand_and_a_fourth_that_does_not_count() -> None:
+    trainer, engine = torch.tensor([-1.0, -2.0, -3.05, -math.inf]), torch.tensor([-2.5, -2.0, -3.0, math.nan])
+    found = mismatch(trainer, engine, torch.tensor([True, True, True, False]))
+    assert {name: mean(metric) for name, metric in found.items() if name != "logprob_diff_max"} == {
+        "logprob_diff": pytest.approx((1.5 + 0.05) / 3),
+        "logprob_kl": pytest.approx((math.exp(1.5) - 1 - 1.5 + math.exp(-0.05) - 1 + 0.05) / 3, rel=1e-5),
+        "logprob_diff_above_0.1": pytest.approx(1 / 3),
+        "logprob_diff_above_1": pytest.approx(1 / 3),
+    }
+    assert found["logprob_diff_max"].total.item() == 1.5
 
 
 @pytest.mark.parametrize("poison", [7.0, math.inf, -math.inf, math.nan])

@@ -15,9 +15,10 @@ from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.rollout.engine import Engine, GenerateRequest, SamplingParams
 from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.noise import noise_keys
+from corerl.rollout.partial import continued, joined
 from corerl.rollout.transformers_engine import TransformersEngine
 from corerl.types import MemoryKind
-from tests.rollout.models import TIED, UNTIED, context, hf_tensors, random_model, update
+from tests.rollout.models import TIED, UNTIED, context, hf_tensors, pause_after, random_model, update
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "engine"
 PARAM = frozenset({MemoryKind.PARAM})
@@ -94,3 +95,20 @@ def test_it_serves_nothing_before_weights_and_after_sleep_until_new_ones_have_ar
 
 def test_it_refuses_the_weights_of_another_model(make: Any, tmp_path: Path) -> None:
     assert deliver(make(UNTIED), TIED, tmp_path) == "'lm_head.weight' is missing, unknown, or of another shape"
+
+
+@pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
+def test_what_it_is_interrupted_in_it_continues_as_if_nothing_had_been(
+    make: Any, cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, asked = make(TIED, cache=cache), request(SAMPLING["plain"])
+    assert deliver(engine, TIED, tmp_path) == ""
+    whole = engine.generate(asked)
+    with monkeypatch.context() as patch:
+        pause_after(patch, 8)  # tokens and rows' ends: in the middle of the second row
+        drawn = engine.generate(asked)
+    assert drawn.unfinished.any() and not drawn.unfinished.all()
+    together = joined(asked, drawn, engine.generate(continued(asked, drawn)))
+    for column in ("tokens", "offsets", "versions", "truncated", "unfinished"):
+        assert getattr(together, column).tolist() == getattr(whole, column).tolist(), column
+    np.testing.assert_allclose(together.logprobs, whole.logprobs, atol=1e-5, rtol=0)

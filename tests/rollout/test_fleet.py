@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +49,7 @@ def fleet() -> Iterator[EngineFleet]:
         with seated(arrange({"engines": 2}, cpus=1.0, gpus=0.0), timeout=60.0) as seats:
             processes = ProcessGroup(
                 ["engine-0", "engine-1"],
-                "corerl.rollout.service:EngineService",
+                "tests.rollout.services:Mortal",
                 seats["engines"],
                 {"OMP_NUM_THREADS": "1"},
                 failure=EngineFailed,
@@ -72,6 +74,11 @@ def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:
     return committed
 
 
+def kill(fleet: EngineFleet, replica: int) -> None:
+    (pid,) = fleet.processes.wait(fleet.processes.start_some("pid", {replica: ()}))
+    os.kill(pid, signal.SIGKILL)
+
+
 def same(a: Generation, b: Generation) -> bool:
     return all(
         np.array_equal(getattr(a, name), getattr(b, name))
@@ -79,7 +86,7 @@ def same(a: Generation, b: Generation) -> bool:
     )
 
 
-def test_replicas_answer_as_one_hold_while_paused_and_serve_the_version_they_were_sent(
+def test_replicas_answer_as_one_and_nothing_while_paused_and_what_is_left_of_one_that_died_is_drawn_by_others(
     fleet: EngineFleet, tmp_path: Path
 ) -> None:
     assert push(fleet, 3, tmp_path) == {"engine-0": "", "engine-1": ""}
@@ -89,10 +96,20 @@ def test_replicas_answer_as_one_hold_while_paused_and_serve_the_version_they_wer
     assert set(answered.versions) == {3}
 
     fleet.pause()
-    held = fleet.processes.start_some("generate", {0: (REQUEST,)})
-    assert not fleet.processes.ready(held, timeout=0.5)
+    nothing = fleet.generate(REQUEST)
+    assert nothing.unfinished.all() and len(nothing.tokens) == 0
     fleet.resume()
-    assert same(fleet.processes.wait(held)[0], answered)
+    assert same(fleet.generate(REQUEST), answered)
+
+    assert push(fleet, 4, tmp_path) == {"engine-0": "", "engine-1": ""}
+    answered = fleet.generate(REQUEST)
+    kill(fleet, 1)
+    assert same(fleet.generate(REQUEST), answered) and fleet.dead
+    assert not fleet.serves(1) and same(fleet.generate_aside(REQUEST), answered)
+    assert fleet.draw(1, REQUEST) is None
+    assert list(fleet.replace_dead()) == ["engine-1"] and not fleet.dead and not fleet.serves(1)
+    assert push(fleet, 5, tmp_path) == {"engine-0": "", "engine-1": ""}
+    assert fleet.serves(1) and set(fleet.generate(REQUEST).versions) == {5}
 
     fleet.sleep()
     with pytest.raises(EngineFailed, match="put to sleep"):

@@ -252,7 +252,7 @@ def test_prompts_and_noise_are_those_of_a_synchronous_run(engine: FakeEngine) ->
     assert [each.step for each in ahead] == [0, 1, 2, 3]
 
 
-def test_a_failure_in_flight_is_raised_by_its_own_step_and_its_thread_has_ended(engine: FakeEngine) -> None:
+def test_a_failure_in_flight_is_raised_before_weights_change_and_its_thread_has_ended(engine: FakeEngine) -> None:
     def fails(request: GenerateRequest) -> Generation:
         raise EngineFailed("engine-0 is broken")
 
@@ -261,9 +261,10 @@ def test_a_failure_in_flight_is_raised_by_its_own_step_and_its_thread_has_ended(
 
     source = one_step_off(engine, aside=fails)
     assert next(source).step == 0
-    with source.updating(1):
-        pass
     assert source.position.keys() == {"rollout_step", "prompts"}
+    with pytest.raises(EngineFailed, match="^engine-0 is broken$"):
+        with source.updating(1):
+            raise AssertionError("it must not come to this")
     with pytest.raises(EngineFailed, match="^engine-0 is broken$"):
         next(source)
     assert not [thread for thread in threading.enumerate() if thread.name == "rollout"]

@@ -33,39 +33,40 @@ class LoopEngine(Engine):
 
     @torch.inference_mode()
     def generate(self, request: GenerateRequest) -> Generation:
-        with self._serving.generating() as version:  # waits while paused, refuses without weights
+        with self._serving.generating() as version:  # refuses without weights, and holds them still
             return Generation.concatenate(
                 [
-                    self._complete(prompt, int(key), request.params, version)
-                    for prompt, key in zip(
-                        np.split(request.tokens, request.offsets[1:-1]), request.noise_keys, strict=True
-                    )
+                    self._complete(row, int(begun), int(key), request.params, version)
+                    for row, begun, key in zip(request.split(), request.begun, request.noise_keys, strict=True)
                 ]
             )
 
-    def _complete(self, prompt: np.ndarray, key: int, params: SamplingParams, version: int) -> Generation:
-        """One row of a request."""
+    def _complete(self, row: np.ndarray, begun: int, key: int, params: SamplingParams, version: int) -> Generation:
+        """One row of a request, whose last `begun` tokens are the beginning of its response."""
         tokens: list[int] = []
         logprobs: list[float] = []
-        unread, cache = prompt.tolist(), None
-        while len(tokens) < params.max_tokens and (not tokens or tokens[-1] not in params.stop_tokens):
+        unread, cache, stopped = row.tolist(), None, False
+        while not stopped and begun + len(tokens) < params.max_tokens and not self._serving.paused:
             out = self._model(
                 torch.tensor([unread], device=self._device), past_key_values=cache, use_cache=self._options.cache
             )
             logprob = torch.log_softmax(out.logits[0, -1].float() / params.temperature, dim=-1)  # [V]
-            token = draw(logprob, key, len(tokens), params)
+            token = draw(logprob, key, begun + len(tokens), params)
+            stopped = token in params.stop_tokens
             tokens.append(token)
             logprobs.append(float(logprob[token]))
             if self._options.cache:
                 cache, unread = out.past_key_values, [token]
             else:
                 unread = [*unread, token]
+        whole = begun + len(tokens) == params.max_tokens
         return Generation(
-            tokens=np.array(tokens),
+            tokens=np.array(tokens, dtype=np.int64),
             offsets=np.array([0, len(tokens)]),
             logprobs=np.array(logprobs, dtype=np.float32),
             versions=np.full(len(tokens), version),
-            truncated=np.array([tokens[-1] not in params.stop_tokens]),
+            truncated=np.array([whole and not stopped]),
+            unfinished=np.array([not whole and not stopped]),  # paused
         )
 
     def pause(self) -> None:
