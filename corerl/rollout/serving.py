@@ -21,10 +21,43 @@ if TYPE_CHECKING:
     import torch
 
 
+class Turns:
+    """A lock that as many as `places` can hold at the same time, each by `one()`; or somebody alone."""
+
+    def __init__(self, places: int) -> None:
+        self._places = self._free = places
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        self._take(1)
+        try:
+            yield
+        finally:
+            self._give(1)
+
+    def __enter__(self) -> None:
+        self._take(self._places)
+
+    def __exit__(self, *exception: object) -> None:
+        self._give(self._places)
+
+    def _take(self, places: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= places)
+            self._free -= places
+
+    def _give(self, places: int) -> None:
+        with self._changed:
+            self._free += places
+            self._changed.notify_all()
+
+
 class Serving:
     """The part of an engine that does not depend on what generates. Its methods may be called from several threads."""
 
-    def __init__(self, name: str, index: int) -> None:
+    def __init__(self, name: str, index: int, *, calls: int = 1) -> None:
+        """`calls` of `generate` that may be inside `generating` side by side."""
         self._name = name
         self._index = index
         self._version = -1  # of the last update that committed; the first one may be 0
@@ -32,13 +65,13 @@ class Serving:
         self._receiver: WeightReceiver | None = None
         self._address: Address | None = None  # of the receiver
         self._paused = threading.Event()
-        self._busy = threading.Lock()  # held while generating and while weights change
+        self._busy = Turns(calls)  # taken while generating; wholly, while weights change
 
     @contextmanager
     def generating(self) -> Iterator[int]:
         """Hold the weights still; gives their version. Raises EngineFailed without weights. Inside, ask before each
         token whether the engine is `paused`."""
-        with self._busy:
+        with self._busy.one():
             if self._reason:
                 raise EngineFailed(f"{self._name} serves nothing: {self._reason}; update its weights first")
             yield self._version

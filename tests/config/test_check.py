@@ -307,3 +307,35 @@ def test_checkpoints_are_where_weights_are_new() -> None:
 def test_resources_that_no_machine_of_its_own_has_want_an_address() -> None:
     (line,) = problems(evolve(VALID, cluster=ClusterConfig(resources={"h200": 1.0})))
     assert line.startswith("cluster.resources: h200 asked for")
+
+
+def test_a_source_that_overlaps_with_training_wants_training_and_fresh_weights() -> None:
+    def of(**tables: Any) -> list[str]:
+        return problems(evolve(VALID, **tables))
+
+    ahead, racing = RolloutConfig(source="one-step-off"), RolloutConfig(source="asynchronous", max_staleness=4)
+    assert of(rollout=ahead) == of(rollout=racing) == of(rollout=racing, run=RunConfig(mode="eval")) == []
+    assert of(rollout=RolloutConfig(max_staleness=2)) == [
+        (
+            "rollout.max_staleness: 2, and rollout.source='synchronous' has none; remove it, or set "
+            "rollout.source='asynchronous'"
+        )
+    ]
+    assert of(rollout=evolve(ahead, max_staleness=3)) == [
+        (
+            "rollout.max_staleness: 3, and rollout.source='one-step-off' is always one update behind; remove it, or set "
+            "rollout.source='asynchronous'"
+        )
+    ]
+    assert of(rollout=ahead, run=RunConfig(mode="rollout-only")) == [
+        (
+            "rollout.source: 'one-step-off' samples while something is trained, and run.mode='rollout-only' only samples; "
+            "set it to 'synchronous'"
+        )
+    ]
+    assert of(rollout=racing, weights=WeightsConfig(every=2), checkpoint=CheckpointConfig(every=4)) == [
+        (
+            "weights.every: 2, and with rollout.source='asynchronous' samples are older by whole updates, one of which "
+            "belongs to each step; set it to 1"
+        )
+    ]

@@ -303,6 +303,24 @@ def test_older_weights_are_refused_where_engines_get_fresh_ones_anyway(tmp_path:
     prepare(evolve(config, cluster=evolve(config.cluster, offload="never")))
 
 
+@pytest.mark.parametrize("source", ["one-step-off", "asynchronous"])
+def test_engines_that_take_turns_in_memory_cannot_sample_while_ranks_train(tmp_path: Path, source: str) -> None:
+    tables = {"rollout": {"engine": "fake", "prompts": 8, "samples": 4, "source": source}}
+    config = evolve(make_config(**tables), run=RunConfig(dir=str(tmp_path / "run")))
+    turns = evolve(config, cluster=evolve(config.cluster, offload="always"))
+    wanted = (
+        f"rollout.source: {source!r} has engines sample while ranks train, and here they take turns in memory; "
+        "set cluster.placement='disaggregated', or rollout.source='synchronous', or, where both fit, "
+        "cluster.offload='never'"
+    )
+    with pytest.raises(ConfigError) as caught:
+        prepare(turns)
+    assert caught.value.message == wanted
+    prepare(evolve(turns, cluster=evolve(turns.cluster, placement="disaggregated")))
+    prepare(evolve(turns, run=evolve(turns.run, mode="eval")))
+    prepare(config)  # on a CPU both are in memory
+
+
 def test_experts_are_replayed_of_a_model_that_has_some(tmp_path: Path) -> None:
     config = config_in(tmp_path, algorithm={"routing_replay": "engine"})
     with pytest.raises(ConfigError) as caught:
