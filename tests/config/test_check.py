@@ -323,14 +323,14 @@ def test_a_source_that_overlaps_with_training_wants_training_and_fresh_weights()
     ]
     assert of(rollout=evolve(ahead, max_staleness=3)) == [
         (
-            "rollout.max_staleness: 3, and rollout.source='one-step-off' is always one update behind; remove it, or set "
-            "rollout.source='asynchronous'"
+            "rollout.max_staleness: 3, and rollout.source='one-step-off' is always one update behind; remove it, or "
+            "set rollout.source='asynchronous'"
         )
     ]
     assert of(rollout=ahead, run=RunConfig(mode="rollout-only")) == [
         (
-            "rollout.source: 'one-step-off' samples while something is trained, and run.mode='rollout-only' only samples; "
-            "set it to 'synchronous'"
+            "rollout.source: 'one-step-off' samples while something is trained, and run.mode='rollout-only' only "
+            "samples; set it to 'synchronous'"
         )
     ]
     assert of(rollout=racing, weights=WeightsConfig(every=2), checkpoint=CheckpointConfig(every=4)) == [
