@@ -23,6 +23,8 @@ from tests.end_to_end.conftest import Finished
 
 STEPS = 6
 ROLLOUT = ["reward", "reward_std", "response_length", "truncated", "tokens", "exact_match"]
+APART = ["logprob_diff", "logprob_diff_max", "logprob_kl", "logprob_diff_above_0.1", "logprob_diff_above_1"]
+STALE = ["staleness", "staleness_max", "staleness_share/0", "continued"]
 TRAIN = ["loss", "policy_loss", "entropy", "kl", "ratio", "clip_fraction", "approx_kl", "grad_norm", "lr", "tokens"]
 TIMES = ["rollout", "reward", "forward", "train", "update_weights", "step"]
 
@@ -50,7 +52,7 @@ def test_the_resolved_config_is_a_valid_input_and_says_the_same(
 def test_metrics_tell_of_every_step_and_every_evaluation(uninterrupted: Finished) -> None:
     steps = of_steps(uninterrupted.run_dir)
     assert [line["step"] for line in steps] == list(range(STEPS))
-    wanted = [f"rollout/{name}" for name in [*ROLLOUT, "logprob_diff", "logprob_diff_max"]]
+    wanted = [f"rollout/{name}" for name in [*ROLLOUT, *APART, *STALE]]
     wanted += [f"train/{name}" for name in [*TRAIN, "skipped_steps"]]
     wanted += [f"time/{name}" for name in TIMES] + ["perf/tokens_per_second"]
     assert all(set(wanted) <= set(line) for line in steps)
