@@ -65,3 +65,18 @@ def test_the_split_of_a_file_is_kept_when_it_is_loaded_again(tmp_path: Path) -> 
     one, two = load(path, held_out=5), load(path, held_out=5)
     assert one.held_out_prompts() == two.held_out_prompts()
     assert not set(one.held_out.tolist()) & set(one.train.tolist())
+
+
+def test_prompts_that_are_given_back_come_first_also_after_a_resume() -> None:
+    stream = PromptStream(SortDigits(held_out=10, seed=7), seed=7)
+    begun = stream.take(5)
+    stream.give_back(begun[1])
+    position = json.loads(json.dumps(stream.position_without(begun[3:])))
+    assert stream.position["returned"] == [begun[1].index]
+    assert position["returned"] == [each.index for each in (begun[3], begun[4], begun[1])]
+    later = PromptStream(SortDigits(held_out=10, seed=7), seed=7)
+    later.restore(position)
+    whole = PromptStream(SortDigits(held_out=10, seed=7), seed=7).take(7)
+    assert later.take(5) == [begun[3], begun[4], begun[1], *whole[5:]]
+    assert stream.take(3) == [begun[1], *whole[5:]]
+    assert later.position == stream.position and "returned" not in stream.position

@@ -4,7 +4,7 @@ from attrs import evolve
 
 from corerl.config.schema import RolloutConfig
 from corerl.data.prompts import Prompt
-from corerl.errors import ConfigError
+from corerl.errors import ConfigError, EngineFailed
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.sampler import Rollout, Sampler, sampling_params
@@ -90,6 +90,13 @@ def test_the_experts_that_an_engine_tells_stand_at_prompts_and_responses_alike()
     assert joined is not None
     np.testing.assert_array_equal(joined, np.concatenate([experts, experts + 1]))
     assert Generation.concatenate([FOUR, FOUR]).routed_experts is None
+
+
+def test_a_response_that_nobody_interrupted_and_that_is_unfinished_is_the_engines_fault() -> None:
+    cut = evolve(FOUR, truncated=np.zeros(4, np.bool_), unfinished=np.array([False, False, False, True]))
+    sampler = Sampler(tokenizer=TOKENIZER, generate=Recorder(cut), seed=0)
+    with pytest.raises(EngineFailed, match="^1 of 4 responses came back unfinished, and nobody had paused"):
+        sampler.sample(PROMPTS, rollout_step=5, samples=2, params=PARAMS)
 
 
 def keys(*, seed: int = 0, step: int = 0, prompts: list[Prompt] = PROMPTS) -> list[int]:
