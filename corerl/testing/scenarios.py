@@ -534,6 +534,7 @@ def version_after_resume(setup: Setup, directory: str) -> tuple[int, str]:
 
 @frozen(kw_only=True)
 class Slept:
+    expected_bytes: int  # of host memory that all of it would take asleep, as the rank said before its first step
     before: State
     state_bytes: int  # of the storages that weights and moments lie in, while awake
     state_bytes_asleep: int
@@ -553,6 +554,7 @@ class Slept:
 def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[MemoryKind], directory: str) -> Slept:
     """Steps 0 and 1, every kind asleep and awake in the orders given, then steps 2 and 3."""
     with running(setup) as worker:
+        expected_bytes = worker.backend.sleeping_bytes()
         for number in (0, 1):
             train(worker, setup, number)
         before = state_of(worker)
@@ -578,6 +580,7 @@ def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[Memory
         after = state_of(worker)
         then = [train(worker, setup, number) for number in (2, 3)]
         return Slept(
+            expected_bytes=expected_bytes,
             before=before,
             state_bytes=state_bytes,
             state_bytes_asleep=state_bytes_asleep,

@@ -34,6 +34,9 @@ def test_sleep_frees_what_it_says_and_waking_restores_every_bit(
         assert sum(freed) == sum(rank.resident.values()) >= rank.state_bytes
         assert rank.resident_asleep == [0] * len(down) and rank.state_bytes_asleep == 0
         assert rank.again.freed_bytes == 0
+        # Less, and the first sleep waits for host memory; more, and that memory is wasted.
+        copied = sum(freed) - freed[down.index(MemoryKind.GRAD)]
+        assert rank.expected_bytes == pytest.approx(copied, rel=0.1)
         # What sleeps is gone, and its copy stands for it: a storage that someone keeps would be there besides.
         assert rank.alive_asleep <= rank.alive
         assert [result.restored_bytes for result in rank.wakes] == [freed[down.index(kind)] for kind in up]

@@ -100,6 +100,9 @@ class FsdpBackend(Backend):
                 held = []  # shards are float32 and their own masters; gradients do not outlive a step
         return [tensor for tensor in held if tensor.device.type == self.device.type]  # the offloaded need not sleep
 
+    def moments_to_come(self) -> int:
+        return 0 if self.config.options.offload == "optimizer" else super().moments_to_come()
+
     def gather(self, bucket: Bucket, out: torch.Tensor | None, *, chunks: Sequence[Chunk], root: int | None) -> None:
         # Chunks may lie on the host; buckets travel between devices.
         where = torch.empty(0, device=self.device) if out is None else out
