@@ -12,8 +12,9 @@ import torch
 from attrs import asdict, evolve
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.megatron import CASES, DIFFERENT, PEAK, Case, flops, measure_bare, measure_layout, show
+from benchmarks.megatron import CASES, DIFFERENT, Case, measure_bare, measure_layout, show
 from benchmarks.report import Report
+from benchmarks.shapes import PEAK, flops
 from corerl.testing.pool import OneRank, RankPool
 
 
