@@ -171,8 +171,10 @@ def _storages(tensors: Iterable[torch.Tensor], *, scalars: bool = False) -> Iter
     """The distinct, non-empty storages, of a DTensor that of its local part."""
     seen: set[int] = set()
     for tensor in tensors:
-        with torch.no_grad():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = tensor
+        if isinstance(tensor, DTensor):
+            with torch.no_grad():
+                local = tensor.to_local()
         if local.ndim == 0 and not scalars:
             continue
         storage = local.untyped_storage()
