@@ -148,7 +148,8 @@ class Copies:
         with self._aside():
             views = [_bytes_of(storage) for storage in part.storages]
             if not part.host:
-                torch._foreach_zero_(views)
+                for view in views:
+                    view.zero_()
                 return
             packed = len(views) > 1
             whole = torch.empty(sum(part.sizes), dtype=torch.uint8, device=views[0].device) if packed else views[0]
