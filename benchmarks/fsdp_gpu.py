@@ -5,8 +5,8 @@ python -m benchmarks.fsdp_gpu --tiny
 
 8 layers of the Qwen3-8B shape, 2.79 B parameters, 16k tokens in packed sequences of 2k; bfloat16, with float32
 weights, gradients and moments. The bare loop is what one writes by hand: transformers' model, torch's varlen attention,
-each layer compiled and under `fully_shard`, fused AdamW. Both are on the GPU all the time: it wants 120 GiB. FLOPs of a
-step, and MFU, are those of `benchmarks.shapes`.
+each layer compiled and under `fully_shard`, fused AdamW. Both are on the GPU all the time: it wants 120 GiB. What FLOPs
+and MFU are, `steps` says.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import time
-from collections.abc import Callable, Mapping
+import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
@@ -31,78 +30,41 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
 from benchmarks.report import Comparison, Number, Report, finish, in_turns
-from benchmarks.samples import make_batch, plan_one_step
-from benchmarks.shapes import GIB, PEAK, QWEN3_8B, SLICE, TINY, QuickWeights, flops
-from corerl.backend.base import StateKey
-from corerl.config.schema import OptimizerConfig, TrainConfig
-from corerl.data.packing import pack
-from corerl.testing.harness import Setup, make_worker
-from corerl.types import IntArray, LossSpec, MicroBatch, Output, PackedBatch, Step
-
-TARGET = 0.97  # of the bare loop's tokens a second
-CLIP = 0.2
-LOSS = LossSpec(
-    name="clipped",
-    params={"clip_low": CLIP, "clip_high": CLIP, "entropy_coef": 0.0},
-    outputs=(Output.LOGPROBS,),
+from benchmarks.steps import (
+    DIFFERENT,
+    GIB,
+    OPTIMIZER,
+    PEAK,
+    SLICE,
+    TARGET,
+    Plugin,
+    QuickWeights,
+    Work,
+    clipped_loss,
+    device_of,
+    facts,
+    flops,
+    join,
+    packed_batch,
+    timed,
 )
-OPTIMIZER = OptimizerConfig(lr=1e-6, clip_norm=1.0)
+from corerl.types import MicroBatch, PackedBatch
+
 VARLEN = "bare_varlen"
 CHUNK = 2048  # tokens whose logits the bare loop holds at a time
 
 
 @frozen(kw_only=True)
-class Case:
-    fields: Mapping[str, Any]  # of the model's config
-    tokens: int  # of a micro-batch
-    sequence: int  # tokens of each packed sample
-    micro_batches: int = 1
+class Case(Work):
     compile: bool = True
-    recompute: bool = False
-    device: str = "cuda"
 
     @property
-    def precision(self) -> torch.dtype:
-        return torch.bfloat16 if self.device == "cuda" else torch.float32
-
-    @property
-    def lengths(self) -> IntArray:
-        """[B] tokens of each sample of a step."""
-        return np.full(self.tokens // self.sequence * self.micro_batches, self.sequence)
+    def tiny(self) -> Case:
+        """The same case for the CPU, where compiling takes a minute and says nothing."""
+        return evolve(self, compile=False, **self.on_cpu())
 
 
-WHOLE = Case(fields=SLICE, tokens=16384, sequence=2048)
-# Compiling takes a minute on a CPU, and says nothing there.
-SMALL = Case(fields={**QWEN3_8B, **TINY}, tokens=128, sequence=32, compile=False, device="cpu")
-
-
-class Plugin:
-    """A rank of a run, without Ray: CoreRL's worker with the backend in it."""
-
-    def __init__(self, case: Case) -> None:
-        train = TrainConfig(
-            tokens_per_micro_batch=case.tokens,
-            precision="bfloat16" if case.device == "cuda" else "float32",
-            recompute="full" if case.recompute else "none",
-            optimizer=OPTIMIZER,
-        )
-        options = {"compile": case.compile}
-        setup = Setup(backend="fsdp", model="", fields=case.fields, train=train, options=options, device=case.device)
-        self.worker = make_worker(setup)
-        self.worker.config = evolve(self.worker.config, timeout=600.0)
-        with mock.patch.object(self.worker.backend, "initial_weights", self._weights):
-            self.layout = self.worker.init("127.0.0.1", 0).layout
-        self._steps = 0
-
-    def _weights(self) -> QuickWeights:
-        backend = self.worker.backend
-        return QuickWeights({chunk.name: chunk.shape for chunk in backend.local_state(StateKey.PARAM)}, backend.device)
-
-    def train(self, batch: PackedBatch) -> float:
-        """The gradient's norm before it is clipped."""
-        step = Step(optimizer_step=self._steps, rollout_step=self._steps, lr=OPTIMIZER.lr)
-        self._steps += 1
-        return self.worker.host.train(batch=batch, loss=LOSS, step=step).grad_norm
+WHOLE = Case(what="8 layers of the 8B shape", fields=SLICE, tokens=16384, micro_batches=1)
 
 
 class BareModel(nn.Module):
@@ -129,21 +91,23 @@ class BareModel(nn.Module):
 
 
 class Bare:
-    """A loop as one writes it by hand, of the weights that the plugin begins with. Called with its process group."""
+    """A loop as one writes it by hand, of the weights that the plugin begins with. Called in its process group."""
 
-    def __init__(self, case: Case, weights: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(self, case: Case, device: torch.device) -> None:
         self._device = device
         AttentionInterface.register(VARLEN, varlen if device.type == "cuda" else by_sequence)
         AttentionMaskInterface.register(VARLEN, lambda *_, **__: None)
         config = AutoConfig.for_model(**case.fields)
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=VARLEN)
+        params = dict(model.named_parameters())
+        weights = QuickWeights({name: tuple(param.shape) for name, param in params.items()}, device)
         with torch.no_grad():
-            for name, param in model.named_parameters():
-                param.copy_(weights[name])
-        if case.recompute:
+            for name, param in params.items():
+                param.copy_(weights.whole(name))
+        if case.recompute == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        mixed = MixedPrecisionPolicy(param_dtype=case.precision, reduce_dtype=torch.float32)
+        mixed = MixedPrecisionPolicy(param_dtype=getattr(torch, case.precision), reduce_dtype=torch.float32)
         mesh = init_device_mesh(device.type, (1,))
         for layer in model.model.layers:
             if case.compile:
@@ -167,8 +131,6 @@ class Bare:
 
     def _loss(self, micro: MicroBatch, temperature: float) -> Tensor:
         tokens, positions = (torch.tensor(x, device=self._device) for x in (micro.tokens, micro.positions))
-        names = ("old_logprobs", "advantages", "weights")
-        old, advantages, weights = (torch.tensor(micro.columns[name], device=self._device)[1:] for name in names)
         bounds = torch.tensor(micro.cu_seqlens, dtype=torch.int32, device=self._device)
         longest = int(np.diff(micro.cu_seqlens).max())
         logprobs: Tensor = self._model(
@@ -180,9 +142,7 @@ class Bare:
             max_length_q=longest,
             max_length_k=longest,
         )
-        ratio = (logprobs[:-1] - old).exp()
-        gain = torch.minimum(ratio * advantages, ratio.clamp(1.0 - CLIP, 1.0 + CLIP) * advantages)
-        return -(weights * gain).sum()
+        return clipped_loss(logprobs[:-1], None, micro, self._device)
 
 
 def varlen(
@@ -227,8 +187,8 @@ class Found:
 
     @property
     def report(self) -> Report:
-        case, tokens = self.case, int(self.case.lengths.sum())
-        work = flops(case.fields, case.lengths)
+        case, lengths = self.case, self.case.samples(1)
+        tokens, work = int(lengths.sum()), flops(case.fields, lengths)
         rounds = min(len(self.ours), len(self.other))
         numbers = []
         for who, seconds in (("the plugin", self.ours), ("the bare loop", self.other)):
@@ -241,11 +201,14 @@ class Found:
             Number(what=f"{who}: torch's peak, both models there", values=[peak / GIB], unit="GiB")
             for who, peak in self.peaks.items()
         ]
+        # Both are graphs of the same mathematics; what they round differs, and grows from step to step.
+        mine, its = (norms[:2] for norms in self.norms)
+        same = np.allclose(mine, its, rtol=1e-3 if case.precision == "float32" else 5e-2)
         how = "compiled layers" if case.compile else "no compiling"
         return Report(
             name="fsdp_gpu",
             size=f"{case.fields['num_hidden_layers']} layers, {case.micro_batches} x {case.tokens} tokens in sequences "
-            f"of {case.sequence}, {how}{', layers recomputed' if case.recompute else ''}",
+            f"of {case.sequence}, {how}, recompute {case.recompute}",
             comparisons=[
                 Comparison(
                     what=f"a step of {tokens} tokens",
@@ -262,7 +225,8 @@ class Found:
             "backward, clipping, AdamW. The plugin's is its `train` hook through the worker's host, with metrics. "
             "Gradient norms, plugin and bare loop: "
             + "; ".join(f"{a:.5g} and {b:.5g}" for a, b in zip(*self.norms, strict=False))
-            + ".",
+            + f". {'' if same else DIFFERENT}",
+            versions=facts(case, "transformers", "triton"),
         )
 
     def write(self) -> None:
@@ -271,24 +235,20 @@ class Found:
 
 
 def measure(case: Case, *, rounds: int, output: str | None = None) -> Report:
-    """Two rounds warm up, and compile. Raises AssertionError where the first gradients differ."""
-    device = torch.device(case.device, 0) if case.device == "cuda" else torch.device("cpu")
-    plugin = Plugin(case)
-    chunks = plugin.worker.backend.local_state(StateKey.MASTER)
-    bare = Bare(case, {chunk.name: chunk.view for chunk in chunks}, device)
-    batch = one_batch(case)
+    """In a process group of one. Two rounds warm up, and compile."""
+    device, loss = device_of(case), case.loss(entropy=False)
+    plugin = Plugin("fsdp", case, {"compile": case.compile})
+    bare = Bare(case, device)
+    batch = packed_batch(case, dp_rank=0, dp_size=1)
     found = Found(case=case, output=output)
 
     def ours(number: int) -> float:
-        return timed(device, lambda: found.norms[0].append(plugin.train(batch)), found.peaks, "the plugin")
+        return timed(device, lambda: found.norms[0].append(plugin.train(batch, loss)), found.peaks, "the plugin")
 
     def other(number: int) -> float:
         return timed(device, lambda: found.norms[1].append(bare.train(batch)), found.peaks, "the bare loop")
 
     in_turns(2, ours, other)
-    # Both are graphs of the same mathematics; what they round differs, and grows from step to step.
-    relative = 1e-3 if case.precision is torch.float32 else 5e-2
-    np.testing.assert_allclose(found.norms[0], found.norms[1], rtol=relative, err_msg="norms of the first gradients")
     for number in range(rounds):
         mine, its = in_turns(1, ours, other) if number % 2 == 0 else in_turns(1, other, ours)[::-1]
         found.ours += mine
@@ -296,27 +256,6 @@ def measure(case: Case, *, rounds: int, output: str | None = None) -> Report:
         found.write()
     plugin.worker.shutdown("measured")
     return found.report
-
-
-def one_batch(case: Case) -> PackedBatch:
-    """Its micro-batches made once."""
-    samples = make_batch(case.lengths, prompt=case.sequence // 8, vocab=case.fields["vocab_size"])
-    plan = plan_one_step(samples, dp_size=1, tokens_per_micro_batch=case.tokens)
-    batch = pack(samples, plan, 0, sequence_multiple=1)
-    return evolve(batch, micro_batches=list(batch.micro_batches))
-
-
-def timed(device: torch.device, call: Callable[[], object], peaks: dict[str, float], who: str) -> float:
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    began = time.perf_counter()
-    call()
-    if on_gpu:
-        torch.cuda.synchronize(device)
-        peaks[who] = max(peaks.get(who, 0.0), torch.cuda.max_memory_allocated(device))
-    return time.perf_counter() - began
 
 
 def main() -> None:
@@ -332,18 +271,22 @@ def main() -> None:
     parser.add_argument("--output", help="a JSON file, written again after each round; without it a table is printed")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    case = SMALL
-    if not args.tiny:
-        case = evolve(
-            WHOLE,
-            tokens=args.tokens,
-            micro_batches=args.micro_batches,
-            recompute=args.recompute,
-            compile=not args.eager,
-        )
+    case = evolve(
+        WHOLE,
+        tokens=args.tokens,
+        micro_batches=args.micro_batches,
+        recompute="full" if args.recompute else "none",
+        compile=not args.eager,
+    )
+    case = case.tiny if args.tiny else case
+    join(case)
     if args.output:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    finish(measure(case, rounds=args.rounds, output=args.output), None)
+    report = measure(case, rounds=args.rounds, output=args.output)
+    finish(report, None)
+    dist.destroy_process_group()
+    if DIFFERENT in report.note:
+        sys.exit(DIFFERENT)
 
 
 if __name__ == "__main__":

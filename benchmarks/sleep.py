@@ -25,7 +25,7 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from benchmarks.report import Comparison, Number, Report, finish, in_turns
-from benchmarks.shapes import GIB, QWEN3_8B, TINY, QuickWeights
+from benchmarks.steps import GIB, QWEN3_8B, TINY, QuickWeights
 from corerl.backend.base import StateKey
 from corerl.config.schema import TrainConfig
 from corerl.memory.storage import resident_bytes
