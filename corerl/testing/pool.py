@@ -25,7 +25,8 @@ TIMEOUT_SECONDS = 240.0  # against hangs; no test should come near it
 PRELOAD = ["corerl.testing.scenarios"]  # imported once, before ranks are forked
 
 
-REFUSED = "corerl.errors.Unsupported: "  # begins the last line of a refusal's traceback
+# What a backend raises before its ranks say anything to each other, as tracebacks end.
+REFUSALS = ("corerl.errors.Unsupported: ", "corerl.errors.ModelError: ")
 REFUSAL_SECONDS = 2.0  # by which ranks may be apart that all refuse the same
 
 
@@ -63,7 +64,7 @@ class OneRank:
 
 class RankPool:
     """`world_size` processes in one gloo group, started by the first `run`. A failure ends them all, unless all refuse
-    what they are asked for as unsupported; the next `run` starts new ones."""
+    what they are asked for; the next `run` starts new ones."""
 
     def __init__(self, world_size: int, device: str = "cpu") -> None:
         self.world_size = world_size
@@ -136,18 +137,18 @@ class RankPool:
     def _all_refuse(self, first: int, text: str) -> bool:
         """Whether none is left waiting for another: rank `first` refuses with `text`, and so do the others."""
         for rank, pipe in enumerate(self._pipes):
-            if REFUSED not in text:
-                return False
+            answer = (False, text)
             if rank != first:
                 if not pipe.poll(REFUSAL_SECONDS):
                     return False
                 try:
-                    ok, text = pipe.recv()
+                    answer = pipe.recv()
                 except (EOFError, OSError):
                     return False
-                if ok:
-                    return False
-        return REFUSED in text
+            ok, said = answer
+            if ok or not any(refusal in said for refusal in REFUSALS):
+                return False
+        return True
 
 
 def _serve(rank: int, world_size: int, port: int, device: str, pipe: Connection) -> None:
