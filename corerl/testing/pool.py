@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -71,6 +70,7 @@ class RankPool:
         self.device = device  # cpu, or cuda with a GPU for each rank
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._store: Any = None  # where the ranks meet
 
     def run(self, function: Callable[..., T], *args: Any) -> list[T]:
         """`function` must be importable by its name. Raises RankFailed with the traceback of the rank that raised
@@ -104,18 +104,19 @@ class RankPool:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._store = [], [], None
 
     def _start(self) -> None:
+        from torch.distributed import TCPStore
+
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # It listens before any rank is started: no other process can have taken the port by then.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world_size, port, self.device, theirs), daemon=True
+                target=_serve, args=(rank, self.world_size, self._store.port, self.device, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -159,12 +160,13 @@ def _serve(rank: int, world_size: int, port: int, device: str, pipe: Connection)
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
+    timeout = timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group(
         "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-        init_method=f"tcp://127.0.0.1:{port}",
+        store=dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+        timeout=timeout,
     )
     modules = 0
     while True:
