@@ -11,11 +11,11 @@ Where two models fit beside each other, plugin and bare loop take turns in one p
 `apart`: plugin and bare loop have the machine to themselves, one after the other, several times.
 
 Host memory of the 4B shape with its optimizer there, 4.02 B parameters, in bytes a parameter. Stage 2: 4 masters, 4
-gradients and 2 weights on their way back, pinned; 2 sums of gradients, pinned, each parameter's rounded up to a power
-of two, 2.7 in all; 8 moments: 20.7, that is 83 GB (78 GiB), and 4 more for a moment before there are moments, since
-each pinned tensor is a copy of one that is not. Stage 3: 4 masters, 8 moments, 4 gradients, pinned in groups of up to
-1e9, and 4 sums of them, pinned in one tensor of 16 GiB: 20.3, that is 81 GB (76 GiB). Either fits into 128 GiB once,
-and not twice: these cases are apart. On the GPU there are 2 bytes a parameter.
+gradients and 2 weights on their way back, pinned, and 8 moments: 18, that is 72 GB (67 GiB); 4 more for a moment before
+there are moments, since each pinned tensor is a copy of one that is not. On the GPU 2, and 4 in a step, where gradients
+are summed. Stage 3: 4 masters, 8 moments, 4 gradients, pinned in groups of up to 1e9, and 4 sums of them, pinned in one
+tensor that torch rounds up to 16 GiB: 20.3, that is 81 GB (76 GiB); on the GPU 2. Either fits into 128 GiB once, and
+not twice: these cases are apart.
 
 Nothing is compiled: with a client's optimizer, here torch's AdamW, DeepSpeed 0.19.8 loads none of its operations, and
 it pins through torch. Only `offload-cpu-adam` compiles DeepSpeed's own CPU Adam, with g++ and, beside a GPU, CUDA's

@@ -39,12 +39,9 @@ def version(text: str) -> Version:
     return tuple(numbers)
 
 
-def nccl() -> Iterator[Finding]:
-    """A finding where ranks on this machine's GPUs could not meet. Imports torch."""
-    import torch
-    import torch.distributed as dist
-
-    if torch.cuda.is_available() and not (dist.is_available() and dist.is_nccl_available()):
+def nccl(*, gpus: bool, available: bool) -> Iterator[Finding]:
+    """A finding where torch sees GPUs, and has no NCCL through which ranks on them could meet."""
+    if gpus and not available:
         yield Finding(
             level=Level.ERROR,
             what="torch sees CUDA devices, and torch.distributed has no NCCL",

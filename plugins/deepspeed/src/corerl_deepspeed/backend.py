@@ -33,7 +33,7 @@ from corerl_deepspeed.step import forward_pass, train_step
 
 class DeepSpeedBackend(Backend):
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
-        for problem in precision_problems(config.options, config.train):
+        for problem in precision_problems(config.train):
             raise Unsupported(problem.text)
         join(self.device, local_rank=context.local_rank)
         with calling_deepspeed(partitioned=False):

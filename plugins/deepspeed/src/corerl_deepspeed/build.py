@@ -11,7 +11,7 @@ from unittest import mock
 import deepspeed
 import torch
 from attrs import frozen
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from transformers import PretrainedConfig
@@ -62,7 +62,7 @@ def build_model(
     )
     if options.stage == 3:
         partition(policy.model.parameters(), settings)
-    with nothing_to_copy():
+    with nothing_to_copy(), always_zero():
         engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings, dist_init_required=False)
     if options.stage == 3:
         # The policy reads its head's weight itself, which belongs to another module.
@@ -83,6 +83,14 @@ def partition(params: Iterable[Any], settings: dict[str, Any]) -> None:
     for param in params:
         init._convert_to_deepspeed_param(param)
         param.partition()
+
+
+@contextmanager
+def always_zero() -> Iterator[None]:
+    """The ZeRO optimizer in stage 1 too. With bfloat16 weights and float32 gradients DeepSpeed takes another one there,
+    which keeps everything elsewhere (https://github.com/deepspeedai/DeepSpeed/pull/2706); ZeRO's own does the same."""
+    with mock.patch.object(DeepSpeedEngine, "_do_optimizer_sanity_check", return_value=ZERO_OPTIMIZATION):
+        yield
 
 
 @contextmanager

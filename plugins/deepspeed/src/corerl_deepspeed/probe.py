@@ -16,6 +16,9 @@ MEND = "python -m pip install 'deepspeed>=0.19.8,<0.20'"
 
 def probe() -> Iterator[Finding]:
     """Imports torch and DeepSpeed, and so only when it is called: the spec, which names it, stays light."""
+    import torch
+    import torch.distributed as dist
+
     found = library(
         "DeepSpeed",
         "deepspeed",
@@ -25,7 +28,7 @@ def probe() -> Iterator[Finding]:
         mend=MEND,
     )
     yield found
-    yield from nccl()
+    yield from nccl(gpus=torch.cuda.is_available(), available=dist.is_nccl_available())
     if found.level is Level.OK:
         yield from _operations()
 

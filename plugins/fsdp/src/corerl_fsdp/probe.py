@@ -48,7 +48,7 @@ def probe() -> Iterator[Finding]:
             why="ranks on CPUs, and the CPU side of those on GPUs, talk through it",
             mend=REINSTALL_TORCH,
         )
-    yield from nccl()
+    yield from nccl(gpus=torch.cuda.is_available(), available=dist.is_nccl_available())
     there = {"gloo": dist.is_gloo_available(), "NCCL": dist.is_nccl_available()}
     names = " and ".join(name for name, available in there.items() if available)
     yield Finding(level=Level.OK, what=f"torch.distributed has {names or 'no backend that ranks could meet through'}")

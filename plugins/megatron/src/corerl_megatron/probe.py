@@ -16,6 +16,7 @@ MEND = "python -m pip install 'megatron-core>=0.16,<0.20'"
 def probe() -> Iterator[Finding]:
     """Imports torch, and so only when it is called: the spec, which names it, stays light."""
     import torch
+    import torch.distributed as dist
 
     yield library(
         "megatron-core",
@@ -28,7 +29,7 @@ def probe() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield Finding(level=Level.OK, what="no GPU: layers are plain torch, and ranks talk through gloo")
         return
-    yield from nccl()
+    yield from nccl(gpus=torch.cuda.is_available(), available=dist.is_nccl_available())
     if importlib.util.find_spec("transformer_engine") is None:
         yield Finding(
             level=Level.WARNING,
