@@ -34,7 +34,8 @@ LIMIT = 60.0  # seconds, against hangs
 
 class Engines:
     """Replicas that answer at once. Before version `until` they are slow with two calls at any time: these get a token
-    for each row, and another one under the next weights. Tokens are a function of the row's noise and their place."""
+    for each row, another one under the next weights, and the rest as soon as they are too old. Tokens are a function of
+    the row's noise and of their place."""
 
     def __init__(self, replicas: int = 1, *, until: int = 0, max_staleness: int = 0) -> None:
         self.replicas = replicas
@@ -80,7 +81,8 @@ class Engines:
             self.keys += request.noise_keys[request.begun == 0].tolist()
             key = int(request.noise_keys[0])
             asked_for = [each for each in self._slow.values() if self.version - each <= self._max_staleness]
-            if self.version >= self._until or (key not in self._slow and len(asked_for) >= 2):
+            too_old = self.version - self._slow.get(key, self.version) > self._max_staleness
+            if self.version >= self._until or too_old or (key not in self._slow and len(asked_for) >= 2):
                 return self._drawn(request, PARAMS.max_tokens)
             self._slow.setdefault(key, self.version)
             drawn = self._drawn(request, 1)
