@@ -310,7 +310,7 @@ def test_the_quickstarts_task_is_learned_asynchronously_within_the_bound(tmp_pat
     execute_here(small(tmp_path, *settings, "run.steps=40"))
     lines = metrics(tmp_path / "run")
     rewards = [line["rollout/reward"] for line in lines]
-    assert np.mean(rewards[-8:]) > 1.5 * np.mean(rewards[:8])
+    assert np.mean(rewards[-8:]) > 1.3 * np.mean(rewards[:8])  # 1.7 to 2.3 times were seen
     stalest = []
     for step in range(40):
         with np.load(tmp_path / f"run/rollouts/step-{step:08d}.npz") as file:
