@@ -174,7 +174,7 @@ def _start(
         actor.snapshot(REFERENCE).load()
     address = Address(
         transport=config.weights.transport,
-        engines=fleet.names if fleet else (),
+        engines=fleet.receivers if fleet else (),
         path=str(prepared.run_dir / "weights"),
         device=prepared.device if config.cluster.placement == "disaggregated" else "cpu",
         # Less than the ranks' own: those that gather must not give up while the sender waits for an engine.
@@ -357,9 +357,12 @@ def make_fleet(prepared: Prepared, seats: list[Seat], **watched: Any) -> EngineF
                 index=index,
                 device=prepared.device,
                 precision=config.train_of(ACTOR).precision,
+                bundles=prepared.seating.widths.get(ENGINES, 1),
+                devices=seat.devices,
+                run_dir=str(prepared.run_dir),
             ),
         )
-        for index in range(len(seats))
+        for index, seat in enumerate(seats)
     ]
     environment = environment_of(prepared, engine.name, engine.spec.environment(options, prepared.engines))
     names = [assignment.context.name for assignment in assignments]

@@ -77,6 +77,10 @@ def all_ranks(config: Any, cluster: ClusterInfo) -> int:
     return cluster.ranks
 
 
+def one_bundle(config: Any, cluster: ClusterInfo) -> int:
+    return 1
+
+
 def no_problems(config: Any, cluster: ClusterInfo) -> Iterable[Problem]:
     return ()
 
@@ -111,6 +115,11 @@ class EngineSpec:
     environment: Callable[[Any, ClusterInfo], Environment] = no_environment
     resources: Callable[[Any, ClusterInfo], Resources] = one_device
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
+    # Bundles of one replica, neighbours on one machine, each as `resources` says. On each of them a process of the
+    # engine holds a part of the model, and receives weights. Asked where `check` has found nothing.
+    bundles: Callable[[Any, ClusterInfo], int] = one_bundle
+    # What is to be said of its libraries on this machine; `corerl doctor` calls it in a process of its own.
+    probe: Callable[[], Iterable[Finding]] = no_findings
 
 
 @frozen(kw_only=True)
