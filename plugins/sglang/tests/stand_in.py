@@ -317,8 +317,9 @@ class Listening(ThreadingHTTPServer):
 
 
 def main() -> None:
-    end_with_parent()
-    arguments = json.loads(Path(sys.argv[1]).read_text())
+    file = Path(sys.argv[1])
+    end_with_parent(file.parent)
+    arguments = json.loads(file.read_text())
     if unknown := sorted(arguments.keys() - KNOWN - {"stand_in"}):
         sys.exit(f"SGLang's server has no argument {unknown[0]!r}")
     server = Server(arguments)

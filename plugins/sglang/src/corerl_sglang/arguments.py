@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from corerl.rollout.engine import EngineContext
-from corerl_sglang.config import SglangConfig
+if TYPE_CHECKING:
+    from corerl.rollout.engine import EngineContext
+    from corerl_sglang.config import SglangConfig
 
 LOADER = "corerl_sglang.loader.load"  # how SGLang names a function: the last dot is before it
 

@@ -7,7 +7,6 @@ import contextlib
 import json
 import pickle
 import re
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -71,7 +70,6 @@ class SglangEngine(Engine):
             self._bytes = memory_of(self._server.get("/server_info"), context.bundles)
         except BaseException:
             self._server.stop()
-            shutil.rmtree(self._directory, ignore_errors=True)
             raise
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
@@ -261,7 +259,6 @@ class SglangEngine(Engine):
     def close(self) -> None:
         self._serving.close()
         self._server.stop()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 LAYER = re.compile(r"\.layers\.(\d+)\.")

@@ -16,11 +16,12 @@ from corerl_sglang.parent import end_with_parent
 
 def main() -> None:
     """Returns when the server has ended. Exits with one line where an argument is none that this SGLang knows."""
-    end_with_parent()
+    file = Path(sys.argv[1])
+    end_with_parent(file.parent)
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
-    arguments = json.loads(Path(sys.argv[1]).read_text())
+    arguments = json.loads(file.read_text())
     known = [field.name for field in dataclasses.fields(ServerArgs)]
     for name in arguments:
         if name not in known:

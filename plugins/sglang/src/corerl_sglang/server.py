@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,8 +38,10 @@ class Server:
         directory: Path,
         log: Path,
     ) -> None:
-        """Starts it, and returns at once; `wait_ready` follows. `directory` takes the file of its arguments."""
-        self._name, self._log = name, log
+        """Starts it, and returns at once; `wait_ready` follows. `directory` takes the file of its arguments, and is
+        removed when it ends."""
+        self._name, self._log, self._directory = name, log, directory
+        self._died_of: tuple[str, str] | None = None  # in one line, and in more
         # Held until the server is gone: two sockets that both allow it may be bound to one port as long as only one
         # listens. A server takes a minute to get there, and meanwhile no one else is given the port.
         self._held = socket.socket()
@@ -68,17 +71,19 @@ class Server:
         deadline = time.monotonic() + timeout
         while True:
             if self._process.poll() is not None:
+                failed = EngineFailed(f"{self._name}: its server {self._ended()} as it started; {self._last_lines()}")
                 self.stop()
-                raise EngineFailed(f"{self._name}: its server {self._ended()} as it started; {self._last_lines()}")
+                raise failed
             with contextlib.suppress(OSError, HTTPException):  # it does not listen yet
                 if self._ask("GET", "/health", None, timeout=HEALTH_SECONDS)[0] == 200:
                     return
             if time.monotonic() > deadline:
-                self.stop()
-                raise EngineFailed(
+                late = EngineFailed(
                     f"{self._name}: its server was not ready in {timeout:g} s; give it longer by "
                     f"engines.sglang.start_timeout, or see what holds it; {self._last_lines()}"
                 )
+                self.stop()
+                raise late
             time.sleep(LOOK_SECONDS)
 
     def require_alive(self, during: str) -> None:
@@ -102,6 +107,7 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._held.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -136,9 +142,12 @@ class Server:
             connection.close()
 
     def _died(self, during: str) -> WorkerDied:
-        self.stop()  # ranks that outlive it
-        died = WorkerDied(f"{self._name}: its server {self._ended()} during {during}; {self._last_lines(1)}")
-        died.details = self._last_lines()
+        if self._died_of is None:
+            self._died_of = f"{self._ended()}; {self._last_lines(1)}", self._last_lines()
+            self.stop()  # ranks that outlive it
+        what, details = self._died_of
+        died = WorkerDied(f"{self._name}: its server {what} (asked for {during})")
+        died.details = details
         return died
 
     def _ended(self) -> str:
