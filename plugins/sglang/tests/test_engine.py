@@ -245,9 +245,7 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
 
     # Killed while it generates it is a dead replica; a sender hears so at once.
     threading.Timer(0.3, os.kill, [engine._server.pid, signal.SIGKILL]).start()
-    with pytest.raises(
-        WorkerDied, match=r"its server was ended by SIGKILL; its log .* \(asked for /generate"
-    ):
+    with pytest.raises(WorkerDied, match=r"its server was ended by SIGKILL; its log .* \(asked for /generate"):
         engine.generate(evolve(REQUEST, params=evolve(REQUEST.params, max_tokens=2000, stop_tokens=())))
     received, told = push(engine, tensors, 12, on_disk(tmp_path / "weights"))
     assert "engine-0: its server was ended by SIGKILL; its log " in received.error
