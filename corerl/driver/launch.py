@@ -167,7 +167,7 @@ def _start(
     if config.run.samples:
         fleet = make_fleet(prepared, seats[ENGINES], **watched)
         stack.callback(fleet.processes.kill)
-    inits = _init(groups, fleet)
+    inits = _init(groups, fleet, in_turns=bool(offloaded(config, prepared.device)))
     roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.roles.items()}
     actor = groups[ACTOR]
     if config.algorithm.kl_coef and config.run.trains:
@@ -275,8 +275,13 @@ def _counted(seats: Mapping[str, Sequence[Seat]]) -> str:
     return " and ".join(filter(None, [", ".join(counts[:-1]), counts[-1]]))
 
 
-def _init(groups: Mapping[str, TrainGroup], fleet: EngineFleet | None) -> dict[str, InitResult]:
-    """All groups and the engines start at the same time."""
+def _init(groups: Mapping[str, TrainGroup], fleet: EngineFleet | None, *, in_turns: bool) -> dict[str, InitResult]:
+    """All groups and the engines start at the same time; but where they take turns in memory the engines are first, and
+    sleep: an engine may measure what memory is free, and take the most of it."""
+    if fleet is not None and in_turns:
+        fleet.wait_started(fleet.start_async())
+        fleet.sleep()
+        fleet = None
     starting = {name: group.init_async() for name, group in groups.items()}
     calls = {
         name: Call(group.processes, starting[name].initialising, functools.partial(group.wait_init, starting[name]))

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from corerl.config.schema import ClusterInfo
+from corerl.doctor.plugins import look_named
 from corerl.plugin.spec import Finding, Level
 from corerl.rollout.engine import EngineContext
 from corerl_sglang import SPEC
@@ -112,6 +113,12 @@ def test_the_probe_says_what_is_missing_and_what_is_of_another_version(monkeypat
     versions |= {"sglang": "0.6.0rc1", "transformers": "5.12.1"}
     (finding,) = amiss()
     assert finding.what.startswith("SGLang 0.6.0rc1 is not one of those")
+
+
+def test_the_doctor_asks_the_engines_probe() -> None:
+    told = [each.what for each in look_named("sglang") if isinstance(each, Finding)]
+    assert any("corerl_sglang.engine:SglangEngine can be imported" in what for what in told)
+    assert [finding.what for finding in SPEC.probe()] == told[-len(list(SPEC.probe())) :]
 
 
 def test_the_versions_are_those_that_the_package_asks_for() -> None:

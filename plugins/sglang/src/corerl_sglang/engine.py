@@ -24,7 +24,7 @@ from corerl.models.names import hf_boxes
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, SamplingParams
 from corerl.rollout.offered import misfit
 from corerl.rollout.pool import split
-from corerl.rollout.receiving import Receiving
+from corerl.rollout.receiving import Receiving, line
 from corerl.rollout.serving import Serving
 from corerl.rollout.transformers_engine import routers
 from corerl.types import Array, MemoryKind
@@ -32,7 +32,7 @@ from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 from corerl_sglang.arguments import LOADER, server_arguments
 from corerl_sglang.config import SglangConfig
-from corerl_sglang.instruction import Instruction, name_for, read_answers, write_instruction
+from corerl_sglang.instruction import Answer, Instruction, name_for, read_answers, write_instruction
 from corerl_sglang.server import Server
 
 WEIGHTS = "weights"
@@ -75,6 +75,13 @@ class SglangEngine(Engine):
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest) -> Generation:
+        try:
+            return self._spread(request)
+        except WorkerDied:
+            self._server.stop()  # all of it: whoever replaces this engine starts one of its own
+            raise
+
+    def _spread(self, request: GenerateRequest) -> Generation:
         self._server.require_alive("generate")
         if request.params.routed_experts and not self._options.routed_experts:
             raise ConfigError(
@@ -171,6 +178,10 @@ class SglangEngine(Engine):
         """Each rank of the server receives by itself, in its own process: see `loader`."""
 
         def transfer(refused: str) -> tuple[int, str]:
+            try:
+                self._server.require_alive("receive")
+            except WorkerDied as died:
+                refused = died.message
             error = refused or self._misfit(manifest)
             if error:
                 return 0, self._refuse(self._context.receivers, manifest, version, address, error)
@@ -189,32 +200,34 @@ class SglangEngine(Engine):
         """Bytes that came, and what went wrong, or ""."""
         receivers = tuple(self._context.receivers)
         instruction = Instruction(manifest=manifest, version=version, address=address, receivers=receivers)
-        path = write_instruction(self._directory, instruction)
-        failure = ""
+        answers: list[Answer | None] = [None] * len(receivers)
+        failed = ""
         try:
-            self._settle()  # also empties the prefix cache: its keys and values are of the weights before
-            names = [[(name_for(path, rank), torch.empty(0))] for rank in range(len(receivers))]
-            body = {
-                "serialized_named_tensors": [serialized(each) for each in names],
-                "load_format": LOADER,
-                "flush_cache": False,
-            }
-            self._server.post("/update_weights_from_tensor", body)
-        except CorerlError as error:
-            failure = error.message
-        answers = read_answers(path, len(receivers))
-        silent = [receiver for receiver, answer in zip(receivers, answers, strict=True) if answer is None]
-        given = [answer for answer in answers if answer is not None]
-        errors = [failure, *(answer.error for answer in given), "a rank of its server gave no answer" if silent else ""]
-        error = next(filter(None, errors), "")
-        if silent:  # whom the sender would wait for
-            self._refuse(silent, manifest, version, address, error)
-        if not error:
+            path = write_instruction(self._directory, instruction)
             try:
-                self._server.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-            except CorerlError as late:
-                error = late.message
-        return max((answer.bytes for answer in given), default=0), error
+                self._settle()  # also empties the prefix cache: its keys and values are of the weights before
+                names = [[(name_for(path, rank), torch.empty(0))] for rank in range(len(receivers))]
+                body = {
+                    "serialized_named_tensors": [serialized(each) for each in names],
+                    "load_format": LOADER,
+                    "flush_cache": False,
+                }
+                self._server.post("/update_weights_from_tensor", body)
+            finally:
+                answers = read_answers(path, len(receivers))
+        except (CorerlError, OSError) as failure:
+            failed = line(failure)
+        given = [answer for answer in answers if answer is not None]
+        received = max((answer.bytes for answer in given), default=0)
+        silent = [receiver for receiver, answer in zip(receivers, answers, strict=True) if answer is None]
+        what = "a rank of its server gave no answer" if silent else ""
+        wrong = next(filter(None, [failed, *(answer.error for answer in given), what]), "")
+        if silent:  # whom the sender would wait for
+            self._refuse(silent, manifest, version, address, wrong)
+        if not wrong:
+            body = {"new_version": str(version), "abort_all_requests": False}
+            self._server.post("/update_weight_version", body)
+        return received, wrong
 
     def _refuse(self, receivers: Sequence[int], manifest: Manifest, version: int, address: Address, error: str) -> str:
         """Tell the sender, in the place of these receivers, why they take no part."""

@@ -100,16 +100,19 @@ class Server:
         return self._answer("POST", path, body or {})
 
     def stop(self) -> None:
-        """End it and all that it has started; idempotent."""
+        """End it and all that it has started, and remove what it was told; idempotent."""
+        self._end()
+        self._held.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
         if self._process.stdin is not None:
             self._process.stdin.close()
         with contextlib.suppress(ProcessLookupError):  # all have ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._held.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-    # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
         self.require_alive(path)
@@ -144,7 +147,7 @@ class Server:
     def _died(self, during: str) -> WorkerDied:
         if self._died_of is None:
             self._died_of = f"{self._ended()}; {self._last_lines(1)}", self._last_lines()
-            self.stop()  # ranks that outlive it
+            self._end()  # ranks that outlive it
         what, details = self._died_of
         died = WorkerDied(f"{self._name}: its server {what} (asked for {during})")
         died.details = details

@@ -56,10 +56,10 @@ def misfits(config: SglangConfig, model: Mapping[str, Any]) -> Iterator[Problem]
     if config.tensor_parallel % config.data_parallel:
         return
     parts = config.tensor_parallel // config.data_parallel  # over which one attention is split
-    heads = model.get("num_attention_heads")
+    heads: int = model.get("num_attention_heads") or 0
     if heads and heads % parts:
         yield Problem("tensor_parallel", f"{parts} does not divide the model's {heads} attention heads; take a divisor")
-    kv = model.get("num_key_value_heads") or heads
+    kv: int = model.get("num_key_value_heads") or heads
     if heads and not heads % parts and kv % parts and parts % kv:
         yield Problem(
             "tensor_parallel",
