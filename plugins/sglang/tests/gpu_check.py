@@ -39,6 +39,9 @@ from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
 
 OUT = Path(os.environ.get("OUT", ".")).absolute()
+# As SGLang sets them in its processes: both sides of a group must agree.
+os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 PARAM = frozenset({MemoryKind.PARAM})
 TINY = {
     "model_type": "qwen3",
