@@ -216,6 +216,11 @@ class ParallelLayout:
     sequence_multiple: int = 1  # every sequence is padded to a multiple of it (2 x cp; tp with sequence parallel)
     micro_batch_multiple: int = 1  # the number of micro-batches is one of it (interleaved pipelines)
 
+    @classmethod
+    def data_parallel(cls, *, rank: int, world_size: int) -> ParallelLayout:
+        """Every rank reads samples of its own."""
+        return cls(rank=rank, world_size=world_size, dp_rank=rank, dp_size=world_size)
+
 
 @frozen(kw_only=True)
 class InitResult:

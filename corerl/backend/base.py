@@ -1,8 +1,7 @@
 """What every backend extends: all hooks of the contract, made of a few primitives that only the backend can answer.
 
-A subclass writes `build`, `train`, `forward`, `local_state`, `tensors`, `after_load` and `adam_step`. From these come
-sharded loading, resume, save (in the background too), the weight stream, snapshots, sleep and wake_up; each may be
-overridden.
+A subclass writes `build`, `train`, `forward`, `local_state`, `tensors` and `after_load`. From these come sharded
+loading, resume, save (in the background too), the weight stream, snapshots, sleep and wake_up; each may be overridden.
 """
 
 from __future__ import annotations
@@ -82,6 +81,7 @@ class Backend(BackendBase, ABC):
     config: RoleConfig
     context: Context
     layout: ParallelLayout
+    adam_step = 0  # applied optimizer steps, which Adam's bias correction counts; `train` adds those that it applies
     weights_version = 0  # of the weights that are loaded now, as far as engines know them
     phase = ""  # of `init`, while it lasts; the user is told where it takes long
     span: Callable[[str], AbstractContextManager[Any]] = staticmethod(lambda name: nullcontext())  # or a traced run's
@@ -112,17 +112,13 @@ class Backend(BackendBase, ABC):
 
     @abstractmethod
     def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
-        """Every tensor of that kind on this rank, nothing gathered left over."""
+        """Every tensor of that kind on this rank, nothing gathered left over. Those in host memory may be among them:
+        they need not sleep."""
 
     @abstractmethod
     def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
         """The chunks of `keys` were written: bring masters and working copies together, set Adam's own step where it is
         given, drop caches. {PARAM} alone is a snapshot swap: masters and moments stay as they are."""
-
-    @property
-    @abstractmethod
-    def adam_step(self) -> int:
-        """Applied optimizer steps: what Adam's bias correction counts."""
 
     # ---- what a backend may add -------------------------------------------------------------------------------------
 
@@ -135,9 +131,11 @@ class Backend(BackendBase, ABC):
 
     def gather(self, bucket: Bucket, out: torch.Tensor | None, *, chunks: Sequence[Chunk], root: int | None) -> None:
         """Fill `out` [bucket.numel] with the bucket's full HF tensors on rank `root`, or on all where it is None.
-        `out` is None on the ranks that need not hold it; `chunks` are this rank's parameters."""
+        `out` is None on the ranks that need not hold it; `chunks` are this rank's parameters, on the device or not."""
         dtype = getattr(torch, self.manifest.dtype)
-        self._gather_plan.gather(bucket, out, chunks=chunks, root=root, dtype=dtype)
+        # Buckets travel between devices, also where a rank's chunks lie in host memory.
+        where = torch.empty(0, device=self.device) if out is None else out
+        self._gather_plan.gather(bucket, where, chunks=chunks, root=root, dtype=dtype)
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -235,7 +233,7 @@ class Backend(BackendBase, ABC):
 
     @hookimpl
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
-        freed = sum(self._sleeper.release(kind, self.tensors(kind)) for kind in sorted(kinds))
+        freed = sum(self._sleeper.release(kind, self.on_device(kind)) for kind in sorted(kinds))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return SleepResult(freed_bytes=freed, residual_bytes=device_bytes(self.device, self._all_tensors()))
@@ -281,9 +279,13 @@ class Backend(BackendBase, ABC):
         finally:
             self.after_load({StateKey.PARAM}, None)
 
+    def on_device(self, kind: MemoryKind) -> list[torch.Tensor]:
+        """Of `tensors(kind)` those that take memory on the role's device."""
+        return [tensor for tensor in self.tensors(kind) if tensor.device.type == self.device.type]
+
     def _all_tensors(self) -> Iterator[torch.Tensor]:
         for kind in MemoryKind:
-            yield from self.tensors(kind)
+            yield from self.on_device(kind)
 
     def _load_initial(self) -> int:
         what = f"model directory {self.config.model.path}" if self.config.model.path else "random initialisation"
@@ -306,9 +308,10 @@ class Backend(BackendBase, ABC):
         saved, own = extra["world_size"], self.layout.world_size
         if saved != own:
             self.require(Capability.RESHARD, f"resuming on {own} ranks what {saved} saved")
+        self.adam_step = int(extra["adam_step"])
         for key in SAVED:
             fill(self.local_state(key), CheckpointSource(directory, key.value), what=f"checkpoint {directory}")
-        self.after_load(set(SAVED), int(extra["adam_step"]))
+        self.after_load(set(SAVED), self.adam_step)
         self.weights_version = int(extra["weights_version"])
         if (extra["backend"], saved) == (type(self).__qualname__, own):
             of_rank = read_extra(directory, self.layout.rank)

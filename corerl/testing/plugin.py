@@ -584,17 +584,17 @@ def seats() -> Iterator[Mapping[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def _wrapped() -> dict[tuple[str, int], Any]:
+def _wrapped() -> dict[str, Any]:
     return {}
 
 
 @pytest.fixture
-def wrapped(subject: Subject, seats: Mapping[str, Any], _wrapped: dict[tuple[str, int], Any]) -> Any:
+def wrapped(subject: Subject, seats: Mapping[str, Any], _wrapped: dict[str, Any]) -> Any:
     """A group with three wrappers around its backend, which has run and lost a rank; once for several checks."""
     from corerl.testing import groups
 
-    key = (subject.backend, subject.world_size)
+    setup = subject.setup("qwen3")
+    key = repr((setup, subject.world_size))
     if key not in _wrapped:
-        setup = subject.setup("qwen3")
         _wrapped[key] = groups.wrapped(setup, subject.world_size, seats["actor"], subject.directory / "wrapped")
     return _wrapped[key]

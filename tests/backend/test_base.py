@@ -54,7 +54,7 @@ def test_a_backend_without_one_of_the_primitives_cannot_be_made() -> None:
     class Incomplete(Backend):
         pass
 
-    with pytest.raises(TypeError, match="adam_step.*after_load.*build.*forward.*local_state.*tensors.*train"):
+    with pytest.raises(TypeError, match="after_load.*build.*forward.*local_state.*tensors.*train"):
         Incomplete()  # type: ignore[abstract]
 
 
@@ -87,7 +87,7 @@ def test_extra_state_comes_back_to_the_same_backend_and_to_no_other(setup: Setup
 
 def test_counters_of_a_checkpoint_are_its_own(setup: Setup, tmp_path: Path) -> None:
     backend = initialised(PlainBackend(), setup)
-    backend.applied = 2  # of three steps one was skipped
+    backend.adam_step = 2  # of three steps one was skipped
     backend.update_weights(InProcessSender(lambda bucket: None), 8)
     backend.save(str(tmp_path), step_at(3), False)
     resumed = PlainBackend()

@@ -54,7 +54,7 @@ def test_a_critic_trains_as_the_plain_one_does(subject: Subject, kind: str, pack
     setup = critic(subject, kind, packing)
     plain = evolve(subject.runs.setup(PLAIN, kind, WHOLE), value_head=True)
     found = subject.train(setup, range(STEPS))
-    assert_follows(found, subject.runs.train(1, plain, range(STEPS)))
+    assert_follows(found, subject.runs.trained_as(1, plain))
     assert len(set(found.losses)) == STEPS
 
 
