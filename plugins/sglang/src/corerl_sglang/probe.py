@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import metadata
 
+from corerl.plugin.probing import library
 from corerl.plugin.spec import Finding, Level
 
 OLDEST, END = (0, 5, 15), (0, 6)  # SGLang's, as in pyproject.toml
@@ -14,30 +15,28 @@ MEND = "python -m pip install 'corerl[sglang]'"
 def probe() -> Iterator[Finding]:
     import torch
 
-    try:
-        installed = metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        yield Finding(level=Level.ERROR, what="SGLang is not installed", why="this engine is a server of it", mend=MEND)
+    found = library(
+        "SGLang",
+        "sglang",
+        oldest=OLDEST,
+        end=END,
+        why="it asks the server, and takes weights inside of it, as those versions do it",
+        mend=MEND,
+        plugin="engine",
+    )
+    yield found
+    if found.level is not Level.OK:
         return
-    version = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in installed.partition("+")[0].split(".")[:3])
-    if OLDEST <= version < END:
-        yield Finding(level=Level.OK, what=f"SGLang {installed} is one that this engine runs with")
-    else:
-        yield Finding(
-            level=Level.ERROR,
-            what=f"SGLang {installed} is not one of those that this engine was written for",
-            why="it asks the server, and takes weights inside of it, as these versions do it",
-            mend=MEND,
-        )
+    installed = metadata.version("sglang")
     for package, wanted in sorted(exact(metadata.requires("sglang") or [])):
         try:
-            found = metadata.version(package)
+            there = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found = "none"
-        if found.partition("+")[0] != wanted:
+            there = "none"
+        if there.partition("+")[0] != wanted:
             yield Finding(
                 level=Level.WARNING,
-                what=f"SGLang {installed} was made for {package} {wanted}, and {found} is here",
+                what=f"SGLang {installed} was made for {package} {wanted}, and {there} is here",
                 why="its server may not start",
                 mend=f"python -m pip install '{package}=={wanted}'",
             )
