@@ -42,6 +42,7 @@ class Server:
         removed when it ends."""
         self._name, self._log, self._directory = name, log, directory
         self._died_of: tuple[str, str] | None = None  # in one line, and in more
+        self._over = False  # its process group has been ended, and its number may be another's by now
         # Held until the server is gone: two sockets that both allow it may be bound to one port as long as only one
         # listens. A server takes a minute to get there, and meanwhile no one else is given the port.
         self._held = socket.socket()
@@ -110,8 +111,10 @@ class Server:
     def _end(self) -> None:
         if self._process.stdin is not None:
             self._process.stdin.close()
-        with contextlib.suppress(ProcessLookupError):  # all have ended
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if not self._over:
+            self._over = True
+            with contextlib.suppress(ProcessLookupError):  # all have ended
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
