@@ -263,8 +263,11 @@ class SaveResult:
 
 @frozen(kw_only=True)
 class SleepResult:
-    freed_bytes: int
-    residual_bytes: int  # that this process still holds on its device
+    freed_bytes: int  # of the storages of these kinds
+    # That the driver still counts: on this process where it tells processes apart, else on the device with all others.
+    residual_bytes: int
+    driver_freed_bytes: int = 0  # by how much that has fallen, with what torch had cached
+    notes: tuple[str, ...] = ()  # for the user, such as why host memory is not pinned
 
 
 @frozen(kw_only=True)

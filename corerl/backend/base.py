@@ -20,10 +20,10 @@ import torch
 from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.checkpoint.writer import BackgroundWriter, stage, write
 from corerl.config.schema import RoleConfig
-from corerl.errors import CheckpointError
-from corerl.memory.measure import device_bytes
+from corerl.errors import CheckpointError, MemoryHeld
+from corerl.memory.measure import GIB, DeviceMeter, Held
 from corerl.memory.snapshots import Snapshots
-from corerl.memory.storage import StorageSleeper
+from corerl.memory.storage import StorageSleeper, resident_bytes
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import experts, hf_config
 from corerl.models.random import RandomSource
@@ -137,6 +137,15 @@ class Backend(BackendBase, ABC):
         where = torch.empty(0, device=self.device) if out is None else out
         self._gather_plan.gather(bucket, where, chunks=chunks, root=root, dtype=dtype)
 
+    def moments_to_come(self) -> int:
+        """Bytes that moments will take on this rank's device once a step has been taken; 0 where they are there, or
+        will be elsewhere. Host memory for them is made at the start; a wrong answer only makes the first sleep slow."""
+        if any(tensor.ndim for tensor in self.tensors(MemoryKind.OPTIMIZER)):
+            return 0
+        masters = [chunk.view for chunk in self.local_state(StateKey.MASTER)]
+        here = sum(view.numel() for view in masters if view.device.type == self.device.type)
+        return 2 * torch.float32.itemsize * here
+
     @property
     def group(self) -> ProcessGroup | None:
         """All ranks of this role."""
@@ -166,11 +175,14 @@ class Backend(BackendBase, ABC):
         self.config, self.context = config, context
         if (count := experts(hf_config(config.model))) > 1:
             self.require(Capability.MOE, f"a model of {count} experts")
-        self._sleeper = StorageSleeper()
+        self._sleeper, self._meter = StorageSleeper(self.device), DeviceMeter(self.device)
+        self._told: set[str] = set()  # notes of earlier sleeps
         self._snapshots = Snapshots()
         self._writer = BackgroundWriter()
         self.phase = "model build"
         self.layout = self.build(config, context)
+        if config.sleeps:  # in the background: the first sleep waits for what is not ready by then
+            self._sleeper.reserve(self.sleeping_bytes())
         self.phase = "load"
         optimizer_step = self._resume(Path(config.resume)) if config.resume else self._load_initial()
         self._gather_plan = GatherPlan.build(self.local_state(StateKey.PARAM), self.group)
@@ -233,10 +245,20 @@ class Backend(BackendBase, ABC):
 
     @hookimpl
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
+        before = self._meter.held(self._all_tensors())
         freed = sum(self._sleeper.release(kind, self.on_device(kind)) for kind in sorted(kinds))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return SleepResult(freed_bytes=freed, residual_bytes=device_bytes(self.device, self._all_tensors()))
+        held = self._meter.held(self._all_tensors())
+        self._require_little(held)
+        notes = {self._sleeper.refusal} - {"", *self._told}
+        self._told |= notes
+        return SleepResult(
+            freed_bytes=freed,
+            residual_bytes=held.residual,
+            driver_freed_bytes=before.residual - held.residual,
+            notes=tuple(notes),
+        )
 
     @hookimpl
     def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
@@ -244,7 +266,10 @@ class Backend(BackendBase, ABC):
 
     @hookimpl
     def shutdown(self, reason: str) -> None:
-        self._writer.close()
+        try:
+            self._writer.close()
+        finally:
+            self._sleeper.close()
 
     # ---- what the worker asks of a backend besides its hooks --------------------------------------------------------
 
@@ -282,6 +307,22 @@ class Backend(BackendBase, ABC):
     def on_device(self, kind: MemoryKind) -> list[torch.Tensor]:
         """Of `tensors(kind)` those that take memory on the role's device."""
         return [tensor for tensor in self.tensors(kind) if tensor.device.type == self.device.type]
+
+    def sleeping_bytes(self) -> int:
+        """Host memory that this rank takes when all of it sleeps, after its first step."""
+        copied = (tensor for kind in MemoryKind if kind is not MemoryKind.GRAD for tensor in self.on_device(kind))
+        return resident_bytes(copied) + self.moments_to_come()
+
+    def _require_little(self, held: Held) -> None:
+        """Raises MemoryHeld where all kinds sleep and more than the config allows is still held."""
+        allowed = self.config.max_residual_gib
+        if not allowed or held.residual <= allowed * GIB or self._sleeper.asleep != set(MemoryKind):
+            return
+        parts = held.described({kind: resident_bytes(self.on_device(kind)) for kind in MemoryKind})
+        raise MemoryHeld(
+            f"{held.residual / GIB:.3g} GiB of {self.device} are held while everything sleeps, more than "
+            f"cluster.max_residual_gib = {allowed:g}: {parts}; allow more, or free what is there"
+        )
 
     def _all_tensors(self) -> Iterator[torch.Tensor]:
         for kind in MemoryKind:

@@ -21,7 +21,8 @@ from typing import Any, Protocol, TypeVar
 T = TypeVar("T")
 
 TIMEOUT_SECONDS = 240.0  # against hangs; no test should come near it
-PRELOAD = ["corerl.testing.scenarios"]  # imported once, before ranks are forked
+# Imported once, before ranks are forked; between them they import all that any rank does.
+PRELOAD = ["corerl.testing.scenarios.states", "corerl.testing.scenarios.training"]
 
 
 # What a backend raises before its ranks say anything to each other, as tracebacks end.
