@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from attrs import frozen
 
-from corerl.cluster.placement import Seating
+from corerl.cluster.placement import Seat, Seating
 from corerl.config.load import load_config
 from corerl.config.schema import Config
 from corerl.driver import launch, run
@@ -114,7 +114,8 @@ def execute_here(config: Config) -> Summary:
 
     @contextlib.contextmanager
     def seated(seating: Seating, **_: Any) -> Iterator[dict[str, list[Any]]]:
-        yield {name: [None] * len(places) for name, places in seating.places.items()}
+        nowhere: Any = None  # these processes are no processes
+        yield {name: [Seat(nowhere, place, 0.0, 0.0) for place in places] for name, places in seating.places.items()}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "ray_session", nothing)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import ray
-from attrs import frozen
+from attrs import field, frozen
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -15,12 +15,13 @@ from corerl.errors import CorerlError
 
 @frozen(eq=False)
 class Seat:
-    """A share of one bundle, for one process."""
+    """A share of one bundle, for one process; or of several, for one that has others beside it."""
 
     group: PlacementGroup
-    bundle: int
+    bundle: int  # the first
     cpus: float
     gpus: float
+    devices: tuple[int, ...] = ()  # the GPUs of all of them, as their machine numbers them
 
     def options(self) -> dict[str, object]:
         """As keyword arguments of a Ray actor's `.options`."""
@@ -34,13 +35,18 @@ class Seat:
 class Seating:
     """Where a run's processes go: plain numbers, made from the config before Ray is asked."""
 
-    places: Mapping[str, tuple[int, ...]]  # group of processes -> bundle of each of them
+    places: Mapping[str, tuple[int, ...]]  # group of processes -> bundle of each, the first where it has several
     bundles: int
     bundle: Mapping[str, float]  # what each is of a machine, by Ray's names of resources
+    widths: Mapping[str, int] = field(factory=dict)  # group -> bundles of each process, where these are several
+
+    def taken(self, name: str, place: int) -> range:
+        """The bundles of the process of group `name` that begins at `place`."""
+        return range(place, place + self.widths.get(name, 1))
 
     def share(self, bundle: int) -> float:
         """Of the bundle, for each process on it."""
-        return 1.0 / sum(places.count(bundle) for places in self.places.values())
+        return 1.0 / sum(bundle in self.taken(name, place) for name in self.places for place in self.places[name])
 
     @property
     def cpus(self) -> float:
@@ -52,6 +58,7 @@ def arrange(
     groups: Mapping[str, int],
     *,
     apart: Collection[str] = (),
+    widths: Mapping[str, int] | None = None,
     cpus: float,
     gpus: float,
     resources: Mapping[str, float] | None = None,
@@ -59,19 +66,22 @@ def arrange(
     """Give each group of so many processes its bundles: those `apart` have their own, all others share the same ones,
     as many as the largest group needs, and each group spread evenly over them.
 
-    A bundle is `cpus`, `gpus` and custom `resources`: what one process takes of a machine where it is alone.
+    A bundle is `cpus`, `gpus` and custom `resources`: what one process takes of a machine where it is alone. `widths`
+    names groups whose processes take several bundles each, side by side.
     """
+    widths = {name: width for name, width in (widths or {}).items() if width > 1}
     places: dict[str, tuple[int, ...]] = {}
-    bundles = max((count for name, count in groups.items() if name not in apart), default=0)
+    shared = bundles = max((n * widths.get(name, 1) for name, n in groups.items() if name not in apart), default=0)
     for name, count in groups.items():
+        width = widths.get(name, 1)
         if name in apart:
-            places[name] = tuple(range(bundles, bundles + count))
-            bundles += count
+            places[name] = tuple(range(bundles, bundles + count * width, width))
+            bundles += count * width
         else:
-            shared = max(size for other, size in groups.items() if other not in apart)
-            places[name] = tuple(index * shared // count for index in range(count))
+            # A process of several begins at a multiple of them: so it has its machine's neighbours, and no two overlap.
+            places[name] = tuple(index * (shared // width) // count * width for index in range(count))
     bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {}), **(resources or {})}
-    return Seating(places=places, bundles=bundles, bundle=bundle)
+    return Seating(places=places, bundles=bundles, bundle=bundle, widths=widths)
 
 
 @contextlib.contextmanager
@@ -79,7 +89,8 @@ def seated(seating: Seating, *, timeout: float) -> Iterator[dict[str, list[Seat]
     """Reserve the bundles, and give them back at the end; yields the seats of each group.
 
     Bundles are taken in the order of (node, device). `timeout`: seconds to wait until the cluster has them free.
-    Raises CorerlError where the cluster has too little: what is there, what is asked.
+    Raises CorerlError where the cluster has too little: what is there, what is asked; and where the bundles of one
+    process are on several machines.
     """
     bundle = dict(seating.bundle)
     gpus = bundle.get("GPU", 0.0)
@@ -96,14 +107,21 @@ def seated(seating: Seating, *, timeout: float) -> Iterator[dict[str, list[Seat]
                 "use fewer ranks or engines, or a larger cluster"
             )
         nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-        order = physical_order(nodes, gpus_of_bundles(group, nodes) if gpus else {})
-        yield {
-            name: [
-                Seat(group, order[place], bundle["CPU"] * seating.share(place), gpus * seating.share(place))
-                for place in places
-            ]
-            for name, places in seating.places.items()
-        }
+        numbers = gpus_of_bundles(group, nodes) if gpus else {}
+        order = physical_order(nodes, numbers)
+        seats: dict[str, list[Seat]] = {name: [] for name in seating.places}
+        for name, places in seating.places.items():
+            for place in places:
+                taken = [order[index] for index in seating.taken(name, place)]
+                if len({nodes[index] for index in taken}) > 1:
+                    raise CorerlError(
+                        f"{name}: one of them takes {len(taken)} bundles, and Ray has them on several machines; use "
+                        "machines whose devices divide by that, or fewer for each"
+                    )
+                share = seating.share(place)
+                devices = tuple(numbers[index] for index in taken) if numbers else ()
+                seats[name].append(Seat(group, taken[0], bundle["CPU"] * share, gpus * share, devices))
+        yield seats
     finally:
         remove_placement_group(group)
 

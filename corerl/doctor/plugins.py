@@ -80,8 +80,10 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
     if kind is Kind.BACKENDS:
         yield Begins(f"making an instance of {code}", f"mend {code}")
         yield from _hooks(loaded, implementation)
+    if kind is not Kind.EXTENSIONS:
         yield Begins(f"the probe of {kind.noun} {loaded}", f"mend the probe of {loaded.value}")
         yield from loaded.spec.probe()
+    if kind is Kind.BACKENDS:
         yield from _environment(loaded)
 
 

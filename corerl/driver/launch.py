@@ -173,14 +173,14 @@ def _start(
     if config.run.samples:
         fleet = make_fleet(prepared, seats[ENGINES], **watched)
         stack.callback(fleet.processes.kill)
-    inits = _init(groups, fleet)
+    inits = _init(groups, fleet, in_turns=bool(offloaded(config, prepared.device)))
     roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.roles.items()}
     actor = groups[ACTOR]
     if config.algorithm.kl_coef and config.run.trains:
         actor.snapshot(REFERENCE).load()
     address = Address(
         transport=config.weights.transport,
-        engines=fleet.names if fleet else (),
+        engines=fleet.receivers if fleet else (),
         path=str(prepared.run_dir / "weights"),
         device=prepared.device if config.cluster.placement == "disaggregated" else "cpu",
         # Less than the ranks' own: those that gather must not give up while the sender waits for an engine.
@@ -292,8 +292,13 @@ def _counted(seats: Mapping[str, Sequence[Seat]]) -> str:
     return " and ".join(filter(None, [", ".join(counts[:-1]), counts[-1]]))
 
 
-def _init(groups: Mapping[str, TrainGroup], fleet: EngineFleet | None) -> dict[str, InitResult]:
-    """All groups and the engines start at the same time."""
+def _init(groups: Mapping[str, TrainGroup], fleet: EngineFleet | None, *, in_turns: bool) -> dict[str, InitResult]:
+    """All groups and the engines start at the same time; but where they take turns in memory the engines are first, and
+    sleep: an engine may measure what memory is free, and take the most of it."""
+    if fleet is not None and in_turns:
+        fleet.wait_started(fleet.start_async())
+        fleet.sleep()
+        fleet = None
     starting = {name: group.init_async() for name, group in groups.items()}
     calls = {
         name: Call(group.processes, starting[name].initialising, functools.partial(group.wait_init, starting[name]))
@@ -379,9 +384,12 @@ def make_fleet(prepared: Prepared, seats: list[Seat], **watched: Any) -> EngineF
                 index=index,
                 device=prepared.device,
                 precision=config.train_of(ACTOR).precision,
+                bundles=prepared.seating.widths.get(ENGINES, 1),
+                devices=seat.devices,
+                run_dir=str(prepared.run_dir),
             ),
         )
-        for index in range(len(seats))
+        for index, seat in enumerate(seats)
     ]
     environment = environment_of(prepared, engine.name, engine.spec.environment(options, prepared.engines))
     names = [assignment.context.name for assignment in assignments]

@@ -243,9 +243,10 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     problems.raise_all()
 
     groups = {role: choice.ranks for role, choice in config.chosen_roles.items()}
-    resources = [plan.resources for plan in plans.values()]
+    resources, widths = [plan.resources for plan in plans.values()], {}
     if config.run.samples:
         groups[ENGINES] = config.rollout.replicas
+        widths[ENGINES] = engine.spec.bundles(config.engines[engine.name], engines)
         resources.append(engine.spec.resources(config.engines[engine.name], engines))
     return Prepared(
         config=config,
@@ -259,6 +260,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         seating=arrange(
             groups,
             apart=[*config.apart, *([ENGINES] if config.cluster.placement == "disaggregated" else [])],
+            widths=widths,
             cpus=max(each.cpus for each in resources),
             gpus=max(each.gpus for each in resources),
             resources=config.cluster.resources,

@@ -265,8 +265,8 @@ class Run:
                     "received": Call(fleet.processes, receiving, lambda: fleet.wait_received(receiving)),
                 }
             )
-        received = both["received"]
-        failed = {name: received[name].error or error for name, error in both["sent"].engines.items() if error}
+        received, sent = both["received"], fleet.by_engine(both["sent"].engines)
+        failed = {name: received[name].error or error for name, error in sent.items() if error}
         failed |= {name: each.error for name, each in received.items() if each.error}
         if failed:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(failed.items()))

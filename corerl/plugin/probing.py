@@ -1,4 +1,4 @@
-"""What the probes of several backends look at alike, for `corerl doctor`."""
+"""What the probes of several plugins look at alike, for `corerl doctor`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ Version = tuple[int, ...]
 REINSTALL_TORCH = "python -m pip install --force-reinstall torch"
 
 
-def library(name: str, distribution: str, *, oldest: Version, end: Version, why: str, mend: str) -> Finding:
-    """Whether the library that a backend is made of is there, in a version from `oldest` on and before `end`; `why`
-    says why others will not do."""
+def library(
+    name: str, distribution: str, *, oldest: Version, end: Version, why: str, mend: str, plugin: str = "backend"
+) -> Finding:
+    """Whether the library that a plugin, a backend or an engine, is made of is there, in a version from `oldest` on and
+    before `end`; `why` says why others will not do."""
     try:
         installed = metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return Finding(level=Level.ERROR, what=f"{name} is not installed", why="this backend is made of it", mend=mend)
+        return Finding(
+            level=Level.ERROR, what=f"{name} is not installed", why=f"this {plugin} is made of it", mend=mend
+        )
     if oldest <= version(installed)[: len(oldest)] and version(installed)[: len(end)] < end:
-        return Finding(level=Level.OK, what=f"{name} {installed} is one that this backend runs with")
+        return Finding(level=Level.OK, what=f"{name} {installed} is one that this {plugin} runs with")
     return Finding(
         level=Level.ERROR,
-        what=f"{name} {installed} is not one of those that this backend was written for",
+        what=f"{name} {installed} is not one of those that this {plugin} was written for",
         why=why,
         mend=mend,
     )

@@ -53,7 +53,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         "fsdp": "pip install 'corerl[fsdp]'",
         "megatron": "pip install 'corerl[megatron]'",
     },
-    Kind.ENGINES: {},
+    Kind.ENGINES: {"sglang": "pip install 'corerl[sglang]'"},
     Kind.EXTENSIONS: {},
 }
 

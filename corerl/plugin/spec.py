@@ -81,6 +81,10 @@ def one_call(config: Any, cluster: ClusterInfo) -> int:
     return 1
 
 
+def one_bundle(config: Any, cluster: ClusterInfo) -> int:
+    return 1
+
+
 def no_problems(config: Any, cluster: ClusterInfo) -> Iterable[Problem]:
     return ()
 
@@ -118,6 +122,11 @@ class EngineSpec:
     # Calls of `generate` that a replica answers side by side, each in a thread of its own: an asynchronous run makes as
     # many, of few prompts each where these are many.
     calls: Callable[[Any, ClusterInfo], int] = one_call
+    # Bundles of one replica, neighbours on one machine, each as `resources` says. On each of them a process of the
+    # engine holds a part of the model, and receives weights. Asked where `check` has found nothing.
+    bundles: Callable[[Any, ClusterInfo], int] = one_bundle
+    # What is to be said of its libraries on this machine; `corerl doctor` calls it in a process of its own.
+    probe: Callable[[], Iterable[Finding]] = no_findings
 
 
 @frozen(kw_only=True)

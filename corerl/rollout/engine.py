@@ -140,6 +140,14 @@ class EngineContext:
     index: int
     device: str  # cpu or cuda
     precision: str  # float32, bfloat16 or float16
+    bundles: int = 1  # that the replica takes
+    devices: tuple[int, ...] = ()  # the GPUs of these, as the machine numbers them; the process itself sees the first
+    run_dir: str = ""  # where it may leave a log; empty where no run is known
+
+    @property
+    def receivers(self) -> range:
+        """The indices, among those of all engines, of its receivers of weights: one for each bundle."""
+        return range(self.index * self.bundles, (self.index + 1) * self.bundles)
 
 
 class Engine(ABC):

@@ -64,6 +64,25 @@ class EngineFleet:
     def names(self) -> tuple[str, ...]:
         return tuple(assignment.context.name for assignment in self.assignments)
 
+    @property
+    def receivers(self) -> tuple[str, ...]:
+        """Of weights, in the order of their index: an engine, or each rank of one that has several."""
+        return tuple(
+            name if context.bundles == 1 else f"{name} rank {rank}"
+            for name, context in ((each.context.name, each.context) for each in self.assignments)
+            for rank in range(context.bundles)
+        )
+
+    def by_engine(self, reports: Mapping[str, str]) -> dict[str, str]:
+        """What a sender tells of each receiver, as what befell each engine: "", or the first that went wrong."""
+        receivers = self.receivers
+        return {
+            each.context.name: next(
+                filter(None, (reports.get(receivers[index], "no word of it") for index in each.context.receivers)), ""
+            )
+            for each in self.assignments
+        }
+
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest) -> Generation:

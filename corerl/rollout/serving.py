@@ -11,14 +11,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from corerl.errors import CorerlError, EngineFailed
+from corerl.errors import EngineFailed
 from corerl.rollout.engine import Received
+from corerl.rollout.receiving import Receiving, line
 from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.transport import Address, WeightReceiver
-from corerl.weights.transports import open_receiver
+from corerl.weights.transport import Address
 
 if TYPE_CHECKING:
     import torch
+
+
+INTERRUPT_SECONDS = 0.1  # between one interruption and the next
 
 
 class Turns:
@@ -42,6 +45,11 @@ class Turns:
     def __exit__(self, *exception: object) -> None:
         self._give(self._places)
 
+    def empty(self, within: float) -> bool:
+        """Whether nobody holds it, now or before so many seconds have passed."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._free == self._places, within)
+
     def _take(self, places: int) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._free >= places)
@@ -59,11 +67,9 @@ class Serving:
     def __init__(self, name: str, index: int, *, calls: int = 1) -> None:
         """`calls` of `generate` that may be inside `generating` side by side."""
         self._name = name
-        self._index = index
         self._version = -1  # of the last update that committed; the first one may be 0
         self._reason = "no weights have arrived yet"  # why nothing is served; "" while serving
-        self._receiver: WeightReceiver | None = None
-        self._address: Address | None = None  # of the receiver
+        self._receiving = Receiving(index)
         self._paused = threading.Event()
         self._busy = Turns(calls)  # taken while generating; wholly, while weights change
 
@@ -81,9 +87,14 @@ class Serving:
         """Whether no further token is to be drawn now."""
         return self._paused.is_set()
 
-    def pause(self) -> None:
-        """Returns when nothing is being generated any more."""
+    def pause(self, interrupt: Callable[[], None] | None = None) -> None:
+        """Returns when nothing is being generated any more. `interrupt` is for an engine whose tokens are drawn where
+        nobody can ask whether it is `paused`: called as long as something is being generated, since a request may
+        still be on its way there."""
         self._paused.set()
+        while interrupt is not None and not self._busy.empty(within=0.0):
+            interrupt()
+            self._busy.empty(within=INTERRUPT_SECONDS)
         with self._busy:
             pass
 
@@ -111,25 +122,25 @@ class Serving:
         A version that is not above the current one changes nothing, and the engine goes on serving; after any other
         failure it serves nothing until a full update commits.
         """
+
+        def transfer(refused: str) -> tuple[int, str]:
+            return self._receiving.transfer(manifest, version, address, refused=refused, check=check, load=load)
+
+        return self.update(version, transfer)
+
+    def update(self, version: int, transfer: Callable[[str], tuple[int, str]]) -> Received:
+        """The same for an engine whose weights arrive elsewhere: `transfer` is told why the update is refused ("" where
+        it is not), and sees to it that they arrive and that the sender hears how it went. It gives the bytes that came,
+        and what went wrong."""
         with self._busy:
             stale = version <= self._version
-            if stale:
-                error = f"version {version} is not above {self._version}, which {self._name} holds"
-            else:
-                error, self._reason = "", f"weights version {version} did not arrive whole"
-            received = 0
+            refused = f"version {version} is not above {self._version}, which {self._name} holds" if stale else ""
+            if not stale:
+                self._reason = f"weights version {version} did not arrive whole"
             try:
-                receiver = self._connect(address)
-                try:
-                    error = error or check(manifest)
-                    for bucket, flat in receiver.buckets(manifest, version) if not error else ():
-                        load(bucket, flat)
-                        received += flat.numel() * flat.element_size()
-                except Exception as failure:  # whatever it is, the sender must hear of it
-                    error = _line(failure)
-                receiver.acknowledge(version, error)
-            except Exception as failure:  # the connection itself; what was wrong before it weighs more
-                error = error or _line(failure)
+                received, error = transfer(refused)
+            except Exception as failure:
+                received, error = 0, refused or line(failure)
             if not error:
                 self._version, self._reason = version, ""
             elif not stale:
@@ -139,20 +150,4 @@ class Serving:
     def close(self) -> None:
         with self._busy:
             self._reason = "it is closed"
-            self._disconnect()
-
-    def _connect(self, address: Address) -> WeightReceiver:
-        """The receiver of this address; a connection is kept for all updates that come through it."""
-        if self._receiver is None or address != self._address:
-            self._disconnect()
-            self._receiver, self._address = open_receiver(address, index=self._index), address
-        return self._receiver
-
-    def _disconnect(self) -> None:
-        if self._receiver is not None:
-            self._receiver.close()
-        self._receiver = None
-
-
-def _line(failure: Exception) -> str:
-    return failure.message if isinstance(failure, CorerlError) else f"{type(failure).__name__}: {failure}"
+            self._receiving.close()

@@ -27,6 +27,7 @@ from corerl.models.names import hf_boxes
 from corerl.ops.noise import gumbel
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, SamplingParams
 from corerl.rollout.engines import TransformersConfig
+from corerl.rollout.offered import misfit
 from corerl.rollout.serving import Serving
 from corerl.types import Array, BoolArray, MemoryKind
 from corerl.weights.manifest import Bucket, Manifest
@@ -130,16 +131,7 @@ class TransformersEngine(Engine):
         """Why this manifest cannot be loaded here; "" where it can."""
         if self._asleep:
             return "the engine's weights sleep; wake it up first"
-        offered = manifest.shapes
-        wanted = {name: tuple(view.shape) for name, view in self._views.items()}
-        if missing := sorted(wanted.keys() - offered.keys()):
-            return f"{len(missing)} of the model's {len(wanted)} tensors are not sent, the first is {missing[0]!r}"
-        if unknown := sorted(offered.keys() - wanted.keys()):
-            return f"{len(unknown)} tensors are not the model's, the first is {unknown[0]!r}"
-        for name, shape in offered.items():
-            if tuple(shape) != wanted[name]:
-                return f"{name!r} is sent as {list(shape)}, the model wants {list(wanted[name])}"
-        return ""
+        return misfit(manifest.shapes, {name: tuple(view.shape) for name, view in self._views.items()})
 
     @torch.no_grad()
     def _load(self, bucket: Bucket, flat: torch.Tensor) -> None:

@@ -38,6 +38,32 @@ def test_a_group_apart_has_bundles_of_its_own_behind_the_shared_ones() -> None:
     assert seating.bundles == 4
 
 
+@pytest.mark.parametrize(
+    ("ranks", "engines", "apart", "engine_places", "bundles"),
+    [
+        (4, 2, [], (0, 2), 4),
+        (6, 2, [], (0, 2), 6),
+        (8, 2, [], (0, 4), 8),
+        (3, 1, [], (0,), 3),
+        (1, 2, [], (0, 2), 4),
+        (3, 2, ["engines"], (3, 5), 7),
+    ],
+)
+def test_a_process_of_several_bundles_has_them_side_by_side_and_shares_each(
+    ranks: int, engines: int, apart: list[str], engine_places: tuple[int, ...], bundles: int
+) -> None:
+    groups = {"actor": ranks, "engines": engines}
+    seating = arrange(groups, apart=apart, widths={"engines": 2, "actor": 1}, cpus=1.0, gpus=1.0)
+    assert (seating.places["engines"], seating.bundles) == (engine_places, bundles)
+    taken = [0.0] * bundles
+    for name, places in seating.places.items():
+        for place in places:
+            assert len(seating.taken(name, place)) == (2 if name == "engines" else 1)
+            for bundle in seating.taken(name, place):
+                taken[bundle] += seating.share(bundle)
+    assert taken == pytest.approx([1.0] * bundles)
+
+
 def test_a_bundle_is_what_one_process_takes() -> None:
     seating = arrange({"actor": 3}, cpus=4.0, gpus=2.0, resources={"h200": 1.0})
     assert seating.bundle == {"CPU": 4.0, "GPU": 2.0, "h200": 1.0}

@@ -11,6 +11,7 @@ from attrs import evolve
 
 from corerl import hookimpl
 from corerl.cluster.group import Pending
+from corerl.cluster.placement import Seat
 from corerl.cluster.process import Outcome
 from corerl.config.schema import ClusterInfo
 from corerl.driver import launch as driver
@@ -83,15 +84,20 @@ def test_nothing_is_written_for_a_run_that_cannot_be(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_engines_have_the_precision_that_the_actor_is_trained_in(
+def test_engines_have_the_precision_that_the_actor_is_trained_in_and_the_devices_of_their_seats(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "ProcessGroup", lambda *_, **__: None)
     config = make_config(roles={"actor": {"train": {"precision": "bfloat16"}}})
     own = evolve(prepared, config=evolve(prepared.config, roles=config.roles))
+    seat = Seat(group=None, bundle=0, cpus=1.0, gpus=1.0, devices=(4, 5))  # never sat on
     for each, precision in ((prepared, "float32"), (own, "bfloat16")):
-        (engine,) = make_fleet(each, seats=["a seat"]).assignments  # type: ignore[list-item]  # never sat on
+        (engine,) = make_fleet(each, seats=[seat]).assignments
         assert engine.context.precision == precision
+    wide = evolve(prepared, seating=evolve(prepared.seating, widths={"engines": 2}))
+    (engine,) = make_fleet(wide, seats=[seat]).assignments
+    assert (engine.context.bundles, engine.context.devices) == (2, (4, 5))
+    assert engine.context.run_dir == str(prepared.run_dir)
 
 
 class Hears:

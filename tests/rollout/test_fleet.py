@@ -61,6 +61,26 @@ def fleet() -> Iterator[EngineFleet]:
             processes.kill()
 
 
+def test_an_engine_of_several_ranks_has_as_many_receivers_and_fails_where_one_of_them_does() -> None:
+    assignments = [
+        EngineAssignment(
+            engine="fake",
+            origin=origin(Kind.ENGINES, load(Kind.ENGINES, "fake")),
+            model=ModelConfig(),
+            options={},
+            context=EngineContext(name=f"engine-{index}", index=index, device="cpu", precision="float32", bundles=2),
+        )
+        for index in range(2)
+    ]
+    fleet = EngineFleet([], assignments)  # type: ignore[arg-type]  # no process is asked
+    receivers = ("engine-0 rank 0", "engine-0 rank 1", "engine-1 rank 0", "engine-1 rank 1")
+    assert fleet.receivers == receivers
+    assert [list(each.context.receivers) for each in assignments] == [[0, 1], [2, 3]]
+    reports = dict.fromkeys(receivers, "") | {"engine-1 rank 1": "out of memory"}
+    assert fleet.by_engine(reports) == {"engine-0": "", "engine-1": "out of memory"}
+    assert fleet.by_engine({}) == {"engine-0": "no word of it", "engine-1": "no word of it"}
+
+
 def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:
     """Weights of `version` for all replicas; each one's error, or ""."""
     manifest = build_manifest([("weight", (4,))], dtype="float32", bucket_bytes=1024)
@@ -89,6 +109,7 @@ def same(a: Generation, b: Generation) -> bool:
 def test_replicas_answer_as_one_and_nothing_while_paused_and_what_is_left_of_one_that_died_is_drawn_by_others(
     fleet: EngineFleet, tmp_path: Path
 ) -> None:
+    assert fleet.receivers == fleet.names == ("engine-0", "engine-1")
     assert push(fleet, 3, tmp_path) == {"engine-0": "", "engine-1": ""}
     answered = fleet.generate(REQUEST)
     one_by_one = Generation.concatenate([fleet.generate(REQUEST.rows(row, row + 1)) for row in range(len(REQUEST))])

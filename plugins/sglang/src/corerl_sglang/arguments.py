@@ -1,0 +1,110 @@
+"""The server's arguments, made of the run, the options, and the user's table of them. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from corerl.rollout.engine import EngineContext
+    from corerl_sglang.config import SglangConfig
+
+LOADER = "corerl_sglang.loader.load"  # how SGLang names a function: the last dot is before it
+
+MODEL = "set [model]"
+TRAINER = "weights come from the trainer alone"
+LOCAL = "a replica stays on one machine, and no one else asks it"
+DEVICES = "the placement chooses devices, see [cluster]"
+SAMPLING = "[rollout] alone shapes what is sampled"
+TOKENS = "tokens go in and come out, and no text"
+REQUESTS = "CoreRL sends the requests"
+
+# SGLang's arguments that have another place, or none.
+ELSEWHERE = {
+    "model_path": MODEL,
+    "tokenizer_path": MODEL,
+    "revision": MODEL,
+    "trust_remote_code": MODEL,
+    "json_model_override_args": MODEL,
+    "skip_tokenizer_init": TOKENS,
+    "tokenizer_worker_num": TOKENS,
+    "load_format": TRAINER,
+    "model_loader_extra_config": TRAINER,
+    "custom_weight_loader": TRAINER,
+    "weight_version": TRAINER,
+    "weight_cache_mode": TRAINER,
+    "checkpoint_engine_wait_weights_before_ready": TRAINER,
+    "delete_ckpt_after_loading": TRAINER,
+    "quantization": f"{TRAINER}, and it sends none that are quantised",
+    "torchao_config": f"{TRAINER}, and it sends none that are quantised",
+    "speculative_algorithm": f"{TRAINER}, and it has none for a draft model",
+    "enable_lora": f"{TRAINER}, and it has no adapters",
+    "lora_paths": f"{TRAINER}, and it has no adapters",
+    "dtype": "set train.precision",
+    "device": "set cluster.device",
+    "host": LOCAL,
+    "port": LOCAL,
+    "grpc_port": LOCAL,
+    "grpc_mode": LOCAL,
+    "smg_grpc_mode": LOCAL,
+    "api_key": LOCAL,
+    "admin_api_key": LOCAL,
+    "ssl_certfile": LOCAL,
+    "ssl_keyfile": LOCAL,
+    "fastapi_root_path": LOCAL,
+    "nnodes": LOCAL,
+    "node_rank": LOCAL,
+    "dist_init_addr": LOCAL,
+    "use_ray": LOCAL,
+    "tp_size": "set tensor_parallel",
+    "dp_size": "set data_parallel",
+    "enable_dp_attention": "set data_parallel",
+    "ep_size": "set expert_parallel",
+    "pp_size": "a replica is not divided into stages; set tensor_parallel",
+    "base_gpu_id": DEVICES,
+    "gpu_id_step": DEVICES,
+    "mem_fraction_static": "set memory",
+    "enable_memory_saver": "it is on where there is a GPU, so that the engine can sleep",
+    "enable_weights_cpu_backup": "fresh weights follow whenever the engine wakes up",
+    "attention_backend": "set attention_backend",
+    "enable_deterministic_inference": "set deterministic",
+    "enable_return_routed_experts": "set routed_experts",
+    "preferred_sampling_params": SAMPLING,
+    "sampling_defaults": SAMPLING,
+    "disaggregation_mode": REQUESTS,
+    "encoder_only": REQUESTS,
+}
+
+
+def contradictions(server: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name, what is wrong) of each argument in the user's table that cannot stand there."""
+    for name in server:
+        if name.replace("-", "_") in ELSEWHERE:
+            yield name, f"has another place: {ELSEWHERE[name.replace('-', '_')]}; remove it here"
+        elif not name.isidentifier():
+            yield name, f"is no name of an argument; write {name.strip('-').replace('-', '_')!r}"
+
+
+def server_arguments(options: SglangConfig, context: EngineContext, *, model: Path) -> dict[str, Any]:
+    """By the names of SGLang's ServerArgs; host and port are still to come. `model` holds a config.json and no more."""
+    arguments: dict[str, Any] = {
+        "model_path": str(model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "custom_weight_loader": [LOADER],
+        "device": context.device,
+        "dtype": context.precision,
+        "tp_size": options.tensor_parallel,
+        "ep_size": options.expert_parallel,
+        "enable_memory_saver": context.device == "cuda",
+        "enable_deterministic_inference": options.deterministic,
+        "enable_return_routed_experts": options.routed_experts,
+    }
+    if options.data_parallel > 1:
+        arguments |= {"dp_size": options.data_parallel, "enable_dp_attention": True}
+    if options.memory:
+        arguments["mem_fraction_static"] = options.memory
+    if options.attention_backend:
+        arguments["attention_backend"] = options.attention_backend
+    return {**arguments, **options.server}

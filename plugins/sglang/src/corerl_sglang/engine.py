@@ -1,0 +1,315 @@
+"""A rollout engine that is an SGLang server: token ids in, token ids and log-probs out, weights taken by its ranks."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import pickle
+import re
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence, Set
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import evolve
+
+from corerl.config.schema import ModelConfig
+from corerl.errors import ConfigError, CorerlError, EngineFailed, WorkerDied
+from corerl.models.build import build_on_meta
+from corerl.models.config import hf_config
+from corerl.models.names import hf_boxes
+from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, SamplingParams
+from corerl.rollout.offered import misfit
+from corerl.rollout.pool import split
+from corerl.rollout.receiving import Receiving, line
+from corerl.rollout.serving import Serving
+from corerl.rollout.transformers_engine import routers
+from corerl.types import Array, MemoryKind
+from corerl.weights.manifest import Manifest
+from corerl.weights.transport import Address
+from corerl_sglang.arguments import LOADER, server_arguments
+from corerl_sglang.config import CALLS, SglangConfig
+from corerl_sglang.instruction import Answer, Instruction, name_for, read_answers, write_instruction
+from corerl_sglang.server import Server
+
+WEIGHTS = "weights"
+CACHES = ("kv_cache", "cuda_graph")  # SGLang's other tags of memory
+IDLE_SECONDS = 60.0  # that a server has to come to rest after its last answer
+
+
+class SglangEngine(Engine):
+    def __init__(self, model: ModelConfig, options: SglangConfig, context: EngineContext) -> None:
+        self._options, self._context = options, context
+        self._serving = Serving(context.name, context.index, calls=CALLS)
+        self._sleeping: set[str] = set()  # tags
+        self._waking = threading.Lock()  # several calls may find the caches asleep
+        config = hf_config(model)
+        self._layers = config.get_text_config().num_hidden_layers  # with experts or without
+        self._chosen = getattr(config.get_text_config(), "num_experts_per_tok", 0)  # experts of a token
+        built = build_on_meta(config, dtype=torch.float32, attention="eager")
+        self._shapes = {box.name: box.shape for boxes in hf_boxes(built).values() for box in boxes}
+        self._expert_layers = layers_with_experts(built)
+        # Others cannot write to it: ranks read instructions there.
+        self._directory = Path(tempfile.mkdtemp(prefix="corerl-sglang-"))
+        # A model's own end of sequence would end samples that [rollout] does not end there.
+        config.eos_token_id = None
+        config.save_pretrained(self._directory / "model")
+        log = Path(context.run_dir) / "logs" / f"{context.name}.log" if context.run_dir else self._directory / "log"
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, context.devices))} if context.devices else {}
+        self._server = Server(
+            context.name,
+            launcher=options.launcher,
+            arguments=server_arguments(options, context, model=self._directory / "model"),
+            environment=visible,
+            directory=self._directory,
+            log=log,
+        )
+        try:
+            self._server.wait_ready(options.start_timeout)
+            self._bytes = memory_of(self._server.get("/server_info"), context.bundles)
+        except BaseException:
+            self._server.stop()
+            raise
+
+    # ---- sampling ----------------------------------------------------------------------------------------------------
+
+    def generate(self, request: GenerateRequest) -> Generation:
+        try:
+            return self._spread(request)
+        except WorkerDied:
+            self._server.stop()  # all of it: whoever replaces this engine starts one of its own
+            raise
+
+    def _spread(self, request: GenerateRequest) -> Generation:
+        self._server.require_alive("generate")
+        if request.params.routed_experts and not self._options.routed_experts:
+            raise ConfigError(
+                "engines.sglang.routed_experts: false, and algorithm.routing_replay='engine' trains through the "
+                "engine's experts; set it to true"
+            )
+        with self._serving.generating() as version:
+            if self._serving.paused:
+                return self._nothing(request)
+            self._resume({*CACHES})  # late: until now whoever shares the device may have had that memory
+            # Not a request a row: SGLang takes all requests in one event loop, and each costs it there, however small.
+            # Not one for all rows either: what has come is read here while the rest is still being drawn.
+            parts = split(request, self._options.requests)
+            with ThreadPoolExecutor(len(parts)) as threads:
+                futures = [threads.submit(self._generate, part, version) for part in parts]
+                wait(futures, return_when=FIRST_EXCEPTION)
+                failures = [future.exception() for future in futures if future.done() and future.exception()]
+                if failures:
+                    self._abort()  # the others, whose samples nobody will have
+            # A death explains whatever else went wrong.
+            for failure in sorted(filter(None, failures), key=lambda each: not isinstance(each, WorkerDied)):
+                raise failure
+            return Generation.concatenate([future.result() for future in futures])
+
+    def _generate(self, request: GenerateRequest, version: int) -> Generation:
+        prompts = request.split()
+        body = {
+            "input_ids": [prompt.tolist() for prompt in prompts],
+            "sampling_params": [
+                self._sampling(request.params, int(key), int(left))
+                for key, left in zip(request.noise_keys, request.left, strict=True)
+            ],
+            "return_logprob": True,
+            "return_routed_experts": request.params.routed_experts,
+        }
+        answers = json.loads(self._server.post("/generate", body))
+        tokens, logprobs, routed = [], [], []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            drawn, told = self._read(answer, request.params, version)
+            tokens.append(drawn)
+            logprobs.append(told)
+            if request.params.routed_experts:
+                routed.append(self._routes(answer["meta_info"], len(prompt) + len(drawn)))
+        sizes = np.array([len(drawn) for drawn in tokens])
+        stopped = np.array([bool(len(drawn)) and drawn[-1] in request.params.stop_tokens for drawn in tokens])
+        return Generation(
+            tokens=np.concatenate(tokens),
+            offsets=np.concatenate([[0], np.cumsum(sizes)]),
+            logprobs=np.concatenate(logprobs),
+            versions=np.full(sizes.sum(), version, dtype=np.int64),
+            # Not what SGLang says: a stop token at the last place is its "length".
+            truncated=~stopped & (sizes == request.left),
+            routed_experts=np.concatenate(routed) if routed else None,
+            unfinished=~stopped & (sizes < request.left),
+        )
+
+    def _nothing(self, request: GenerateRequest) -> Generation:
+        """No token for any row, and no experts either."""
+        untold = np.full((len(request.tokens), len(self._expert_layers), self._chosen), -1, dtype=np.int16)
+        return evolve(Generation.nothing(request), routed_experts=untold if request.params.routed_experts else None)
+
+    def _sampling(self, params: SamplingParams, key: int, left: int) -> dict[str, Any]:
+        """Of one row, by SGLang's names; what is not here has a default that shapes nothing."""
+        # 0 is SGLang's word for the likeliest token.
+        shape = {"temperature": 0.0} if params.greedy else {"temperature": params.temperature, "top_p": params.top_p}
+        seed = {"sampling_seed": key} if self._options.deterministic else {}
+        return {**shape, **seed, "max_new_tokens": left, "stop_token_ids": list(params.stop_tokens)}
+
+    def _read(self, answer: Mapping[str, Any], params: SamplingParams, version: int) -> tuple[Array, Array]:
+        """Tokens [m] and log-probs [m] of one row; of one that `pause` cut, what there is."""
+        told, tokens = answer["meta_info"], answer["output_ids"]
+        reason, triples = told["finish_reason"], told.get("output_token_logprobs", [])
+        stopped = bool(tokens) and tokens[-1] in params.stop_tokens
+        cut = reason["type"] == "abort" and self._serving.paused
+        ended = bool(tokens) and (reason["type"] == "length" or (reason["type"] == "stop" and stopped))
+        if not (cut or ended):
+            raise EngineFailed(f"{self._context.name}: its server ended a sample of {len(tokens)} tokens by {reason}")
+        if told["weight_version"] != str(version):
+            raise EngineFailed(
+                f"{self._context.name}: its server drew from weights {told['weight_version']!r}, wanted {version}; "
+                "someone else has changed them"
+            )
+        if [token for _, token, *_ in triples] != tokens:
+            raise EngineFailed(f"{self._context.name}: its server gave log-probs of other tokens than it drew")
+        return np.array(tokens, dtype=np.int64), np.array([logprob for logprob, *_ in triples], dtype=np.float32)
+
+    def _routes(self, told: Mapping[str, Any], length: int) -> Array:
+        """[length, layers of experts, k] of one row; SGLang tells all layers, and nothing of the last token."""
+        if told["finish_reason"]["type"] == "abort":  # it goes on, and those who train ask for the whole then
+            return np.full((length, len(self._expert_layers), self._chosen), -1, dtype=np.int16)
+        if "routed_experts" not in told:
+            raise EngineFailed(f"{self._context.name}: its server did not tell through which experts tokens went")
+        known = np.frombuffer(base64.b64decode(told["routed_experts"]), dtype=np.int32)
+        layers = known.reshape(length - 1, self._layers, -1)[:, self._expert_layers].astype(np.int16)
+        return np.concatenate([layers, np.full_like(layers[:1], -1)])
+
+    def _abort(self) -> None:
+        with contextlib.suppress(CorerlError):  # what went wrong before weighs more
+            self._server.post("/abort_request", {"rid": "", "abort_all": True})
+
+    def pause(self) -> None:
+        self._serving.pause(self._abort)
+
+    def resume(self) -> None:
+        self._serving.resume()
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
+        """Each rank of the server receives by itself, in its own process: see `loader`."""
+
+        def transfer(refused: str) -> tuple[int, str]:
+            try:
+                self._server.require_alive("receive")
+            except WorkerDied as died:
+                refused = died.message
+            error = refused or self._misfit(manifest)
+            if error:
+                return 0, self._refuse(self._context.receivers, manifest, version, address, error)
+            return self._transfer(manifest, version, address)
+
+        return self._serving.update(version, transfer)
+
+    def _misfit(self, manifest: Manifest) -> str:
+        """Why this manifest cannot be loaded; "" where it can. SGLang itself passes over names that it does not
+        know."""
+        if WEIGHTS in self._sleeping:
+            return "the engine's weights sleep; wake it up first"
+        return misfit(manifest.shapes, self._shapes)
+
+    def _transfer(self, manifest: Manifest, version: int, address: Address) -> tuple[int, str]:
+        """Bytes that came, and what went wrong, or ""."""
+        receivers = tuple(self._context.receivers)
+        instruction = Instruction(manifest=manifest, version=version, address=address, receivers=receivers)
+        answers: list[Answer | None] = [None] * len(receivers)
+        failed = ""
+        try:
+            path = write_instruction(self._directory, instruction)
+            try:
+                self._settle()  # also empties the prefix cache: its keys and values are of the weights before
+                names = [[(name_for(path, rank), torch.empty(0))] for rank in range(len(receivers))]
+                body = {
+                    "serialized_named_tensors": [serialized(each) for each in names],
+                    "load_format": LOADER,
+                    "flush_cache": False,
+                }
+                self._server.post("/update_weights_from_tensor", body)
+            finally:
+                answers = read_answers(path, len(receivers))
+        except (CorerlError, OSError) as failure:
+            failed = line(failure)
+        given = [answer for answer in answers if answer is not None]
+        received = max((answer.bytes for answer in given), default=0)
+        silent = [receiver for receiver, answer in zip(receivers, answers, strict=True) if answer is None]
+        what = "a rank of its server gave no answer" if silent else ""
+        wrong = next(filter(None, [failed, *(answer.error for answer in given), what]), "")
+        if silent:  # whom the sender would wait for
+            self._refuse(silent, manifest, version, address, wrong)
+        if not wrong:
+            body = {"new_version": str(version), "abort_all_requests": False}
+            self._server.post("/update_weight_version", body)
+        return received, wrong
+
+    def _refuse(self, receivers: Sequence[int], manifest: Manifest, version: int, address: Address, error: str) -> str:
+        """Tell the sender, in the place of these receivers, why they take no part."""
+        for index in receivers:
+            receiving = Receiving(index)
+            receiving.transfer(manifest, version, address, refused=error, load=lambda bucket, flat: None)
+            receiving.close()
+        return error
+
+    def _settle(self) -> None:
+        """Returns when nothing runs and no prefix is remembered. A server that is not at rest when it is asked to let
+        go of memory ends itself."""
+        if "kv_cache" not in self._sleeping:
+            self._server.post(f"/flush_cache?timeout={IDLE_SECONDS:g}")
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def sleep(self, kinds: Set[MemoryKind]) -> int:
+        if MemoryKind.PARAM not in kinds or WEIGHTS in self._sleeping:
+            return 0
+        with self._serving.dropping_weights("its weights were put to sleep"):
+            self._settle()
+            tags = [tag for tag in (*CACHES, WEIGHTS) if tag not in self._sleeping]
+            self._server.post("/release_memory_occupation", {"tags": tags})
+            self._sleeping.update(tags)
+        return sum(self._bytes.get(tag, 0) for tag in tags)
+
+    def wake_up(self, kinds: Set[MemoryKind]) -> int:
+        """The weights' memory alone: that of caches is taken by the first request, when whoever shares the device has
+        gone to sleep."""
+        if MemoryKind.PARAM not in kinds or WEIGHTS not in self._sleeping:
+            return 0
+        with self._serving.dropping_weights("its weights have not arrived since it woke up"):
+            self._resume({WEIGHTS})
+        return self._bytes[WEIGHTS]
+
+    def _resume(self, tags: set[str]) -> None:
+        with self._waking:
+            if asleep := sorted(tags & self._sleeping):
+                self._server.post("/resume_memory_occupation", {"tags": asleep})
+                self._sleeping.difference_update(asleep)
+
+    def close(self) -> None:
+        self._serving.close()
+        self._server.stop()
+
+
+LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def layers_with_experts(model: Any) -> list[int]:
+    """The layers of a transformers model that choose experts."""
+    found = {id(router) for router in routers(model)}
+    return [int(LAYER.search(name)[1]) for name, module in model.named_modules() if id(module) in found]  # type: ignore[index]
+
+
+def memory_of(info: Mapping[str, Any], ranks: int) -> dict[str, int]:
+    """Bytes on all devices of one replica by tag, of what the server tells of one rank in GiB."""
+    used = info["internal_states"][0]["memory_usage"]
+    return {WEIGHTS: round(used["weight"] * 2**30) * ranks, "kv_cache": round(used["kvcache"] * 2**30) * ranks}
+
+
+def serialized(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
+    """As SGLang's endpoint takes them: a pickle in base64. It unpickles torch's and Python's own classes only."""
+    return base64.b64encode(pickle.dumps(list(named_tensors))).decode()

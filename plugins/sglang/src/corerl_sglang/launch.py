@@ -1,0 +1,34 @@
+"""Starts SGLang's HTTP server in this process: `python -m corerl_sglang.launch ARGUMENTS.json`.
+
+The only module that imports SGLang. The file holds fields of SGLang's ServerArgs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import sys
+from pathlib import Path
+
+from corerl_sglang.parent import end_with_parent
+
+
+def main() -> None:
+    """Returns when the server has ended. Exits with one line where an argument is none that this SGLang knows."""
+    file = Path(sys.argv[1])
+    end_with_parent(file.parent)
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = json.loads(file.read_text())
+    known = [field.name for field in dataclasses.fields(ServerArgs)]
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            sys.exit(f"SGLang's server has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    run_server(ServerArgs(**arguments))
+
+
+if __name__ == "__main__":  # the ranks, which are spawned, import this module too
+    main()

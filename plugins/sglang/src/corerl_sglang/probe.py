@@ -1,0 +1,57 @@
+"""What SGLang needs of this machine, for `corerl doctor`. SGLang itself is not imported: that takes 20 seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import metadata
+
+from corerl.plugin.probing import library
+from corerl.plugin.spec import Finding, Level
+
+OLDEST, END = (0, 5, 15), (0, 6)  # SGLang's, as in pyproject.toml
+MEND = "python -m pip install 'corerl[sglang]'"
+
+
+def probe() -> Iterator[Finding]:
+    import torch
+
+    found = library(
+        "SGLang",
+        "sglang",
+        oldest=OLDEST,
+        end=END,
+        why="it asks the server, and takes weights inside of it, as those versions do it",
+        mend=MEND,
+        plugin="engine",
+    )
+    yield found
+    if found.level is not Level.OK:
+        return
+    installed = metadata.version("sglang")
+    for package, wanted in sorted(exact(metadata.requires("sglang") or [])):
+        try:
+            there = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            there = "none"
+        if there.partition("+")[0] != wanted:
+            yield Finding(
+                level=Level.WARNING,
+                what=f"SGLang {installed} was made for {package} {wanted}, and {there} is here",
+                why="its server may not start",
+                mend=f"python -m pip install '{package}=={wanted}'",
+            )
+    if not torch.cuda.is_available():
+        yield Finding(
+            level=Level.WARNING,
+            what="torch sees no CUDA device",
+            why="a server starts where there is one; elsewhere it is slow, where it runs at all",
+            mend="run it on a machine with a GPU, or choose rollout.engine='transformers'",
+        )
+
+
+def exact(requirements: list[str]) -> Iterator[tuple[str, str]]:
+    """(package, version) of those among SGLang's requirements that CoreRL imports too and that name one version."""
+    for requirement in requirements:
+        package, _, version = requirement.partition(";")[0].strip().partition("==")
+        if package in ("torch", "transformers") and version:
+            yield package, version

@@ -1,0 +1,184 @@
+"""One SGLang server as a child process: started, waited for, asked over HTTP, and ended with everything it started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+
+from corerl.errors import EngineFailed, WorkerDied
+
+HOST = "127.0.0.1"
+LAST_LINES = 15  # of the log, in an error's message
+LOOK_SECONDS = 0.2  # between looks at a server that starts
+HEALTH_SECONDS = 30.0  # for one answer: SGLang generates a token before it says that it is well
+LAST_BREATH = 10.0  # seconds in which a server that does not answer may still turn out to have died
+
+
+class Server:
+    """A server of one replica. Its methods may be called from several threads."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        launcher: str,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        directory: Path,
+        log: Path,
+    ) -> None:
+        """Starts it, and returns at once; `wait_ready` follows. `directory` takes the file of its arguments, and is
+        removed when it ends."""
+        self._name, self._log, self._directory = name, log, directory
+        self._died_of: tuple[str, str] | None = None  # in one line, and in more
+        self._over = False  # its process group has been ended, and its number may be another's by now
+        # Held until the server is gone: two sockets that both allow it may be bound to one port as long as only one
+        # listens. A server takes a minute to get there, and meanwhile no one else is given the port.
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind((HOST, 0))
+        self.port: int = self._held.getsockname()[1]
+        file = directory / "arguments.json"
+        file.write_text(json.dumps({**arguments, "host": HOST, "port": self.port}, indent=1))
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as sink:
+            self._log_start = sink.tell()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", launcher, str(file)],
+                stdin=subprocess.PIPE,  # it ends when this closes
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_ready(self, timeout: float) -> None:
+        """Returns when it is well. Raises EngineFailed, and ends it, where it ends first or takes longer."""
+        deadline = time.monotonic() + timeout
+        while True:
+            if self._process.poll() is not None:
+                failed = EngineFailed(f"{self._name}: its server {self._ended()} as it started; {self._last_lines()}")
+                self.stop()
+                raise failed
+            with contextlib.suppress(OSError, HTTPException):  # it does not listen yet
+                if self._ask("GET", "/health", None, timeout=HEALTH_SECONDS)[0] == 200:
+                    return
+            if time.monotonic() > deadline:
+                late = EngineFailed(
+                    f"{self._name}: its server was not ready in {timeout:g} s; give it longer by "
+                    f"engines.sglang.start_timeout, or see what holds it; {self._last_lines()}"
+                )
+                self.stop()
+                raise late
+            time.sleep(LOOK_SECONDS)
+
+    def require_alive(self, during: str) -> None:
+        """Raises WorkerDied where the process is gone."""
+        if self._process.poll() is not None:
+            raise self._died(during)
+
+    def get(self, path: str) -> Any:
+        return json.loads(self._answer("GET", path, None))
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """What it answers. Raises WorkerDied where the server has died, before or in it, and EngineFailed where it
+        refuses, or does not answer and still runs."""
+        return self._answer("POST", path, body or {})
+
+    def stop(self) -> None:
+        """End it and all that it has started, and remove what it was told; idempotent."""
+        self._end()
+        self._held.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        if not self._over:
+            self._over = True
+            with contextlib.suppress(ProcessLookupError):  # all have ended
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
+        self.require_alive(path)
+        try:
+            status, answer = self._ask(method, path, body, timeout=None)
+        except (OSError, HTTPException) as error:
+            try:
+                self._process.wait(LAST_BREATH)
+            except subprocess.TimeoutExpired:
+                raise EngineFailed(
+                    f"{self._name}: its server gave no answer to {path} ({type(error).__name__}: {error}) and still "
+                    f"runs; {self._last_lines(1)}"
+                ) from error
+            raise self._died(path) from error
+        if status != 200:
+            raise EngineFailed(f"{self._name}: its server refused {path} with status {status}: {_message(answer)}")
+        return answer
+
+    def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout: float | None
+    ) -> tuple[int, bytes]:
+        """Status and body of the answer. Without a timeout: SGLang ends itself where a batch hangs."""
+        connection = HTTPConnection(HOST, self.port, timeout=timeout)
+        try:
+            text = None if body is None else json.dumps(body)
+            connection.request(method, path, text, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def _died(self, during: str) -> WorkerDied:
+        if self._died_of is None:
+            self._died_of = f"{self._ended()}; {self._last_lines(1)}", self._last_lines()
+            self._end()  # ranks that outlive it
+        what, details = self._died_of
+        died = WorkerDied(f"{self._name}: its server {what} (asked for {during})")
+        died.details = details
+        return died
+
+    def _ended(self) -> str:
+        code = self._process.poll()
+        if code is not None and code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"ended with status {code}"
+
+    def _last_lines(self, count: int = LAST_LINES) -> str:
+        with self._log.open("rb") as file:
+            file.seek(self._log_start)
+            lines = [text for text in file.read().decode(errors="replace").splitlines() if text.strip()]
+        if not lines:
+            return f"it wrote nothing to {self._log}"
+        if count == 1:
+            return f"its log {self._log} ends with: {lines[-1]}"
+        return "\n".join([f"its log {self._log} ends with:", *lines[-count:]])
+
+
+def _message(answer: bytes) -> str:
+    """Of an error, as SGLang's endpoints have it in one of three places."""
+    text = answer.decode(errors="replace")
+    try:
+        told = json.loads(text)
+        error = told.get("error", told)
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, AttributeError):
+        return text.strip()

@@ -1,0 +1,84 @@
+"""The light description that CoreRL reads before any process exists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from corerl.config.schema import ClusterInfo
+from corerl.plugin.spec import EngineSpec, Environment, Problem
+from corerl_sglang.arguments import contradictions
+from corerl_sglang.config import CALLS, SglangConfig
+from corerl_sglang.probe import probe
+
+# Attention of which SGLang 0.5.15 and 0.5.17 say that it does not depend on the batch.
+DETERMINISTIC_ATTENTION = ("fa3", "flashinfer", "triton", "fa4", "ascend")
+
+
+def environment(config: SglangConfig, cluster: ClusterInfo) -> Environment:
+    # Set otherwise, log-probs would be those of the logits before the temperature.
+    return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "false"}
+
+
+def bundles(config: SglangConfig, cluster: ClusterInfo) -> int:
+    return config.tensor_parallel
+
+
+def calls(config: SglangConfig, cluster: ClusterInfo) -> int:
+    return CALLS
+
+
+def check(config: SglangConfig, cluster: ClusterInfo) -> Iterable[Problem]:
+    tp = config.tensor_parallel
+    for setting in ("data_parallel", "expert_parallel"):
+        if tp % (parts := getattr(config, setting)):
+            yield Problem(setting, f"{parts} does not divide tensor_parallel={tp}; take a divisor of {tp}")
+    if config.deterministic and config.attention_backend not in ("", *DETERMINISTIC_ATTENTION):
+        yield Problem(
+            "attention_backend",
+            f"{config.attention_backend!r} depends on the batch, and deterministic=true wants one that does not: "
+            f"{', '.join(DETERMINISTIC_ATTENTION)}",
+        )
+    for name, text in contradictions(config.server):
+        yield Problem(f"server.{name}", text)
+    if cluster.model:
+        yield from misfits(config, cluster.model)
+
+
+def misfits(config: SglangConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
+    """How the model cannot be divided as asked."""
+    experts = next((n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := model.get(key))), 1)
+    if experts == 1 and config.expert_parallel > 1:
+        yield Problem("expert_parallel", f"{config.expert_parallel}, and the model has no experts; set it to 1")
+    elif experts % config.expert_parallel:
+        yield Problem(
+            "expert_parallel",
+            f"{config.expert_parallel} does not divide the model's {experts} experts; take a divisor",
+        )
+    if experts == 1 and config.routed_experts:
+        yield Problem("routed_experts", "true, and the model has no experts; set it to false")
+    if config.tensor_parallel % config.data_parallel:
+        return
+    parts = config.tensor_parallel // config.data_parallel  # over which one attention is split
+    heads: int = model.get("num_attention_heads") or 0
+    if heads and heads % parts:
+        yield Problem("tensor_parallel", f"{parts} does not divide the model's {heads} attention heads; take a divisor")
+    kv: int = model.get("num_key_value_heads") or heads
+    if heads and not heads % parts and kv % parts and parts % kv:
+        yield Problem(
+            "tensor_parallel",
+            f"the model's {kv} heads of keys and values neither divide by {parts} nor divide it; take a divisor",
+        )
+
+
+SPEC = EngineSpec(
+    implementation="corerl_sglang.engine:SglangEngine",
+    config=SglangConfig,
+    api=(1, 0),
+    summary="SGLang: one server a replica, over one device or several, each taking its weights from the trainer",
+    environment=environment,
+    bundles=bundles,
+    calls=calls,
+    check=check,
+    probe=probe,
+)

@@ -1,0 +1,389 @@
+"""Asks a real SGLang, on one GPU or several, what the other tests ask the stand-in: one line for each finding.
+
+    python -m plugins.sglang.tests.gpu_check [PIECE ...]
+
+Wants SGLang and CoreRL installed, and the repository as the working directory. Writes gpu_check.json and the servers'
+logs to $OUT, or to the working directory, after each piece. Ends with status 1 where a finding is not what it should
+be. `ATTENTION` names SGLang's attention in bfloat16; in float32 it is torch's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from corerl.config.schema import ModelConfig
+from corerl.errors import WorkerDied
+from corerl.models.config import hf_config
+from corerl.models.names import hf_boxes
+from corerl.rollout.engine import EngineContext, GenerateRequest, Generation, SamplingParams
+from corerl.types import MemoryKind
+from corerl.weights.manifest import build_manifest
+from corerl.weights.transport import Address
+from corerl.weights.transports import open_sender
+from corerl_sglang.config import SglangConfig
+from corerl_sglang.engine import SglangEngine
+
+OUT = Path(os.environ.get("OUT", ".")).absolute()
+# As SGLang sets them in its processes: both sides of a group must agree.
+os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+PARAM = frozenset({MemoryKind.PARAM})
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.08,  # some tokens are then much likelier than others
+}
+EXPERTS = {
+    **TINY,
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
+QWEN3_06B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.04,
+}
+LIMITS = {"bfloat16": 0.02, "float32": 1e-3}  # of the mean absolute difference to transformers' log-probs
+QUICK = {  # what makes a server start sooner
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_prefill_cuda_graph": True,
+    "cuda_graph_max_bs_decode": 32,
+}
+
+
+class Findings:
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+        self.piece = ""
+
+    def tell(self, what: str, value: Any, good: bool = True) -> None:
+        good = bool(good)
+        self.found.append({"piece": self.piece, "what": what, "value": value, "good": good})
+        print(f"{'ok ' if good else 'BAD'} {self.piece}: {what}: {value}", flush=True)
+
+    def write(self) -> None:
+        (OUT / "gpu_check.json").write_text(json.dumps(self.found, indent=1))
+
+
+def random_model(fields: Mapping[str, Any], precision: str, seed: int) -> Any:
+    torch.manual_seed(seed)
+    config = hf_config(ModelConfig(config=dict(fields)))
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, precision), attn_implementation="sdpa")
+    return model.eval()
+
+
+def hf_tensors(model: Any) -> dict[str, torch.Tensor]:
+    boxes = hf_boxes(model)
+    return {box.name: box.view(parameter.data) for name, parameter in model.named_parameters() for box in boxes[name]}
+
+
+def request(rows: int, vocabulary: int, params: SamplingParams, length: int = 32) -> GenerateRequest:
+    generator = np.random.default_rng(rows)
+    return GenerateRequest(
+        tokens=generator.integers(3, vocabulary, rows * length),
+        offsets=np.arange(rows + 1) * length,
+        noise_keys=generator.integers(-(2**63), 2**63 - 1, rows),
+        params=params,
+    )
+
+
+def difference(model: Any, asked: GenerateRequest, drawn: Generation) -> tuple[float, float]:
+    """Mean and largest absolute difference of log-probs to those of transformers for the same tokens."""
+    divisor = 1.0 if asked.params.greedy else asked.params.temperature
+    found = []
+    for row in range(len(asked)):
+        prompt = asked.tokens[asked.offsets[row] : asked.offsets[row + 1]]
+        low, high = drawn.offsets[row : row + 2]
+        tokens = torch.tensor(np.concatenate([prompt, drawn.tokens[low:high]]), device="cuda")
+        with torch.inference_mode():
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        plain = torch.log_softmax(logits / divisor, dim=-1).gather(1, tokens[len(prompt) :, None])[:, 0]
+        found.append(plain.cpu().numpy() - drawn.logprobs[low:high])
+    all_found = np.abs(np.concatenate(found))
+    return float(all_found.mean()), float(all_found.max())
+
+
+@contextmanager
+def engine(
+    findings: Findings, fields: Mapping[str, Any], precision: str, *, ranks: int = 1, **options: Any
+) -> Iterator[SglangEngine]:
+    attention = os.environ.get("ATTENTION", "triton") if precision == "bfloat16" else "torch_native"
+    server = {**QUICK, **options.pop("server", {})}
+    config = SglangConfig(
+        tensor_parallel=ranks, memory=0.3, attention_backend=attention, start_timeout=500.0, server=server, **options
+    )
+    context = EngineContext(
+        name="engine-0",
+        index=0,
+        device="cuda",
+        precision=precision,
+        bundles=ranks,
+        devices=tuple(range(ranks)) if ranks > 1 else (),
+        run_dir=str(OUT / findings.piece),
+    )
+    started = time.perf_counter()
+    served = SglangEngine(ModelConfig(config=dict(fields)), config, context)
+    findings.tell("seconds to start", round(time.perf_counter() - started, 1))
+    try:
+        yield served
+    finally:
+        served.close()
+
+
+def push(
+    served: SglangEngine, model: Any, version: int, transport: str, *, ranks: int = 1, device: str = "cpu"
+) -> tuple[str, float]:
+    """What went wrong, or "", and the seconds that one update took from beginning to end."""
+    names = tuple(f"engine-0 rank {rank}" for rank in range(ranks))
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    address = Address(
+        transport=transport,
+        engines=names,
+        host="127.0.0.1",
+        port=listening.getsockname()[1],
+        listening=listening.detach(),
+        path=str(OUT / "weights"),
+        device=device,
+        timeout=120.0,
+    )
+    tensors = hf_tensors(model)
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    manifest = build_manifest(shapes, dtype=dtype, bucket_bytes=256 * 2**20)
+    started = time.perf_counter()
+    errors: list[str] = []
+    receiving = threading.Thread(target=lambda: errors.append(served.receive(manifest, version, address).error))
+    receiving.start()
+    sender = open_sender(address)
+    sender.begin(manifest, version)
+    for bucket in manifest.buckets:
+        sender.send(bucket, torch.cat([tensors[entry.name].flatten() for entry in bucket.entries]))
+    told = sender.commit(version)
+    receiving.join()
+    sender.close()
+    return errors[0] or next(filter(None, told.values()), ""), time.perf_counter() - started
+
+
+def compare(
+    findings: Findings, served: SglangEngine, model: Any, precision: str, version: int, *, rows: int = 16
+) -> None:
+    vocabulary = model.config.vocab_size
+    for name, params in {
+        "greedy": SamplingParams(max_tokens=64, greedy=True),
+        "sampled, temperature 0.7": SamplingParams(max_tokens=64, temperature=0.7),
+        "sampled, temperature 1.3, top_p 0.8": SamplingParams(max_tokens=64, temperature=1.3, top_p=0.8),
+    }.items():
+        asked = request(rows, vocabulary, params)
+        drawn = served.generate(asked)
+        mean, largest = difference(model, asked, drawn)
+        findings.tell(f"{name}: |log-prob difference|, mean", mean, mean < LIMITS[precision])
+        findings.tell(f"{name}: |log-prob difference|, largest", largest)
+        findings.tell(f"{name}: versions", sorted(set(drawn.versions.tolist())), set(drawn.versions) == {version})
+
+
+def free() -> float:
+    """GiB of the first device, whoever uses the rest."""
+    return round(torch.cuda.mem_get_info(0)[0] / 2**30, 2)
+
+
+def small(findings: Findings, precision: str) -> None:
+    """Weights through disk and collective, log-probs, a refused version, stop tokens, sleep and wake."""
+    first, second = (random_model(TINY, precision, seed) for seed in (1, 2))
+    with engine(findings, TINY, precision) as served:
+        for version, (model, transport) in enumerate([(first, "disk"), (second, "collective"), (first, "collective")]):
+            error, seconds = push(served, model, version, transport)
+            findings.tell(f"update by {transport}, seconds", round(seconds, 3), not error)
+            if error:
+                findings.tell(f"update by {transport}", error, good=False)
+            compare(findings, served, model, precision, version)
+        error, _ = push(served, second, 2, "disk")
+        findings.tell("an old version is refused", error, "is not above 2" in error)
+        asked = request(8, 512, SamplingParams(max_tokens=64, greedy=True))
+        whole = served.generate(asked)
+        stop = int(whole.tokens[5])
+        cut = served.generate(request(8, 512, SamplingParams(max_tokens=64, greedy=True, stop_tokens=(stop,))))
+        ends = cut.tokens[cut.offsets[1:] - 1]
+        findings.tell("the first sample ends with the stop token", ends.tolist(), ends[0] == stop)
+        findings.tell("truncated without it", cut.truncated.tolist(), bool((cut.truncated == (ends != stop)).all()))
+        before = free()
+        freed = served.sleep(PARAM)
+        asleep = free()
+        findings.tell("GiB that sleep says", round(freed / 2**30, 2))
+        findings.tell("GiB free on the device, before and asleep", [before, asleep], asleep > before)
+        served.wake_up(PARAM)
+        findings.tell("GiB free when only the weights are awake", free())
+        error, _ = push(served, second, 3, "collective")
+        findings.tell("update after waking up", error or "committed", not error)
+        compare(findings, served, second, precision, 3)
+        findings.tell("GiB free when it has generated again", free(), free() <= asleep)
+        os.kill(served._server.pid, signal.SIGKILL)
+        try:
+            served.generate(asked)
+            findings.tell("a killed server", "answered", good=False)
+        except WorkerDied as died:
+            findings.tell("a killed server is a dead replica", died.message.splitlines()[0][:200])
+    time.sleep(3.0)  # the driver gives memory back when it has cleared it
+    findings.tell("GiB free when all is gone", free(), free() >= asleep - 0.5)
+
+
+def qwen3(findings: Findings) -> None:
+    """The 0.6B shape: seconds of updates, sleep and wake, tokens a second; three rounds, to see memory stay."""
+    model = random_model(QWEN3_06B, "bfloat16", 1)
+    with engine(findings, QWEN3_06B, "bfloat16", server={"cuda_graph_max_bs_decode": 256}) as served:
+        error, seconds = push(served, model, 0, "disk")
+        findings.tell("update by disk, seconds", round(seconds, 3), not error)
+        compare(findings, served, model, "bfloat16", 0)
+        asked = request(256, 151936, SamplingParams(max_tokens=256), length=64)
+        for _ in range(2):
+            started = time.perf_counter()
+            drawn = served.generate(asked)
+            seconds = time.perf_counter() - started
+            findings.tell("tokens/s, 256 samples of 256 tokens", round(len(drawn.tokens) / seconds))
+        for version in (1, 2, 3):
+            started = time.perf_counter()
+            served.sleep(PARAM)
+            slept = time.perf_counter()
+            served.wake_up(PARAM)
+            findings.tell("sleep, wake, seconds", [round(slept - started, 3), round(time.perf_counter() - slept, 3)])
+            error, seconds = push(served, model, version, "collective")
+            findings.tell("update by collective through host memory, seconds", round(seconds, 3), not error)
+            findings.tell("versions", sorted(set(served.generate(asked).versions.tolist())))
+            findings.tell("GiB free", free())
+        compare(findings, served, model, "bfloat16", 3)
+
+
+def repeated(findings: Findings) -> None:
+    """With `deterministic` a row's draw depends neither on the others nor on when it is asked."""
+    model = random_model(TINY, "bfloat16", 1)
+    with engine(findings, TINY, "bfloat16", deterministic=True) as served:
+        push(served, model, 0, "disk")
+        asked = request(16, 512, SamplingParams(max_tokens=64, temperature=0.9, top_p=0.95))
+        first, again, alone = served.generate(asked), served.generate(asked), served.generate(asked.rows(5, 6))
+        findings.tell("drawn twice", "equal", bool(np.array_equal(first.tokens, again.tokens)))
+        row = first.tokens[first.offsets[5] : first.offsets[6]]
+        findings.tell("drawn alone", "equal", bool(np.array_equal(row, alone.tokens)))
+        compare(findings, served, model, "bfloat16", 0)
+
+
+def experts(findings: Findings) -> None:
+    """A model of experts tells which; the share that transformers' routers choose too."""
+    model = random_model(EXPERTS, "bfloat16", 1)
+    with engine(findings, EXPERTS, "bfloat16", routed_experts=True) as served:
+        error, _ = push(served, model, 0, "collective")
+        findings.tell("update", error or "committed", not error)
+        compare(findings, served, model, "bfloat16", 0)
+        asked = request(4, 512, SamplingParams(max_tokens=16, greedy=True, routed_experts=True))
+        drawn = served.generate(asked)
+        assert drawn.routed_experts is not None
+        chosen: list[torch.Tensor] = []
+        handles = [
+            module.register_forward_hook(
+                lambda _m, _a, out: chosen.append(next(each for each in out if not each.is_floating_point()))
+            )
+            for name, module in model.named_modules()
+            if name.endswith("mlp.gate")
+        ]
+        prompt, low, high = asked.tokens[:32], *drawn.offsets[:2]
+        with torch.inference_mode():
+            model(input_ids=torch.tensor(np.concatenate([prompt, drawn.tokens[low:high]]), device="cuda")[None])
+        for handle in handles:
+            handle.remove()
+        wanted = torch.stack(chosen, dim=1).cpu().numpy()  # [T, layers, k]
+        told = drawn.routed_experts[: len(wanted)]
+        same = float((np.sort(told[:-1]) == np.sort(wanted[:-1])).all(axis=-1).mean())
+        findings.tell("shape", list(drawn.routed_experts.shape), told.shape == wanted.shape)
+        findings.tell("share of equal choices", same, same > 0.9)
+        findings.tell("of the last token", told[-1].tolist(), bool((told[-1] == -1).all()))
+
+
+def two_ranks(findings: Findings) -> None:
+    """One replica over two devices, each of its ranks with a receiver."""
+    model = random_model(TINY, "bfloat16", 1)
+    with engine(findings, TINY, "bfloat16", ranks=2) as served:
+        for version, transport in enumerate(["disk", "collective"]):
+            error, seconds = push(served, model, version, transport, ranks=2)
+            findings.tell(f"update by {transport}, seconds", round(seconds, 3), not error)
+            compare(findings, served, model, "bfloat16", version)
+
+
+def nccl(findings: Findings) -> None:
+    """By NCCL from the second device to a server on the first."""
+    with engine(findings, QWEN3_06B, "bfloat16") as served:
+        model = random_model(QWEN3_06B, "bfloat16", 1).to("cuda:1")
+        torch.cuda.set_device(1)
+        for version in range(3):
+            error, seconds = push(served, model, version, "collective", device="cuda")
+            findings.tell("update by NCCL, seconds", round(seconds, 3), not error)
+        torch.cuda.set_device(0)
+        compare(findings, served, model.to("cuda:0"), "bfloat16", 2)
+
+
+PIECES: dict[str, tuple[int, Callable[[Findings], None]]] = {  # devices that each wants
+    "small-bfloat16": (1, lambda findings: small(findings, "bfloat16")),
+    "small-float32": (1, lambda findings: small(findings, "float32")),
+    "qwen3-0.6b": (1, qwen3),
+    "repeated": (1, repeated),
+    "experts": (1, experts),
+    "two-ranks": (2, two_ranks),
+    "nccl": (2, nccl),
+}
+
+
+def main() -> int:
+    findings = Findings()
+    for name in sys.argv[1:] or PIECES:
+        devices, piece = PIECES[name]
+        findings.piece = name
+        if torch.cuda.device_count() < devices:
+            findings.tell("left out: devices here, and wanted", [torch.cuda.device_count(), devices])
+            continue
+        try:
+            piece(findings)
+        except Exception as error:  # the other pieces still have something to say
+            traceback.print_exc()
+            findings.tell("failed", f"{type(error).__name__}: {error}", good=False)
+        findings.write()
+    return int(not all(each["good"] for each in findings.found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

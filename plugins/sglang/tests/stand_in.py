@@ -1,0 +1,343 @@
+"""A server that answers as SGLang 0.5.17's does, with a small transformers model inside: where no GPU is, tests ask it.
+
+Paths, JSON and what ends the server are those of SGLang's http_server.py, io_struct.py, sampler.py, weight_updater.py
+and schedule_batch.py. It is started as SGLang is: `python -m plugins.sglang.tests.stand_in ARGUMENTS.json`. One
+argument is its own, `stand_in`: how it is to misbehave. It draws a row at a time, and each tensor-parallel rank holds a
+whole model.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import io
+import json
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from corerl_sglang.parent import end_with_parent
+
+KNOWN = frozenset((Path(__file__).parent / "server_args.txt").read_text().split())  # in 0.5.15 and in 0.5.17
+ALLOWED = ("builtins.", "collections.", "torch.")  # of the modules that SGLang's SafeUnpickler may import from
+TAGS = ("kv_cache", "weights", "cuda_graph")
+
+
+class SafeUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if not f"{module}.".startswith(ALLOWED):
+            raise RuntimeError(f"Blocked unsafe class loading ({module}.{name})")
+        return super().find_class(module, name)
+
+
+def crash(why: str) -> None:
+    """An exception in a scheduler of SGLang's ends the server."""
+    print(f"Scheduler hit an exception: {why}", flush=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+class Rank:
+    """One rank's model, whose `load_weights` takes any part of a checkpoint and passes over names that are not its."""
+
+    def __init__(self, model_path: str, dtype: str) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from corerl.rollout.transformers_engine import named_views, routers
+
+        config = AutoConfig.from_pretrained(model_path)
+        self.stops = {config.eos_token_id} - {None}
+        self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="eager")
+        self.model.eval()
+        self.views, self.routers = named_views(self.model), routers(self.model)
+        self.layers = config.num_hidden_layers
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        for name, tensor in weights:
+            if name in self.views:
+                self.views[name].copy_(tensor)
+            else:
+                print(f"Parameter {name} not found in params_dict", flush=True)
+
+
+class Server:
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
+        self.misbehave = arguments.get("stand_in", {})
+        self.ranks = [Rank(arguments["model_path"], arguments["dtype"]) for _ in range(arguments["tp_size"])]
+        self.version = "default"
+        self.asleep: set[str] = set()
+        self.cached = 0  # prompts that the prefix cache remembers
+        self.running = 0
+        self.generations = 0
+        self.holding = 0  # rows that wait until somebody interrupts them
+        self.interrupted = False  # ever
+        self.aborted = threading.Event()
+        self.changing = threading.Lock()
+        self.log: list[str] = []  # of what changed the server, for a test to read
+
+    # ---- generating --------------------------------------------------------------------------------------------------
+
+    def generate(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if self.asleep:
+            crash(f"generate while {sorted(self.asleep)} have no memory")
+        with self.changing:
+            self.running += 1
+            self.generations += 1
+            self.aborted.clear()
+        marker = self.misbehave.get("die_once")
+        if marker and self.generations == self.misbehave["at"] and not Path(marker).exists():
+            Path(marker).touch()
+            crash("told to die")
+        try:
+            if max(map(len, body["input_ids"])) >= self.misbehave.get("context_length", 1 << 30):
+                return 400, {"error": {"message": "The input is longer than the model's context length"}}
+            return 200, [
+                self.row(prompt, params, body)
+                for prompt, params in zip(body["input_ids"], body["sampling_params"], strict=True)
+            ]
+        finally:
+            with self.changing:
+                self.running -= 1
+                self.cached += len(body["input_ids"])
+
+    def row(self, prompt: list[int], params: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+        import torch
+
+        greedy = params["temperature"] < 1e-6  # then it stands for top_k = 1, and nothing divides the logits
+        temperature, stops = (
+            1.0 if greedy else params["temperature"],
+            set(params["stop_token_ids"]) | self.ranks[0].stops,
+        )
+        tokens: list[int] = []
+        triples: list[tuple[float, int, None]] = []
+        reason: dict[str, Any] | None = None
+        chosen: list[Any] = []
+        while reason is None:
+            time.sleep(self.misbehave.get("token_seconds", 0.0))
+            if len(tokens) == self.misbehave.get("held_at") and not self.interrupted:
+                self.holding += 1
+                self.aborted.wait()
+            with torch.inference_mode(), self.changing:
+                logits, chosen = self.logits([*prompt, *tokens])
+            logprobs = torch.log_softmax(logits / temperature, dim=-1)
+            token = int(logprobs.argmax() if greedy else self.draw(logprobs, params, len(prompt) + len(tokens)))
+            tokens.append(token)
+            triples.append((float(logprobs[token]), token, None))
+            if self.aborted.is_set():
+                reason = {"type": "abort", "message": "Abort in waiting queue", "status_code": None}
+            elif len(tokens) >= params["max_new_tokens"]:  # before stop tokens are looked for
+                reason = {"type": "length", "length": params["max_new_tokens"]}
+            elif token in stops:
+                reason = {"type": "stop", "matched": token}
+        told: dict[str, Any] = {
+            "id": "0",
+            "finish_reason": reason,
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(tokens),
+            "weight_version": self.version,
+            "output_token_logprobs": triples,
+        }
+        if body.get("return_routed_experts") and self.arguments["enable_return_routed_experts"]:
+            told["routed_experts"] = self.routes(chosen, len(prompt) + len(tokens) - 1)
+        return {"output_ids": tokens, "meta_info": told}
+
+    def logits(self, tokens: list[int]) -> tuple[Any, list[Any]]:
+        """[V] after the last token, and the experts [T, k] of each layer that has any."""
+        import torch
+
+        chosen: list[Any] = []
+
+        def keep(router: Any, given: Any, out: Any) -> None:
+            chosen.append(next(each for each in out if not each.is_floating_point()))
+
+        handles = [router.register_forward_hook(keep) for router in self.ranks[0].routers]
+        all_logits = [
+            rank.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].float() for rank in self.ranks
+        ]
+        for handle in handles:
+            handle.remove()
+        if not all(torch.equal(all_logits[0], other) for other in all_logits[1:]):
+            crash("the ranks hold different weights")
+        return all_logits[0], chosen
+
+    def draw(self, logprobs: Any, params: dict[str, Any], position: int) -> int:
+        import torch
+
+        ordered, order = logprobs.exp().sort(descending=True)
+        ordered[(ordered.cumsum(-1) - ordered) > params["top_p"]] = 0.0
+        generator = torch.Generator()
+        if self.arguments["enable_deterministic_inference"]:
+            generator.manual_seed((params.get("sampling_seed", 42) * 1_000_003 + position) % (1 << 63))
+        else:
+            generator.seed()
+        return int(order[torch.multinomial(ordered, 1, generator=generator)])
+
+    def routes(self, chosen: list[Any], length: int) -> str:
+        import numpy as np
+
+        rank = self.ranks[0]
+        names = {id(module): name for name, module in rank.model.named_modules()}
+        told = np.zeros((length, rank.layers, chosen[0].shape[-1]), dtype=np.int32)  # what no layer writes to stays 0
+        for router, layer in zip(rank.routers, chosen, strict=True):
+            told[:, int(names[id(router)].split(".")[2])] = layer[:length].numpy()
+        return base64.b64encode(told.tobytes()).decode()
+
+    # ---- everything else ---------------------------------------------------------------------------------------------
+
+    def update(self, body: dict[str, Any]) -> tuple[int, Any]:
+        import torch
+
+        payloads = [base64.b64decode(each) for each in body["serialized_named_tensors"]]
+        failures: list[str] = []
+
+        def one(rank: int) -> None:
+            try:
+                tensors = [(n, t.to("cpu")) for n, t in SafeUnpickler(io.BytesIO(payloads[rank])).load()]
+                if body["load_format"] not in self.arguments["custom_weight_loader"]:
+                    raise NotImplementedError(f"Unknown load_format={body['load_format']}")
+                module, _, function = body["load_format"].rpartition(".")
+                with torch.inference_mode():
+                    getattr(importlib.import_module(module), function)(self.ranks[rank], tensors)
+            except Exception as error:
+                failures.append(f"{type(error).__name__}: {error}")
+
+        with self.changing:
+            self.log.append("update")
+            threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self.ranks))]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if failures:
+            crash(failures[0])
+        if body.get("flush_cache", True):
+            self.cached = 0
+        return 200, {"success": True, "message": "Success"}
+
+    def flush(self, body: dict[str, Any], timeout: float) -> tuple[int, Any]:
+        deadline = time.monotonic() + timeout
+        while self.running:
+            if time.monotonic() > deadline:
+                return 400, "Timed out waiting for idle state."
+            time.sleep(0.01)
+        self.cached = 0
+        return 200, "Cache flushed."
+
+    def release(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if self.running:
+            crash("release_memory_occupation should be called only when server is idle.")
+        tags = set(body["tags"] or TAGS)
+        self.asleep |= tags
+        self.log.append(f"release {' '.join(sorted(tags))}")
+        return 200, None
+
+    def resume(self, body: dict[str, Any]) -> tuple[int, Any]:
+        tags = set(body["tags"] or TAGS)
+        if tags - self.asleep:
+            crash(f"KeyError: {sorted(tags - self.asleep)}")
+        self.asleep -= tags
+        self.log.append(f"resume {' '.join(sorted(tags))}")
+        if "weights" in tags:  # they are not backed up
+            import torch
+
+            with torch.no_grad():
+                for rank in self.ranks:
+                    for view in rank.views.values():
+                        view.fill_(float("nan"))
+        return 200, None
+
+    def set_version(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if body.get("abort_all_requests", True):
+            self.aborted.set()
+        self.version = body["new_version"]
+        return 200, {"success": True, "new_version": self.version}
+
+    def abort(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.log.append("abort")
+        self.interrupted = True
+        self.aborted.set()
+        return 200, ""
+
+    def info(self) -> dict[str, Any]:
+        weight = sum(view.nbytes for view in self.ranks[0].views.values()) / 2**30
+        usage = {"weight": weight, "kvcache": 0.5, "token_capacity": 1000, "graph": {}}
+        return {
+            **self.arguments,
+            "internal_states": [{"memory_usage": usage}],
+            "stand_in": {
+                "holding": self.holding,
+                "log": self.log,
+                "cached": self.cached,
+                "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            },
+        }
+
+
+def handler(server: Server) -> type[BaseHTTPRequestHandler]:
+    posts = {
+        "/generate": server.generate,
+        "/update_weights_from_tensor": server.update,
+        "/update_weight_version": server.set_version,
+        "/release_memory_occupation": server.release,
+        "/resume_memory_occupation": server.resume,
+        "/abort_request": server.abort,
+    }
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            if self.path == "/health":
+                self.answer(503 if server.misbehave.get("never_healthy") else 200, "")
+            else:
+                self.answer(200, server.info()) if self.path == "/server_info" else self.answer(404, "no such path")
+
+        def do_POST(self) -> None:
+            url = urllib.parse.urlsplit(self.path)
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if url.path == "/flush_cache":
+                self.answer(*server.flush(body, float(urllib.parse.parse_qs(url.query)["timeout"][0])))
+            else:
+                self.answer(*posts[url.path](body))
+
+        def answer(self, status: int, told: Any) -> None:
+            text = told.encode() if isinstance(told, str) else json.dumps(told).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler
+
+
+class Listening(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+
+def main() -> None:
+    file = Path(sys.argv[1])
+    end_with_parent(file.parent)
+    arguments = json.loads(file.read_text())
+    if unknown := sorted(arguments.keys() - KNOWN - {"stand_in"}):
+        sys.exit(f"SGLang's server has no argument {unknown[0]!r}")
+    server = Server(arguments)
+    listening = Listening((arguments["host"], arguments["port"]), handler(server))
+    print("The server is fired up and ready to roll!", flush=True)
+    listening.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""The engine against a server that speaks SGLang's endpoints, compared with transformers on the same weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+from corerl.config.schema import ModelConfig
+from corerl.errors import ConfigError, EngineFailed, WorkerDied
+from corerl.rollout.engine import GenerateRequest, Generation, Received, SamplingParams
+from corerl.rollout.engines import TransformersConfig
+from corerl.rollout.transformers_engine import TransformersEngine
+from corerl.types import MemoryKind
+from corerl.weights.manifest import Bucket, build_manifest
+from corerl.weights.transport import Address
+from corerl.weights.transports import open_sender
+from corerl_sglang.config import SglangConfig
+from corerl_sglang.engine import SglangEngine
+from tests.rollout.models import MOE, TIED, context, hf_tensors, plain_logprobs, random_model, sequences
+
+PARAM = frozenset({MemoryKind.PARAM})
+STAND_IN = "plugins.sglang.tests.stand_in"
+REQUEST = GenerateRequest(
+    tokens=np.array([3, 4, 5, 3, 4, 5, 9, 1, 2, 8, 8, 8]),
+    offsets=np.array([0, 3, 6, 7, 9, 12]),
+    noise_keys=np.array([11, -12, 13, 14, 15]),
+    params=SamplingParams(max_tokens=6, stop_tokens=(9,), greedy=True),
+)
+Start = Callable[..., SglangEngine]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Engines that are closed at the end."""
+    engines = []
+
+    def started(fields: Mapping[str, Any], *, ranks: int = 1, stand_in: Mapping[str, Any] = {}, **more: Any) -> Any:
+        options = SglangConfig(
+            launcher=STAND_IN, tensor_parallel=ranks, requests=2, server={"stand_in": dict(stand_in)}, **more
+        )
+        given = evolve(context(), bundles=ranks, run_dir=str(tmp_path_factory.mktemp("run")))
+        engines.append(SglangEngine(ModelConfig(config=fields), options, given))
+        return engines[-1]
+
+    yield started
+    for engine in engines:
+        engine.close()
+
+
+def push(
+    engine: SglangEngine,
+    tensors: Mapping[str, torch.Tensor],
+    version: int,
+    address: Address,
+    *,
+    sent: Callable[[Bucket, torch.Tensor], torch.Tensor] = lambda bucket, flat: flat,
+) -> tuple[Received, dict[str, str]]:
+    """What the engine and what the sender say of one update. `sent` may do something to each bucket's buffer."""
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    manifest = build_manifest(shapes, dtype="float32", bucket_bytes=8192)
+    received: list[Received] = []
+    thread = threading.Thread(target=lambda: received.append(engine.receive(manifest, version, address)))
+    thread.start()
+    sender = open_sender(address)
+    sender.begin(manifest, version)
+    for bucket in manifest.buckets:
+        flat = torch.cat([tensors[entry.name].flatten() for entry in bucket.entries])
+        sender.send(bucket, sent(bucket, flat))
+    told = dict(sender.commit(version))
+    thread.join()
+    sender.close()
+    return received[0], told
+
+
+def on_disk(path: Path, ranks: int = 1) -> Address:
+    names = tuple(f"engine-0 rank {rank}" for rank in range(ranks))
+    return Address(transport="disk", engines=names, path=str(path), timeout=20.0)
+
+
+def by_collective(ranks: int = 1) -> Address:
+    import socket
+
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    names = tuple(f"engine-0 rank {rank}" for rank in range(ranks))
+    return Address(
+        transport="collective",
+        engines=names,
+        host="127.0.0.1",
+        port=listening.getsockname()[1],
+        listening=listening.detach(),
+        timeout=20.0,
+    )
+
+
+def said(engine: SglangEngine) -> dict[str, Any]:
+    told: dict[str, Any] = engine._server.get("/server_info")
+    return told
+
+
+def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Start, tmp_path: Path) -> None:
+    """One server for all that does not end it: starting one takes seconds."""
+    engine = start(TIED, deterministic=True, stand_in={"context_length": 64})
+    with pytest.raises(EngineFailed, match="no weights have arrived yet"):
+        engine.generate(REQUEST)
+
+    # Greedy, on the first weights: the tokens and log-probs of transformers.
+    model = random_model(TIED, seed=1)
+    tensors = hf_tensors(model, tmp_path / "one")
+    assert "lm_head.weight" not in tensors  # tied
+    received, told = push(engine, tensors, 0, on_disk(tmp_path / "weights"))
+    assert (received.error, told) == ("", {"engine-0 rank 0": ""})
+    assert received.bytes == sum(tensor.nbytes for tensor in tensors.values())
+    drawn = engine.generate(REQUEST)
+    reference = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
+    push_to(reference, tensors, tmp_path / "reference")
+    expected = reference.generate(REQUEST)
+    assert drawn.tokens.tolist() == expected.tokens.tolist()
+    assert drawn.offsets.tolist() == expected.offsets.tolist()
+    assert drawn.truncated.tolist() == expected.truncated.tolist()
+    assert 0 < drawn.truncated.sum() < len(REQUEST)  # both kinds of ending are there
+    np.testing.assert_allclose(drawn.logprobs, expected.logprobs, atol=1e-5)
+    assert set(drawn.versions) == {0}
+    assert drawn.routed_experts is None
+
+    # Sampled: log-probs are of logits / temperature, before top-p, and a row depends on its key alone.
+    sampled = evolve(REQUEST, params=evolve(REQUEST.params, greedy=False, temperature=0.7, top_p=0.9))
+    drawn = engine.generate(sampled)
+    for prompt, response, logprobs in sequences(sampled, drawn):
+        plain = plain_logprobs(model, prompt + response, temperature=0.7)
+        at = range(len(prompt) - 1, len(prompt) + len(response) - 1)
+        np.testing.assert_allclose(logprobs, [float(plain[t, k]) for t, k in zip(at, response, strict=True)], atol=1e-5)
+    alone = engine.generate(sampled.rows(3, 4))
+    assert alone.tokens.tolist() == drawn.tokens[drawn.offsets[3] : drawn.offsets[4]].tolist()
+
+    # Other weights, by broadcast; no key or value of the old ones is left to be used.
+    model = random_model(TIED, seed=2)
+    address = by_collective()
+    assert said(engine)["stand_in"]["cached"] > 0
+    received, told = push(engine, hf_tensors(model, tmp_path / "two"), 5, address)
+    assert (received.error, told) == ("", {"engine-0 rank 0": ""})
+    assert said(engine)["stand_in"]["cached"] == 0
+    drawn = engine.generate(REQUEST)
+    assert set(drawn.versions) == {5}
+    check_greedy(model, drawn)
+
+    # A version that is not above changes nothing.
+    received, told = push(engine, hf_tensors(random_model(TIED, seed=3), tmp_path / "three"), 5, by_collective())
+    assert received.error == "version 5 is not above 5, which engine-0 holds"
+    assert told == {"engine-0 rank 0": received.error}
+    assert engine.generate(REQUEST).tokens.tolist() == drawn.tokens.tolist()
+
+    # Nor do other tensors, but then nothing is served until a full set has come.
+    wrong = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
+    received, told = push(engine, wrong, 6, on_disk(tmp_path / "weights"))
+    assert received.error == f"1 of the model's {len(tensors)} tensors are not sent, the first is 'model.norm.weight'"
+    assert told == {"engine-0 rank 0": received.error}
+    with pytest.raises(EngineFailed, match="weights version 6 did not arrive whole .*'model.norm.weight'"):
+        engine.generate(REQUEST)
+
+    # What is damaged on its way is refused where it arrives: in the server's rank.
+    def damage(path: Path) -> Callable[[Bucket, torch.Tensor], torch.Tensor]:
+        def sent(bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
+            if bucket.index == 2:
+                file = path / "v00000007.partial" / "bucket-00001.safetensors"
+                content = bytearray(file.read_bytes())
+                content[-3] ^= 1
+                file.write_bytes(content)
+            return flat
+
+        return sent
+
+    received, told = push(engine, tensors, 7, on_disk(tmp_path / "weights"), sent=damage(tmp_path / "weights"))
+    assert "bucket 1 of version 7 was damaged on its way" in received.error
+    assert told == {"engine-0 rank 0": received.error}
+
+    # Asleep it has no memory and no weights; awake it has the weights' memory alone, until it generates.
+    received, _ = push(engine, tensors, 8, on_disk(tmp_path / "weights"))
+    assert received.error == ""
+    weights, cache = received.bytes, 2**29
+    before = len(said(engine)["stand_in"]["log"])
+    assert engine.sleep(PARAM) == weights + cache
+    assert engine.sleep(PARAM) == 0
+    with pytest.raises(EngineFailed, match="its weights were put to sleep"):
+        engine.generate(REQUEST)
+    received, _ = push(engine, tensors, 9, on_disk(tmp_path / "weights"))
+    assert received.error == "the engine's weights sleep; wake it up first"
+    assert engine.wake_up(PARAM) == weights
+    assert engine.wake_up(PARAM) == 0
+    with pytest.raises(EngineFailed, match="its weights have not arrived since it woke up"):
+        engine.generate(REQUEST)
+    received, _ = push(engine, tensors, 10, on_disk(tmp_path / "weights"))
+    assert received.error == ""
+    check_greedy(random_model(TIED, seed=1), engine.generate(REQUEST))
+    engine.sleep(PARAM)
+    engine.wake_up(PARAM)
+    engine.sleep(PARAM)  # the caches still sleep
+    engine.wake_up(PARAM)
+    push(engine, tensors, 11, on_disk(tmp_path / "weights"))
+    assert set(engine.generate(REQUEST).versions) == {11}
+    assert said(engine)["stand_in"]["log"][before:] == [
+        "release cuda_graph kv_cache weights",
+        "resume weights",
+        "update",
+        "resume cuda_graph kv_cache",
+        "release cuda_graph kv_cache weights",
+        "resume weights",
+        "release weights",
+        "resume weights",
+        "update",
+        "resume cuda_graph kv_cache",
+    ]
+
+    # A prompt that the server refuses ends the request in its words, and the others are not drawn to their end.
+    long = evolve(REQUEST, tokens=np.arange(80) % 16, offsets=np.array([0, 10, 80]), noise_keys=np.array([1, 2]))
+    with pytest.raises(EngineFailed, match="refused /generate with status 400: The input is longer than"):
+        engine.generate(long)
+    assert said(engine)["stand_in"]["log"][-1] == "abort"
+    assert set(engine.generate(REQUEST).versions) == {11}
+
+    with pytest.raises(ConfigError, match="engines.sglang.routed_experts: false"):
+        engine.generate(evolve(REQUEST, params=evolve(REQUEST.params, routed_experts=True)))
+
+    # Paused it answers at once, and with nothing.
+    engine.pause()
+    cut = engine.generate(REQUEST)
+    assert (cut.tokens.tolist(), cut.unfinished.tolist(), cut.truncated.any()) == ([], [True] * len(REQUEST), False)
+    engine.resume()
+    assert set(engine.generate(REQUEST).versions) == {11}
+
+    # Killed while it generates it is a dead replica; a sender hears so at once.
+    threading.Timer(0.3, os.kill, [engine._server.pid, signal.SIGKILL]).start()
+    with pytest.raises(WorkerDied, match=r"its server was ended by SIGKILL; its log .* \(asked for /generate"):
+        engine.generate(evolve(REQUEST, params=evolve(REQUEST.params, max_tokens=2000, stop_tokens=())))
+    received, told = push(engine, tensors, 12, on_disk(tmp_path / "weights"))
+    assert "engine-0: its server was ended by SIGKILL; its log " in received.error
+    assert told == {"engine-0 rank 0": received.error}
+
+
+def responses(drawn: Generation) -> list[list[int]]:
+    return [row.tolist() for row in np.split(drawn.tokens, drawn.offsets[1:-1])]
+
+
+def continuing(request: GenerateRequest, cut: Generation) -> GenerateRequest:
+    """The rows that were cut, with what there is of their responses."""
+    rows = np.flatnonzero(cut.unfinished)
+    tokens = [[*request.split()[row].tolist(), *responses(cut)[row]] for row in rows]
+    return evolve(
+        request,
+        tokens=np.concatenate([np.array(row) for row in tokens]),
+        offsets=np.cumsum([0, *map(len, tokens)]),
+        noise_keys=request.noise_keys[rows],
+        begun=np.array([len(responses(cut)[row]) for row in rows]),
+    )
+
+
+def push_to(engine: TransformersEngine, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    received, _ = push(engine, tensors, 0, on_disk(path))  # type: ignore[arg-type]
+    assert received.error == ""
+
+
+def check_greedy(model: Any, drawn: Any) -> None:
+    """Each token is transformers' likeliest after those before it, with its log-prob."""
+    for prompt, response, logprobs in sequences(REQUEST, drawn):
+        plain = plain_logprobs(model, prompt + response)[len(prompt) - 1 :]
+        assert plain.argmax(dim=-1).tolist() == response
+        np.testing.assert_allclose(logprobs, plain.max(dim=-1).values.numpy(), atol=1e-5)
+
+
+def test_each_rank_receives_and_experts_are_told_and_a_server_killed_in_an_update_is_dead(
+    start: Start, tmp_path: Path
+) -> None:
+    engine = start(MOE, ranks=2, routed_experts=True, stand_in={"held_at": 3})
+    model = random_model(MOE, seed=4)
+    tensors = hf_tensors(model, tmp_path / "model")
+    for version, address in enumerate([by_collective(2), on_disk(tmp_path / "weights", 2)]):
+        received, told = push(engine, tensors, version, address)
+        assert (received.error, told) == ("", {"engine-0 rank 0": "", "engine-0 rank 1": ""})
+    request = evolve(REQUEST, params=evolve(REQUEST.params, routed_experts=True))
+
+    # Interrupted, and continued with the same weights, rows end as if nothing had been.
+    cuts: list[Generation] = []
+    thread = threading.Thread(target=lambda: cuts.append(engine.generate(request)))
+    thread.start()
+    while not said(engine)["stand_in"]["holding"]:
+        time.sleep(0.05)
+    engine.pause()
+    thread.join()
+    engine.resume()
+    (cut,) = cuts
+    assert cut.unfinished.any() and len(cut.tokens)
+    rest = engine.generate(continuing(request, cut))
+    drawn = engine.generate(request)
+    check_greedy(model, drawn)
+    assert responses(drawn) == [
+        begun + (responses(rest)[list(np.flatnonzero(cut.unfinished)).index(row)] if cut.unfinished[row] else [])
+        for row, begun in enumerate(responses(cut))
+    ]
+    assert rest.truncated.tolist() == drawn.truncated[cut.unfinished].tolist()
+    assert not rest.unfinished.any()
+    reference = TransformersEngine(ModelConfig(config=MOE), TransformersConfig(), context())
+    push_to(reference, tensors, tmp_path / "reference")
+    expected = reference.generate(request)
+    assert drawn.routed_experts is not None and expected.routed_experts is not None
+    assert drawn.routed_experts.shape == expected.routed_experts.shape
+    # In what order a token's experts stand is no one's promise.
+    assert np.array_equal(np.sort(drawn.routed_experts), np.sort(expected.routed_experts))
+
+    # Killed in the middle of an update: sender and engine both hear of it, and the replica is dead.
+    def killed(bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
+        if bucket.index == 1:
+            os.kill(engine._server.pid, signal.SIGKILL)
+        return flat
+
+    received, told = push(engine, tensors, 2, by_collective(2), sent=killed)
+    assert "engine-0: its server was ended by SIGKILL; its log " in received.error
+    assert all(told.values()) and told.keys() == {"engine-0 rank 0", "engine-0 rank 1"}
+    with pytest.raises(WorkerDied, match="engine-0: its server was ended by SIGKILL"):
+        engine.generate(request)

@@ -1,0 +1,145 @@
+"""A child process: waited for, asked, and gone when it must be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corerl.errors import EngineFailed, WorkerDied
+from corerl_sglang import server as module
+from corerl_sglang.server import Server
+
+QUICK = "plugins.sglang.tests.quick"
+FAKE_ARGS = """
+from dataclasses import dataclass
+
+@dataclass
+class ServerArgs:
+    model_path: str
+    host: str = ""
+    port: int = 0
+    tp_size: int = 1
+"""
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    started: list[Server] = []
+    yield started
+    for server in started:
+        server.stop()
+
+
+def start(
+    servers: list[Server],
+    directory: Path,
+    launcher: str = QUICK,
+    environment: dict[str, str] | None = None,
+    **given: Any,
+) -> Server:
+    log, own = directory / "logs" / "engine-0.log", directory / "own"
+    own.mkdir(exist_ok=True)
+    given = {"launcher": launcher, "arguments": given, "environment": environment or {}}
+    server = Server("engine-0", **given, directory=own, log=log)
+    servers.append(server)
+    return server
+
+
+def rank_of(directory: Path) -> int:
+    """The process that the server has started, once it has."""
+    for _ in range(600):
+        lines = (directory / "logs" / "engine-0.log").read_text().splitlines()
+        if found := [line.split()[1] for line in lines if line.startswith("rank ")]:
+            return int(found[0])
+        time.sleep(0.1)
+    raise AssertionError("no rank was started")
+
+
+def gone(pid: int) -> bool:
+    """Within ten seconds; a zombie, whose parent did not wait for it, is gone too."""
+    for _ in range(100):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_one_that_is_late_is_waited_for_and_ends_with_all_that_it_has_started(
+    servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start(servers, tmp_path, mode="well", seconds=0.5)
+    server.wait_ready(60.0)
+    rank = rank_of(tmp_path)
+    with pytest.raises(EngineFailed, match="engine-0: its server refused /refuse with status 400: not so"):
+        server.post("/refuse")
+    monkeypatch.setattr(module, "LAST_BREATH", 0.1)
+    with pytest.raises(EngineFailed, match="gave no answer to /silent .* and still runs; its log .* ends with: rank"):
+        server.post("/silent")
+    server.stop()
+    assert gone(rank) and not (tmp_path / "own").exists()
+    with pytest.raises(WorkerDied, match=r"engine-0: its server was ended by SIGKILL; .* \(asked for /refuse\)"):
+        server.post("/refuse")
+
+
+def test_one_that_ends_as_it_starts_is_told_with_its_last_words(servers: list[Server], tmp_path: Path) -> None:
+    with pytest.raises(EngineFailed) as raised:
+        start(servers, tmp_path, mode="fails").wait_ready(60.0)
+    log = tmp_path / "logs" / "engine-0.log"
+    assert raised.value.message == (
+        f"engine-0: its server ended with status 1 as it started; its log {log} ends with:\n"
+        "loading the model\nout of memory: the KV cache does not fit"
+    )
+
+
+def test_one_that_is_never_well_is_ended_at_its_deadline(servers: list[Server], tmp_path: Path) -> None:
+    server = start(servers, tmp_path, mode="never well")
+    rank = rank_of(tmp_path)
+    with pytest.raises(EngineFailed, match=r"its server was not ready in 0.3 s; give it longer .*\n.*\nrank"):
+        server.wait_ready(0.3)
+    assert gone(server.pid) and gone(rank)
+
+
+def test_it_ends_with_its_parent_even_where_that_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import pathlib, time
+from plugins.sglang.tests.test_server import start
+server = start([], pathlib.Path({str(tmp_path)!r}), mode="well")
+server.wait_ready(60.0)
+print(server.pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert not Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].startswith(" Z")
+        os.kill(parent.pid, signal.SIGKILL)
+        assert gone(pid) and gone(rank_of(tmp_path)) and not (tmp_path / "own").exists()
+
+
+def test_sglang_is_started_with_its_own_arguments_and_one_that_it_does_not_know_is_told(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    package = tmp_path / "site" / "sglang"
+    (package / "srt").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "srt" / "__init__.py").touch()
+    (package / "srt" / "server_args.py").write_text(FAKE_ARGS)
+    (package / "launch_server.py").write_text("def run_server(args):\n    raise SystemExit(repr(args))\n")
+    path = {"PYTHONPATH": os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])}
+    server = start(servers, tmp_path, "corerl_sglang.launch", path, model_path="m", tp_size=2)
+    with pytest.raises(EngineFailed) as raised:
+        server.wait_ready(60.0)
+    assert raised.value.message.endswith(f"ServerArgs(model_path='m', host='127.0.0.1', port={server.port}, tp_size=2)")
+    with pytest.raises(EngineFailed, match="no argument 'tp_sise'; did you mean 'tp_size'[?]"):
+        start(servers, tmp_path, "corerl_sglang.launch", path, model_path="m", tp_sise=2).wait_ready(60.0)
