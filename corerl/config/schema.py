@@ -351,7 +351,10 @@ class RolloutConfig:
 
 @frozen(kw_only=True)
 class WeightsConfig:
-    transport: str = option("how weights reach the engines: collective or disk", default="collective")
+    transport: str = option(
+        "how weights reach engines: ipc, collective or disk; auto takes ipc where every engine is on a rank's device",
+        default="auto",
+    )
     every: int = option(
         "rollout steps between updates; engines sample from weights that are up to this much older",
         default=1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,10 @@ REFERENCE = "reference"  # the snapshot that KL is measured against
 
 
 def meeting_at(address: Address, actor: TrainGroup) -> Address:
-    """The same, at a new socket in the actor's first rank, where a transport has senders and receivers meet."""
+    """The same, at a new place, where a transport has senders and receivers meet: a socket in the actor's first rank,
+    or names that nobody else has."""
+    if address.transport == "ipc":
+        return evolve(address, token=uuid.uuid4().hex)
     if address.transport != "collective" or not address.engines:
         return address
     host, port, listening = actor.processes.listen(0)

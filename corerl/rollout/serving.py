@@ -92,6 +92,7 @@ class Serving:
                     for bucket, flat in receiver.buckets(manifest, version) if not error else ():
                         load(bucket, flat)
                         received += flat.numel() * flat.element_size()
+                        del flat  # the sender takes its memory back once this is acknowledged
                 except Exception as failure:  # whatever it is, the sender must hear of it
                     error = _line(failure)
                 receiver.acknowledge(version, error)

@@ -170,7 +170,7 @@ class Worker:
         if self.sender is None or self._address != address:
             if self.sender is not None:
                 self.sender.close()
-            self.sender, self._address = open_sender(address), address
+            self.sender, self._address = open_sender(address, rank=self.context.rank), address
         return self.host.update_weights(sender=self.sender, version=version)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:

@@ -1,4 +1,4 @@
-"""Collective and disk: the same promises, kept between processes."""
+"""By handle, collective and disk: the same promises, kept between processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ from corerl.weights.transports import open_receiver, open_sender
 from corerl.weights.transports.collective import CollectiveSender
 from corerl.weights.transports.disk import DiskSender
 from corerl.weights.transports.inprocess import InProcessSender
+from corerl.weights.transports.ipc import IpcSender
 from tests.weights.transports.peer import bit_sum
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [("embed", (16, 6)), ("norm", (6,)), ("layers.0.q", (8, 6)), ("scale", ())]
@@ -115,6 +117,22 @@ class FlipsDisk(DiskSender):
         super().transmit(bucket, flat)
 
 
+class FlipsIpc(IpcSender):
+    """Memory that does the same, once the checksum is made."""
+
+    flips = False
+
+    def transmit(self, flat: torch.Tensor) -> None:
+        if self.flips:
+            flat.view(torch.int32)[1] ^= 1
+
+
+def flipping(address: Address) -> FlipsCollective | FlipsDisk | FlipsIpc:
+    if address.transport == "ipc":
+        return FlipsIpc(address, 0)
+    return FlipsCollective(address) if address.transport == "collective" else FlipsDisk(address)
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -129,7 +147,7 @@ def loopback() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["collective", "disk"])
+@pytest.fixture(scope="module", params=["collective", "disk", "ipc"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, loopback: None) -> Iterator[Any]:
     """One run's address, sender and two engines, shared by the tests below: versions rise from test to test."""
     address = Address(
@@ -138,12 +156,14 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         host="127.0.0.1",
         port=free_port(),
         path=str(tmp_path_factory.mktemp("updates")),
+        token=uuid.uuid4().hex,
+        senders=(0, 0),
         timeout=10.0,
     )
     peers = [Peer(address, index) for index in range(2)]
     for peer in peers:
         peer.answer()
-    sender = FlipsCollective(address) if address.transport == "collective" else FlipsDisk(address)
+    sender = flipping(address)
     yield address, sender, peers
     for peer in peers:
         peer.close()
@@ -160,7 +180,7 @@ def test_engines_hold_the_bits_that_were_sent_update_after_update(run: Any) -> N
         for peer in peers:
             assert peer.answer() == {"version": version, "error": "", "sums": sums_of(sent)}
     left = sorted(path.name for path in Path(address.path).glob("v*"))
-    assert left == ([] if address.transport == "collective" else ["v00000003"])
+    assert left == (["v00000003"] if address.transport == "disk" else [])
 
 
 @pytest.mark.parametrize("act", ["refuse", "fail"])
@@ -217,9 +237,16 @@ def test_one_bit_flipped_in_transit_is_refused_and_the_version_stays(run: Any) -
 
 
 def test_an_engine_that_never_comes_is_reported_within_the_timeout(tmp_path: Path, loopback: None) -> None:
-    for transport in ("collective", "disk"):
+    for transport in ("collective", "disk", "ipc"):
         address = Address(
-            transport=transport, engines=("e",), host="127.0.0.1", port=free_port(), path=str(tmp_path), timeout=0.3
+            transport=transport,
+            engines=("e",),
+            host="127.0.0.1",
+            port=free_port(),
+            path=str(tmp_path),
+            token=uuid.uuid4().hex,
+            senders=(0,),
+            timeout=0.3,
         )
         sender = open_sender(address)
         started = time.monotonic()
@@ -359,5 +386,5 @@ def test_the_in_process_sender_hands_over_every_tensor_and_reports_a_failing_loa
 
 
 def test_an_unknown_transport_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown weight transport 'pigeon'; known: collective, disk"):
+    with pytest.raises(ConfigError, match="unknown weight transport 'pigeon'; known: collective, disk, ipc"):
         open_sender(Address(transport="pigeon", engines=()))
