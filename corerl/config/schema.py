@@ -334,6 +334,11 @@ class RewardConfig:
 class RolloutConfig:
     engine: str = option("an installed rollout engine", default="transformers")
     replicas: int = option("engines that share the prompts", default=1, validator=at_least(1))
+    restarts: int = option(
+        "times in a row, without a step completed in between, that an engine which died or failed is started anew",
+        default=3,
+        validator=at_least(0),
+    )
     prompts: int = option("prompts of one rollout step", default=64, validator=at_least(1))
     samples: int = option("samples drawn for each prompt: a group", default=8, validator=at_least(1))
     temperature: float = option("divides the logits", default=1.0, validator=above(0))
@@ -362,6 +367,12 @@ class WeightsConfig:
     )
     bucket_bytes: int = option("weights sent at once", default=256 * 2**20, validator=at_least(1))
     dtype: Precision | Literal["model"] = option("sent as; model takes train.precision", default="model")
+    verify_every: int = option(
+        "updates from one to the next after which what engines hold is compared with what was sent, tensor by tensor; "
+        "the first is one of them; 0 never",
+        default=10,
+        validator=at_least(0),
+    )
 
 
 @frozen(kw_only=True)

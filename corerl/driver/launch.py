@@ -368,4 +368,4 @@ def make_fleet(prepared: Prepared, seats: list[Seat], **watched: Any) -> EngineF
     processes = ProcessGroup(
         names, "corerl.rollout.service:EngineService", seats, environment, failure=EngineFailed, threads=2, **watched
     )
-    return EngineFleet(processes, assignments)
+    return EngineFleet(processes, assignments, restarts=config.rollout.restarts)

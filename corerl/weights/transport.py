@@ -62,7 +62,8 @@ class WeightSender(ABC):
         """Wait for the engines; engine name -> "" where it committed `version`, else why it did not."""
 
     def give_up(self, engine: str, reason: str) -> None:
-        """Wait for this engine no more: its process has ended. Called from another thread, while an update goes on."""
+        """Wait for this engine no more: its process has ended, or it has. Called from another thread while an update
+        goes on, and perhaps several times; an answer that it has given still counts."""
         return
 
     @abstractmethod

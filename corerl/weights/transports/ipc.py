@@ -21,7 +21,6 @@ import os
 import selectors
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -88,7 +87,6 @@ class IpcSender(WeightSender):
         self._errors: dict[int, str] = {}  # by receiver index, of this update
         self._done: dict[int, str] = {}
         self._lost: dict[str, str] = {}  # by engine: why it is not waited for, said by another thread
-        self._lock = threading.Lock()
         self._version = -1
         self._manifest: Manifest | None = None
 
@@ -157,8 +155,7 @@ class IpcSender(WeightSender):
         return answers
 
     def give_up(self, engine: str, reason: str) -> None:
-        with self._lock:
-            self._lost[engine] = reason
+        self._lost[engine] = reason  # one assignment: no lock
 
     def close(self) -> None:
         for index in list(self._peers):
@@ -190,10 +187,9 @@ class IpcSender(WeightSender):
         """Hear the receivers until it is so, or the time is up."""
         deadline = time.monotonic() + self._address.timeout
         while True:
-            with self._lock:
-                lost = {index: self._lost[name] for index, name in self._names() if name in self._lost}
-            for index, reason in lost.items():
-                if index not in self._errors and index not in self._done:
+            for index in self._mine:
+                reason = self._lost.get(self._address.engines[index])
+                if reason is not None and index not in self._errors and index not in self._done:
                     self._drop(index, reason)
             left = deadline - time.monotonic()
             if until() or left <= 0:
@@ -204,9 +200,6 @@ class IpcSender(WeightSender):
                     self._accept()
                 else:
                     self._hear(connection)
-
-    def _names(self) -> list[tuple[int, str]]:
-        return [(index, self._address.engines[index]) for index in self._mine]
 
     def _accept(self) -> None:
         assert self._listener is not None
