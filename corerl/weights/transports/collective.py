@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -39,44 +40,81 @@ ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 SPIN_SECONDS = 2e-3  # in which a broadcast is looked at without a pause
 PAUSE_SECONDS = 5e-4  # between two looks after that
 ASK_SECONDS = 0.25  # between two questions to the store, which take a round trip
+LEAVE_SECONDS = 5.0  # that the end of a group is waited for
 BROKEN_GRACE = 10.0  # seconds for the engines' reports once the group is known to be broken: they see it as well
 
 
 class _Group:
     """The process group of one set of members; rank 0 sends."""
 
-    def __init__(self, address: Address, store: dist.Store, *, generation: int, rank: int, size: int) -> None:
+    def __init__(self, address: Address, *, generation: int, rank: int, size: int, broken: Callable[[], str]) -> None:
+        """Meets the other members. Raises as `broadcast` does."""
         self.generation = generation
         self._seconds = address.timeout
         self._timeout = timedelta(seconds=address.timeout)
-        prefixed = dist.PrefixStore(f"group/{generation}", store)
-        self._backend: Any
-        if address.device == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=address.timeout + WATCHDOG_MARGIN)
-            with _environment(ERROR_HANDLING, "0"):
-                self._backend = dist.ProcessGroupNCCL(prefixed, rank, size, options)
-        else:
+        self._backend: Any = None
+        failed: list[Exception] = []
+        device = torch.cuda.current_device() if address.device == "cuda" else None
+
+        def meet() -> None:
+            try:
+                self._meet(address, rank, size, device)
+            except Exception as error:  # raised below, in the thread that waits
+                failed.append(error)
+
+        # In a thread: where a member has died, neither library comes back from here before a timeout of its own.
+        meeting = threading.Thread(target=meet, daemon=True, name="weights: meet")
+        meeting.start()
+        self._wait(lambda: not meeting.is_alive(), broken, "meet")
+        if failed:
+            raise failed[0]
+
+    def _meet(self, address: Address, rank: int, size: int, device: int | None) -> None:
+        # A connection of its own: while one waits for a key, nobody else can ask through it.
+        store = dist.TCPStore(address.host, address.port, is_master=False, timeout=self._timeout)
+        prefixed = dist.PrefixStore(f"group/{self.generation}", store)
+        if device is None:
             self._backend = dist.ProcessGroupGloo(prefixed, rank, size, self._timeout)
+            return
+        torch.cuda.set_device(device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=address.timeout + WATCHDOG_MARGIN)
+        with _environment(ERROR_HANDLING, "0"):
+            self._backend = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+        # NCCL connects with the first collective.
+        self._backend.broadcast(torch.zeros(1, dtype=torch.uint8, device="cuda"), 0).wait()
+        torch.cuda.current_stream().synchronize()
 
     def broadcast(self, tensor: torch.Tensor, broken: Callable[[], str]) -> None:
         """From rank 0 to all, in place. Raises what the library raises of a lost peer, and WeightUpdateError once
         `broken`, which is asked all the while, has an answer, or the time is up."""
         work = self._backend.broadcast(tensor.view(torch.uint8), 0)
+        self._wait(work.is_completed, broken, "broadcast")
+        work.wait(self._timeout)
+
+    def _wait(self, done: Callable[[], bool], broken: Callable[[], str], what: str) -> None:
         began = time.monotonic()
-        while not work.is_completed():
+        while not done():
             waited = time.monotonic() - began
             if waited > SPIN_SECONDS:
                 if reason := broken():
                     raise WeightUpdateError(reason)
                 if waited > self._seconds:
-                    raise WeightUpdateError(f"a broadcast did not end within {self._seconds:g} s")
+                    raise WeightUpdateError(f"{what}: not done within {self._seconds:g} s")
                 time.sleep(PAUSE_SECONDS)
-        work.wait(self._timeout)
 
     def abort(self) -> None:
         """Leave without a word to the others, whose next broadcast fails."""
-        self._backend.abort()
+        backend, self._backend = self._backend, None
+        leaving = threading.Thread(target=_abort, args=(backend,), daemon=True, name="weights: leave")
+        del backend  # gloo's end waits for what is under way in it: in that thread alone
+        leaving.start()
+        leaving.join(LEAVE_SECONDS)
+
+
+def _abort(backend: Any) -> None:
+    if backend is not None:
+        backend.abort()
 
 
 class CollectiveSender(WeightSender):
@@ -196,7 +234,13 @@ class CollectiveSender(WeightSender):
         for index in members:
             _put(store, f"{version}/go/{index}", {"generation": self._generation, "members": members})
         if members and not reusable:
-            self._group = _Group(self._address, store, generation=self._generation, rank=0, size=len(members) + 1)
+            self._group = _Group(
+                self._address,
+                generation=self._generation,
+                rank=0,
+                size=len(members) + 1,
+                broken=self._lost_member,
+            )
 
     def _answer(self, store: dist.Store, key: str, index: int, deadline: float) -> dict[str, Any] | None:
         """What a receiver has to say; None where the time is up, or its engine is given up."""
@@ -219,9 +263,9 @@ class CollectiveSender(WeightSender):
 
     def _break(self, error: Exception) -> None:
         self._broken = f"the collective failed: {_first_line(error)}"
-        if self._store is not None and self._group is not None:
-            with contextlib.suppress(dist.DistError):  # it has to do with the store; they find out by themselves
-                _put(self._store, f"broken/{self._group.generation}", {"error": self._broken})
+        if self._store is not None and self._members:
+            with contextlib.suppress(dist.DistError):  # of the store itself; they find out by themselves
+                _put(self._store, f"broken/{self._generation}", {"error": self._broken})
         self._drop_group()
 
     def _drop_group(self) -> None:
@@ -238,6 +282,7 @@ class CollectiveReceiver(WeightReceiver):
         self._group: _Group | None = None
         self._asked: int | None = None  # version that this engine asked to take part in
         self._joined: int | None = None  # version that it does take part in
+        self._generation = 0  # of the group that it is in, or joins
         self._asked_store = 0.0  # time.monotonic() when it was last asked whether the group is broken
         self._rest: Iterator[Bucket] = iter(())  # that the sender will still broadcast
         self._buffer = torch.empty(0)  # for every bucket: new memory costs more than what is written to it
@@ -317,12 +362,13 @@ class CollectiveReceiver(WeightReceiver):
         if answer["generation"] != current:
             self._drop_group()
             members: list[int] = answer["members"]
+            self._generation = answer["generation"]
             self._group = _Group(
                 self._address,
-                store,
-                generation=answer["generation"],
+                generation=self._generation,
                 rank=1 + members.index(self._index),
                 size=len(members) + 1,
+                broken=self._left_by_sender,
             )
 
     def _receive(self, bucket: Bucket, version: int) -> tuple[torch.Tensor, int]:
@@ -344,10 +390,10 @@ class CollectiveReceiver(WeightReceiver):
 
     def _left_by_sender(self) -> str:
         """Why the sender has left the group; "" as long as it has not, which the store is asked now and then."""
-        if self._group is None or self._store is None or time.monotonic() - self._asked_store < ASK_SECONDS:
+        if self._store is None or time.monotonic() - self._asked_store < ASK_SECONDS:
             return ""
         self._asked_store = time.monotonic()
-        key = f"broken/{self._group.generation}"
+        key = f"broken/{self._generation}"
         return str(json.loads(self._store.get(key))["error"]) if self._store.check([key]) else ""
 
     def _drop_group(self) -> None:

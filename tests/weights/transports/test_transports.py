@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -79,9 +80,16 @@ class Peer:
             env=environment,
         )
 
-    def order(self, version: int, act: str = "load", dtype: str = "float32", bucket_bytes: int = BUCKET_BYTES) -> None:
+    def order(
+        self,
+        version: int,
+        act: str = "load",
+        dtype: str = "float32",
+        bucket_bytes: int = BUCKET_BYTES,
+        shapes: list[tuple[str, tuple[int, ...]]] = SHAPES,
+    ) -> None:
         assert self.process.stdin is not None
-        line = {"version": version, "act": act, "dtype": dtype, "shapes": SHAPES, "bucket_bytes": bucket_bytes}
+        line = {"version": version, "act": act, "dtype": dtype, "shapes": shapes, "bucket_bytes": bucket_bytes}
         self.process.stdin.write(json.dumps(line) + "\n")
         self.process.stdin.flush()
 
@@ -273,6 +281,32 @@ def test_an_engine_that_dies_during_the_broadcast_is_reported_and_the_others_com
         engines = push(sender, weights(2), 2)
         assert engines["a"] == "" and "did not join" in engines["b"]
         assert peers[0].answer() == {"version": 2, "error": "", "sums": sums_of(weights(2))}
+    finally:
+        for peer in peers:
+            peer.close()
+        sender.close()
+
+
+def test_a_peer_that_is_lost_without_a_word_and_given_up_holds_up_neither_sender_nor_engines(loopback: None) -> None:
+    address = Address(transport="collective", engines=("a", "b"), host="127.0.0.1", port=free_port(), timeout=300.0)
+    peers = [Peer(address, index) for index in range(2)]
+    sender = open_sender(address)
+    large = build_manifest([(f"{index}", (2**20,)) for index in range(8)], dtype="float32", bucket_bytes=2**22)
+    shapes = [(entry.name, entry.shape) for bucket in large.buckets for entry in bucket.entries]
+    try:
+        for peer in peers:
+            peer.answer()
+        peers[0].order(1, shapes=shapes, bucket_bytes=2**22)
+        peers[1].order(1, "stop", shapes=shapes, bucket_bytes=2**22)
+        threading.Timer(3.0, sender.give_up, ("b", "its process died")).start()
+        began = time.monotonic()
+        sender.begin(large, 1)
+        for bucket in large.buckets:
+            sender.send(bucket, torch.zeros(2**20))
+        assert sender.commit(1)["b"] == ("did not commit version 1: its process died")
+        error = peers[0].answer()["error"]
+        assert "did not arrive" in error or error == ""
+        assert time.monotonic() - began < 60  # and not the timeout
     finally:
         for peer in peers:
             peer.close()
