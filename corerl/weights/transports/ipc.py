@@ -88,6 +88,7 @@ class IpcSender(WeightSender):
         self._done: dict[int, str] = {}
         self._lost: dict[str, str] = {}  # by engine: why it is not waited for, said by another thread
         self._version = -1
+        self._joining = False  # no bucket has been sent yet
         self._manifest: Manifest | None = None
 
     # ---- what a sender does ------------------------------------------------------------------------------------------
@@ -105,7 +106,9 @@ class IpcSender(WeightSender):
         except OSError as error:
             self._errors = dict.fromkeys(self._mine, f"the trainer cannot listen for its engines: {error}")
             return
+        self._joining = True
         self._wait(lambda: all(self._settled(index) for index in self._mine))
+        self._joining = False
         for index in self._mine:
             if not self._settled(index):
                 late = f"did not join the update to version {version} in {self._address.timeout:g} s"
@@ -210,6 +213,8 @@ class IpcSender(WeightSender):
             connection.close()
 
     def _hear(self, connection: socket.socket) -> None:
+        if connection.fileno() < 0:  # closed since the selector named it
+            return
         found = next((index for index, peer in self._peers.items() if peer.connection is connection), None)
         try:
             message, _ = _receive(connection)
@@ -251,6 +256,9 @@ class IpcSender(WeightSender):
         if message["version"] != version:
             gone = f"the trainer sends version {version}, and not {message['version']}"
             self._tell(index, {"is": "no", "version": message["version"], "error": gone})
+        elif not self._joining:
+            late = f"version {version} is on its way already, without this engine"
+            self._tell(index, {"is": "no", "version": version, "error": late})
         elif message["error"]:
             self._done[index] = message["error"]
         elif self._manifest is None or message["digest"] != self._manifest.digest:
@@ -333,7 +341,8 @@ class IpcReceiver(WeightReceiver):
         self._join(manifest.digest, version, error="")
         dtype = getattr(torch, manifest.dtype)
         for bucket in manifest.buckets:
-            message, descriptors = self._expect("bucket", version, self._address.timeout)
+            # The sender may be waiting that long for another engine.
+            message, descriptors = self._expect("bucket", version, 2 * self._address.timeout)
             if "handle" in message:
                 self._opened[message["buffer"]] = opened(message["handle"], descriptors)
             flat = self._opened[message["buffer"]][: bucket.numel * dtype.itemsize].view(dtype)

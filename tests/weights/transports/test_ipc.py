@@ -227,6 +227,50 @@ def test_an_engine_that_failed_early_takes_the_next_update_though_buckets_were_u
     assert reader.seen == [[float(index)] * 4 for index in range(4)]
 
 
+def test_an_engine_that_comes_after_the_first_bucket_is_sent_away_and_takes_the_next_update() -> None:
+    address = address_of("early", "late", timeout=1.0)
+    sender = IpcSender(address, 0)
+    receivers = [IpcReceiver(address, index) for index in range(2)]
+
+    def load(receiver: IpcReceiver, version: int) -> Reader:
+        reader = Reader(receiver, FOUR, version)
+        for _ in FOUR.buckets:
+            reader.go.release()
+        return reader
+
+    early = load(receivers[0], 1)
+    sender.begin(FOUR, 1)  # waits a second for the other one
+    sender.send(FOUR.buckets[0], torch.zeros(4))
+    late = load(receivers[1], 1)
+    for bucket in FOUR.buckets[1:]:
+        sender.send(bucket, torch.zeros(4))
+    assert sender.commit(1) == {"early": "", "late": "did not join the update to version 1 in 1 s"}
+    early.thread.join()
+
+    early = load(receivers[0], 2)
+    assert push_four(sender, 2)["early"] == ""  # it hears now at the latest what the late one has asked for
+    early.thread.join()
+    late.thread.join()
+    assert late.failure in (
+        "version 1 is on its way already, without this engine",
+        "the trainer sends version 2, and not 1",
+    )
+
+    readers = [load(receiver, 3) for receiver in receivers]
+    assert push_four(sender, 3) == {"early": "", "late": ""}
+    for reader in readers:
+        reader.thread.join()
+    for end in (sender, *receivers):
+        end.close()
+
+
+def push_four(sender: IpcSender, version: int) -> Mapping[str, str]:
+    sender.begin(FOUR, version)
+    for bucket in FOUR.buckets:
+        sender.send(bucket, torch.zeros(4))
+    return sender.commit(version)
+
+
 def test_memory_of_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "device_id", lambda device: "GPU-1")
     with pytest.raises(WeightUpdateError, match="weights lie on the GPU GPU-0, and this process is on GPU-1: "):
