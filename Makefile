@@ -5,6 +5,7 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints-cpu.txt
 TORCH_INDEX ?=
 ARGS ?=
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
@@ -30,6 +31,7 @@ help: ## this list
 	@echo "  VENV=$(VENV)       where the environment is"
 	@echo "  TORCH_INDEX=       a package index to take torch from, for instance one of CPU builds; empty: pip's own"
 	@echo "  CONSTRAINTS=$(CONSTRAINTS)   exact versions to install"
+	@echo "  JOBS=$(JOBS)             processes that the tests are run in; 0 for pytest's own, as a debugger wants it"
 	@echo "  ARGS=              more words for quickstart (ARGS=\"run.seed=1\") and test (ARGS=\"tests/config -x\")"
 
 # Three stamps: what a run needs, so that `make quickstart` installs no more, the tools on top of it, and
@@ -63,7 +65,7 @@ quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and 
 	$(BIN)/corerl train examples/quickstart.toml run.dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 test: $(DEV) ## the tests of core and plugins that pass without a GPU
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-fsdp-oldest: $(OLDEST)/.installed ## the tests of models and of the FSDP plugin with the oldest transformers
 	$(OLDEST)/bin/python -m pytest -o corerl_level=1 plugins/fsdp/tests tests/models $(ARGS)

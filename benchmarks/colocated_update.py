@@ -22,16 +22,18 @@ import sys
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from attrs import field, frozen
 
 from benchmarks.report import Comparison, Number, Report, finish, in_turns, table
+from benchmarks.steps import QWEN3_8B, TINY, QuickWeights
+from corerl.backend.base import StateKey
 from corerl.config.schema import TrainConfig, WeightsConfig
 from corerl.testing.harness import Setup, make_worker
 from corerl.trainer.worker import Worker
@@ -40,64 +42,20 @@ from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import open_receiver
 
-QWEN3: Mapping[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    "max_position_embeddings": 40960,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "0.6b": {
-        **QWEN3,
+        **QWEN3_8B,
         "hidden_size": 1024,
         "intermediate_size": 3072,
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
         "tie_word_embeddings": True,
     },
-    "8b": {
-        **QWEN3,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": False,
-    },
-}
-TINY: Mapping[str, Any] = {
-    "vocab_size": 256,
-    "head_dim": 8,
-    "num_key_value_heads": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "8b": QWEN3_8B,
 }
 TARGET = 1.5
 ENGINE = "--engine"  # how this program starts itself as an engine
 TIMEOUT = 300.0  # seconds that one side waits for the other
-
-
-@frozen(kw_only=True)
-class Pattern:
-    """A source of weights that costs a copy: making random ones of this size takes minutes."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    values: torch.Tensor = field(factory=lambda: torch.randn(2**20, generator=torch.Generator().manual_seed(0)))
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self.shapes.get(name)
-
-    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        out = torch.empty(tuple(sizes))
-        for piece in out.view(-1).split(len(self.values)):
-            piece.copy_(self.values[: len(piece)])
-        return out
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------
@@ -192,13 +150,13 @@ def started(shape: str, backend: str, bucket_mib: float, *, tiny: bool) -> Worke
         device="cpu" if tiny else "cuda",
     )
     worker = make_worker(setup)
-    own: Any = worker.backend
 
-    def pattern() -> Pattern:
-        return Pattern(shapes={chunk.name: chunk.shape for chunk in own.local_state("param")})
+    def weights() -> QuickWeights:
+        chunks = worker.backend.local_state(StateKey.PARAM)
+        return QuickWeights({chunk.name: chunk.shape for chunk in chunks}, torch.device(setup.device))
 
-    own.initial_weights = pattern
-    worker.init("127.0.0.1", 0)
+    with mock.patch.object(worker.backend, "initial_weights", weights):
+        worker.init("127.0.0.1", 0)
     return worker
 
 

@@ -5,37 +5,25 @@ python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.me
 python -m benchmarks.megatron --table found/*.json
 
 One case a start, with a process for each GPU (`CASES` has them); on a CPU, with `--tiny`, to see that everything runs.
-By its name alone: as a file it would hide megatron-core's own package `megatron`.
-
-Model FLOPs of an optimizer step, as in `flops`: 6 N T + 6 L H sum(s^2). N are the matrices that a token passes through:
-all but the embedding, of experts the chosen ones. The second term is causal attention: 12 L H T s / 2 for T tokens in
-sequences of s each, with H the width of all query heads together. Recomputing counts for nothing. MFU is these, over
-seconds x GPUs x 989 TFLOP/s, the dense bf16 peak of an H100 or H200, for FP8 too.
+By its name alone: as a file it would hide megatron-core's own package `megatron`. What FLOPs and MFU are, `steps` says.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
-import shutil
 import statistics
 import sys
 import tempfile
-import time
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from attrs import asdict, evolve, field, frozen
+from attrs import asdict, evolve, frozen
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -45,48 +33,37 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from benchmarks.report import Comparison, Number, Report, commit, in_turns, spread, table
-from benchmarks.samples import make_batch, plan_one_step
-from corerl.backend.base import StateKey
-from corerl.config.load import structure
-from corerl.config.schema import ClusterInfo, OptimizerConfig, TrainConfig, WeightsConfig
-from corerl.data.packing import pack
+from benchmarks.report import Comparison, Number, Report, in_turns, spread, table
+from benchmarks.steps import (
+    COMMON,
+    DIFFERENT,
+    GIB,
+    OPTIMIZER,
+    PEAK,
+    QWEN3_8B,
+    SLICE,
+    TARGET,
+    Plugin,
+    Work,
+    allocated,
+    clipped_loss,
+    device_of,
+    environment,
+    facts,
+    flops,
+    join,
+    outside,
+    packed_batch,
+    timed,
+)
 from corerl.ops.attention import PackedSequences
 from corerl.ops.logprobs import token_logprobs
-from corerl.plugin.registry import Kind, load
-from corerl.testing.harness import Setup, make_worker
-from corerl.types import IntArray, LossSpec, MemoryKind, MicroBatch, Output, PackedBatch, SleepResult, Step
+from corerl.types import MemoryKind, MicroBatch, PackedBatch, SleepResult
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import WeightSender
 
-PEAK = 989e12  # FLOP/s
-GIB = 2**30
-CLIP, ENTROPY = 0.2, 0.01
-OPTIMIZER = OptimizerConfig(lr=1e-6, clip_norm=1.0)
-TIMEOUT = 600.0  # seconds that a rank waits for another: the first step compiles
 HEAD = "head"  # the case of the log-probs alone
-TARGET = 0.97  # of the bare loop's tokens a second
 
-COMMON = {
-    "vocab_size": 151936,
-    "num_attention_heads": 32,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-QWEN3_8B = {
-    **COMMON,
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-}
-SLICE = {**QWEN3_8B, "num_hidden_layers": 8}  # 2.79 B parameters
 QWEN3_30B_A3B = {
     **COMMON,
     "model_type": "qwen3_moe",
@@ -99,61 +76,20 @@ QWEN3_30B_A3B = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
 }
-TINY = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-}
-TINY_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 
 
 @frozen(kw_only=True)
-class Case:
-    """A model, how it is laid out, and the samples of one step."""
+class Case(Work):
+    """And what it is measured beside."""
 
-    what: str
-    fields: Mapping[str, Any]  # of the model's config
-    ranks: int = 1
-    options: Mapping[str, Any] = field(factory=dict)  # the backend's own
-    precision: str = "bfloat16"
-    recompute: str = "none"
-    sequence: int = 2048  # tokens of each sample
-    tokens: int = 8192  # of a micro-batch, on each dp rank
-    micro_batches: int = 2  # of a step, on each dp rank
-    bare: Mapping[str, Any] | None = None  # beside a bare loop, with these arguments of TransformerConfig more
-    device: str = "cuda"
+    bare: Mapping[str, Any] | None = None  # a bare loop, with these arguments of TransformerConfig more
 
     @property
     def tiny(self) -> Case:
         """The same case for the CPU."""
         options = {name: value for name, value in self.options.items() if not name.startswith("fp8")}
-        sequence = 32
-        return evolve(
-            self,
-            fields={**self.fields, **TINY, **(TINY_EXPERTS if "num_experts" in self.fields else {})},
-            options={**options, "transformer": "torch"},
-            precision="float32",
-            sequence=sequence,
-            tokens=sequence * (self.tokens // self.sequence),
-            bare=None if self.bare is None else {},
-            device="cpu",
-        )
-
-    def samples(self, dp_size: int) -> IntArray:
-        """[B] tokens of each sample of a step."""
-        return np.full(self.tokens // self.sequence * self.micro_batches * dp_size, self.sequence)
-
-    def loss(self, *, entropy: bool) -> LossSpec:
-        return LossSpec(
-            name="clipped",
-            params={"clip_low": CLIP, "clip_high": CLIP, "entropy_coef": ENTROPY if entropy else 0.0},
-            outputs=(Output.LOGPROBS, Output.ENTROPY) if entropy else (Output.LOGPROBS,),
-        )
+        bare: dict[str, Any] | None = None if self.bare is None else {}
+        return evolve(self, **self.on_cpu(), options={**options, "transformer": "torch"}, bare=bare)
 
 
 BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
@@ -239,41 +175,6 @@ def switches(*, overlap: bool) -> dict[str, Any]:
     return {"overlap_grad_reduce": True, "overlap_param_gather": True} if overlap else {}
 
 
-def flops(fields: Mapping[str, Any], lengths: IntArray) -> float:
-    """Of the model, forward and back, for one step on sequences of `lengths` [B] tokens; the formula stands above."""
-    hidden, layers = fields["hidden_size"], fields["num_hidden_layers"]
-    queries, keys = (fields[name] * fields["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-    attention = hidden * (queries + 2 * keys) + queries * hidden
-    if experts := fields.get("num_experts"):
-        mlp = 3 * hidden * fields["moe_intermediate_size"] * fields["num_experts_per_tok"] + hidden * experts
-    else:
-        mlp = 3 * hidden * fields["intermediate_size"]
-    matrices = layers * (attention + mlp) + fields["vocab_size"] * hidden
-    exact = lengths.astype(np.float64)
-    return float(6 * matrices * exact.sum() + 6 * layers * queries * (exact**2).sum())
-
-
-class QuickWeights:
-    """Random weights, drawn where they are used. A box is equal on every rank that reads it, and not to what another
-    layout reads: enough for a measurement. CoreRL's own source draws each value by its place, on the CPU.
-
-    All are numbers of bfloat16: from others float32 masters would begin beside what the bare loop's begin at."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
-        self._shapes, self._device = shapes, device
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self._shapes.get(name)
-
-    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        if len(sizes) < 2:
-            return torch.ones(tuple(sizes), device=self._device)
-        seed = zlib.crc32(repr((name, *offsets, *sizes)).encode())
-        generator = torch.Generator(self._device).manual_seed(seed)
-        drawn = torch.randn(tuple(sizes), generator=generator, device=self._device) * 0.02
-        return drawn.bfloat16().float()
-
-
 class NowhereSender(WeightSender):
     """One rank gathers every bucket, and no engine takes it."""
 
@@ -285,41 +186,6 @@ class NowhereSender(WeightSender):
         return {}
 
     def close(self) -> None: ...
-
-
-class Plugin:
-    """A rank of a run, without Ray: CoreRL's worker with the backend in it."""
-
-    def __init__(self, case: Case, *, overlap: bool = False) -> None:
-        setup = Setup(
-            backend="megatron",
-            model="",
-            fields=case.fields,
-            train=TrainConfig(
-                tokens_per_micro_batch=case.tokens,
-                precision=case.precision,  # type: ignore[arg-type]  # a name, as of every case
-                recompute=case.recompute,  # type: ignore[arg-type]
-                optimizer=OPTIMIZER,
-            ),
-            options={**case.options, **switches(overlap=overlap)},
-            weights=WeightsConfig(),
-            device=case.device,
-        )
-        self.worker = make_worker(setup)
-        self.worker.config = evolve(self.worker.config, timeout=TIMEOUT)
-        with mock.patch.object(self.worker.backend, "initial_weights", self._weights):
-            self.layout = self.worker.init("127.0.0.1", 0).layout
-        self._steps = 0
-
-    def _weights(self) -> QuickWeights:
-        backend = self.worker.backend
-        return QuickWeights({chunk.name: chunk.shape for chunk in backend.local_state(StateKey.PARAM)}, backend.device)
-
-    def train(self, batch: PackedBatch, loss: LossSpec) -> float:
-        """The gradient's norm before it is clipped."""
-        step = Step(optimizer_step=self._steps, rollout_step=self._steps, lr=OPTIMIZER.lr)
-        self._steps += 1
-        return self.worker.host.train(batch=batch, loss=loss, step=step).grad_norm
 
 
 class HiddenStates(GPTModel):
@@ -414,22 +280,17 @@ class Bare:
         return float(norm)
 
     def _forward(self, micro: MicroBatch, model: Any, batch: PackedBatch, entropy: bool) -> tuple[Tensor, Any]:
-        names = ("old_logprobs", "advantages", "weights")
-        old, advantages, weights = (torch.tensor(micro.columns[name], device=self._device)[1:] for name in names)
         tokens, positions = (torch.tensor(x, device=self._device) for x in (micro.tokens, micro.positions))
 
         def loss(hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
             # Behind a sequence's last token another one begins, at a token without a weight.
-            following = torch.cat([tokens[1:], tokens[:1]])
+            targets = torch.cat([tokens[1:], tokens[:1]])
             logprobs, bonus = token_logprobs(
-                hidden[:, 0], self._head, following, temperature=batch.temperature, with_entropy=entropy
+                hidden[:, 0], self._head, targets, temperature=batch.temperature, with_entropy=entropy
             )
-            ratio = (logprobs[:-1] - old).exp()
-            gain = torch.minimum(ratio * advantages, ratio.clamp(1.0 - CLIP, 1.0 + CLIP) * advantages)
-            if bonus is not None:
-                gain = gain + ENTROPY * bonus[:-1]
+            following = None if bonus is None else bonus[:-1]
             # megatron-core divides by the number of micro-batches.
-            return -(weights * gain).sum() * batch.count, {}
+            return clipped_loss(logprobs[:-1], following, micro, self._device) * batch.count, {}
 
         return model(tokens[None], positions[None], None, packed_seq_params=_packed(micro, self._device)), loss
 
@@ -522,20 +383,20 @@ def take_turns(plugin: Plugin, bare: Bare, case: Case, batch: PackedBatch, *, en
     from corerl_megatron.adam import fused_adam
     from corerl_megatron.on_host import calling_megatron
 
-    device = _device(case)
+    device = device_of(case)
     loss = case.loss(entropy=entropy)
     norms: tuple[list[float], list[float]] = ([], [])
     peaks: dict[str, float] = {}
 
     def ours(number: int) -> float:
-        return _timed(device, lambda: norms[0].append(plugin.train(batch, loss)), peaks, "plugin")
+        return timed(device, lambda: norms[0].append(plugin.train(batch, loss)), peaks, "plugin")
 
     def other(number: int) -> float:
         def call() -> None:
             with calling_megatron(device), fused_adam():  # both nothing on a GPU with TransformerEngine
                 norms[1].append(bare.train(batch, entropy=entropy))
 
-        return _timed(device, call, peaks, "bare loop")
+        return timed(device, call, peaks, "bare loop")
 
     in_turns(2, ours, other)
     mine, its = in_turns(rounds, ours, other)
@@ -548,22 +409,20 @@ BARE_NOTE = (
     "the bare loop uses the same kernel for log-probs and computes no metric."
 )
 
-DIFFERENT = "THE FIRST GRADIENTS OF BOTH DIFFER: they do not do the same work, and the ratio says nothing."
-
 
 def measure_bare(case: Case, *, name: str, rounds: int) -> Report:
     """With entropy off, then on."""
     from corerl_megatron.adam import fused_adam
     from corerl_megatron.on_host import calling_megatron
 
-    device = _device(case)
-    plugin = Plugin(case)
-    held = _allocated(device)
+    device = device_of(case)
+    plugin = Plugin("megatron", case, case.options)
+    held = allocated(device)
     with calling_megatron(device), fused_adam():
         (chunk,) = plugin.worker.backend.model.chunks  # type: ignore[attr-defined]  # the Megatron backend's
         bare = Bare(case, dict(chunk.module.named_parameters()), device)
     lengths = case.samples(1)
-    batch = _packed_batch(plugin, case)
+    batch = batch_of(plugin, case)
     tokens, work = int(lengths.sum()), flops(case.fields, lengths)
     comparisons, numbers, notes = [], [], []
     for entropy in (False, True):
@@ -603,24 +462,24 @@ def measure_bare(case: Case, *, name: str, rounds: int) -> Report:
         comparisons=comparisons,
         numbers=numbers,
         note=" ".join([BARE_NOTE, *notes]),
-        versions=facts(case),
+        versions=measured_with(case),
     )
 
 
 def measure_layout(case: Case, name: str, rounds: int, overlap: bool, sleep: bool) -> Laid:
     """Called on every rank; the result is rank 0's."""
-    device = _device(case)
-    outside = [_outside(device)]
-    plugin = Plugin(case, overlap=overlap)
-    outside.append(_outside(device))
-    batch = _packed_batch(plugin, case)
+    device = device_of(case)
+    beyond = [outside(device)]
+    plugin = Plugin("megatron", case, {**case.options, **switches(overlap=overlap)})
+    beyond.append(outside(device))
+    batch = batch_of(plugin, case)
     loss = case.loss(entropy=False)
     norms = [plugin.train(batch, loss) for _ in range(2)]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    steps = [_timed(device, lambda: norms.append(plugin.train(batch, loss))) for _ in range(rounds)]
+    steps = [timed(device, lambda: norms.append(plugin.train(batch, loss))) for _ in range(rounds)]
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    outside.append(_outside(device))
+    beyond.append(outside(device))
 
     host, sender = plugin.worker.host, NowhereSender()
     sent: list[int] = []
@@ -629,7 +488,7 @@ def measure_layout(case: Case, name: str, rounds: int, overlap: bool, sleep: boo
         version = len(sent) + 1
         sent.append(host.update_weights(sender=sender, version=version).bytes)
 
-    updates = [_timed(device, update) for _ in range(3)]
+    updates = [timed(device, update) for _ in range(3)]
     slept: list[SleepResult] = []
 
     def fall_asleep() -> None:
@@ -637,13 +496,13 @@ def measure_layout(case: Case, name: str, rounds: int, overlap: bool, sleep: boo
 
     sleeps = []
     for _ in range(2 if sleep else 0):  # the first one pins host memory
-        down = _timed(device, fall_asleep)
-        up = _timed(device, lambda: host.wake_up(kinds=frozenset(MemoryKind)))
+        down = timed(device, fall_asleep)
+        up = timed(device, lambda: host.wake_up(kinds=frozenset(MemoryKind)))
         sleeps.append([down, slept[-1].freed_bytes / GIB, slept[-1].residual_bytes / GIB, up])
     norms.append(plugin.train(batch, loss))
 
-    ranks = [(peak / GIB, outside)] * dist.get_world_size()
-    dist.all_gather_object(ranks, (peak / GIB, outside))
+    ranks = [(peak / GIB, beyond)] * dist.get_world_size()
+    dist.all_gather_object(ranks, (peak / GIB, beyond))
     lengths = case.samples(plugin.layout.dp_size)
     found = Laid(
         name=name,
@@ -659,75 +518,22 @@ def measure_layout(case: Case, name: str, rounds: int, overlap: bool, sleep: boo
         update_bytes=max(sent),
         sleeps=sleeps,
         norms=[*norms[:3], norms[-1]],
-        facts=facts(case),
+        facts=measured_with(case),
     )
     plugin.worker.shutdown("measured")
     return found
 
 
-def _packed_batch(plugin: Plugin, case: Case) -> PackedBatch:
-    """This rank's share, its micro-batches made once."""
+def batch_of(plugin: Plugin, case: Case) -> PackedBatch:
     layout = plugin.layout
-    lengths = case.samples(layout.dp_size)
-    samples = make_batch(lengths, prompt=case.sequence // 8, vocab=case.fields["vocab_size"])
-    plan = plan_one_step(samples, dp_size=layout.dp_size, tokens_per_micro_batch=case.tokens)
-    batch = pack(samples, plan, layout.dp_rank, sequence_multiple=layout.sequence_multiple)
-    if batch.count != case.micro_batches or case.sequence % layout.sequence_multiple:
-        raise ValueError(
-            f"{batch.count} micro-batches of sequences padded to {layout.sequence_multiple}; the case wants "
-            f"{case.micro_batches} without padding"
-        )
-    return evolve(batch, micro_batches=list(batch.micro_batches))
-
-
-def _timed(
-    device: torch.device, call: Callable[[], object], peaks: dict[str, float] | None = None, who: str = ""
-) -> float:
-    """Seconds of a call that all ranks begin together, until the last one is done on its device."""
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(device)
-        if peaks is not None:
-            torch.cuda.reset_peak_memory_stats(device)
-    _meet(device)
-    began = time.perf_counter()
-    call()
-    if on_gpu:
-        torch.cuda.synchronize(device)
-        if peaks is not None:
-            peaks[who] = max(peaks.get(who, 0.0), torch.cuda.max_memory_allocated(device))
-    _meet(device)
-    return time.perf_counter() - began
-
-
-def _meet(device: torch.device) -> None:
-    if dist.get_world_size() > 1:
-        dist.all_reduce(torch.zeros((), device=device))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-
-def _device(case: Case) -> torch.device:
-    return torch.device(case.device, torch.cuda.current_device()) if case.device == "cuda" else torch.device("cpu")
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _outside(device: torch.device) -> float:
-    """GiB of the device that are in use and not torch's: the context, loaded kernels, NCCL's buffers."""
-    if device.type == "cpu":
-        return 0.0
-    torch.zeros(1, device=device)
-    torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
-    return (total - free - torch.cuda.memory_reserved(device)) / GIB
+    return packed_batch(
+        case, dp_rank=layout.dp_rank, dp_size=layout.dp_size, sequence_multiple=layout.sequence_multiple
+    )
 
 
 def measure_head(case: Case, *, rounds: int) -> Report:
     """The kernel for log-probs alone, forward and back, by how many tokens' logits it holds at a time."""
-    device, tokens = _device(case), case.tokens
+    device, tokens = device_of(case), case.tokens
     width, vocabulary = case.fields["hidden_size"], case.fields["vocab_size"]
     generator = torch.Generator(device).manual_seed(0)
     numbers: dict[str, Any] = {"generator": generator, "device": device, "dtype": getattr(torch, case.precision)}
@@ -745,7 +551,7 @@ def measure_head(case: Case, *, rounds: int) -> Report:
 
         both()
         peaks: dict[str, float] = {}
-        took = [_timed(device, both, peaks, "peak") for _ in range(rounds)]
+        took = [timed(device, both, peaks, "peak") for _ in range(rounds)]
         rate = 6 * tokens * width * vocabulary / statistics.median(took) / 1e12
         size = "the default number of" if chunk is None else f"{chunk}"
         return Number(
@@ -761,52 +567,27 @@ def measure_head(case: Case, *, rounds: int) -> Report:
         size=f"{tokens} tokens, head of {vocabulary} x {width}",
         numbers=[found(size, entropy=entropy) for size in sizes for entropy in (False, True)],
         note="Forward and back. TFLOP/s are of three multiplications; the one that is done again is not counted.",
-        versions=facts(case),
+        versions=measured_with(case),
     )
 
 
 # ---- the program -----------------------------------------------------------------------------------------------------
 
 
-def facts(case: Case) -> dict[str, str]:
-    found = {"Python": platform.python_version(), "CoreRL": commit() if shutil.which("git") else "unknown"}
-    for package in ("megatron-core", "transformer_engine"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    found["torch"] = torch.__version__
-    if case.device == "cuda":
-        found["GPU"] = f"{torch.cuda.get_device_name()} x {dist.get_world_size()}"
-        found["NCCL_NVLS_ENABLE"] = os.environ.get("NCCL_NVLS_ENABLE", "unset")
-    return found
+def measured_with(case: Case) -> dict[str, str]:
+    return facts(case, "megatron-core", "transformer_engine")
 
 
 def prepare(case: Case, *, overlap: bool) -> None:
     """The environment that a run would give this process, and its place in the group."""
-    loaded = load(Kind.BACKENDS, "megatron")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != case.ranks:
         sys.exit(
             f"this case takes {case.ranks} processes, and there are {ranks}: python -m torch.distributed.run "
             f"--standalone --nproc-per-node {case.ranks} -m benchmarks.megatron ..."
         )
-    options = structure({**case.options, **switches(overlap=overlap)}, loaded.spec.config, path="backends.megatron")
-    cluster = ClusterInfo(device=case.device, ranks=ranks, model=case.fields)
-    problems = list(loaded.spec.check(options, cluster))
-    if problems:
-        sys.exit("; ".join(f"{problem.path}: {problem.text}" for problem in problems))
-    os.environ.update(loaded.spec.environment(options, cluster))
-    rank = int(os.environ.get("RANK", "0"))
-    if case.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    timeout = timedelta(seconds=TIMEOUT)
-    backend = "gloo" if case.device == "cpu" else "cpu:gloo,cuda:nccl"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=1, timeout=timeout)
+    os.environ.update(environment("megatron", case, {**case.options, **switches(overlap=overlap)}))
+    join(case)
 
 
 def show(files: Sequence[Path]) -> str:

@@ -8,6 +8,7 @@
         NotResident                     the memory that the verb needs is asleep
       WeightUpdateError               an update was refused or did not commit
       SaveFailed                      a checkpoint could not be written
+      MemoryHeld                      a sleeping rank holds more memory than it may
       EngineFailed                    a rollout engine raised or does not answer
       UserError                     something the user can mend             exit status 2
         ConfigError                     config file, override or combination of settings
@@ -76,6 +77,10 @@ class SaveFailed(CorerlError):
     """A checkpoint could not be written; earlier ones are untouched."""
 
     harmless = True
+
+
+class MemoryHeld(CorerlError):
+    """All of a rank sleeps, and it holds more device memory than the config allows."""
 
 
 class EngineFailed(CorerlError):

@@ -216,6 +216,11 @@ class ParallelLayout:
     sequence_multiple: int = 1  # every sequence is padded to a multiple of it (2 x cp; tp with sequence parallel)
     micro_batch_multiple: int = 1  # the number of micro-batches is one of it (interleaved pipelines)
 
+    @classmethod
+    def data_parallel(cls, *, rank: int, world_size: int) -> ParallelLayout:
+        """Every rank reads samples of its own."""
+        return cls(rank=rank, world_size=world_size, dp_rank=rank, dp_size=world_size)
+
 
 @frozen(kw_only=True)
 class InitResult:
@@ -259,8 +264,11 @@ class SaveResult:
 
 @frozen(kw_only=True)
 class SleepResult:
-    freed_bytes: int
-    residual_bytes: int  # that this process still holds on its device
+    freed_bytes: int  # of the storages of these kinds
+    # That the driver still counts: on this process where it tells processes apart, else on the device with all others.
+    residual_bytes: int
+    driver_freed_bytes: int = 0  # by how much that has fallen, with what torch had cached
+    notes: tuple[str, ...] = ()  # for the user, such as why host memory is not pinned
 
 
 @frozen(kw_only=True)

@@ -1,8 +1,7 @@
 """What every backend extends: all hooks of the contract, made of a few primitives that only the backend can answer.
 
-A subclass writes `build`, `train`, `forward`, `local_state`, `tensors`, `after_load` and `adam_step`. From these come
-sharded loading, resume, save (in the background too), the weight stream, snapshots, sleep and wake_up; each may be
-overridden.
+A subclass writes `build`, `train`, `forward`, `local_state`, `tensors` and `after_load`. From these come sharded
+loading, resume, save (in the background too), the weight stream, snapshots, sleep and wake_up; each may be overridden.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ import torch
 from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.checkpoint.writer import BackgroundWriter, stage, write
 from corerl.config.schema import RoleConfig
-from corerl.errors import CheckpointError
-from corerl.memory.measure import device_bytes
+from corerl.errors import CheckpointError, MemoryHeld
+from corerl.memory.measure import GIB, DeviceMeter, Held
 from corerl.memory.snapshots import Snapshots
-from corerl.memory.storage import StorageSleeper
+from corerl.memory.storage import StorageSleeper, resident_bytes
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import experts, hf_config
 from corerl.models.random import RandomSource
@@ -82,6 +81,7 @@ class Backend(BackendBase, ABC):
     config: RoleConfig
     context: Context
     layout: ParallelLayout
+    adam_step = 0  # applied optimizer steps, which Adam's bias correction counts; `train` adds those that it applies
     weights_version = 0  # of the weights that are loaded now, as far as engines know them
     phase = ""  # of `init`, while it lasts; the user is told where it takes long
     span: Callable[[str], AbstractContextManager[Any]] = staticmethod(lambda name: nullcontext())  # or a traced run's
@@ -112,17 +112,13 @@ class Backend(BackendBase, ABC):
 
     @abstractmethod
     def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
-        """Every tensor of that kind on this rank, nothing gathered left over."""
+        """Every tensor of that kind on this rank, nothing gathered left over. Those in host memory may be among them:
+        they need not sleep."""
 
     @abstractmethod
     def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
         """The chunks of `keys` were written: bring masters and working copies together, set Adam's own step where it is
         given, drop caches. {PARAM} alone is a snapshot swap: masters and moments stay as they are."""
-
-    @property
-    @abstractmethod
-    def adam_step(self) -> int:
-        """Applied optimizer steps: what Adam's bias correction counts."""
 
     # ---- what a backend may add -------------------------------------------------------------------------------------
 
@@ -135,9 +131,20 @@ class Backend(BackendBase, ABC):
 
     def gather(self, bucket: Bucket, out: torch.Tensor | None, *, chunks: Sequence[Chunk], root: int | None) -> None:
         """Fill `out` [bucket.numel] with the bucket's full HF tensors on rank `root`, or on all where it is None.
-        `out` is None on the ranks that need not hold it; `chunks` are this rank's parameters."""
+        `out` is None on the ranks that need not hold it; `chunks` are this rank's parameters, on the device or not."""
         dtype = getattr(torch, self.manifest.dtype)
-        self._gather_plan.gather(bucket, out, chunks=chunks, root=root, dtype=dtype)
+        # Buckets travel between devices, also where a rank's chunks lie in host memory.
+        where = torch.empty(0, device=self.device) if out is None else out
+        self._gather_plan.gather(bucket, where, chunks=chunks, root=root, dtype=dtype)
+
+    def moments_to_come(self) -> int:
+        """Bytes that moments will take on this rank's device once a step has been taken; 0 where they are there, or
+        will be elsewhere. Host memory for them is made at the start; a wrong answer only makes the first sleep slow."""
+        if any(tensor.ndim for tensor in self.tensors(MemoryKind.OPTIMIZER)):
+            return 0
+        masters = [chunk.view for chunk in self.local_state(StateKey.MASTER)]
+        here = sum(view.numel() for view in masters if view.device.type == self.device.type)
+        return 2 * torch.float32.itemsize * here
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -168,11 +175,14 @@ class Backend(BackendBase, ABC):
         self.config, self.context = config, context
         if (count := experts(hf_config(config.model))) > 1:
             self.require(Capability.MOE, f"a model of {count} experts")
-        self._sleeper = StorageSleeper()
+        self._sleeper, self._meter = StorageSleeper(self.device), DeviceMeter(self.device)
+        self._told: set[str] = set()  # notes of earlier sleeps
         self._snapshots = Snapshots()
         self._writer = BackgroundWriter()
         self.phase = "model build"
         self.layout = self.build(config, context)
+        if config.sleeps:  # in the background: the first sleep waits for what is not ready by then
+            self._sleeper.reserve(self.sleeping_bytes())
         self.phase = "load"
         optimizer_step = self._resume(Path(config.resume)) if config.resume else self._load_initial()
         self._gather_plan = GatherPlan.build(self.local_state(StateKey.PARAM), self.group)
@@ -231,10 +241,20 @@ class Backend(BackendBase, ABC):
 
     @hookimpl
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
-        freed = sum(self._sleeper.release(kind, self.tensors(kind)) for kind in sorted(kinds))
+        before = self._meter.held(self._all_tensors())
+        freed = sum(self._sleeper.release(kind, self.on_device(kind)) for kind in sorted(kinds))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return SleepResult(freed_bytes=freed, residual_bytes=device_bytes(self.device, self._all_tensors()))
+        held = self._meter.held(self._all_tensors())
+        self._require_little(held)
+        notes = {self._sleeper.refusal} - {"", *self._told}
+        self._told |= notes
+        return SleepResult(
+            freed_bytes=freed,
+            residual_bytes=held.residual,
+            driver_freed_bytes=before.residual - held.residual,
+            notes=tuple(notes),
+        )
 
     @hookimpl
     def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
@@ -242,7 +262,10 @@ class Backend(BackendBase, ABC):
 
     @hookimpl
     def shutdown(self, reason: str) -> None:
-        self._writer.close()
+        try:
+            self._writer.close()
+        finally:
+            self._sleeper.close()
 
     # ---- what the worker asks of a backend besides its hooks --------------------------------------------------------
 
@@ -288,9 +311,29 @@ class Backend(BackendBase, ABC):
         largest = max(each.numel for each in self.manifest.buckets)
         return self._gather_plan.memory("bucket", largest, dtype, self.device)[: bucket.numel]
 
+    def on_device(self, kind: MemoryKind) -> list[torch.Tensor]:
+        """Of `tensors(kind)` those that take memory on the role's device."""
+        return [tensor for tensor in self.tensors(kind) if tensor.device.type == self.device.type]
+
+    def sleeping_bytes(self) -> int:
+        """Host memory that this rank takes when all of it sleeps, after its first step."""
+        copied = (tensor for kind in MemoryKind if kind is not MemoryKind.GRAD for tensor in self.on_device(kind))
+        return resident_bytes(copied) + self.moments_to_come()
+
+    def _require_little(self, held: Held) -> None:
+        """Raises MemoryHeld where all kinds sleep and more than the config allows is still held."""
+        allowed = self.config.max_residual_gib
+        if not allowed or held.residual <= allowed * GIB or self._sleeper.asleep != set(MemoryKind):
+            return
+        parts = held.described({kind: resident_bytes(self.on_device(kind)) for kind in MemoryKind})
+        raise MemoryHeld(
+            f"{held.residual / GIB:.3g} GiB of {self.device} are held while everything sleeps, more than "
+            f"cluster.max_residual_gib = {allowed:g}: {parts}; allow more, or free what is there"
+        )
+
     def _all_tensors(self) -> Iterator[torch.Tensor]:
         for kind in MemoryKind:
-            yield from self.tensors(kind)
+            yield from self.on_device(kind)
 
     def _load_initial(self) -> int:
         what = f"model directory {self.config.model.path}" if self.config.model.path else "random initialisation"
@@ -313,9 +356,10 @@ class Backend(BackendBase, ABC):
         saved, own = extra["world_size"], self.layout.world_size
         if saved != own:
             self.require(Capability.RESHARD, f"resuming on {own} ranks what {saved} saved")
+        self.adam_step = int(extra["adam_step"])
         for key in SAVED:
             fill(self.local_state(key), CheckpointSource(directory, key.value), what=f"checkpoint {directory}")
-        self.after_load(set(SAVED), int(extra["adam_step"]))
+        self.after_load(set(SAVED), self.adam_step)
         self.weights_version = int(extra["weights_version"])
         if (extra["backend"], saved) == (type(self).__qualname__, own):
             of_rank = read_extra(directory, self.layout.rank)

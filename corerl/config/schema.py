@@ -97,6 +97,13 @@ class ClusterConfig:
     offload: Literal["auto", "always", "never"] = option(
         "whether ranks that share a device with engines sleep while these sample; auto: on cuda", default="auto"
     )
+    max_residual_gib: float = option(
+        "device memory that a rank may still hold while all of it sleeps, its CUDA context included; more ends the run "
+        "and says what holds it. Where the driver does not tell processes apart (some containers) the engines on the "
+        "device count too; 0 is no bound",
+        default=0.0,
+        validator=at_least(0),
+    )
     timeout: float = option(
         "seconds that ranks wait for each other in one collective before they fail", default=600.0, validator=above(0)
     )
@@ -473,6 +480,8 @@ class RoleConfig:
     timeout: float  # seconds of one collective
     value_head: bool = False  # the model is a critic: a value head in the place of its language head
     resume: str = ""  # directory of this role's part of a checkpoint; empty starts from the model
+    sleeps: bool = False  # the run puts it to sleep, so host memory for that is made at the start
+    max_residual_gib: float = 0.0  # that a rank may hold while it sleeps; 0 is no bound
 
 
 @frozen(kw_only=True)

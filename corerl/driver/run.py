@@ -354,7 +354,9 @@ class Run:
         if self.offloaded:
             with self.phase("sleep"):
                 for name in self.offloaded:
-                    self.roles[name].group.sleep()
+                    for rank, slept in enumerate(self.roles[name].group.sleep()):
+                        for note in slept.notes:
+                            self.tell(Notice(text=f"{name} rank {rank}: {note}"))
 
     def _wake_ranks(self) -> None:
         if self.fleet is not None:

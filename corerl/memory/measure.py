@@ -1,18 +1,109 @@
-"""How much memory a process still holds on its device."""
+"""How much memory a process still holds on its device, as the driver counts it, and what holds it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
+from attrs import frozen
 
 from corerl.memory.storage import resident_bytes
+from corerl.types import MemoryKind
+
+GIB = 2**30
 
 
-def device_bytes(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes used on `device`: as the driver reports it on a GPU (all its processes together, contexts included), and on
-    a CPU, where nobody separates a process's tensors from the rest, the storages of `tensors`, each counted once."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free
-    return resident_bytes(tensors)
+@frozen(kw_only=True)
+class Held:
+    """Bytes on a device. All but `used` are this process's."""
+
+    used: int  # by all processes, contexts included
+    own: int | None  # by this process; None where the driver does not tell processes apart
+    live: int  # in tensors
+    cached: int  # that torch keeps for the next tensors
+
+    @property
+    def residual(self) -> int:
+        """By this process as far as it is known, else by all."""
+        return self.used if self.own is None else self.own
+
+    def described(self, kinds: Mapping[MemoryKind, int]) -> str:
+        """What holds the residual; `kinds` are the bytes that tensors of each kind lie in."""
+        parts = {f"tensors of {kind}": size for kind, size in kinds.items()}
+        parts["other tensors"] = max(self.live - sum(kinds.values()), 0)
+        parts["torch's cache"] = self.cached
+        outside = "CUDA context, NCCL communicators and loaded kernels"
+        if self.own is None:
+            outside += ", and other processes on this device, which the driver does not tell apart here"
+        parts[outside] = max(self.residual - self.live - self.cached, 0)
+        return "; ".join(f"{what}: {size / GIB:.3g} GiB" for what, size in parts.items() if size)
+
+
+class DeviceMeter:
+    """Of one device; finding the driver's library takes a moment, so it is kept."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._processes = Nvml.open(device) if device.type == "cuda" else None
+
+    def held(self, tensors: Iterable[torch.Tensor]) -> Held:
+        """On a CPU, where nobody separates a process's tensors from the rest, the storages of `tensors`, each counted
+        once, are all that it is said to hold."""
+        if self._device.type != "cuda":
+            size = resident_bytes(tensors)
+            return Held(used=size, own=size, live=size, cached=0)
+        free, total = torch.cuda.mem_get_info(self._device)
+        live, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+        own = None if self._processes is None else self._processes.own_bytes()
+        if own is not None and not reserved <= own <= total - free:
+            own = None  # another process, which has on the host the id that this one has in its container
+        return Held(used=total - free, own=own, live=live, cached=reserved - live)
+
+
+class _Process(ctypes.Structure):
+    """nvmlProcessInfo_t, second version (nvml.h)."""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),  # bytes; all bits set where the driver does not know
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+class Nvml:
+    """The driver's management library. It counts by the host's process ids, which a container may not know: then it
+    has nothing to say of this process."""
+
+    MOST = 256  # processes on one device
+
+    def __init__(self, library: Any, handle: Any) -> None:
+        self._library, self._handle = library, handle
+
+    @classmethod
+    def open(cls, device: torch.device) -> Nvml | None:
+        """None where there is no such library, or it does not know the device."""
+        try:
+            library = ctypes.CDLL("libnvidia-ml.so.1")
+            _ = library.nvmlDeviceGetComputeRunningProcesses_v3  # not in drivers before 510
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+        except (OSError, AttributeError):
+            return None
+        handle = ctypes.c_void_p()
+        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
+            return None
+        return cls(library, handle)
+
+    def own_bytes(self) -> int | None:
+        """Bytes of the device that this process uses, its context included."""
+        found, count = (_Process * self.MOST)(), ctypes.c_uint(self.MOST)
+        if self._library.nvmlDeviceGetComputeRunningProcesses_v3(self._handle, ctypes.byref(count), found):
+            return None
+        for process in found[: count.value]:
+            if process.pid == os.getpid() and process.used != ctypes.c_ulonglong(-1).value:
+                return int(process.used)
+        return None

@@ -1,14 +1,16 @@
-"""Build a transformers model without its weights, and put them in afterwards."""
+"""Build a transformers model without its weights, put them in afterwards, and change what its layers keep."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from corerl.errors import ModelError
@@ -82,3 +84,16 @@ def materialize(model: nn.Module, tensors: Mapping[str, nn.Parameter]) -> None:
     for module in model.modules():
         for name, slot in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, new[id(slot)])
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """To where the parameters are; they themselves stay."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)
+
+
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Of a decoder layer's activations its inputs alone are kept; the backward pass makes the others again."""
+    for layer in model.get_decoder().layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

@@ -15,8 +15,8 @@ from attrs import frozen
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.checkpoint.reader import CheckpointSource
-from corerl.testing import scenarios
 from corerl.testing.harness import State
+from corerl.testing.scenarios import training
 from corerl.testing.tolerances import GRAD_NORM, LOSS, METRICS, WEIGHTS_L2
 from corerl.types import Array, FloatArray, ForwardResult, Output, SampleBatch, TrainResult, merge_metrics
 
@@ -41,7 +41,7 @@ class Trajectory:
     optimizer_step: int  # of InitResult
 
 
-def together(reports: Sequence[scenarios.Trained]) -> Trajectory:
+def together(reports: Sequence[training.Trained]) -> Trajectory:
     steps = list(zip(*(report.results for report in reports), strict=True))
     for results in steps:
         assert [result.applied for result in results] == [True] * len(reports)

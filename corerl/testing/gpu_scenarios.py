@@ -32,7 +32,9 @@ def used() -> int:
 class Memory:
     before: int  # used, with a context, loaded kernels and no model
     trained: int  # after two steps
-    freed: Mapping[MemoryKind, tuple[int, int]]  # asleep one after the other: as the backend says, and the driver
+    # Asleep one after the other: of the storages, as the rank read it from the driver, and as it is read here.
+    freed: Mapping[MemoryKind, tuple[int, int, int]]
+    residual: int  # as the rank read it when all sleep
     asleep: int  # when all sleep
     twice: tuple[int, int]  # freed by sleeping, and restored by waking, once more
     awake: int
@@ -52,17 +54,18 @@ def measure_sleep(setup: Setup) -> Memory:
         freed = {}
         for kind in (MemoryKind.OPTIMIZER, MemoryKind.MASTER, MemoryKind.GRAD, MemoryKind.PARAM):
             at = used()
-            said = worker.sleep({kind}).freed_bytes
-            freed[kind] = (said, at - used())
-        asleep, again = used(), worker.sleep(KINDS).freed_bytes
+            said = worker.sleep({kind})
+            freed[kind] = (said.freed_bytes, said.driver_freed_bytes, at - used())
+        asleep, again = used(), worker.sleep(KINDS)
         worker.wake_up(KINDS)
         restored = worker.wake_up(KINDS).restored_bytes
         return Memory(
             before=before,
             trained=trained,
             freed=freed,
+            residual=again.residual_bytes,
             asleep=asleep,
-            twice=(again, restored),
+            twice=(again.freed_bytes, restored),
             awake=used(),
             equal=_equal(state_of(worker), state),
         )

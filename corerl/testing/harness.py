@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from corerl.backend.base import SAVED, StateKey
 from corerl.config.schema import ModelConfig, OptimizerConfig, RoleConfig, TrainConfig, WeightsConfig
 from corerl.data.packing import pack
 from corerl.data.plan import plan_forward, plan_steps
+from corerl.errors import CorerlError
 from corerl.plugin.context import Context
 from corerl.plugin.fingerprint import fingerprint
 from corerl.plugin.registry import Kind, load
@@ -213,6 +214,15 @@ def forward(
     )
     batch = pack(samples, plan, layout.dp_rank, sequence_multiple=multiple)
     return worker.host.forward(batch=batch, outputs=outputs or setup.loss.outputs, weights=weights)
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Its type and message, "" where nothing is raised."""
+    try:
+        call()
+    except CorerlError as error:
+        return f"{type(error).__name__}: {error.message}"
+    return ""
 
 
 # ---- what a rank holds -----------------------------------------------------------------------------------------------

@@ -13,92 +13,34 @@ not run      it has nothing to look at here; the reason is told
 from __future__ import annotations
 
 import json
-import platform
 import tomllib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from attrs import asdict, define, field, frozen
 
-from corerl.errors import CorerlError, Unsupported
-from corerl.plugin.capabilities import FULL, Capability, Grade, Support
-from corerl.plugin.registry import Kind, Loaded, load
+from corerl.plugin.capabilities import Capability, Grade
+from corerl.plugin.registry import Kind, load
 from corerl.testing.marks import LEVELS, MARK, Check
+from corerl.testing.outcomes import (
+    SELECTED,
+    SESSION,
+    Outcome,
+    Selected,
+    Session,
+    describe,
+    gpus,
+    report,
+    summary,
+    support_of,
+)
 
 pytest.register_assert_rewrite("corerl.testing.compare", "corerl.testing.routing")
-
-from corerl.testing.pool import OneRank, RankPool, Ranks  # noqa: E402
-
-if TYPE_CHECKING:
-    from corerl.testing.subject import Runs, Subject
+pytest_plugins = ["corerl.testing.fixtures"]
 
 SUITE = "corerl.testing.suite"
 DEFAULT_LEVEL = 2
-SEED = 0
-OUTCOMES = ("passed", "failed", "blocked", "unsupported", "expected", "not run")
-
-
-# ---- what is known of a check that was selected, and of how it ended -------------------------------------------------
-
-
-@define
-class Selected:
-    """A check with its parameters."""
-
-    check: Check
-    level: int
-    world_size: int  # 0 where it has no say
-    parameters: str
-    needs: tuple[Capability, ...]
-    backend: str = ""  # known once it is set up
-    unsupported: dict[str, str] = field(factory=dict)  # capability that it needs and the backend lacks -> reason
-    blocked_by: str = ""
-
-
-@frozen(kw_only=True)
-class Outcome:
-    """A line of the report."""
-
-    id: str
-    name: str
-    parameters: str
-    level: int
-    ranks: int
-    needs: list[str]
-    outcome: str
-    reason: str
-    blocked_by: str
-    seconds: float
-
-
-SELECTED = pytest.StashKey[Selected]()
-SESSION = pytest.StashKey["Session"]()
-
-
-@define
-class Session:
-    """Of one test run."""
-
-    level: int
-    skipped_levels: dict[int, str]
-    expected: dict[str, str]  # id -> reason
-    outcomes: list[tuple[str, Outcome]] = field(factory=list)  # with the backend
-    failed: dict[tuple[str, str], set[int]] = field(factory=dict)  # (backend, id) -> world sizes, 0 for none
-    root_of: dict[tuple[str, str, int], str] = field(factory=dict)  # of what was blocked, the id that failed
-    passed_against_expectation: list[str] = field(factory=list)
-
-    def blocked_by(self, found: Selected) -> str:
-        """The id that failed and that `found` builds on, directly or not; "" where there is none."""
-        for id_ in found.check.builds_on:
-            for world_size in sorted({0, 1, found.world_size} if found.world_size else {0, 1, 2}):
-                if world_size in self.failed.get((found.backend, id_), ()):
-                    return self.root_of.get((found.backend, id_, world_size), id_)
-        # On two ranks a check builds on itself on one.
-        if found.world_size > 1 and 1 in self.failed.get((found.backend, found.check.id), ()):
-            return self.root_of.get((found.backend, found.check.id, 1), found.check.id)
-        return ""
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -122,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if level not in LEVELS:
         raise pytest.UsageError(f"--corerl-level is {level}, expected one of {', '.join(map(str, LEVELS))}")
     skipped = {}
-    if level >= 3 and not _gpus():
+    if level >= 3 and not gpus():
         if given == 3:
             raise pytest.UsageError(NO_GPU)
         skipped[3] = "no GPU here"
@@ -131,12 +73,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 NO_GPU = "level 3 needs a GPU, and torch sees none here; take --level 2, or 4 to leave level 3 out"
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _expected(file: str) -> dict[str, str]:
@@ -153,33 +89,6 @@ def _expected(file: str) -> dict[str, str]:
 def pytest_report_header(config: pytest.Config) -> list[str]:
     name = config.getoption("--corerl-backend")
     return describe(name, config.stash[SESSION]) if name else []
-
-
-def describe(name: str, session: Session) -> list[str]:
-    import torch
-
-    loaded = _loaded(name)
-    lacks = [str(capability) for capability in Capability if _support(loaded, capability).grade is not Grade.FULL]
-    levels = f"0 to {session.level}"
-    if session.skipped_levels:
-        levels += "".join(f" without {level} ({why})" for level, why in session.skipped_levels.items())
-    return [
-        f"corerl backend: {loaded}, {loaded.value}, API {'.'.join(map(str, loaded.spec.api))}",
-        f"corerl capabilities: all but {', '.join(lacks)}" if lacks else "corerl capabilities: all",
-        f"corerl levels: {levels}; torch {torch.__version__}, seed {SEED}",
-    ]
-
-
-def _loaded(name: str) -> Loaded:
-    try:
-        return load(Kind.BACKENDS, name)
-    except CorerlError as error:
-        raise pytest.UsageError(error.message) from error
-
-
-def _support(loaded: Loaded, capability: Capability) -> Support:
-    support: Support = loaded.spec.capabilities.get(capability, FULL)
-    return support
 
 
 # ---- which checks, and in which order --------------------------------------------------------------------------------
@@ -283,7 +192,7 @@ def _corerl_check(request: pytest.FixtureRequest) -> None:
         pytest.skip(f"blocked by {found.blocked_by}")
     if found.needs:
         loaded = load(Kind.BACKENDS, found.backend)
-        supports = {capability: _support(loaded, capability) for capability in found.needs}
+        supports = {capability: support_of(loaded, capability) for capability in found.needs}
         found.unsupported = {
             str(capability): support.reason
             for capability, support in supports.items()
@@ -387,37 +296,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         Path(file).write_text(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1) + "\n")
 
 
-def report(backend: str, session: Session) -> dict[str, Any]:
-    """All that is known of one backend, as plain data."""
-    import torch
-
-    import corerl
-
-    loaded = load(Kind.BACKENDS, backend)
-    lines = [line for name, line in session.outcomes if name == backend]
-    return {
-        "backend": loaded.name,
-        "distribution": loaded.distribution,
-        "version": loaded.version,
-        "value": loaded.value,
-        "api": list(loaded.spec.api),
-        "capabilities": {
-            str(capability): {"grade": str(support.grade), "reason": support.reason}
-            for capability in Capability
-            for support in [_support(loaded, capability)]
-        },
-        "levels": [level for level in range(session.level + 1) if level not in session.skipped_levels],
-        "corerl": corerl.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if _gpus() else "cpu",
-        "seed": SEED,
-        "summary": {outcome: sum(line.outcome == outcome for line in lines) for outcome in OUTCOMES},
-        "passed_against_expectation": session.passed_against_expectation,
-        "checks": [asdict(line) for line in lines],
-    }
-
-
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     own = config.stash[SESSION]
     if not config.getoption("--corerl-backend") or not own.outcomes:
@@ -425,174 +303,3 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.section("conformance")
     for line in summary(own):
         terminalreporter.line(line)
-
-
-def summary(session: Session) -> Iterator[str]:
-    """A table by level, and what is to be told of single checks."""
-    lines = [line for _, line in session.outcomes]
-    yield "  ".join(["LEVEL", *(outcome.rjust(11) for outcome in OUTCOMES)])
-    for level in range(session.level + 1):
-        if level in session.skipped_levels:
-            yield f"{level}      not run: {session.skipped_levels[level]}"
-            continue
-        counts = [sum(line.level == level and line.outcome == outcome for line in lines) for outcome in OUTCOMES]
-        yield "  ".join([str(level).ljust(5), *(str(count or "-").rjust(11) for count in counts)])
-    for outcome in ("not run", "expected", "failed"):
-        seen: dict[str, str] = {}
-        for line in lines:
-            if line.outcome == outcome:
-                seen.setdefault(line.id, f"{line.id} {outcome}: {_sentence(line.name)}: {line.reason}")
-        yield from seen.values()
-    roots: dict[str, list[str]] = {}
-    for line in lines:
-        if line.outcome == "blocked" and line.blocked_by != line.id:  # and not on two ranks by itself on one
-            roots.setdefault(line.blocked_by, []).append(line.id)
-    for root, blocked in roots.items():
-        yield f"{root} blocks: {', '.join(sorted(set(blocked)))}"
-    for id_ in session.passed_against_expectation:
-        yield f"{id_} passed, and the expected failures name it ({session.expected[id_]}): remove it there"
-
-
-def _sentence(name: str) -> str:
-    return name.removeprefix("test_").replace("_", " ")
-
-
-# ---- what checks are given -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def backend_name(request: pytest.FixtureRequest) -> str:
-    """Which backend: override it in the file that imports the suite, or give --corerl-backend."""
-    name: str = request.config.getoption("--corerl-backend")
-    if not name:
-        raise pytest.UsageError("which backend? override the fixture backend_name, or give --corerl-backend NAME")
-    return name
-
-
-@pytest.fixture(scope="session")
-def backend_options() -> Callable[[int], Mapping[str, Any]]:
-    """The options that the backend is checked with, by level; override it where the defaults do not fit."""
-    return lambda level: {}
-
-
-@pytest.fixture
-def options(request: pytest.FixtureRequest, backend_options: Callable[[int], Mapping[str, Any]]) -> Mapping[str, Any]:
-    return backend_options(request.node.stash[SELECTED].level)
-
-
-@pytest.fixture
-def loaded(backend_name: str) -> Loaded:
-    """The spec, and where it came from."""
-    return load(Kind.BACKENDS, backend_name)
-
-
-@pytest.fixture(scope="session")
-def rank_pool() -> Iterator[RankPool]:
-    """Two processes, for the whole test run."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="session")
-def rank_sets(rank_pool: RankPool) -> Mapping[int, Ranks]:
-    """World size -> where its ranks run."""
-    return {1: OneRank(), rank_pool.world_size: rank_pool}
-
-
-@pytest.fixture(scope="session")
-def model_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Kind -> a directory that transformers wrote."""
-    from corerl.testing.models import KINDS, write_tiny_model
-
-    return {kind: write_tiny_model(kind, tmp_path_factory.mktemp("models") / kind) for kind in KINDS}
-
-
-@pytest.fixture(scope="session")
-def runs(rank_sets: Mapping[int, Ranks], model_directories: Mapping[str, Path]) -> Runs:
-    """Trajectories that several checks look at, each trained once."""
-    from corerl.testing.subject import Runs
-
-    return Runs(rank_sets, model_directories)
-
-
-@pytest.fixture(scope="session")
-def gpu_runs(model_directories: Mapping[str, Path]) -> Iterator[Runs]:
-    """One rank on a GPU, and two where there are as many."""
-    from corerl.testing.subject import Runs
-
-    pools = {size: RankPool(size, "cuda") for size in (1, 2) if size <= _gpus()}
-    yield Runs(pools, model_directories)
-    for pool in pools.values():
-        pool.close()
-
-
-@pytest.fixture(scope="session")
-def _refusals() -> dict[str, str]:
-    """Backend -> how it refused several ranks, so that it is asked once."""
-    return {}
-
-
-@pytest.fixture
-def subject(
-    request: pytest.FixtureRequest,
-    backend_name: str,
-    options: Mapping[str, Any],
-    world_size: int,
-    runs: Runs,
-    tmp_path: Path,
-    _refusals: dict[str, str],
-) -> Subject:
-    """The backend on `world_size` ranks, with whatever it declares that it lacks allowed.
-
-    Several ranks are the exception: a backend that declares itself one process is asked to start on two, once, and its
-    refusal is what each check on two ranks ends with.
-    """
-    from corerl.testing.subject import Subject
-
-    found = request.node.stash[SELECTED]
-    if found.level == 3:
-        if world_size > _gpus():
-            pytest.skip(f"needs {world_size} GPUs, {_gpus()} here")
-        runs = request.getfixturevalue("gpu_runs")
-    subject = Subject(
-        backend=backend_name,
-        world_size=world_size,
-        device="cuda" if found.level == 3 else "cpu",
-        runs=runs,
-        directory=tmp_path,
-        options=options,
-        lifted=bool(found.unsupported),
-    )
-    if str(Capability.MULTI_RANK) in found.unsupported:
-        if backend_name not in _refusals:
-            _refusals[backend_name] = subject.refusal_of_two_ranks()
-        if _refusals[backend_name]:
-            raise Unsupported(_refusals[backend_name])
-    return subject
-
-
-@pytest.fixture(scope="module")
-def seats() -> Iterator[Mapping[str, Any]]:
-    """Ray, started by the first check that asks; these come last, so that no other test finds it running."""
-    from corerl.testing import groups
-
-    with groups.seats() as seats:
-        yield seats
-
-
-@pytest.fixture(scope="module")
-def _wrapped() -> dict[tuple[str, int], Any]:
-    return {}
-
-
-@pytest.fixture
-def wrapped(subject: Subject, seats: Mapping[str, Any], _wrapped: dict[tuple[str, int], Any]) -> Any:
-    """A group with three wrappers around its backend, which has run and lost a rank; once for several checks."""
-    from corerl.testing import groups
-
-    key = (subject.backend, subject.world_size)
-    if key not in _wrapped:
-        setup = subject.setup("qwen3")
-        _wrapped[key] = groups.wrapped(setup, subject.world_size, seats["actor"], subject.directory / "wrapped")
-    return _wrapped[key]

@@ -7,9 +7,10 @@ is what makes distributed tests slow.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
-import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -20,7 +21,13 @@ from typing import Any, Protocol, TypeVar
 T = TypeVar("T")
 
 TIMEOUT_SECONDS = 240.0  # against hangs; no test should come near it
-PRELOAD = ["corerl.testing.scenarios"]  # imported once, before ranks are forked
+# Imported once, before ranks are forked; between them they import all that any rank does.
+PRELOAD = ["corerl.testing.scenarios.states", "corerl.testing.scenarios.training"]
+
+
+# What a backend raises before its ranks say anything to each other, as tracebacks end.
+REFUSALS = ("corerl.errors.Unsupported: ", "corerl.errors.ModelError: ")
+REFUSAL_SECONDS = 2.0  # by which ranks may be apart that all refuse the same
 
 
 class RankFailed(Exception):
@@ -41,6 +48,9 @@ class OneRank:
 
     world_size = 1
 
+    def __init__(self) -> None:
+        self._modules = 0
+
     def run(self, function: Callable[..., T], *args: Any) -> list[T]:
         import torch.distributed as dist
 
@@ -49,17 +59,19 @@ class OneRank:
             return [function(*args)]
         finally:
             dist.destroy_process_group()
+            self._modules = _pass_over_modules(self._modules)
 
 
 class RankPool:
-    """`world_size` processes in one gloo group, started by the first `run`. A failure ends them all; the next `run`
-    starts new ones."""
+    """`world_size` processes in one gloo group, started by the first `run`. A failure ends them all, unless all refuse
+    what they are asked for; the next `run` starts new ones."""
 
     def __init__(self, world_size: int, device: str = "cpu") -> None:
         self.world_size = world_size
         self.device = device  # cpu, or cuda with a GPU for each rank
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._store: Any = None  # where the ranks meet
 
     def run(self, function: Callable[..., T], *args: Any) -> list[T]:
         """`function` must be importable by its name. Raises RankFailed with the traceback of the rank that raised
@@ -93,18 +105,19 @@ class RankPool:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._store = [], [], None
 
     def _start(self) -> None:
+        from torch.distributed import TCPStore
+
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # It listens before any rank is started: no other process can have taken the port by then.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world_size, port, self.device, theirs), daemon=True
+                target=_serve, args=(rank, self.world_size, self._store.port, self.device, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -118,9 +131,26 @@ class RankPool:
             self.close()
             raise RankFailed(f"{function}: rank {rank} died") from None
         if not ok:
-            self.close()
+            if not self._all_refuse(rank, value):
+                self.close()
             raise RankFailed(f"{function}: rank {rank} raised\n{value}")
         return value
+
+    def _all_refuse(self, first: int, text: str) -> bool:
+        """Whether none is left waiting for another: rank `first` refuses with `text`, and so do the others."""
+        for rank, pipe in enumerate(self._pipes):
+            answer = (False, text)
+            if rank != first:
+                if not pipe.poll(REFUSAL_SECONDS):
+                    return False
+                try:
+                    answer = pipe.recv()
+                except (EOFError, OSError):
+                    return False
+            ok, said = answer
+            if ok or not any(refusal in said for refusal in REFUSALS):
+                return False
+        return True
 
 
 def _serve(rank: int, world_size: int, port: int, device: str, pipe: Connection) -> None:
@@ -131,13 +161,15 @@ def _serve(rank: int, world_size: int, port: int, device: str, pipe: Connection)
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
+    timeout = timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group(
         "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-        init_method=f"tcp://127.0.0.1:{port}",
+        store=dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+        timeout=timeout,
     )
+    modules = 0
     while True:
         try:
             function, args = pipe.recv()
@@ -147,3 +179,14 @@ def _serve(rank: int, world_size: int, port: int, device: str, pipe: Connection)
             pipe.send((True, function(*args)))
         except Exception:  # also where the result cannot be pickled
             pipe.send((False, traceback.format_exc()))
+        modules = _pass_over_modules(modules)
+
+
+def _pass_over_modules(known: int) -> int:
+    """How many modules there are. Where they are more than were `known`, collections of garbage pass over what is there
+    from now on: to walk over a million objects takes longer than most checks, and some libraries do with every model.
+    """
+    if len(sys.modules) > known:
+        gc.collect()
+        gc.freeze()
+    return len(sys.modules)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from corerl.testing.compare import grad_norm_of, in_order, loss_of, whole
 from corerl.testing.harness import TRAIN, make_samples
-from corerl.testing.scenarios import EXPERTS, Replayed
+from corerl.testing.scenarios.training import EXPERTS, Replayed
 from corerl.testing.tolerances import GRAD_NORM, LOGPROBS, LOSS, ROUTER_GRADS
 from corerl.types import Array, FloatArray, Output, SampleBatch
 

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from attrs import evolve, field, frozen
 
 from corerl.checkpoint.commit import begin, commit
-from corerl.testing import scenarios
 from corerl.testing.compare import Trajectory, together
 from corerl.testing.harness import Setup
 from corerl.testing.pool import Ranks
+from corerl.testing.scenarios import states, training
 
 T = TypeVar("T")
 
@@ -47,9 +47,7 @@ class Runs:
 
     def train(self, world_size: int, setup: Setup, numbers: Sequence[int], **saving: Any) -> Trajectory:
         arguments = {"resume": "", "save_after": -1, "save_to": "", **saving}
-        return together(
-            self.rank_sets[world_size].run(scenarios.train_steps, setup, list(numbers), *arguments.values())
-        )
+        return together(self.rank_sets[world_size].run(training.train_steps, setup, list(numbers), *arguments.values()))
 
     def setup(self, backend: str, kind: str, packing: tuple[int, int] = PACKINGS["packed"]) -> Setup:
         tokens, multiple = packing
@@ -92,7 +90,7 @@ class Subject:
     def refusal_of_two_ranks(self) -> str:
         """What both ranks answer, where both refuse to start; "" where one does not."""
         setup = evolve(self.setup("qwen3"), lifted=False)
-        errors = self.runs.rank_sets[2].run(scenarios.start_refused, setup)
+        errors = self.runs.rank_sets[2].run(states.start_refused, setup)
         return errors[0] if all(error.startswith("Unsupported: ") for error in errors) else ""
 
     def checkpoint(self, step: int) -> Checkpoint:

@@ -92,6 +92,8 @@ def plan_role(
         timeout=config.cluster.timeout,
         value_head=role == CRITIC,
         resume=resume,
+        sleeps=role in offloaded(config, device),
+        max_residual_gib=config.cluster.max_residual_gib,
     )
     assignment = Assignment(
         context=Context(role=role, rank=0, world_size=choice.ranks, local_rank=0, run_dir=run_dir),

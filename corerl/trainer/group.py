@@ -24,6 +24,7 @@ from corerl.types import (
     Output,
     ParallelLayout,
     SampleBatch,
+    SleepResult,
     Step,
     TrainResult,
     UpdateResult,
@@ -239,10 +240,10 @@ class TrainGroup:
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
-    def sleep(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> tuple[int, int]:
-        """Returns bytes freed, and bytes that the ranks still hold."""
-        results = self.processes.call("sleep", frozenset(kinds))
-        return sum(result.freed_bytes for result in results), sum(result.residual_bytes for result in results)
+    def sleep(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> list[SleepResult]:
+        """What each rank has freed and still holds."""
+        results: list[SleepResult] = self.processes.call("sleep", frozenset(kinds))
+        return results
 
     def wake_up(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> int:
         return sum(result.restored_bytes for result in self.processes.call("wake_up", frozenset(kinds)))

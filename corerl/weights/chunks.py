@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from attrs import frozen
@@ -81,6 +81,16 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if stop % inner:
         boxes += flat_range_boxes(shape, full * inner, stop)
     return boxes
+
+
+def flat_range_views(shape: Sequence[int], start: int, values: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """The boxes of a row-major tensor that its elements from `start` on are, each with its view [sizes] of `values`
+    [n], which hold those elements, or as many of something else."""
+    at = 0
+    for box in flat_range_boxes(shape, start, start + values.numel()):
+        count = math.prod(box[1])
+        yield box, values[at : at + count].view(box[1])
+        at += count
 
 
 def fill(chunks: Iterable[Chunk], source: TensorSource, *, what: str) -> int:

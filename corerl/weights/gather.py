@@ -57,6 +57,7 @@ class GatherPlan:
     _sent: list[int]  # this rank's rows, as positions in the chunks
     _group: dist.ProcessGroup | None
     _rank: int
+    _alone: bool  # every rank holds every tensor whole, so that each reads its own; its rows are all that are known
     _by_name: dict[str, list[tuple[int, int]]] = field(init=False)  # name -> (rank, index of the row)
     _layouts: dict[Bucket, Layout] = field(factory=dict, init=False)
     _kept: dict[str, torch.Tensor] = field(factory=dict, init=False)  # memory that one bucket leaves for the next
@@ -73,21 +74,25 @@ class GatherPlan:
 
         Raises ContractError, on all ranks alike, where the boxes do not cover every tensor exactly once.
         """
+        held: list[Row] = [(chunk.name, tuple(chunk.shape), chunk.box) for chunk in chunks]
         sent = [position for position, chunk in enumerate(chunks) if not chunk.replica]
-        rows: list[Row] = [(chunks[i].name, tuple(chunks[i].shape), chunks[i].box) for i in sent]
         # A rank that finds a fault in its own chunks reports it instead of raising alone: the others would wait for it.
-        mine = (rows, _fault(chunks))
+        mine = ([held[position] for position in sent], _fault(chunks), _whole(held))
         ranks = [mine]
         rank = 0
         if group is not None:
             rank = dist.get_rank(group)
             ranks = [mine] * dist.get_world_size(group)
             dist.all_gather_object(ranks, mine, group=group)
-        for other, (_, fault) in enumerate(ranks):
+        for other, (_, fault, _) in enumerate(ranks):
             if fault:
                 raise ContractError(f"the chunks of rank {other} are wrong: {fault}")
-        by_rank = [rows for rows, _ in ranks]
-        return cls(_checked_shapes(by_rank), by_rank, sent, group, rank)
+        by_rank = [rows for rows, _, _ in ranks]
+        shapes = _checked_shapes(by_rank)
+        if all(whole == len(shapes) for _, _, whole in ranks):
+            own: list[list[Row]] = [held if other == rank else [] for other in range(len(ranks))]
+            return cls(shapes, own, list(range(len(chunks))), group, rank, True)
+        return cls(shapes, by_rank, sent, group, rank, False)
 
     def gather(
         self,
@@ -110,7 +115,9 @@ class GatherPlan:
         elif out is None:
             out = torch.empty(bucket.numel, dtype=dtype, device=device)
         with torch.no_grad():
-            if root is None and len(self._rows) > 1:
+            if self._alone:
+                shares = [self._own(layout, chunks) if pieces else [] for pieces in layout.pieces]
+            elif root is None:
                 shares = self._to_all(layout, bucket, chunks, dtype, device)
             else:
                 shares = self._to_root(layout, chunks, self._rank if root is None else root, dtype, device)
@@ -214,6 +221,12 @@ def _wait(operations: list[dist.P2POp]) -> None:
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
+
+
+def _whole(rows: Sequence[Row]) -> int:
+    """The number of tensors that these boxes cover, each exactly once; 0 where they leave anything out."""
+    shapes = {name: shape for name, shape, _ in rows}
+    return 0 if holes(shapes, ((name, box) for name, _, box in rows)) else len(shapes)
 
 
 def _fault(chunks: Sequence[Chunk]) -> str:

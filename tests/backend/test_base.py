@@ -11,9 +11,11 @@ import torch
 from attrs import evolve
 
 from corerl.backend import Backend
-from corerl.backend.base import HOOKS, Extra
+from corerl.backend.base import HOOKS, Extra, StateKey
 from corerl.config.schema import WeightsConfig
-from corerl.errors import CheckpointError, ModelError, SaveFailed
+from corerl.errors import CheckpointError, MemoryHeld, ModelError, SaveFailed
+from corerl.memory import storage
+from corerl.memory.pool import HostMemory, Piece
 from corerl.plugin.context import Context
 from corerl.plugin.host import PluginHost
 from corerl.testing.harness import Setup, role_config, step_at
@@ -54,7 +56,7 @@ def test_a_backend_without_one_of_the_primitives_cannot_be_made() -> None:
     class Incomplete(Backend):
         pass
 
-    with pytest.raises(TypeError, match="adam_step.*after_load.*build.*forward.*local_state.*tensors.*train"):
+    with pytest.raises(TypeError, match="after_load.*build.*forward.*local_state.*tensors.*train"):
         Incomplete()  # type: ignore[abstract]
 
 
@@ -87,7 +89,7 @@ def test_extra_state_comes_back_to_the_same_backend_and_to_no_other(setup: Setup
 
 def test_counters_of_a_checkpoint_are_its_own(setup: Setup, tmp_path: Path) -> None:
     backend = initialised(PlainBackend(), setup)
-    backend.applied = 2  # of three steps one was skipped
+    backend.adam_step = 2  # of three steps one was skipped
     backend.update_weights(InProcessSender(lambda bucket: None), 8)
     backend.save(str(tmp_path), step_at(3), False)
     resumed = PlainBackend()
@@ -146,6 +148,86 @@ def test_a_background_save_that_failed_is_told_at_shutdown_at_the_latest(setup: 
     with pytest.raises(SaveFailed, match="the background save failed: cannot write"):
         backend.shutdown("finished")
     backend.shutdown("finished")  # said once
+
+
+class Noting(HostMemory):
+    """Memory that would be pinned elsewhere; remembers what was reserved."""
+
+    def __init__(self) -> None:
+        self.reserved: list[int] = []
+        self.closed = False
+
+    def reserve(self, nbytes: int) -> None:
+        self.reserved.append(nbytes)
+
+    def take(self, nbytes: int) -> list[Piece]:
+        self.refusal = "it could not be pinned"
+        return super().take(nbytes)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def host_memory(monkeypatch: pytest.MonkeyPatch) -> Noting:
+    noting = Noting()
+    monkeypatch.setattr(storage, "host_memory", lambda device: noting)
+    return noting
+
+
+def test_host_memory_is_reserved_for_weights_and_moments_to_come_where_the_run_sleeps(
+    setup: Setup, host_memory: Noting
+) -> None:
+    def started(*, sleeps: bool) -> Backend:
+        backend = PlainBackend()
+        backend.init(evolve(role_config(setup), options=PlainConfig(), sleeps=sleeps), CONTEXT)
+        return backend
+
+    started(sleeps=False)
+    assert host_memory.reserved == []
+    backend = started(sleeps=True)
+    weights = sum(param.nbytes for param in backend.tensors(MemoryKind.PARAM))
+    assert backend.sleeping_bytes() == 3 * weights  # moments are as large as float32 weights, each
+    assert 3 * weights < host_memory.reserved[0] < 3.01 * weights + 2**25
+    backend.local_state(StateKey.EXP_AVG)  # makes them
+    assert backend.moments_to_come() == 0 and backend.sleeping_bytes() >= 3 * weights
+    assert not host_memory.closed
+    backend.shutdown("finished")
+    assert host_memory.closed
+
+
+def test_that_memory_is_not_pinned_is_said_once(setup: Setup, host_memory: Noting) -> None:
+    backend = initialised(PlainBackend(), setup)
+    notes = []
+    for _ in range(2):
+        notes.append(backend.sleep(set(MemoryKind)).notes)
+        backend.wake_up(set(MemoryKind))
+    assert notes == [("it could not be pinned",), ()]
+
+
+def test_a_rank_that_holds_more_than_it_may_asleep_says_what_holds_it(setup: Setup) -> None:
+    class Holds(PlainBackend):
+        cache: tuple[torch.Tensor, ...] = ()
+
+        def tensors(self, kind: MemoryKind) -> Any:
+            # Made anew for each call: what was put to sleep is not what is there afterwards.
+            made = [tensor.clone() for tensor in self.cache] if kind is MemoryKind.MASTER else []
+            return [*super().tensors(kind), *made]
+
+    backend = Holds()
+    allowed = 2**20 / 2**30
+    backend.init(evolve(role_config(setup), options=PlainConfig(), max_residual_gib=allowed), CONTEXT)
+    slept = backend.sleep(set(MemoryKind))
+    assert (slept.residual_bytes, slept.driver_freed_bytes) == (0, slept.freed_bytes)
+    backend.wake_up(set(MemoryKind))
+    backend.cache = (torch.zeros(2**19),)  # 2 MiB
+    backend.sleep({MemoryKind.MASTER, MemoryKind.GRAD})  # no bound while others are awake
+    with pytest.raises(MemoryHeld) as caught:
+        backend.sleep({MemoryKind.PARAM, MemoryKind.OPTIMIZER})
+    assert caught.value.message == (
+        "0.00195 GiB of cpu are held while everything sleeps, more than cluster.max_residual_gib = 0.000976562: "
+        "tensors of master: 0.00195 GiB; allow more, or free what is there"
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.colocated_update import SHAPES, TINY, measure
+from benchmarks.colocated_update import SHAPES, measure
 from benchmarks.report import Report
+from benchmarks.steps import TINY
 from corerl.testing.pool import OneRank, RankPool
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of the Megatron backend on a CPU: its FLOPs, its bare loop beside the plugin, and two ranks."""
+"""The benchmark of the Megatron backend on a CPU: its bare loop beside the plugin, and two ranks."""
 
 from __future__ import annotations
 
@@ -6,43 +6,14 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from attrs import asdict, evolve
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.megatron import CASES, DIFFERENT, PEAK, Case, flops, measure_bare, measure_layout, show
+from benchmarks.megatron import CASES, measure_bare, measure_layout, show
 from benchmarks.report import Report
+from benchmarks.steps import DIFFERENT
 from corerl.testing.pool import OneRank, RankPool
-
-
-def without_memory(case: Case) -> PreTrainedModel:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**case.fields))
-
-
-@pytest.mark.parametrize("name", ["tp2-dp2", "ep4"])
-def test_flops_are_those_of_the_matrices_that_a_token_meets_and_of_causal_attention(name: str) -> None:
-    case = CASES[name]
-    fields = case.fields
-    chosen = fields.get("num_experts_per_tok", 1) / fields.get("num_experts", 1)
-    met = sum(
-        param.numel() * (chosen if ".experts." in key else 1.0)
-        for key, param in without_memory(case).named_parameters()
-        if param.dim() > 1 and "embed_tokens" not in key
-    )
-    lengths = np.array([3000, 17])
-    # Queries with keys, probabilities with values: each a multiply-add of half the pairs; once forward, twice back.
-    heads = fields["num_hidden_layers"] * fields["num_attention_heads"] * fields["head_dim"]
-    attention = 3 * 2 * 2 * heads * (3000**2 + 17**2) / 2
-    assert flops(fields, lengths) == pytest.approx(6 * met * 3017 + attention, rel=1e-9)
-
-
-def test_mfu_is_what_an_earlier_measurement_of_the_same_slice_says() -> None:
-    case = CASES["bf16"]
-    work = flops(case.fields, case.samples(1))
-    assert 39.0e3 * work / 16384 / PEAK == pytest.approx(0.529, abs=1e-3)  # 16k tokens at 39.0k a second: 52.9 %
+from tests.benchmarks.test_steps import without_memory
 
 
 def bare_report() -> Report:

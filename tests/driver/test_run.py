@@ -27,7 +27,7 @@ from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources import Evaluation, Scored
 from corerl.trainer.assign import loss_of
 from corerl.trainer.group import GroupTrainResult
-from corerl.types import LossSpec, Metric, Output, ParallelLayout, SampleBatch, Step, UpdateResult
+from corerl.types import LossSpec, Metric, Output, ParallelLayout, SampleBatch, SleepResult, Step, UpdateResult
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
 from tests.driver.saved import make_config
@@ -63,6 +63,8 @@ class Group:
         self.verified: list[bool] = []  # update by update
         self.sums: dict[str, Any] = {}  # by engine
 
+        self.slept = [SleepResult(freed_bytes=8, residual_bytes=0)]
+
     def weight_sums(self, dtype: str) -> dict[str, Any]:
         assert dtype == "float32"
         return self.sums
@@ -70,8 +72,9 @@ class Group:
     def wake_up(self) -> None:
         self.log.append("wake up")
 
-    def sleep(self) -> None:
+    def sleep(self) -> list[SleepResult]:
         self.log.append("sleep")
+        return self.slept
 
     def update_weights_async(self, address: Any, version: int, *, verify: bool) -> None:
         self.verified.append(verify)
@@ -600,6 +603,17 @@ def test_ranks_and_engines_that_share_devices_take_turns(make_run: Callable[...,
     with make_run(make_config(), actor=alone, fleet=alone).training():
         pass
     assert alone.log == []
+
+
+def test_what_a_rank_says_of_its_sleep_reaches_the_user(make_run: Callable[..., Run]) -> None:
+    actor, ears = Group(), Ears()
+    actor.slept = [evolve(actor.slept[0], notes=notes) for notes in ((), ("host memory could not be pinned",))]
+    run = make_run(
+        make_config(), actor=actor, fleet=Group(), offloaded=["actor"], observers=Observers([("ears", ears)])
+    )
+    with run.training():
+        pass
+    assert [notice.text for notice in ears.notices] == ["actor rank 1: host memory could not be pinned"]
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from corerl.memory.measure import device_bytes
-from corerl.memory.storage import StorageSleeper, resident_bytes
+from corerl.memory import storage
+from corerl.memory.pool import HostMemory, Piece
+from corerl.memory.storage import SMALL, Copies, Part, StorageSleeper, resident_bytes
 from corerl.types import MemoryKind
+
+CPU = torch.device("cpu")
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -24,7 +28,7 @@ def test_released_memory_is_gone_and_comes_back_bit_for_bit_under_every_alias() 
     weight.data[0, 0] = float("nan")
     view, tied = weight.data[2:4], weight.data.t()
     expected, expected_view = bits(weight), bits(view)
-    sleeper = StorageSleeper()
+    sleeper = StorageSleeper(CPU)
 
     assert sleeper.release(MemoryKind.PARAM, [weight, view, tied]) == 8 * 4 * 4  # one storage, counted once
     assert resident_bytes([weight, view, tied]) == 0
@@ -38,7 +42,7 @@ def test_released_memory_is_gone_and_comes_back_bit_for_bit_under_every_alias() 
 
 def test_gradients_come_back_as_zeros() -> None:
     grad = torch.randn(5)
-    sleeper = StorageSleeper()
+    sleeper = StorageSleeper(CPU)
     assert sleeper.release(MemoryKind.GRAD, [grad]) == 20
     assert sleeper.restore(MemoryKind.GRAD) == 20
     assert grad.tolist() == [0.0] * 5
@@ -46,7 +50,7 @@ def test_gradients_come_back_as_zeros() -> None:
 
 def test_releasing_and_restoring_twice_changes_nothing() -> None:
     moments = torch.arange(4.0)
-    sleeper = StorageSleeper()
+    sleeper = StorageSleeper(CPU)
     assert sleeper.restore(MemoryKind.OPTIMIZER) == 0
     assert [sleeper.release(MemoryKind.OPTIMIZER, [moments]) for _ in range(2)] == [16, 0]
     assert [sleeper.restore(MemoryKind.OPTIMIZER) for _ in range(2)] == [16, 0]
@@ -55,7 +59,7 @@ def test_releasing_and_restoring_twice_changes_nothing() -> None:
 
 def test_kinds_sleep_independently_and_a_shared_storage_belongs_to_the_first() -> None:
     weight, moments = torch.ones(3), torch.full((3,), 2.0)
-    sleeper = StorageSleeper()
+    sleeper = StorageSleeper(CPU)
     assert sleeper.release(MemoryKind.PARAM, [weight]) == 12
     assert sleeper.release(MemoryKind.MASTER, [weight]) == 0
     assert sleeper.release(MemoryKind.OPTIMIZER, [moments]) == 12
@@ -67,7 +71,7 @@ def test_kinds_sleep_independently_and_a_shared_storage_belongs_to_the_first() -
 
 def test_step_counters_without_dims_stay() -> None:
     step, moments = torch.tensor(3.0), torch.ones(2)
-    sleeper = StorageSleeper()
+    sleeper = StorageSleeper(CPU)
     assert sleeper.release(MemoryKind.OPTIMIZER, [step, moments]) == 8
     assert step.item() == 3.0
 
@@ -75,7 +79,107 @@ def test_step_counters_without_dims_stay() -> None:
 def test_what_is_resident_is_counted_by_storage() -> None:
     base = torch.zeros(10)
     assert resident_bytes([base, base[3:], base.view(2, 5), torch.tensor(1.0)]) == 44
-    assert device_bytes(torch.device("cpu"), [base, base[3:]]) == 40
+
+
+def mixed() -> list[torch.Tensor]:
+    """Large storages and many small ones, of odd sizes and several dtypes."""
+    generator = torch.Generator().manual_seed(0)
+    large = [torch.randn(size, generator=generator) for size in (SMALL // 4, SMALL // 4 + 3, SMALL)]
+    small = [torch.randint(256, (size,), generator=generator).to(torch.uint8) for size in range(1, 40)]
+    return [small[0], *large[:2], *small[1:], large[2], torch.randn(9, 5, generator=generator).bfloat16()]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations((MemoryKind.PARAM, MemoryKind.MASTER, MemoryKind.GRAD))))
+def test_large_and_small_storages_come_back_bit_for_bit_in_any_order_of_kinds(
+    order: Sequence[MemoryKind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "PACK", 100)  # the small ones make several packs
+    kinds = {kind: mixed() for kind in order}
+    expected = [tensor.clone() for tensor in mixed()]
+    sleeper = StorageSleeper(CPU, host := ScatteredMemory())
+    for _ in range(3):
+        for kind in order:
+            assert sleeper.release(kind, kinds[kind]) == sum(each.nbytes for each in expected)
+            assert resident_bytes(kinds[kind]) == 0
+            if kind is not order[-1]:
+                sleeper.restore(kind)  # a partial sleep: one alone
+                sleeper.release(kind, kinds[kind])
+        assert sleeper.asleep == set(order)
+        for kind in order:
+            sleeper.restore(kind)
+            wanted = [torch.zeros_like(each) for each in expected] if kind is MemoryKind.GRAD else expected
+            assert all(torch.equal(a, b) for a, b in zip(kinds[kind], wanted, strict=True))
+        assert (sleeper.asleep, host.taken) == (set(), 0)
+
+
+class ScatteredMemory(HostMemory):
+    """In pieces of at most a thousand bytes, filled with what nobody may read."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def take(self, nbytes: int) -> list[Piece]:
+        sizes = [1000] * (nbytes // 1000) + [nbytes % 1000 + 5]  # or a little more
+        self.taken += len(sizes)
+        return [Piece(0, 0, torch.full((size,), 255, dtype=torch.uint8)) for size in sizes]
+
+    def give_back(self, pieces: Iterable[Piece]) -> None:
+        self.taken -= len(list(pieces))
+
+
+class FullMemory(HostMemory):
+    def take(self, nbytes: int) -> list[Piece]:
+        raise MemoryError("no memory")
+
+
+def test_nothing_is_freed_where_the_host_has_no_memory() -> None:
+    weights = mixed()
+    sleeper = StorageSleeper(CPU, FullMemory())
+    with pytest.raises(MemoryError, match="no memory"):
+        sleeper.release(MemoryKind.PARAM, weights)
+    assert all(torch.equal(a, b) for a, b in zip(weights, mixed(), strict=True))
+    assert sleeper.asleep == set() and sleeper.restore(MemoryKind.PARAM) == 0
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_nothing_is_freed_where_a_copy_fails(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = mixed()
+    sleeper = StorageSleeper(CPU, host := ScatteredMemory())
+    fails_at(monkeypatch, "to_host", failing)
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        sleeper.release(MemoryKind.PARAM, weights)
+    assert all(torch.equal(a, b) for a, b in zip(weights, mixed(), strict=True))
+    assert (sleeper.asleep, host.taken) == (set(), 0)
+    monkeypatch.undo()
+    assert sleeper.release(MemoryKind.PARAM, weights) == sum(each.nbytes for each in mixed())
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_what_cannot_be_restored_sleeps_on_whole_and_comes_back_later(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = mixed()
+    sleeper = StorageSleeper(CPU)
+    sleeper.release(MemoryKind.PARAM, weights)
+    fails_at(monkeypatch, "to_device", failing)
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        sleeper.restore(MemoryKind.PARAM)
+    assert (resident_bytes(weights), sleeper.asleep) == (0, {MemoryKind.PARAM})
+    monkeypatch.undo()
+    sleeper.restore(MemoryKind.PARAM)
+    assert all(torch.equal(a, b) for a, b in zip(weights, mixed(), strict=True))
+
+
+def fails_at(monkeypatch: pytest.MonkeyPatch, verb: str, number: int) -> None:
+    """The copy of that number, from 0, fails."""
+    copy, seen = getattr(Copies, verb), itertools.count()
+
+    def failing(self: Copies, part: Part) -> None:
+        if next(seen) == number:
+            raise RuntimeError("the copy failed")
+        copy(self, part)
+
+    monkeypatch.setattr(Copies, verb, failing)
 
 
 @pytest.fixture
@@ -92,7 +196,7 @@ def test_a_dtensor_sleeps_by_its_local_storage(one_rank: None) -> None:
     sharded = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
     assert isinstance(sharded, DTensor)
     parameter = torch.nn.Parameter(sharded)
-    sleeper = StorageSleeper()
+    sleeper = StorageSleeper(CPU)
     assert sleeper.release(MemoryKind.PARAM, [parameter]) == 24
     assert resident_bytes([parameter]) == 0
     sleeper.restore(MemoryKind.PARAM)

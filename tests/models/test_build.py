@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from corerl.errors import ModelError
-from corerl.models.build import build_on_meta, materialize
+from corerl.models.build import build_on_meta, materialize, move_buffers, recompute_layers
 from corerl.testing.models import KINDS, tiny_config
 
 
@@ -72,3 +74,36 @@ def test_a_loaded_model_has_the_weights_that_transformers_loads(tiny_model: Path
     assert loaded.state_dict().keys() == wanted.state_dict().keys()
     for name, tensor in wanted.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_buffers_move_and_parameters_stay() -> None:
+    model = build_on_meta(tiny_config("qwen3"), dtype=torch.float32, attention="sdpa")
+    kept = set(model.state_dict())
+    assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
+    move_buffers(model, torch.device("meta"))
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+    assert set(model.state_dict()) == kept  # what no checkpoint holds, none holds afterwards
+
+
+def test_recomputed_layers_give_the_same_gradients_and_keep_fewer_activations() -> None:
+    def step(model: Any) -> tuple[dict[str, torch.Tensor], int]:
+        kept = 0
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal kept
+            kept += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            loss = model(torch.arange(24)[None], use_cache=False).logits.square().sum()
+        loss.backward()
+        return {name: param.grad for name, param in model.named_parameters()}, kept
+
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(tiny_config("qwen3"))
+    other = copy.deepcopy(plain)
+    recompute_layers(other)
+    (wanted, all_kept), (found, few_kept) = step(plain), step(other)
+    for name, grad in wanted.items():
+        torch.testing.assert_close(found[name], grad, rtol=0, atol=0)
+    assert few_kept < all_kept / 2

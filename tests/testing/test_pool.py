@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from corerl.errors import Unsupported
 from corerl.testing.pool import OneRank, RankFailed, RankPool
 
 
@@ -22,6 +23,15 @@ def raise_on_one() -> None:
     if dist.get_rank() == 1:
         raise ValueError("no such thing")
     dist.barrier()  # waits for a rank that never comes
+
+
+def refuse_on_all() -> None:
+    raise Unsupported("experts")
+
+
+def refuse_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise Unsupported("experts")
 
 
 def die_on_one() -> None:
@@ -61,6 +71,20 @@ def test_a_rank_that_raises_or_dies_ends_the_pool_at_once_and_the_next_run_start
                 pool.run(function)
             assert all(gone(pid) for pid in pids)
         assert [total for _, _, total in pool.run(summed, 0.0)] == [1.0, 1.0]
+    finally:
+        pool.close()
+
+
+def test_ranks_that_all_refuse_what_is_unsupported_live_on_and_one_that_is_alone_with_it_ends_the_pool() -> None:
+    pool = RankPool(2)
+    try:
+        pids = [pid for _, pid, _ in pool.run(summed, 0.0)]
+        with pytest.raises(RankFailed, match=r"Unsupported: experts"):
+            pool.run(refuse_on_all)
+        assert [(pid, total) for _, pid, total in pool.run(summed, 1.0)] == [(pid, 3.0) for pid in pids]
+        with pytest.raises(RankFailed, match=r"Unsupported: experts"):
+            pool.run(refuse_on_one)
+        assert all(gone(pid) for pid in pids)
     finally:
         pool.close()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from corerl.errors import ContractError
@@ -64,6 +65,16 @@ def staged(rank: int) -> list[Chunk]:
         rows(name, whole, 0, len(whole)) if whole.ndim else Chunk(name, (), (), (), whole)
         for index, (name, whole) in enumerate(tensors().items())
         if index % 2 == rank
+    ]
+
+
+def copied(rank: int) -> list[Chunk]:
+    """Every tensor lies whole on each rank."""
+    return [
+        rows(name, whole, 0, len(whole), replica=rank > 0)
+        if whole.ndim
+        else Chunk(name, (), (), (), whole.clone(), replica=rank > 0)
+        for name, whole in tensors().items()
     ]
 
 
@@ -131,6 +142,16 @@ def gathered(make: Callable[[int], list[Chunk]], rank: int, root: int | None, dt
     }
 
 
+def sent_of_copies(rank: int) -> list[str]:
+    """The collectives and transfers that were called while rank 1 gathered what lies whole on both."""
+    chunks = copied(rank)
+    plan = GatherPlan.build(chunks, dist.group.WORLD)
+    (bucket,) = build_manifest(plan.shapes, dtype="float32", bucket_bytes=1 << 20).buckets
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        plan.gather(bucket, None, chunks=chunks, root=1, dtype=torch.float32)
+    return [event.key for event in seen.key_averages() if "c10d" in event.key or "gloo" in event.key]
+
+
 def refused(make: Callable[[int], list[Chunk]], rank: int) -> str:
     try:
         GatherPlan.build(make(rank), dist.group.WORLD)
@@ -148,6 +169,9 @@ def report() -> dict[str, Any]:
         "sharded to all": gathered(sharded, rank, None, "float32"),
         "staged to root 0": gathered(staged, rank, 0, "float32"),
         "staged to all": gathered(staged, rank, None, "bfloat16"),
+        "copied to root 1": gathered(copied, rank, 1, "float32"),
+        "copied to all": gathered(copied, rank, None, "bfloat16"),
+        "sent of copies": sent_of_copies(rank),
         "dropped": refused(dropped, rank),
         "doubled": refused(doubled, rank),
         "misshapen": refused(misshapen, rank),

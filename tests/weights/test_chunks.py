@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from corerl.errors import ModelError
-from corerl.weights.chunks import Chunk, fill, flat_range_boxes, holes, intersect, within
+from corerl.weights.chunks import Chunk, fill, flat_range_boxes, flat_range_views, holes, intersect, within
 
 
 class Memory:
@@ -33,6 +33,19 @@ def test_the_boxes_of_a_flat_range_hold_its_elements_in_order(shape: tuple[int, 
             got = [value for box in boxes for value in whole[within(box, zero)].reshape(-1).tolist()]
             assert got == list(range(start, stop))
             assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4)])
+def test_the_views_of_a_flat_range_are_of_the_storage_that_is_given(shape: tuple[int, ...]) -> None:
+    numel = torch.Size(shape).numel()
+    for start in range(numel):
+        whole = torch.zeros(shape)
+        values = torch.arange(float(start), numel)
+        for box, view in flat_range_views(shape, start, values):
+            whole[within(box, ((0,) * len(shape), shape))] = view
+            view.neg_()
+        assert whole.reshape(-1).tolist() == [0.0] * start + list(range(start, numel))
+        assert values.tolist() == [-value for value in range(start, numel)]
 
 
 def test_intersection_is_the_box_that_both_cover() -> None:

@@ -26,6 +26,8 @@ def reports(rank_pool: RankPool) -> list[dict[str, Any]]:
         ("sharded to all", [0, 1]),
         ("staged to root 0", [0]),
         ("staged to all", [0, 1]),
+        ("copied to root 1", [1]),
+        ("copied to all", [0, 1]),
     ],
 )
 def test_receivers_get_every_bucket_bit_for_bit(
@@ -50,6 +52,11 @@ def test_no_allocation_is_larger_than_two_buckets(reports: list[dict[str, Any]])
     for report in reports:
         for scenario in ("sharded to root 0", "sharded to all", "staged to root 0"):
             assert report[scenario]["largest"] <= 2 * report[scenario]["bucket"]
+
+
+def test_what_lies_whole_on_every_rank_is_sent_nowhere(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["sent of copies"] == []
 
 
 def test_wrong_chunks_are_refused_on_all_ranks_with_tensor_and_rank(reports: list[dict[str, Any]]) -> None:

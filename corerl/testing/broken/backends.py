@@ -147,7 +147,7 @@ class DecaysNorms(PlainBackend):
 class CountsSkippedSteps(PlainBackend):
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
         result = super().train(batch, loss, step)
-        self.applied += not result.applied
+        self.adam_step += not result.applied
         return result
 
 
@@ -156,8 +156,7 @@ class DataParallel(PlainBackend):
 
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
         super().build(config, context)
-        rank, size = context.rank, context.world_size
-        return ParallelLayout(rank=rank, world_size=size, dp_rank=rank, dp_size=size)
+        return ParallelLayout.data_parallel(rank=context.rank, world_size=context.world_size)
 
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
         return super().train(evolve(batch, micro_batches=self.then_summed(batch.micro_batches)), loss, step)

@@ -47,12 +47,7 @@ class PlainBackend(Backend):
         self.params = dict(self.model.named_parameters())
         shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         self.optimizer = adamw(self.params, shapes, config.train.optimizer, fused=False)
-        self.applied = 0
-        return ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1)
-
-    @property
-    def adam_step(self) -> int:
-        return self.applied
+        return ParallelLayout.data_parallel(rank=0, world_size=1)
 
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
         loss_function = resolve_loss(loss)
@@ -79,7 +74,7 @@ class PlainBackend(Backend):
         if applied:
             set_lr(self.optimizer, step.lr)
             self.optimizer.step()
-            self.applied += 1
+            self.adam_step += 1
         self.optimizer.zero_grad()
         return TrainResult(applied=applied, metrics=metrics.finish(), grad_norm=norm, tokens=tokens)
 
@@ -122,7 +117,7 @@ class PlainBackend(Backend):
             if key in (StateKey.PARAM, StateKey.MASTER):
                 values = param.detach()
             else:
-                values = moments(self.optimizer, param, self.applied)[key.value]
+                values = moments(self.optimizer, param, self.adam_step)[key.value]
             chunks += local_chunks(self.boxes[name], (0,) * param.dim(), tuple(param.shape), values)
         return chunks
 
@@ -137,5 +132,4 @@ class PlainBackend(Backend):
 
     def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
         if adam_step is not None:
-            self.applied = adam_step
             set_adam_step(self.optimizer, adam_step)

@@ -11,7 +11,6 @@ from corerl.checkpoint.commit import begin
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.errors import SaveFailed
 from corerl.plugin.capabilities import Capability
-from corerl.testing import scenarios
 from corerl.testing.compare import (
     SAVED,
     different,
@@ -20,6 +19,7 @@ from corerl.testing.compare import (
     whole,
 )
 from corerl.testing.marks import check
+from corerl.testing.scenarios import saving, states
 from corerl.testing.subject import PLAIN, STEPS, WHOLE, Checkpoint, Subject
 from corerl.testing.tolerances import LOSS, WEIGHTS_L2
 
@@ -76,7 +76,7 @@ def test_the_checkpoint_goes_on_in_the_plain_backend_and_back(subject: Subject, 
 @check("C20", level=1, needs=[Capability.SAVE_BACKGROUND], builds_on=["C18"])
 def test_a_background_save_holds_what_was_there_when_it_began(subject: Subject) -> None:
     checkpoint = subject.checkpoint(1)
-    ranks = subject.run(scenarios.save_in_background, subject.setup("qwen3"), checkpoint.role)
+    ranks = subject.run(saving.save_in_background, subject.setup("qwen3"), checkpoint.role)
     for rank in ranks:
         assert (rank.complete, rank.while_held, rank.when_released) == (False, False, True)
         assert rank.files_while_held == []
@@ -92,7 +92,7 @@ def test_a_background_save_holds_what_was_there_when_it_began(subject: Subject) 
 def test_a_background_save_that_fails_says_so_once_and_the_next_one_is_written(subject: Subject) -> None:
     blocked = subject.directory / "blocked"
     blocked.write_text("a file where a directory is needed")
-    ranks = subject.run(scenarios.fail_to_save_in_background, subject.setup("qwen3"), str(blocked))
+    ranks = subject.run(saving.fail_to_save_in_background, subject.setup("qwen3"), str(blocked))
     for failure, next_save in ranks:
         assert failure.startswith("SaveFailed: the background save failed: cannot write") and str(blocked) in failure
         assert next_save == ""
@@ -103,14 +103,14 @@ def test_a_save_that_is_killed_midway_leaves_the_one_before_and_is_taken_for_no_
     before, cut = subject.checkpoint(1), subject.checkpoint(2)
     setup, limit = subject.setup("qwen3"), 64 * 1024  # bytes: a small part of what a save writes
     process = multiprocessing.get_context("forkserver").Process(
-        target=scenarios.alone, args=(scenarios.save_and_be_killed, setup, before.role, cut.role, limit)
+        target=saving.alone, args=(saving.save_and_be_killed, setup, before.role, cut.role, limit)
     )
     process.start()
     process.join(120.0)
     assert process.exitcode == -signal.SIGXFSZ, "a save was to write more than the limit, and to die of it"
     with pytest.raises(SaveFailed):
         cut.complete()
-    (refused,) = subject.runs.rank_sets[1].run(scenarios.start_refused, setup, cut.role)
+    (refused,) = subject.runs.rank_sets[1].run(states.start_refused, setup, cut.role)
     assert refused.startswith("CheckpointError: ")
     resumed = subject.train(setup, range(1, 3), resume=before.complete())
     assert resumed.losses == subject.train(setup, range(3)).losses[1:]

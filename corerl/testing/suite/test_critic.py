@@ -14,7 +14,6 @@ from transformers import AutoModel
 
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.plugin.capabilities import Capability
-from corerl.testing import scenarios
 from corerl.testing.compare import (
     assert_follows,
     different,
@@ -25,6 +24,7 @@ from corerl.testing.compare import (
 from corerl.testing.harness import Setup, make_samples
 from corerl.testing.marks import check
 from corerl.testing.models import tiny_fields
+from corerl.testing.scenarios import training
 from corerl.testing.subject import PACKINGS, PLAIN, STEPS, WHOLE, Subject
 from corerl.testing.tolerances import LOGPROBS
 from corerl.types import FloatArray, Output, SampleBatch
@@ -54,7 +54,7 @@ def test_a_critic_trains_as_the_plain_one_does(subject: Subject, kind: str, pack
     setup = critic(subject, kind, packing)
     plain = evolve(subject.runs.setup(PLAIN, kind, WHOLE), value_head=True)
     found = subject.train(setup, range(STEPS))
-    assert_follows(found, subject.runs.train(1, plain, range(STEPS)))
+    assert_follows(found, subject.runs.trained_as(1, plain))
     assert len(set(found.losses)) == STEPS
 
 
@@ -62,7 +62,7 @@ def test_a_critic_trains_as_the_plain_one_does(subject: Subject, kind: str, pack
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-tied"])
 def test_values_are_the_head_times_what_transformers_gives(subject: Subject, kind: str) -> None:
     samples, setup = make_samples(7, samples=13), critic(subject, kind)
-    found = in_order(subject.run(scenarios.forward_only, setup, samples), samples, Output.VALUES)
+    found = in_order(subject.run(training.forward_only, setup, samples), samples, Output.VALUES)
     head = subject.train(setup, []).at_start["master"][VALUE_HEAD_WEIGHT]
     wanted = transformers_values(subject.model(kind), head, samples)
     np.testing.assert_allclose(found, wanted, rtol=LOGPROBS.relative, atol=LOGPROBS.absolute)
@@ -112,6 +112,6 @@ def test_a_critic_resumes_to_the_last_bit_with_its_head(subject: Subject) -> Non
 @check("C52", level=1, needs=[Capability.CRITIC], builds_on=["C51"])
 def test_random_critics_do_not_depend_on_the_number_of_ranks(subject: Subject) -> None:
     random = Setup(backend=subject.backend, model="", fields=tiny_fields("qwen3"), value_head=True)
-    ranks = subject.run(scenarios.train_steps, random, [])
+    ranks = subject.run(training.train_steps, random, [])
     wanted = subject.runs.train(1, evolve(random, backend=PLAIN), []).at_start
     assert different(whole([rank.at_start for rank in ranks]), wanted, ["master"]) == []

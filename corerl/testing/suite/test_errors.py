@@ -12,19 +12,19 @@ from attrs import evolve
 from corerl.checkpoint.commit import begin
 from corerl.plugin.capabilities import FULL, Capability, Grade
 from corerl.plugin.registry import Loaded
-from corerl.testing import scenarios
 from corerl.testing.compare import (
     loss_of,
 )
 from corerl.testing.marks import check
 from corerl.testing.pool import RankFailed
+from corerl.testing.scenarios import states
 from corerl.testing.subject import PACKINGS, Checkpoint, Runs, Subject
 
 
 @check("C23", level=1, builds_on=["C14"])
 def test_a_verb_in_the_wrong_state_is_refused_and_changes_nothing(subject: Subject) -> None:
     setup = subject.setup("qwen3")
-    ranks = subject.run(scenarios.go_through_states, setup, str(subject.directory / "actor"))
+    ranks = subject.run(states.go_through_states, setup, str(subject.directory / "actor"))
     for rank in ranks:
         for verb, error in {**rank.before_init, **rank.after_shutdown, "init": rank.init_again}.items():
             assert error.startswith(f"WrongState: {verb} on actor rank "), verb
@@ -35,7 +35,7 @@ def test_a_verb_in_the_wrong_state_is_refused_and_changes_nothing(subject: Subje
 
 @check("C24", level=1, builds_on=["C14"])
 def test_an_error_in_forward_leaves_with_its_traceback_and_training_goes_on(subject: Subject) -> None:
-    ranks = subject.run(scenarios.raise_in_forward, subject.setup("qwen3", PACKINGS["one by one"]))
+    ranks = subject.run(states.raise_in_forward, subject.setup("qwen3", PACKINGS["one by one"]))
     for rank in ranks:
         assert (
             rank.message.startswith("HookFailed: backend:") and "forward failed: Fault: no such batch" in rank.message
@@ -49,7 +49,7 @@ def test_an_error_in_forward_leaves_with_its_traceback_and_training_goes_on(subj
 @pytest.mark.parametrize("exits", [False, True], ids=["raises", "exits"])
 def test_an_error_in_train_leaves_with_its_traceback_and_only_shutdown_is_left(subject: Subject, exits: bool) -> None:
     name = "SystemExit" if exits else "Fault"
-    for rank in subject.run(scenarios.raise_in_train, subject.setup("qwen3", PACKINGS["one by one"]), exits):
+    for rank in subject.run(states.raise_in_train, subject.setup("qwen3", PACKINGS["one by one"]), exits):
         assert f"train failed at optimizer step 1: {name}: no such batch" in rank.message
         assert "Traceback" in rank.details and "no such batch" in rank.details
         assert rank.then.startswith("WrongState: train on actor rank ") and "only shutdown is allowed" in rank.then
@@ -61,7 +61,7 @@ def test_shutdown_may_be_said_twice_leaves_nothing_and_another_worker_lives_in_t
 ) -> None:
     setup = subject.setup("qwen3")
     background = loaded.spec.capabilities.get(Capability.SAVE_BACKGROUND, FULL).grade is Grade.FULL
-    lives = scenarios.live_twice(setup, str(subject.directory), background)
+    lives = states.live_twice(setup, str(subject.directory), background)
     assert (lives.left, lives.shutdown_again) == ([], "")
     undisturbed = subject.train(setup, range(2))
     assert [[loss_of([result]) for result in results] for results in lives.results] == [undisturbed.losses] * 2
@@ -72,7 +72,7 @@ def test_a_rank_that_raises_ends_the_group_with_its_error_while_the_others_wait_
     with pytest.raises(
         RankFailed, match=r"rank 1 raised\n(.*\n)*.*train failed at optimizer step 1: Fault: no such batch"
     ):
-        subject.run(scenarios.raise_on_the_last_rank, subject.setup("qwen3", PACKINGS["one by one"]))
+        subject.run(states.raise_on_the_last_rank, subject.setup("qwen3", PACKINGS["one by one"]))
     # The next check has ranks again.
     assert len(subject.train(subject.setup("qwen3"), range(1)).losses) == 1
 
@@ -93,10 +93,10 @@ def test_what_one_process_is_asked_for_and_the_backend_lacks_is_refused_with_the
     }
     one = runs.rank_sets[1]
     errors: dict[str, list[str]] = {
-        name: one.run(scenarios.start_refused, starts[name]) for name in lacks.keys() & starts.keys()
+        name: one.run(states.start_refused, starts[name]) for name in lacks.keys() & starts.keys()
     }
     if Capability.CPU not in lacks:
-        (verbs,) = one.run(scenarios.refusals, setup, list(lacks), str(tmp_path))
+        (verbs,) = one.run(states.refusals, setup, list(lacks), str(tmp_path))
         errors |= verbs
     if not any(errors.values()):
         pytest.skip(f"{backend_name} declares nothing as lacking that a single process is asked for")
@@ -114,12 +114,12 @@ def test_what_two_ranks_are_asked_for_and_the_backend_lacks_is_refused_with_the_
         loaded.spec.capabilities.get(name, FULL) for name in (Capability.MULTI_RANK, Capability.RESHARD)
     )
     if several.grade is not Grade.FULL:
-        for error in runs.rank_sets[2].run(scenarios.start_refused, setup):
+        for error in runs.rank_sets[2].run(states.start_refused, setup):
             assert error.startswith("Unsupported: ") and several.reason in error
     elif reshard.grade is not Grade.FULL:
         saved = Checkpoint(begin(tmp_path, 1), 1)
         runs.train(1, setup, range(1), save_after=0, save_to=saved.role)
-        for error in runs.rank_sets[2].run(scenarios.start_refused, setup, saved.complete()):
+        for error in runs.rank_sets[2].run(states.start_refused, setup, saved.complete()):
             assert error.startswith("Unsupported: ") and reshard.reason in error
     else:
         pytest.skip(f"{backend_name} runs on several ranks, and resumes on another number of them")

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from corerl.plugin.capabilities import Capability
-from corerl.testing import scenarios
 from corerl.testing.compare import (
     SAVED,
     different,
@@ -20,6 +19,7 @@ from corerl.testing.compare import (
 from corerl.testing.harness import make_samples
 from corerl.testing.marks import check
 from corerl.testing.models import write_tiny_model
+from corerl.testing.scenarios import snapshots, training
 from corerl.testing.subject import PACKINGS, Subject
 from corerl.testing.tolerances import LOGPROBS
 from corerl.types import FloatArray, Output
@@ -32,7 +32,7 @@ from corerl.types import FloatArray, Output
 )
 def test_forward_gives_what_transformers_gives_in_the_samples_order(subject: Subject, kind: str, packing: str) -> None:
     samples = make_samples(7, samples=13)
-    results = subject.run(scenarios.forward_only, subject.setup(kind, PACKINGS[packing]), samples)
+    results = subject.run(training.forward_only, subject.setup(kind, PACKINGS[packing]), samples)
     wanted = transformers_outputs(subject.model(kind), samples)
     for output in (Output.LOGPROBS, Output.ENTROPY):
         found = in_order(results, samples, output)
@@ -47,7 +47,7 @@ def test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_curren
 ) -> None:
     samples, setup = make_samples(11), subject.setup(kind)
     other = write_tiny_model(kind, tmp_path / "other", seed=1)
-    ranks = subject.run(scenarios.use_snapshots, setup, samples, str(other))
+    ranks = subject.run(snapshots.use_snapshots, setup, samples, str(other))
 
     def logprobs(part: str) -> FloatArray:
         return in_order([getattr(rank, part) for rank in ranks], samples, Output.LOGPROBS)

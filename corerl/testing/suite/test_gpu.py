@@ -39,8 +39,10 @@ def test_sleep_gives_back_most_of_what_init_and_training_took_and_each_kind_its_
     ranks = subject.run(gpu_scenarios.measure_sleep, setup)
     for rank in ranks:
         assert rank.trained - rank.asleep >= 0.9 * (rank.trained - rank.before)
-        for said, driver in rank.freed.values():
+        for said, read, driver in rank.freed.values():
             assert abs(driver - said) < 0.1 * said + SLACK
+            assert abs(read - said) < 0.1 * said + SLACK
+        assert 0 < rank.residual <= rank.asleep + SLACK  # this process's, or all that the device has in use
         assert rank.freed[MemoryKind.PARAM][0] > 0
         assert rank.awake <= rank.trained + SLACK
         assert rank.equal

@@ -14,7 +14,6 @@ from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, load
-from corerl.testing import scenarios
 from corerl.testing.compare import (
     different,
     files_of,
@@ -25,6 +24,7 @@ from corerl.testing.compare import (
 from corerl.testing.harness import Setup
 from corerl.testing.marks import check
 from corerl.testing.models import KINDS, tiny_config, tiny_fields
+from corerl.testing.scenarios import loading, training
 from corerl.testing.subject import PLAIN, Subject
 
 
@@ -33,7 +33,7 @@ from corerl.testing.subject import PLAIN, Subject
 def test_init_tells_where_training_stands_and_loads_the_models_weights_to_the_last_bit(
     subject: Subject, kind: str
 ) -> None:
-    ranks = subject.run(scenarios.train_steps, subject.setup(kind), [])
+    ranks = subject.run(training.train_steps, subject.setup(kind), [])
     spec = load(Kind.BACKENDS, subject.backend).spec
     options = structure(dict(subject.options), spec.config, path="options")
     train, model = subject.setup(kind).train, tiny_config(kind).to_dict()
@@ -58,7 +58,7 @@ def test_init_tells_where_training_stands_and_loads_the_models_weights_to_the_la
 def test_loading_reads_each_ranks_share_once_and_never_holds_the_model(subject: Subject, kind: str) -> None:
     directory = subject.model(kind)
     total = 4 * sum(math.prod(shape) for shape in files_of(directory).values())
-    ranks = subject.run(scenarios.load_watched, subject.setup(kind), "", False)
+    ranks = subject.run(loading.load_watched, subject.setup(kind), "", False)
     assert [rank.read for rank in ranks] == [rank.held for rank in ranks]
     assert sum(rank.owned for rank in ranks) == total
     slack = 3 * 4 * largest_parameter(directory)
@@ -83,7 +83,7 @@ def test_resuming_and_snapshots_hold_no_more_than_each_ranks_share(subject: Subj
     setup, checkpoint = subject.setup(kind), subject.checkpoint(1)
     subject.train(setup, [0], save_after=0, save_to=checkpoint.role)
     slack = 3 * 4 * largest_parameter(subject.model(kind))
-    for rank in subject.run(scenarios.load_watched, setup, checkpoint.complete(), True):
+    for rank in subject.run(loading.load_watched, setup, checkpoint.complete(), True):
         _require_at_most(
             rank.peak,
             rank.resident + 2 * rank.held + slack,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 
 from corerl.plugin.capabilities import Capability
-from corerl.testing import scenarios
 from corerl.testing.compare import (
     SAVED,
     different,
@@ -16,6 +15,7 @@ from corerl.testing.compare import (
     whole,
 )
 from corerl.testing.marks import check
+from corerl.testing.scenarios import sleeping
 from corerl.testing.subject import Subject
 from corerl.types import MemoryKind
 
@@ -28,12 +28,15 @@ def test_sleep_frees_what_it_says_and_waking_restores_every_bit(
     subject: Subject, down: Sequence[MemoryKind], up: Sequence[MemoryKind]
 ) -> None:
     setup = subject.setup("qwen3-tied")
-    ranks = subject.run(scenarios.sleep_and_wake, setup, down, up, str(subject.directory / "actor"))
+    ranks = subject.run(sleeping.sleep_and_wake, setup, down, up, str(subject.directory / "actor"))
     for rank in ranks:
         freed = [result.freed_bytes for result in rank.sleeps]
         assert sum(freed) == sum(rank.resident.values()) >= rank.state_bytes
         assert rank.resident_asleep == [0] * len(down) and rank.state_bytes_asleep == 0
         assert rank.again.freed_bytes == 0
+        # Less, and the first sleep waits for host memory; more, and that memory is wasted.
+        copied = sum(freed) - freed[down.index(MemoryKind.GRAD)]
+        assert rank.expected_bytes == pytest.approx(copied, rel=0.1)
         # What sleeps is gone, and its copy stands for it: a storage that someone keeps would be there besides.
         assert rank.alive_asleep <= rank.alive
         assert [result.restored_bytes for result in rank.wakes] == [freed[down.index(kind)] for kind in up]
@@ -49,7 +52,7 @@ def test_sleep_frees_what_it_says_and_waking_restores_every_bit(
 
 @check("C58", level=1, needs=[Capability.SLEEP], builds_on=["C43"])
 def test_only_the_verbs_that_need_moments_are_refused_while_these_sleep(subject: Subject) -> None:
-    ranks = subject.run(scenarios.sleep_partly, subject.setup("qwen3"), str(subject.directory / "actor"))
+    ranks = subject.run(sleeping.sleep_partly, subject.setup("qwen3"), str(subject.directory / "actor"))
     for verbs in ranks:
         assert (verbs["forward"], verbs["update_weights"]) == ("", "")
         for verb in ("train", "save"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from corerl.plugin.capabilities import Capability
-from corerl.testing import scenarios
 from corerl.testing.marks import check
 from corerl.testing.routing import assert_replays
+from corerl.testing.scenarios import training
 from corerl.testing.subject import PACKINGS, Subject
 
 
@@ -18,5 +18,5 @@ def test_experts_are_told_as_routers_choose_them_and_trained_through_as_they_are
 ) -> None:
     setup = subject.setup("qwen3-moe", PACKINGS[packing])
     assert_replays(
-        subject.model("qwen3-moe"), lambda samples: subject.run(scenarios.replay_experts, setup, samples, 0.02)
+        subject.model("qwen3-moe"), lambda samples: subject.run(training.replay_experts, setup, samples, 0.02)
     )

@@ -9,7 +9,6 @@ import pytest
 from attrs import evolve
 
 from corerl.plugin.capabilities import Capability
-from corerl.testing import scenarios
 from corerl.testing.compare import (
     assert_follows,
     assert_same_metrics,
@@ -25,6 +24,7 @@ from corerl.testing.compare import (
 )
 from corerl.testing.harness import make_samples, samples_at
 from corerl.testing.marks import check
+from corerl.testing.scenarios import training
 from corerl.testing.subject import CASES, PACKINGS, PLAIN, STEPS, WHOLE, Subject
 from corerl.testing.tolerances import BFLOAT16_GRAD_NORM, BFLOAT16_LOSS, GRAD_NORM, LOSS
 from corerl.types import Output
@@ -43,7 +43,7 @@ def test_training_follows_the_plain_backend(subject: Subject, kind: str, packing
 @check("C15", level=1, builds_on=["C12"])
 def test_many_micro_batches_train_like_one(subject: Subject) -> None:
     one, many = (
-        subject.run(scenarios.train_on, subject.setup("qwen3", packing), make_samples(3, samples=24))
+        subject.run(training.train_on, subject.setup("qwen3", packing), make_samples(3, samples=24))
         for packing in (WHOLE, (1, 1))
     )
     assert loss_of(many) == pytest.approx(loss_of(one), rel=LOSS.relative, abs=LOSS.absolute)
@@ -54,8 +54,8 @@ def test_many_micro_batches_train_like_one(subject: Subject) -> None:
 @check("C29", level=1, builds_on=["C41"])
 def test_ranks_without_samples_keep_in_step(subject: Subject) -> None:
     samples = make_samples(5, samples=1)
-    found = subject.run(scenarios.train_on, subject.setup("qwen3-moe"), samples)
-    wanted = subject.runs.rank_sets[1].run(scenarios.train_on, subject.runs.setup(PLAIN, "qwen3-moe"), samples)
+    found = subject.run(training.train_on, subject.setup("qwen3-moe"), samples)
+    wanted = subject.runs.rank_sets[1].run(training.train_on, subject.runs.setup(PLAIN, "qwen3-moe"), samples)
     assert loss_of(found) == pytest.approx(loss_of(wanted), rel=LOSS.relative, abs=LOSS.absolute)
     assert grad_norm_of(found) == pytest.approx(grad_norm_of(wanted), rel=GRAD_NORM.relative)
     assert [result.applied for result in found] == [True] * subject.world_size
@@ -64,7 +64,7 @@ def test_ranks_without_samples_keep_in_step(subject: Subject) -> None:
 @check("C50", level=1, builds_on=["C14"])
 def test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trains(subject: Subject) -> None:
     setup = subject.setup("qwen3")
-    ranks = subject.run(scenarios.skip_a_step, setup)
+    ranks = subject.run(training.skip_a_step, setup)
     assert [rank.result.applied for rank in ranks] == [False] * subject.world_size
     assert not any(math.isfinite(rank.result.grad_norm) for rank in ranks)
     assert [(rank.steps_before, rank.steps_after) for rank in ranks] == [(2, 2)] * subject.world_size
@@ -77,7 +77,7 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trai
 
 @check("C16", level=1, builds_on=["C12"])
 def test_batches_are_left_as_they_were_given(subject: Subject) -> None:
-    changed = subject.run(scenarios.changed_in_batches, subject.setup("qwen3", PACKINGS["padded"]))
+    changed = subject.run(training.changed_in_batches, subject.setup("qwen3", PACKINGS["padded"]))
     assert changed == [[]] * subject.world_size
 
 
@@ -85,7 +85,7 @@ def test_batches_are_left_as_they_were_given(subject: Subject) -> None:
 def test_bfloat16_stays_near_float32(subject: Subject) -> None:
     setup = subject.setup("qwen3")
     half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
-    found, wanted = subject.train(half, range(STEPS)), subject.train(setup, range(STEPS))
+    found, wanted = subject.train(half, range(STEPS)), subject.trained("qwen3")
     assert mean_apart(found.losses, wanted.losses) < BFLOAT16_LOSS
     assert mean_apart(found.grad_norms, wanted.grad_norms) < BFLOAT16_GRAD_NORM
     assert weights_apart(found.state["master"], wanted.state["master"]) > 0  # it was another precision
@@ -114,7 +114,7 @@ def test_a_step_moves_every_weight_and_tells_finite_metrics_of_the_same_names(su
 @check("C13", level=1, builds_on=["C12", "C51"], ranks=[1])
 def test_forty_steps_on_one_batch_learn_it_by_heart_with_a_loss_of_the_users(subject: Subject) -> None:
     samples = make_samples(21, samples=4)
-    ranks = subject.run(scenarios.overfit, subject.setup("qwen3", WHOLE), samples, 40, 1e-2)
+    ranks = subject.run(training.overfit, subject.setup("qwen3", WHOLE), samples, 40, 1e-2)
     before, after = (
         in_order([getattr(rank, when) for rank in ranks], samples, Output.LOGPROBS) for when in ("before", "after")
     )
@@ -137,7 +137,7 @@ def test_the_same_seed_gives_the_same_run_to_the_last_bit(subject: Subject) -> N
 @check("C17", level=1, builds_on=["C12"])
 def test_tokens_that_are_masked_or_padding_change_nothing(subject: Subject) -> None:
     setup, samples = subject.setup("qwen3", PACKINGS["padded"]), make_samples(31)
-    wanted = subject.run(scenarios.train_on, setup, samples)
+    wanted = subject.run(training.train_on, setup, samples)
     rng, mask = np.random.default_rng(0), samples.columns["loss_mask"]
     garbage = {
         name: np.where(mask, column, rng.normal(0.0, 3.0, len(mask))).astype(column.dtype)
@@ -145,8 +145,8 @@ def test_tokens_that_are_masked_or_padding_change_nothing(subject: Subject) -> N
         if column.dtype == np.float32
     }
     for found in (
-        subject.run(scenarios.train_on, setup, samples.with_columns(**garbage)),
-        subject.run(scenarios.train_on_garbage, setup, samples),
+        subject.run(training.train_on, setup, samples.with_columns(**garbage)),
+        subject.run(training.train_on_garbage, setup, samples),
     ):
         assert loss_of(found) == pytest.approx(loss_of(wanted), rel=LOSS.relative, abs=LOSS.absolute)
         assert grad_norm_of(found) == pytest.approx(grad_norm_of(wanted), rel=GRAD_NORM.relative)
@@ -162,7 +162,7 @@ def test_two_ranks_train_as_one_does_on_the_same_batch(subject: Subject, kind: s
 @check("C27", level=2, builds_on=["C14"], ranks=[2])
 def test_the_metrics_of_two_ranks_together_are_those_of_one(subject: Subject) -> None:
     found = subject.trained("qwen3-tied")
-    layouts = [rank.init.layout for rank in subject.run(scenarios.train_steps, subject.setup("qwen3-tied"), [])]
+    layouts = [rank.init.layout for rank in subject.run(training.train_steps, subject.setup("qwen3-tied"), [])]
     for results in found.results:
         grad_norm_of(results)  # equal on all ranks
         for result, layout in zip(results, layouts, strict=True):
@@ -184,7 +184,7 @@ def test_float16_stays_near_float32(subject: Subject) -> None:
 def test_recomputing_activations_keeps_few_of_them_and_changes_no_number(subject: Subject) -> None:
     setup = subject.setup("qwen3")
     less = evolve(setup, train=evolve(setup.train, recompute="full"))
-    wanted, found = (subject.run(scenarios.saved_for_backward, each, 0) for each in (setup, less))
+    wanted, found = (subject.run(training.saved_for_backward, each, 0) for each in (setup, less))
     assert loss_of([result for result, _ in found]) == pytest.approx(
         loss_of([result for result, _ in wanted]), rel=1e-6
     )

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from corerl.config.schema import WeightsConfig
-from corerl.testing import scenarios
 from corerl.testing.compare import (
     different,
     files_of,
@@ -22,13 +21,14 @@ from corerl.testing.compare import (
     whole,
 )
 from corerl.testing.marks import check
+from corerl.testing.scenarios import updates
 from corerl.testing.subject import Subject
 
 
 @check("C21", level=1, builds_on=["C12"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-tied", "qwen3-moe"])
 def test_an_update_delivers_every_tensor_once_and_bit_for_bit(subject: Subject, kind: str, tmp_path: Path) -> None:
-    ranks = subject.run(scenarios.push_weights, subject.setup(kind), False)
+    ranks = subject.run(updates.push_weights, subject.setup(kind), False)
     trained = whole([rank.state for rank in ranks])["master"]
     root, *others = ranks
     assert sorted(root.names) == sorted(files_of(subject.model(kind)))
@@ -51,7 +51,7 @@ def test_an_update_delivers_every_tensor_once_and_bit_for_bit(subject: Subject, 
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
 def test_an_update_can_reach_every_rank_in_bfloat16(subject: Subject, kind: str) -> None:
     setup = evolve(subject.setup(kind), weights=WeightsConfig(bucket_bytes=2**14, dtype="bfloat16"))
-    ranks = subject.run(scenarios.push_weights, setup, True)
+    ranks = subject.run(updates.push_weights, setup, True)
     trained = whole([rank.state for rank in ranks])["master"]
     rounded = {name: torch.tensor(value).bfloat16().float().numpy() for name, value in trained.items()}
     for rank in ranks:
@@ -62,7 +62,7 @@ def test_an_update_can_reach_every_rank_in_bfloat16(subject: Subject, kind: str)
 @check("C46", level=1, builds_on=["C21"])
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
 def test_an_update_holds_a_few_buckets_and_never_the_model(subject: Subject, kind: str) -> None:
-    ranks = subject.run(scenarios.push_watched, subject.setup(kind))
+    ranks = subject.run(updates.push_watched, subject.setup(kind))
     total = sum(4 * math.prod(shape) for shape in files_of(subject.model(kind)).values())
     assert any(rank.largest for rank in ranks)  # one that is no sender, and holds replicas alone, needs no memory
     for rank in ranks:
@@ -72,7 +72,7 @@ def test_an_update_holds_a_few_buckets_and_never_the_model(subject: Subject, kin
 
 @check("C47", level=1, builds_on=["C21"])
 def test_an_engine_that_fails_is_an_entry_and_training_goes_on(subject: Subject) -> None:
-    ranks = subject.run(scenarios.push_to_a_failing_engine, subject.setup("qwen3"))
+    ranks = subject.run(updates.push_to_a_failing_engine, subject.setup("qwen3"))
     assert ranks[0].result.engines == {"engine-0": "out of memory"}
     assert ranks[0].then.engines == {"engine-0": ""}
     assert ranks[0].names == ranks[0].wanted
@@ -80,13 +80,13 @@ def test_an_engine_that_fails_is_an_entry_and_training_goes_on(subject: Subject)
 
 @check("C22", level=1, builds_on=["C21"])
 def test_a_version_that_is_not_above_all_earlier_ones_is_refused_before_any_byte_moves(subject: Subject) -> None:
-    for rank in subject.run(scenarios.push_weights, subject.setup("qwen3"), False):
+    for rank in subject.run(updates.push_weights, subject.setup("qwen3"), False):
         assert rank.refused.startswith("WeightUpdateError: weights version 1 was refused")
         assert rank.arrived_after == 0
 
 
 @check("C22", level=1, builds_on=["C18", "C21"])
 def test_a_resumed_run_goes_on_with_the_versions_it_had_reached(subject: Subject) -> None:
-    ranks = subject.run(scenarios.version_after_resume, subject.setup("qwen3"), str(subject.directory / "actor"))
+    ranks = subject.run(updates.version_after_resume, subject.setup("qwen3"), str(subject.directory / "actor"))
     for version, refused in ranks:
         assert version == 7 and refused.startswith("WeightUpdateError: weights version 6 was refused")

@@ -51,6 +51,7 @@ def test_a_rank_holds_what_its_stage_leaves_to_it(
 @pytest.mark.parametrize(
     ("options", "per_parameter"),
     [
+        ({"stage": 1}, {"param": 2.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0}),
         ({"stage": 2}, {"param": 2.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0}),
         ({"stage": 3}, {"param": 1.0, "master": 2.0, "grad": 2.0 + 4.0, "optimizer": 4.0}),
     ],

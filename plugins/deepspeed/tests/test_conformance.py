@@ -1,4 +1,7 @@
-"""DeepSpeed in the conformance suite, with its defaults: ZeRO-3."""
+"""DeepSpeed in the conformance suite: each stage of ZeRO."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
@@ -8,3 +11,8 @@ from corerl.testing.suite import *  # noqa: F403  -- the checks and nothing else
 @pytest.fixture(scope="session")
 def backend_name() -> str:
     return "deepspeed"
+
+
+@pytest.fixture(scope="session", params=[1, 2, 3], ids="stage{}".format)
+def backend_options(request: pytest.FixtureRequest) -> Callable[[int], Mapping[str, Any]]:
+    return lambda level: {"stage": request.param}

@@ -18,80 +18,63 @@ from corerl.testing.tolerances import BFLOAT16_GRAD_NORM, BFLOAT16_LOSS
 from corerl.types import MemoryKind
 
 STEPS = range(4)
-KINDS = list(MemoryKind)
 
-# What differs between stages; stage 3, the default, runs through the whole suite.
-OF_STAGES: list[tuple[str, dict[str, Any]]] = [
-    ("test_init_tells_where_training_stands_and_loads_the_models_weights_to_the_last_bit", {"kind": "qwen3-moe"}),
-    ("test_loading_reads_each_ranks_share_once_and_never_holds_the_model", {"kind": "qwen3-tied"}),
-    ("test_forward_gives_what_transformers_gives_in_the_samples_order", {"kind": "qwen3-moe", "packing": "packed"}),
-    ("test_training_follows_the_plain_backend", {"kind": "qwen3", "packing": "packed"}),
-    ("test_training_follows_the_plain_backend", {"kind": "qwen3-tied", "packing": "one by one"}),
-    ("test_training_follows_the_plain_backend", {"kind": "qwen3-moe", "packing": "padded"}),
-    ("test_a_critic_trains_as_the_plain_one_does", {"kind": "qwen3-tied", "packing": "packed"}),
-    ("test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trains", {}),
-    ("test_recomputing_activations_keeps_few_of_them_and_changes_no_number", {}),
-    ("test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_current_ones_alone", {"kind": "qwen3-moe"}),
-    ("test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit", {"kind": "qwen3-tied"}),
-    ("test_a_run_resumes_on_another_number_of_ranks", {"kind": "qwen3-moe"}),
-    ("test_the_checkpoint_goes_on_in_the_plain_backend_and_back", {"kind": "qwen3-tied"}),
-    ("test_an_update_delivers_every_tensor_once_and_bit_for_bit", {"kind": "qwen3-moe"}),
-    ("test_an_update_can_reach_every_rank_in_bfloat16", {"kind": "qwen3-tied"}),
-    ("test_an_update_holds_a_few_buckets_and_never_the_model", {"kind": "qwen3-moe"}),
-    ("test_sleep_frees_what_it_says_and_waking_restores_every_bit", {"down": KINDS, "up": KINDS}),
-    ("test_sleep_frees_what_it_says_and_waking_restores_every_bit", {"down": KINDS[::-1], "up": KINDS}),
+# Names of checks in the suite, which runs through each stage as it is.
+SKIP = "test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trains"
+SNAPSHOTS = "test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_current_ones_alone"
+RESUME = "test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit"
+UPDATE = "test_an_update_delivers_every_tensor_once_and_bit_for_bit"
+SLEEP = "test_sleep_frees_what_it_says_and_waking_restores_every_bit"
+ARGUMENTS: dict[str, Any] = {"kind": "qwen3-tied", "down": list(MemoryKind), "up": list(MemoryKind)}
+
+# What options can change: where masters and moments are, where weights are, or the order of sums alone.
+OF_THE_OPTIMIZER = [SKIP, RESUME, SLEEP]
+OF_WEIGHTS = [SNAPSHOTS, RESUME, UPDATE, SLEEP]
+OPTIONS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"stage": 1, "offload": "optimizer"}, OF_THE_OPTIMIZER),
+    ({"stage": 2, "offload": "optimizer"}, OF_THE_OPTIMIZER),
+    ({"stage": 3, "offload": "optimizer"}, OF_THE_OPTIMIZER),
+    ({"stage": 3, "offload": "parameters"}, OF_WEIGHTS),
+    ({"stage": 3, "node_shard_size": 2}, OF_WEIGHTS),
+    ({"stage": 3, "raw": {"zero_optimization": {"stage3_param_persistence_threshold": 10**6}}}, OF_WEIGHTS),
+    ({"stage": 3, "reduce_bucket": 5000, "gather_bucket": 5000}, []),
+    ({"stage": 2, "reduce_bucket": 5000, "gather_bucket": 5000}, []),
 ]
 
 
-@pytest.mark.parametrize(("check", "arguments"), OF_STAGES, ids=lambda each: each if isinstance(each, str) else None)
-@pytest.mark.parametrize("stage", [1, 2])
-def test_the_lower_stages_keep_the_contract_too(
-    runs: Runs, tmp_path: Path, stage: int, check: str, arguments: Mapping[str, Any]
-) -> None:
-    run_check(runs, tmp_path, {"stage": stage}, check, arguments)
-
-
-# ---- the same numbers ------------------------------------------------------------------------------------------------
-
-OPTIONS: list[dict[str, Any]] = [
-    {"stage": 1, "offload": "optimizer"},
-    {"stage": 2, "offload": "optimizer"},
-    {"stage": 3, "offload": "optimizer"},
-    {"stage": 3, "offload": "parameters"},
-    {"stage": 3, "node_shard_size": 2},
-    {"stage": 3, "reduce_bucket": 5000, "gather_bucket": 5000},
-    {"stage": 3, "raw": {"zero_optimization": {"stage3_param_persistence_threshold": 10**6}}},
-    {"stage": 2, "reduce_bucket": 5000, "gather_bucket": 5000},
-]
-CHECKS = [
-    "test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trains",
-    "test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_current_ones_alone",
-    "test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit",
-    "test_an_update_delivers_every_tensor_once_and_bit_for_bit",
-    "test_sleep_frees_what_it_says_and_waking_restores_every_bit",
-]
-ARGUMENTS: dict[str, Any] = {"kind": "qwen3-tied", "down": KINDS, "up": KINDS}
-
-
-@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        (options, kind)
+        for options, checks in OPTIONS
+        for kind in (["qwen3-tied"] if checks is OF_THE_OPTIMIZER else ["qwen3-tied", "qwen3-moe"])
+    ],
+    ids=str,
+)
 def test_with_options_a_run_follows_the_plain_backend(runs: Runs, kind: str, options: Mapping[str, Any]) -> None:
     found = runs.train(2, evolve(runs.setup("deepspeed", kind), options=options), STEPS)
     assert_follows(found, runs.train(1, runs.setup("plain", kind), STEPS))
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("options", "check"), [(options, check) for options, checks in OPTIONS for check in checks], ids=str
+)
 def test_a_backend_with_options_keeps_the_contract(
     runs: Runs, tmp_path: Path, options: Mapping[str, Any], check: str
 ) -> None:
-    run_check(runs, tmp_path, options, check, ARGUMENTS)
+    function = suite.CHECKS[check]
+    names = function.__code__.co_varnames[1 : function.__code__.co_argcount]
+    given = {name: tmp_path if name == "tmp_path" else ARGUMENTS[name] for name in names}
+    function(
+        Subject(backend="deepspeed", world_size=2, runs=runs, directory=tmp_path / "checkpoints", options=options),
+        **given,
+    )
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"stage": 1, "offload": "optimizer"},
+        {"stage": 1},
         {"stage": 2},
         {"stage": 2, "offload": "optimizer"},
         {"stage": 3, "offload": "parameters"},
@@ -130,15 +113,3 @@ def test_two_nodes_of_two_ranks_train_save_and_resume(runs: Runs, four_ranks: Ra
     assert_follows(found, runs.train(1, evolve(setup, backend="plain"), STEPS))
     resumed = on_four.train(4, in_nodes, STEPS[2:], resume=checkpoint.complete())
     assert (resumed.losses, different(resumed.state, found.state)) == (found.losses[2:], [])
-
-
-def run_check(
-    runs: Runs, directory: Path, options: Mapping[str, Any], check: str, arguments: Mapping[str, Any]
-) -> None:
-    function = suite.CHECKS[check]
-    names = function.__code__.co_varnames[1 : function.__code__.co_argcount]
-    given = {name: directory if name == "tmp_path" else arguments[name] for name in names}
-    function(
-        Subject(backend="deepspeed", world_size=2, runs=runs, directory=directory / "checkpoints", options=options),
-        **given,
-    )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from attrs import evolve
 from deepspeed.comm.torch import TorchBackend
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from corerl.testing.pool import RankFailed, RankPool
 from corerl.testing.subject import Runs
@@ -25,6 +26,13 @@ def test_deepspeed_still_sends_and_copies_parameters_that_hold_nothing(runs: Run
     # build.nothing_to_copy
     with pytest.raises(RankFailed, match="_broadcast_model"):
         rank_pool.run(ranks.start_with_copies, evolve(runs.setup("deepspeed", "qwen3"), options={"stage": 2}))
+
+
+def test_deepspeed_still_takes_another_optimizer_in_stage_1_with_bfloat16_alone() -> None:
+    # build.always_zero
+    choice = inspect.getsource(DeepSpeedEngine._do_optimizer_sanity_check)
+    assert "self.zero_optimization_stage(\n            ) == 1 and not self.zero_cpu_offload()" in choice
+    assert choice.count("return BFLOAT16") == 2 and choice.count("return ZERO_OPTIMIZATION") == 1
 
 
 def test_matrices_are_multiplied_by_torch_again_after_each_call() -> None:

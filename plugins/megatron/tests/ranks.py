@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+from unittest import mock
+
+import pytest
 import torch
 from megatron.core import dist_checkpointing
+from torch.distributed import checkpoint as torch_checkpoint
 
 from corerl.backend.base import SAVED
-from corerl.testing.harness import Setup, State, running, state_of, train
+from corerl.errors import SaveFailed
+from corerl.testing.harness import Setup, State, running, state_of, step_at, train
 from corerl_megatron import native
 from corerl_megatron.adam import fused_adam
 from corerl_megatron.backend import MegatronBackend
@@ -49,3 +56,19 @@ def native_then_portable(setup: Setup, checkpoint: str) -> tuple[State, State]:
         found = state_of(worker)
     with running(setup, resume=checkpoint) as worker:
         return found, state_of(worker)
+
+
+def native_save_on_a_full_disk(setup: Setup, directory: str) -> str:
+    """What is said of it, which may not end the process."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with running(setup) as worker:
+        train(worker, setup, 0)
+        backend = worker.backend
+        assert isinstance(backend, MegatronBackend)
+        with (
+            mock.patch.object(torch_checkpoint.FileSystemWriter, "write_data", side_effect=full),
+            pytest.raises(SaveFailed) as raised,
+            calling_megatron(backend.device),
+        ):
+            native.write(backend.model, Path(directory), step_at(0))
+    return raised.value.message

@@ -11,9 +11,9 @@ import torch
 from attrs import evolve
 from transformers import AutoModelForCausalLM
 
-from corerl.testing import scenarios
 from corerl.testing.compare import assert_follows, assert_same_metrics
 from corerl.testing.harness import samples_at
+from corerl.testing.scenarios import training
 from corerl.testing.subject import PACKINGS, WHOLE, Runs
 from corerl.testing.tolerances import GRAD_NORM
 
@@ -35,7 +35,7 @@ def test_its_value_and_its_gradient_are_those_of_the_formula(runs: Runs) -> None
     samples = samples_at(0)
     none_counts = samples.with_columns(loss_mask=np.zeros(len(samples.tokens), dtype=np.bool_))
     setup = evolve(runs.setup("megatron", "qwen3-moe", WHOLE), options={"aux_loss_coef": COEF})
-    (found,) = runs.rank_sets[1].run(scenarios.train_on, setup, none_counts)
+    (found,) = runs.rank_sets[1].run(training.train_on, setup, none_counts)
 
     model = AutoModelForCausalLM.from_pretrained(
         runs.models["qwen3-moe"], dtype=torch.float64, experts_implementation="eager"

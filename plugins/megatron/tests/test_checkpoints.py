@@ -10,7 +10,7 @@ from attrs import evolve
 from corerl.checkpoint.commit import begin
 from corerl.testing.compare import different, whole
 from corerl.testing.subject import Checkpoint, Runs
-from plugins.megatron.tests.ranks import native_then_portable
+from plugins.megatron.tests.ranks import native_save_on_a_full_disk, native_then_portable
 from tests.checkpoint.moves import Place, assert_moving_follows_staying
 
 TP2 = ("megatron", {"tensor_parallel": 2}, 2)
@@ -57,3 +57,13 @@ def test_megatrons_own_checkpoint_holds_what_ours_does(
     )
     native, portable = (whole(states) for states in zip(*both, strict=True))
     assert different(native, portable) == []
+
+
+def test_megatrons_own_checkpoint_on_a_full_disk_is_a_failed_save_in_one_line(runs: Runs, tmp_path: Path) -> None:
+    backend, options, ranks = TP2
+    setup = evolve(runs.setup(backend, "qwen3-tied"), options=options)
+    said = runs.rank_sets[ranks].run(native_save_on_a_full_disk, setup, str(tmp_path / "own"))
+    for line in said:
+        assert line.startswith(f"cannot write {tmp_path / 'own'}: ")
+        assert "No space left on device" in line
+        assert "\n" not in line

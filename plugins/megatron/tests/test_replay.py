@@ -13,13 +13,13 @@ from attrs import evolve
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.errors import ModelError
-from corerl.testing import scenarios
 from corerl.testing.compare import grad_norm_of, loss_of
 from corerl.testing.harness import Setup, forward, make_samples, running
 from corerl.testing.models import tiny_fields
 from corerl.testing.pool import RankPool
 from corerl.testing.routing import assert_replays, through_experts, token_mean
-from corerl.testing.scenarios import EXPERTS
+from corerl.testing.scenarios import training
+from corerl.testing.scenarios.training import EXPERTS
 from corerl.testing.subject import PACKINGS, Runs
 from corerl.types import Array
 
@@ -44,7 +44,7 @@ def setup_of(runs: Runs, options: Mapping[str, Any], recompute: str = "none") ->
 
 def assert_replays_as_transformers(runs: Runs, ranks: int, setup: Setup) -> None:
     assert_replays(
-        Path(setup.model), lambda samples: runs.rank_sets[ranks].run(scenarios.replay_experts, setup, samples, 0.02)
+        Path(setup.model), lambda samples: runs.rank_sets[ranks].run(training.replay_experts, setup, samples, 0.02)
     )
 
 
@@ -89,7 +89,7 @@ def test_what_routers_choose_by_themselves_is_replayed_to_the_last_bit(runs: Run
     setup, samples = setup_of(runs, options, recompute), make_samples(7, samples=13)
     own = through_experts(runs.models["qwen3-moe"], samples, token_mean(samples)).experts
     replayed = samples.with_columns(**{EXPERTS: own.astype(np.int16)})
-    found, wanted = (runs.rank_sets[ranks].run(scenarios.train_on, setup, each) for each in (replayed, samples))
+    found, wanted = (runs.rank_sets[ranks].run(training.train_on, setup, each) for each in (replayed, samples))
     assert loss_of(found) == loss_of(wanted)
     assert grad_norm_of(found) == grad_norm_of(wanted)
 

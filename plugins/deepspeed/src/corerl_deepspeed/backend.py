@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 
 import torch
-from attrs import evolve
 
 from corerl.backend import Backend, StateKey
 from corerl.backend.adamw import moments, set_adam_step
@@ -24,8 +23,6 @@ from corerl.types import (
     TrainResult,
 )
 from corerl.weights.chunks import Chunk
-from corerl.weights.gather import GatherPlan
-from corerl.weights.manifest import Bucket
 from corerl_deepspeed import state
 from corerl_deepspeed.build import build_model
 from corerl_deepspeed.chunks import piece_chunks
@@ -36,7 +33,7 @@ from corerl_deepspeed.step import forward_pass, train_step
 
 class DeepSpeedBackend(Backend):
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
-        for problem in precision_problems(config.options, config.train):
+        for problem in precision_problems(config.train):
             raise Unsupported(problem.text)
         join(self.device, local_rank=context.local_rank)
         with calling_deepspeed(partitioned=False):
@@ -50,18 +47,12 @@ class DeepSpeedBackend(Backend):
         self.working = state.working(self.model)
         self.masters = state.masters(self.model)
         self.partitioned = state.partitioned(self.model)
-        self.applied = 0
-        rank, size = context.rank, context.world_size
-        return ParallelLayout(rank=rank, world_size=size, dp_rank=rank, dp_size=size)
-
-    @property
-    def adam_step(self) -> int:
-        return self.applied
+        return ParallelLayout.data_parallel(rank=context.rank, world_size=context.world_size)
 
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
         with calling_deepspeed(partitioned=self.partitioned):
             result = train_step(self.model, batch, loss, lr=step.lr, dp_size=self.layout.dp_size, device=self.device)
-        self.applied += result.applied
+        self.adam_step += result.applied
         return result
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
@@ -82,23 +73,13 @@ class DeepSpeedBackend(Backend):
         state.release(self.model)
         match kind:
             case MemoryKind.PARAM:
-                held = list(state.parameter_memory(self.model))
+                return list(state.parameter_memory(self.model))
             case MemoryKind.MASTER:
-                held = state.flats(self.model)
+                return state.flats(self.model)
             case MemoryKind.GRAD:
-                held = list(state.gradient_memory(self.model))
+                return list(state.gradient_memory(self.model))
             case MemoryKind.OPTIMIZER:
-                held = [value for values in self.model.optimizer.state.values() for value in values.values()]
-        return [tensor for tensor in held if tensor.device.type == self.device.type]  # the offloaded need not sleep
-
-    def gather(self, bucket: Bucket, out: torch.Tensor | None, *, chunks: Sequence[Chunk], root: int | None) -> None:
-        if not self.partitioned:
-            if out is not None:  # all of it is here
-                self._own_plan(chunks).gather(bucket, out, chunks=chunks, root=None, dtype=out.dtype)
-            return
-        # Chunks may lie on the host; buckets travel between devices.
-        where = torch.empty(0, device=self.device) if out is None else out
-        super().gather(bucket, where, chunks=chunks, root=root)
+                return [value for values in self.model.optimizer.state.values() for value in values.values()]
 
     def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
         state.release(self.model)
@@ -107,7 +88,6 @@ class DeepSpeedBackend(Backend):
                 state.spread(self.model, self.working, self.masters)
         state.drop_second_copies(self.model)
         if adam_step is not None:
-            self.applied = adam_step
             set_adam_step(self.model.optimizer, adam_step)
 
     def shutdown(self, reason: str) -> None:
@@ -117,10 +97,4 @@ class DeepSpeedBackend(Backend):
         leave()
 
     def _moment(self, flat: torch.Tensor, key: StateKey) -> torch.Tensor:
-        return moments(self.model.optimizer, flat, self.applied)[key.value]
-
-    def _own_plan(self, chunks: Sequence[Chunk]) -> GatherPlan:
-        """Of this rank alone."""
-        if not hasattr(self, "_alone"):
-            self._alone = GatherPlan.build([evolve(chunk, replica=False) for chunk in chunks], None)
-        return self._alone
+        return moments(self.model.optimizer, flat, self.adam_step)[key.value]

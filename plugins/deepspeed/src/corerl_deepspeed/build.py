@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import deepspeed
 import torch
 from attrs import frozen
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from corerl.backend.adamw import adamw
 from corerl.config.schema import TrainConfig
 from corerl.models.attention import PACKED
-from corerl.models.build import build_on_meta, materialize
+from corerl.models.build import build_on_meta, materialize, move_buffers, recompute_layers
 from corerl.models.names import HFBox, hf_boxes
 from corerl.models.policy import CausalPolicy
 from corerl_deepspeed.config import DeepSpeedConfig
@@ -44,7 +42,7 @@ def build_model(
     policy = CausalPolicy(build_on_meta(hf, dtype=dtype, attention=PACKED, value_head=value_head))
     boxes = hf_boxes(policy.model)
     if train.recompute == "full":
-        recompute_forward(policy.model.get_decoder().layers)
+        recompute_layers(policy.model)
     shapes = {name: tuple(param.shape) for name, param in policy.model.named_parameters()}
     settings = deepspeed_json(
         options,
@@ -55,9 +53,7 @@ def build_model(
         persistent=max((param.numel() for param in policy.parameters() if param.dim() < 2), default=0),
     )
     materialize(policy.model, {name: unallocated(shape, dtype, device) for name, shape in shapes.items()})
-    for module in policy.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)
+    move_buffers(policy, device)
     optimizer = adamw(
         dict(policy.model.named_parameters()),
         shapes,
@@ -66,19 +62,13 @@ def build_model(
     )
     if options.stage == 3:
         partition(policy.model.parameters(), settings)
-    with nothing_to_copy():
+    with nothing_to_copy(), always_zero():
         engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings, dist_init_required=False)
     if options.stage == 3:
         # The policy reads its head's weight itself, which belongs to another module.
         for param in policy.head.parameters(recurse=False):
             deepspeed.zero.register_external_parameter(policy, param)
     return Model(policy=policy, engine=engine, optimizer=optimizer, boxes=boxes)
-
-
-def recompute_forward(layers: Iterable[nn.Module]) -> None:
-    """Of a layer's activations its inputs alone are kept; the backward pass makes the others again."""
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def unallocated(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -93,6 +83,14 @@ def partition(params: Iterable[Any], settings: dict[str, Any]) -> None:
     for param in params:
         init._convert_to_deepspeed_param(param)
         param.partition()
+
+
+@contextmanager
+def always_zero() -> Iterator[None]:
+    """The ZeRO optimizer in stage 1 too. With bfloat16 weights and float32 gradients DeepSpeed takes another one there,
+    which keeps everything elsewhere (https://github.com/deepspeedai/DeepSpeed/pull/2706); ZeRO's own does the same."""
+    with mock.patch.object(DeepSpeedEngine, "_do_optimizer_sanity_check", return_value=ZERO_OPTIMIZATION):
+        yield
 
 
 @contextmanager

@@ -6,8 +6,8 @@ import contextlib
 import io
 import logging
 from collections.abc import Iterator
-from importlib import metadata
 
+from corerl.plugin.probing import library, nccl
 from corerl.plugin.spec import Finding, Level
 
 OLDEST, END = (0, 19, 8), (0, 20)  # DeepSpeed's, as in pyproject.toml
@@ -19,29 +19,18 @@ def probe() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
-    try:
-        installed = metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
-        yield Finding(level=Level.ERROR, what="DeepSpeed is not installed", why="this backend is made of it", mend=MEND)
-        return
-    version = tuple(int(part) for part in installed.partition("+")[0].split(".")[:3])
-    if OLDEST <= version < END:
-        yield Finding(level=Level.OK, what=f"DeepSpeed {installed} is one that this backend runs with")
-    else:
-        yield Finding(
-            level=Level.ERROR,
-            what=f"DeepSpeed {installed} is not one of those that this backend was written for",
-            why="it reads weights, masters and moments where this version keeps them",
-            mend=MEND,
-        )
-    if torch.cuda.is_available() and not dist.is_nccl_available():
-        yield Finding(
-            level=Level.ERROR,
-            what="torch sees CUDA devices, and torch.distributed has no NCCL",
-            why="ranks on GPUs talk through it",
-            mend="python -m pip install --force-reinstall torch",
-        )
-    yield from _operations()
+    found = library(
+        "DeepSpeed",
+        "deepspeed",
+        oldest=OLDEST,
+        end=END,
+        why="it reads weights, masters and moments where this version keeps them",
+        mend=MEND,
+    )
+    yield found
+    yield from nccl(gpus=torch.cuda.is_available(), available=dist.is_nccl_available())
+    if found.level is Level.OK:
+        yield from _operations()
 
 
 def _operations() -> Iterator[Finding]:

@@ -37,18 +37,12 @@ def check(config: DeepSpeedConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     for path, instead in contradictions(config.raw):
         yield Problem(f"raw.{path}", f"has another place: {instead}; remove it here")
     if cluster.train is not None:
-        yield from precision_problems(config, cluster.train)
+        yield from precision_problems(cluster.train)
 
 
-def precision_problems(config: DeepSpeedConfig, train: TrainConfig) -> Iterator[Problem]:
+def precision_problems(train: TrainConfig) -> Iterator[Problem]:
     if train.precision == "float16":
         yield Problem(".train.precision", f"'float16': {NO_FLOAT16}; set it to 'bfloat16'")
-    if train.precision == "bfloat16" and config.stage == 1 and config.offload == "none":
-        yield Problem(
-            "stage",
-            "1 with train.precision='bfloat16', where DeepSpeed keeps a whole float32 gradient on each rank, in "
-            "another optimizer that this backend does not know; set stage=2, which takes less memory",
-        )
 
 
 SPEC = BackendSpec(

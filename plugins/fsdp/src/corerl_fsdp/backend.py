@@ -24,7 +24,6 @@ from corerl.types import (
     TrainResult,
 )
 from corerl.weights.chunks import Chunk
-from corerl.weights.manifest import Bucket
 from corerl_fsdp.build import build_mesh, build_policy, reshard
 from corerl_fsdp.chunks import shard_chunks
 from corerl_fsdp.scale import LossScale
@@ -51,13 +50,7 @@ class FsdpBackend(Backend):
             self.shards.params, self.shards.shapes, config.train.optimizer, fused=self.device.type == "cuda"
         )
         self.scale = LossScale() if config.train.precision == "float16" else None
-        self.applied = 0
-        rank, size = context.rank, context.world_size
-        return ParallelLayout(rank=rank, world_size=size, dp_rank=rank, dp_size=size)
-
-    @property
-    def adam_step(self) -> int:
-        return self.applied
+        return ParallelLayout.data_parallel(rank=context.rank, world_size=context.world_size)
 
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
         result = train_step(
@@ -73,7 +66,7 @@ class FsdpBackend(Backend):
             scale=self.scale,
             device=self.device,
         )
-        self.applied += result.applied
+        self.adam_step += result.applied
         return result
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
@@ -86,29 +79,27 @@ class FsdpBackend(Backend):
         if key in (StateKey.PARAM, StateKey.MASTER):
             values = {name: self.shards.local[name] for name in held}
         else:
-            values = {name: moments(self.optimizer, self.shards.params[name], self.applied)[key.value] for name in held}
+            values = {
+                name: moments(self.optimizer, self.shards.params[name], self.adam_step)[key.value] for name in held
+            }
         return shard_chunks(self.shards.dtensors, values, self.boxes)
 
     def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
         reshard(self.policy)
         match kind:
             case MemoryKind.PARAM:
-                held = list(self.shards.local.values())
+                return list(self.shards.local.values())
             case MemoryKind.OPTIMIZER:
-                held = [value for state in self.optimizer.state.values() for value in state.values()]
+                return [value for state in self.optimizer.state.values() for value in state.values()]
             case _:
-                held = []  # shards are float32 and their own masters; gradients do not outlive a step
-        return [tensor for tensor in held if tensor.device.type == self.device.type]  # the offloaded need not sleep
+                return []  # shards are float32 and their own masters; gradients do not outlive a step
 
-    def gather(self, bucket: Bucket, out: torch.Tensor | None, *, chunks: Sequence[Chunk], root: int | None) -> None:
-        # Chunks may lie on the host; buckets travel between devices.
-        where = torch.empty(0, device=self.device) if out is None else out
-        super().gather(bucket, where, chunks=chunks, root=root)
+    def moments_to_come(self) -> int:
+        return 0 if self.config.options.offload == "optimizer" else super().moments_to_come()
 
     def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
         reshard(self.policy)
         if adam_step is not None:
-            self.applied = adam_step
             set_adam_step(self.optimizer, adam_step)
 
     def extra_state(self) -> Extra:

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PretrainedConfig
 
 from corerl.models.attention import PACKED
-from corerl.models.build import build_on_meta, materialize
+from corerl.models.build import build_on_meta, materialize, move_buffers, recompute_layers
 from corerl.models.policy import CausalPolicy
 from corerl_fsdp.config import FsdpConfig
 
@@ -38,12 +37,11 @@ def build_policy(
     """A policy, or a critic with `value_head`. Master weights are float32; layers compute in `precision` and gradients
     are reduced in float32."""
     policy = CausalPolicy(build_on_meta(hf, dtype=torch.float32, attention=PACKED, value_head=value_head))
-    layers = policy.model.get_decoder().layers
     # Both change what a layer's own forward does. FSDP's hooks stand around it, so neither runs or traces these.
     if options.compile:
-        compile_forward(layers)
+        compile_forward(policy.model.get_decoder().layers)
     if recompute:
-        recompute_forward(layers)
+        recompute_layers(policy.model)
     on_host = options.offload == "parameters"
     shard(
         policy,
@@ -57,9 +55,7 @@ def build_policy(
     materialize(policy.model, {name: nn.Parameter(torch.empty_like(param, device=held_on)) for name, param in params})
     # In its load hook FSDP takes over replaced parameters and pads uneven shards; later it would move their memory.
     policy.load_state_dict({}, strict=False)
-    for module in policy.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)
+    move_buffers(policy, device)
     return policy
 
 
@@ -69,12 +65,6 @@ def compile_forward(layers: Iterable[nn.Module]) -> None:
     AttentionInterface.register(PACKED, torch.compiler.disable(AttentionInterface()[PACKED]))
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
-
-
-def recompute_forward(layers: Iterable[nn.Module]) -> None:
-    """Of a layer's activations its inputs alone are kept; the backward pass makes the others again."""
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def shard(

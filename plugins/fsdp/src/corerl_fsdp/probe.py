@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from corerl.plugin.probing import REINSTALL_TORCH, nccl, version
 from corerl.plugin.spec import Finding, Level
 
 OLDEST = (2, 9)  # torch's, as in pyproject.toml
 TESTED = (2, 13)  # the newest with which all tests have passed
-REINSTALL = "python -m pip install --force-reinstall torch"
 
 
 def probe() -> Iterator[Finding]:
@@ -16,15 +16,15 @@ def probe() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
-    version = tuple(int(part) for part in torch.__version__.partition("+")[0].split(".")[:2])
-    if version < OLDEST:
+    installed = version(torch.__version__)[:2]
+    if installed < OLDEST:
         yield Finding(
             level=Level.ERROR,
             what=f"torch {torch.__version__} is older than {_dotted(OLDEST)}",
             why="its fully_shard lacks what this backend calls",
             mend=f"python -m pip install 'torch>={_dotted(OLDEST)}'",
         )
-    elif version > TESTED:
+    elif installed > TESTED:
         yield Finding(
             level=Level.WARNING,
             what=f"torch {torch.__version__} is newer than {_dotted(TESTED)}, the newest that was tested",
@@ -38,7 +38,7 @@ def probe() -> Iterator[Finding]:
             level=Level.ERROR,
             what=f"torch {torch.__version__} was built without torch.distributed",
             why="ranks cannot meet without it, not even a single one",
-            mend=REINSTALL,
+            mend=REINSTALL_TORCH,
         )
         return
     if not dist.is_gloo_available():
@@ -46,15 +46,9 @@ def probe() -> Iterator[Finding]:
             level=Level.ERROR,
             what="torch.distributed has no gloo",
             why="ranks on CPUs, and the CPU side of those on GPUs, talk through it",
-            mend=REINSTALL,
+            mend=REINSTALL_TORCH,
         )
-    if torch.cuda.is_available() and not dist.is_nccl_available():
-        yield Finding(
-            level=Level.ERROR,
-            what="torch sees CUDA devices, and torch.distributed has no NCCL",
-            why="ranks on GPUs talk through it",
-            mend=REINSTALL,
-        )
+    yield from nccl(gpus=torch.cuda.is_available(), available=dist.is_nccl_available())
     there = {"gloo": dist.is_gloo_available(), "NCCL": dist.is_nccl_available()}
     names = " and ".join(name for name, available in there.items() if available)
     yield Finding(level=Level.OK, what=f"torch.distributed has {names or 'no backend that ranks could meet through'}")

@@ -63,18 +63,13 @@ class MegatronBackend(Backend):
             vocabulary=model.vocabulary,
             device=self.device,
         )
-        self.applied = 0
         self.gathers_pending = False
         return layout(config.options, self.groups, rank=context.rank, ranks=context.world_size)
-
-    @property
-    def adam_step(self) -> int:
-        return self.applied
 
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
         with calling_megatron(self.device):
             result = train_step(self.pipeline, batch, loss, lr=step.lr, clip_norm=self.config.train.optimizer.clip_norm)
-        self.applied += result.applied
+        self.adam_step += result.applied
         self.gathers_pending |= result.applied and self.config.options.overlap_param_gather
         return result
 
@@ -124,7 +119,6 @@ class MegatronBackend(Backend):
                     for chunk in self.model.chunks:
                         chunk.start_param_sync(force_sync=True)
         if adam_step is not None:
-            self.applied = adam_step
             set_adam_step(self.model, adam_step)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from enum import Enum
@@ -14,7 +13,7 @@ from torch import nn
 
 from corerl.errors import ModelError
 from corerl.models.build import VALUE_HEAD_WEIGHT
-from corerl.weights.chunks import Box, Chunk, flat_range_boxes, intersect, within
+from corerl.weights.chunks import Box, Chunk, flat_range_views, intersect, within
 from corerl_megatron.families import Architecture
 from corerl_megatron.model import EMBEDDING, HEAD, PackedModel
 from corerl_megatron.parallel import Groups
@@ -118,14 +117,9 @@ class Held:
         """Of `values`: the whole parameter's weights or moments; or flat, as many elements of it from `start` on, which
         no other copy of the model has."""
         replica = self.duplicate or (start is None and self.later_copy)
-        at = 0
-        first = start or 0
-        for offsets, sizes in flat_range_boxes(tuple(self.param.shape), first, first + values.numel()):
-            count = math.prod(sizes)
-            view = values.view(-1)[at : at + count].view(sizes)
-            at += count
+        for box, view in flat_range_views(tuple(self.param.shape), start or 0, values.view(-1)):
             for piece in self.pieces:
-                chunk = piece.chunk((offsets, sizes), view, replica=replica)
+                chunk = piece.chunk(box, view, replica=replica)
                 if chunk is not None:
                     yield chunk
 

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 
 from corerl.errors import SaveFailed
 from corerl.types import Step
@@ -49,8 +50,8 @@ def write(model: Model, directory: Path, step: Step) -> None:
             directory.mkdir(parents=True)
         torch.distributed.barrier()
         dist_checkpointing.save(state, str(directory), InThisProcess("torch_dist", 1), content_metadata=dict(METADATA))
-    except OSError as error:
-        raise SaveFailed(f"cannot write {directory}: {error}") from error
+    except (OSError, CheckpointException) as error:  # the second, of a full disk, is no Exception, and names all ranks
+        raise SaveFailed(f"cannot write {directory}: {' '.join(str(error).split())}") from error
 
 
 def sharded_state(model: Model, *, loading: bool) -> dict[str, Any]:

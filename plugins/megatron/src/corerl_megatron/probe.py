@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from importlib import metadata
 
+from corerl.plugin.probing import library, nccl
 from corerl.plugin.spec import Finding, Level
 
 OLDEST, END = (0, 16), (0, 20)  # megatron-core's, as in pyproject.toml
@@ -17,33 +18,18 @@ def probe() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
-    try:
-        installed = metadata.version("megatron-core")
-    except metadata.PackageNotFoundError:
-        yield Finding(
-            level=Level.ERROR, what="megatron-core is not installed", why="this backend is made of it", mend=MEND
-        )
-    else:
-        version = tuple(int(part) for part in installed.split(".")[:2])
-        if OLDEST <= version < END:
-            yield Finding(level=Level.OK, what=f"megatron-core {installed} is one that this backend runs with")
-        else:
-            yield Finding(
-                level=Level.ERROR,
-                what=f"megatron-core {installed} is not one of those that this backend was written for",
-                why="its arguments and its checkpoints change from version to version",
-                mend=MEND,
-            )
+    yield library(
+        "megatron-core",
+        "megatron-core",
+        oldest=OLDEST,
+        end=END,
+        why="its arguments and its checkpoints change from version to version",
+        mend=MEND,
+    )
     if not torch.cuda.is_available():
         yield Finding(level=Level.OK, what="no GPU: layers are plain torch, and ranks talk through gloo")
         return
-    if not dist.is_nccl_available():
-        yield Finding(
-            level=Level.ERROR,
-            what="torch sees CUDA devices, and torch.distributed has no NCCL",
-            why="ranks on GPUs talk through it",
-            mend="python -m pip install --force-reinstall torch",
-        )
+    yield from nccl(gpus=torch.cuda.is_available(), available=dist.is_nccl_available())
     if importlib.util.find_spec("transformer_engine") is None:
         yield Finding(
             level=Level.WARNING,

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence, Set
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from corerl.backend import Backend, MetricSum, StateKey, resolve_loss
+from corerl.backend import Backend, StateKey
 from corerl.backend.adamw import adamw, moments, set_adam_step, set_lr
-from corerl.backend.batches import DeviceBatch, OutputCollector, to_device
+from corerl.backend.passes import StepLosses, forward_outputs
 from corerl.config.schema import RoleConfig
 from corerl.models.attention import PACKED
 from corerl.models.build import build_on_meta, materialize
@@ -45,25 +46,13 @@ class MineBackend(Backend):
         materialize(model, self.params)
         self.policy = CausalPolicy(model).to(self.device)  # its buffers; parameters are there already
         self.optimizer = adamw(self.params, shapes, config.train.optimizer, fused=self.device.type == "cuda")
-        self.applied = 0
-        rank, size = context.rank, context.world_size
-        return ParallelLayout(rank=rank, world_size=size, dp_rank=rank, dp_size=size)
-
-    @property
-    def adam_step(self) -> int:
-        return self.applied
+        return ParallelLayout.data_parallel(rank=context.rank, world_size=context.world_size)
 
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        loss_function = resolve_loss(loss)
-        metrics = MetricSum()
-        tokens = 0
         self.policy.train()
-        for micro in batch.micro_batches:
-            inputs = to_device(micro, self.device)
-            result = loss_function(inputs.loss_inputs(self.outputs(inputs, batch.temperature, loss.outputs)))
-            result.loss.backward()  # adds to the gradients of the micro-batches before
-            metrics.add(result.metrics)
-            tokens += len(micro.tokens)
+        losses = StepLosses(self.outputs, batch, loss, device=self.device)
+        for value in losses:
+            value.backward()  # adds to the gradients of the micro-batches before
         self.sum_gradients()
         clip_norm = self.config.train.optimizer.clip_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.params.values(), clip_norm).item()
@@ -71,9 +60,9 @@ class MineBackend(Backend):
         if applied:
             set_lr(self.optimizer, step.lr)
             self.optimizer.step()
-            self.applied += 1
+            self.adam_step += 1
         self.optimizer.zero_grad()
-        return TrainResult(applied=applied, metrics=metrics.finish(), grad_norm=norm, tokens=tokens)
+        return TrainResult(applied=applied, metrics=losses.metrics.finish(), grad_norm=norm, tokens=losses.tokens)
 
     def sum_gradients(self) -> None:
         """A sum and no mean: each token's weight already holds 1 / denominator of the whole step."""
@@ -96,23 +85,15 @@ class MineBackend(Backend):
             tensor.copy_(summed.view_as(tensor))
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        collector = OutputCollector()
         self.policy.eval()
-        with self.using(weights), torch.no_grad():
-            for micro in batch.micro_batches:
-                inputs = to_device(micro, self.device)
-                collector.add(micro, self.outputs(inputs, batch.temperature, outputs))
-        return collector.finish(outputs)
+        with self.using(weights):
+            return forward_outputs(self.outputs, batch, outputs, device=self.device)
 
-    def outputs(
-        self, inputs: DeviceBatch, temperature: float, wanted: tuple[Output, ...]
-    ) -> dict[Output, torch.Tensor]:
-        """Each [T] float32."""
+    def outputs(self, *inputs: Any) -> dict[Output, torch.Tensor]:
+        """The policy's, each [T] float32."""
         half = self.config.train.precision == "bfloat16"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=half):
-            found: dict[Output, torch.Tensor] = self.policy(
-                inputs.tokens, inputs.packing, inputs.positions, temperature, wanted
-            )
+            found: dict[Output, torch.Tensor] = self.policy(*inputs)
         return found
 
     def local_state(self, key: StateKey) -> Sequence[Chunk]:
@@ -121,7 +102,7 @@ class MineBackend(Backend):
             if key in (StateKey.PARAM, StateKey.MASTER):
                 values = param.detach()
             else:
-                values = moments(self.optimizer, param, self.applied)[key.value]
+                values = moments(self.optimizer, param, self.adam_step)[key.value]
             start, replica = (0,) * param.dim(), self.context.rank > 0  # rank 0 is the one that saves and sends
             chunks += local_chunks(self.boxes[name], start, tuple(param.shape), values, replica=replica)
         return chunks
@@ -137,5 +118,4 @@ class MineBackend(Backend):
 
     def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
         if adam_step is not None:
-            self.applied = adam_step
             set_adam_step(self.optimizer, adam_step)

@@ -1,0 +1,235 @@
+"""Host memory that sleeping device memory is copied to: pinned by threads in the background, once, and then kept."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import resource
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from attrs import frozen
+
+SEGMENT = 2**30  # bytes that one thread touches and pins at a time, at most
+SMALLEST_SEGMENT = 2**26
+ALIGNMENT = 512  # bytes; where a copy begins
+THREADS = 16  # more are no faster: the kernel hands out pages, and the driver pins them
+
+
+class Pinning(Protocol):
+    """What a driver does to host memory so that copies to and from a device run at full speed."""
+
+    def pin(self, memory: torch.Tensor) -> str:
+        """Called in any thread. "" where it is done, else the driver's reason."""
+
+    def unpin(self, memory: torch.Tensor) -> None: ...
+
+
+@frozen
+class CudaPinning:
+    """cudaHostRegister: memory whose pages are there already is pinned several times as fast as cudaHostAlloc makes it
+    where pages are faulted in one by one."""
+
+    device: torch.device
+
+    def pin(self, memory: torch.Tensor) -> str:
+        torch.cuda.set_device(self.device)  # a new thread stands at device 0, and would make a context there
+        cudart = torch.cuda.cudart()
+        status = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        return "" if status == cudart.cudaError.success else str(cudart.cudaGetErrorString(status))
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
+
+
+@frozen(eq=False)
+class Piece:
+    """Of one segment, the bytes from `start` on."""
+
+    segment: int
+    start: int
+    memory: torch.Tensor  # [n] uint8
+
+
+@frozen(eq=False)
+class Segment:
+    memory: torch.Tensor  # [n] uint8
+    refusal: str  # "" where it is pinned
+
+
+class HostMemory:
+    """Ordinary memory, made when it is asked for and kept by nobody: what a CPU needs."""
+
+    refusal = ""  # why memory that should be pinned is not
+
+    def reserve(self, nbytes: int) -> None:
+        """So much will be needed in all; returns at once. Raises MemoryError where the host has not so much."""
+
+    def take(self, nbytes: int) -> list[Piece]:
+        """`nbytes` or a little more, in one piece or several. Raises where the host has not so much."""
+        return [Piece(0, 0, torch.empty(nbytes, dtype=torch.uint8))]
+
+    def give_back(self, pieces: Iterable[Piece]) -> None:
+        """They may be handed out again."""
+
+    def close(self) -> None:
+        """Called once, when nothing is copied any more."""
+
+
+class PinnedPool(HostMemory):
+    """Segments, each touched and pinned by a thread of its own. `take` waits for those that are being made, and makes
+    what is still missing; nothing is ever unpinned before the end.
+
+    Pieces never cross the border of a segment: a driver refuses a copy between one and the next. Where pinning is
+    refused memory is used as it is, and `refusal` says why.
+    """
+
+    def __init__(self, pinning: Pinning, *, threads: int = 0) -> None:
+        self._pinning = pinning
+        self._threads = threads or min(THREADS, len(os.sched_getaffinity(0)))
+        self._segments: list[Segment] = []
+        self._making: list[Future[Segment]] = []
+        self._free: list[tuple[int, int, int]] = []  # segment, from, to; by place, no two of them neighbours
+        self._size = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes in all, those included that are still being made."""
+        return self._size
+
+    def reserve(self, nbytes: int) -> None:
+        missing = nbytes - self._size
+        if missing <= 0:
+            return
+        if missing > (available := available_bytes()):  # touched all the same, it would end this process or another
+            raise MemoryError(_no_memory(missing, available))
+        count = min(max(self._threads, -(-missing // SEGMENT)), -(-missing // SMALLEST_SEGMENT))
+        each = -(-missing // count // mmap.PAGESIZE) * mmap.PAGESIZE
+        workers = ThreadPoolExecutor(self._threads, thread_name_prefix="corerl-pin")
+        self._making += [workers.submit(self._make, each) for _ in range(count)]
+        workers.shutdown(wait=False)  # the threads end when all of it is made
+        self._size += count * each
+
+    def take(self, nbytes: int) -> list[Piece]:
+        self._collect()
+        nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if (missing := nbytes - sum(end - start for _, start, end in self._free)) > 0:
+            self.reserve(self._size + missing)
+            self._collect()
+        pieces = []
+        while nbytes:
+            segment, start, end = self._free.pop(0)
+            stop = min(end, start + nbytes)
+            pieces.append(Piece(segment, start, self._segments[segment].memory[start:stop]))
+            nbytes -= stop - start
+            if stop < end:
+                self._free.insert(0, (segment, stop, end))
+        return pieces
+
+    def give_back(self, pieces: Iterable[Piece]) -> None:
+        freed = [(piece.segment, piece.start, piece.start + piece.memory.numel()) for piece in pieces]
+        self._free = list(_joined(sorted([*self._free, *freed])))
+
+    def close(self) -> None:
+        """Unpins everything; what is still being made is waited for."""
+        making = [future for future in self._making if not future.cancel()]
+        made = [future.result() for future in making if future.exception() is None]
+        for segment in [*self._segments, *made]:
+            if not segment.refusal:
+                self._pinning.unpin(segment.memory)
+        self._segments, self._making, self._free, self._size = [], [], [], 0
+
+    def _make(self, nbytes: int) -> Segment:
+        """In a thread: numpy and the driver work without Python's lock."""
+        memory = _touched(nbytes)
+        reason = self._pinning.pin(memory)
+        return Segment(memory, reason)
+
+    def _collect(self) -> None:
+        """Wait for what is being made. Raises where one of the segments could not be, and forgets it."""
+        making, self._making = self._making, []
+        failed: BaseException | None = None
+        for future in making:
+            if (error := future.exception()) is not None:
+                failed = failed or error
+                continue
+            segment = future.result()
+            self.refusal = self.refusal or _refusal(segment.refusal)
+            self._free.append((len(self._segments), 0, segment.memory.numel()))
+            self._segments.append(segment)
+        if failed is not None:
+            self._size = sum(segment.memory.numel() for segment in self._segments)
+            raise failed
+
+
+def host_memory(device: torch.device) -> HostMemory:
+    """For what lies on `device`."""
+    return PinnedPool(CudaPinning(device)) if device.type == "cuda" else HostMemory()
+
+
+def cut(pieces: Sequence[Piece], sizes: Iterable[int]) -> Iterator[list[torch.Tensor]]:
+    """For each of `sizes` its memory, [n] uint8 slices one after the other from the beginning of `pieces`."""
+    rest = [piece.memory for piece in reversed(pieces)]
+    for size in sizes:
+        slices = []
+        while size:
+            memory = rest.pop()
+            slices.append(memory[:size])
+            if memory.numel() > size:
+                rest.append(memory[size:])
+            size -= slices[-1].numel()
+        yield slices
+
+
+def available_bytes() -> float:
+    """Of the host's memory, what can be taken without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return math.inf  # no Linux
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _touched(nbytes: int) -> torch.Tensor:
+    """[nbytes] uint8 zeros, with all of their pages there."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without large pages: it takes longer, and nothing else
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    np.frombuffer(pages, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _no_memory(nbytes: int, available: float) -> str:
+    return (
+        f"what sleeps goes to host memory, and {nbytes / 2**30:.2f} GiB more are needed for it where the host has "
+        f"{available / 2**30:.2f}; put fewer ranks on a node, or engines on devices of their own "
+        "(cluster.placement = 'disaggregated')"
+    )
+
+
+def _refusal(reason: str) -> str:
+    if not reason:
+        return ""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:g} MiB"
+    return f"host memory could not be pinned ({reason}; `ulimit -l` is {limit}), sleep and wake_up will be slow"
+
+
+def _joined(extents: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Neighbours as one; `extents` are by place."""
+    last: tuple[int, int, int] | None = None
+    for segment, start, end in extents:
+        if last is not None and last[0] == segment and last[2] == start:
+            last = (segment, last[1], end)
+            continue
+        if last is not None:
+            yield last
+        last = (segment, start, end)
+    if last is not None:
+        yield last

@@ -1,0 +1,50 @@
+"""What the probes of several backends look at alike, for `corerl doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import metadata
+
+from corerl.plugin.spec import Finding, Level
+
+Version = tuple[int, ...]
+
+REINSTALL_TORCH = "python -m pip install --force-reinstall torch"
+
+
+def library(name: str, distribution: str, *, oldest: Version, end: Version, why: str, mend: str) -> Finding:
+    """Whether the library that a backend is made of is there, in a version from `oldest` on and before `end`; `why`
+    says why others will not do."""
+    try:
+        installed = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return Finding(level=Level.ERROR, what=f"{name} is not installed", why="this backend is made of it", mend=mend)
+    if oldest <= version(installed)[: len(oldest)] and version(installed)[: len(end)] < end:
+        return Finding(level=Level.OK, what=f"{name} {installed} is one that this backend runs with")
+    return Finding(
+        level=Level.ERROR,
+        what=f"{name} {installed} is not one of those that this backend was written for",
+        why=why,
+        mend=mend,
+    )
+
+
+def version(text: str) -> Version:
+    """The numbers of a version up to the first that is none: 2.13.0+cpu is (2, 13, 0), 0.17.0rc1 is (0, 17)."""
+    numbers = []
+    for part in text.partition("+")[0].split("."):
+        if not part.isdecimal():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def nccl(*, gpus: bool, available: bool) -> Iterator[Finding]:
+    """A finding where torch sees GPUs, and has no NCCL through which ranks on them could meet."""
+    if gpus and not available:
+        yield Finding(
+            level=Level.ERROR,
+            what="torch sees CUDA devices, and torch.distributed has no NCCL",
+            why="ranks on GPUs talk through it",
+            mend=REINSTALL_TORCH,
+        )

@@ -1,0 +1,156 @@
+"""What checks are given: a backend on its ranks, models, and what several checks look at. A part of `plugin`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from corerl.errors import Unsupported
+from corerl.plugin.capabilities import Capability
+from corerl.plugin.registry import Kind, Loaded, load
+from corerl.testing.outcomes import SELECTED, gpus
+from corerl.testing.pool import OneRank, RankPool, Ranks
+
+if TYPE_CHECKING:
+    from corerl.testing.subject import Runs, Subject
+
+
+@pytest.fixture(scope="session")
+def backend_name(request: pytest.FixtureRequest) -> str:
+    """Which backend: override it in the file that imports the suite, or give --corerl-backend."""
+    name: str = request.config.getoption("--corerl-backend")
+    if not name:
+        raise pytest.UsageError("which backend? override the fixture backend_name, or give --corerl-backend NAME")
+    return name
+
+
+@pytest.fixture(scope="session")
+def backend_options() -> Callable[[int], Mapping[str, Any]]:
+    """The options that the backend is checked with, by level; override it where the defaults do not fit."""
+    return lambda level: {}
+
+
+@pytest.fixture
+def options(request: pytest.FixtureRequest, backend_options: Callable[[int], Mapping[str, Any]]) -> Mapping[str, Any]:
+    return backend_options(request.node.stash[SELECTED].level)
+
+
+@pytest.fixture
+def loaded(backend_name: str) -> Loaded:
+    """The spec, and where it came from."""
+    return load(Kind.BACKENDS, backend_name)
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """Two processes, for the whole test run."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def rank_sets(rank_pool: RankPool) -> Mapping[int, Ranks]:
+    """World size -> where its ranks run."""
+    return {1: OneRank(), rank_pool.world_size: rank_pool}
+
+
+@pytest.fixture(scope="session")
+def model_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Kind -> a directory that transformers wrote."""
+    from corerl.testing.models import KINDS, write_tiny_model
+
+    return {kind: write_tiny_model(kind, tmp_path_factory.mktemp("models") / kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="session")
+def runs(rank_sets: Mapping[int, Ranks], model_directories: Mapping[str, Path]) -> Runs:
+    """Trajectories that several checks look at, each trained once."""
+    from corerl.testing.subject import Runs
+
+    return Runs(rank_sets, model_directories)
+
+
+@pytest.fixture(scope="session")
+def gpu_runs(model_directories: Mapping[str, Path]) -> Iterator[Runs]:
+    """One rank on a GPU, and two where there are as many."""
+    from corerl.testing.subject import Runs
+
+    pools = {size: RankPool(size, "cuda") for size in (1, 2) if size <= gpus()}
+    yield Runs(pools, model_directories)
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def _refusals() -> dict[str, str]:
+    """Backend -> how it refused several ranks, so that it is asked once."""
+    return {}
+
+
+@pytest.fixture
+def subject(
+    request: pytest.FixtureRequest,
+    backend_name: str,
+    options: Mapping[str, Any],
+    world_size: int,
+    runs: Runs,
+    tmp_path: Path,
+    _refusals: dict[str, str],
+) -> Subject:
+    """The backend on `world_size` ranks, with whatever it declares that it lacks allowed.
+
+    Several ranks are the exception: a backend that declares itself one process is asked to start on two, once, and its
+    refusal is what each check on two ranks ends with.
+    """
+    from corerl.testing.subject import Subject
+
+    found = request.node.stash[SELECTED]
+    if found.level == 3:
+        if world_size > gpus():
+            pytest.skip(f"needs {world_size} GPUs, {gpus()} here")
+        runs = request.getfixturevalue("gpu_runs")
+    subject = Subject(
+        backend=backend_name,
+        world_size=world_size,
+        device="cuda" if found.level == 3 else "cpu",
+        runs=runs,
+        directory=tmp_path,
+        options=options,
+        lifted=bool(found.unsupported),
+    )
+    if str(Capability.MULTI_RANK) in found.unsupported:
+        if backend_name not in _refusals:
+            _refusals[backend_name] = subject.refusal_of_two_ranks()
+        if _refusals[backend_name]:
+            raise Unsupported(_refusals[backend_name])
+    return subject
+
+
+@pytest.fixture(scope="module")
+def seats() -> Iterator[Mapping[str, Any]]:
+    """Ray, started by the first check that asks; these come last, so that no other test finds it running."""
+    from corerl.testing import groups
+
+    with groups.seats() as seats:
+        yield seats
+
+
+@pytest.fixture(scope="module")
+def _wrapped() -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
+def wrapped(subject: Subject, seats: Mapping[str, Any], _wrapped: dict[str, Any]) -> Any:
+    """A group with three wrappers around its backend, which has run and lost a rank; once for several checks."""
+    from corerl.testing import groups
+
+    setup = subject.setup("qwen3")
+    key = repr((setup, subject.world_size))
+    if key not in _wrapped:
+        _wrapped[key] = groups.wrapped(setup, subject.world_size, seats["actor"], subject.directory / "wrapped")
+    return _wrapped[key]

@@ -1,0 +1,170 @@
+"""What is known of each check that was selected, how it ended, and what is told of all of them in the end."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from attrs import asdict, define, field, frozen
+
+from corerl.errors import CorerlError
+from corerl.plugin.capabilities import FULL, Capability, Grade, Support
+from corerl.plugin.registry import Kind, Loaded, load
+from corerl.testing.marks import Check
+
+SEED = 0
+OUTCOMES = ("passed", "failed", "blocked", "unsupported", "expected", "not run")
+
+
+@define
+class Selected:
+    """A check with its parameters."""
+
+    check: Check
+    level: int
+    world_size: int  # 0 where it has no say
+    parameters: str
+    needs: tuple[Capability, ...]
+    backend: str = ""  # known once it is set up
+    unsupported: dict[str, str] = field(factory=dict)  # capability that it needs and the backend lacks -> reason
+    blocked_by: str = ""
+
+
+@frozen(kw_only=True)
+class Outcome:
+    """A line of the report."""
+
+    id: str
+    name: str
+    parameters: str
+    level: int
+    ranks: int
+    needs: list[str]
+    outcome: str
+    reason: str
+    blocked_by: str
+    seconds: float
+
+
+SELECTED = pytest.StashKey[Selected]()
+SESSION = pytest.StashKey["Session"]()
+
+
+@define
+class Session:
+    """Of one test run."""
+
+    level: int
+    skipped_levels: dict[int, str]
+    expected: dict[str, str]  # id -> reason
+    outcomes: list[tuple[str, Outcome]] = field(factory=list)  # with the backend
+    failed: dict[tuple[str, str], set[int]] = field(factory=dict)  # (backend, id) -> world sizes, 0 for none
+    root_of: dict[tuple[str, str, int], str] = field(factory=dict)  # of what was blocked, the id that failed
+    passed_against_expectation: list[str] = field(factory=list)
+
+    def blocked_by(self, found: Selected) -> str:
+        """The id that failed and that `found` builds on, directly or not; "" where there is none."""
+        for id_ in found.check.builds_on:
+            for world_size in sorted({0, 1, found.world_size} if found.world_size else {0, 1, 2}):
+                if world_size in self.failed.get((found.backend, id_), ()):
+                    return self.root_of.get((found.backend, id_, world_size), id_)
+        # On two ranks a check builds on itself on one.
+        if found.world_size > 1 and 1 in self.failed.get((found.backend, found.check.id), ()):
+            return self.root_of.get((found.backend, found.check.id, 1), found.check.id)
+        return ""
+
+
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def loaded_backend(name: str) -> Loaded:
+    try:
+        return load(Kind.BACKENDS, name)
+    except CorerlError as error:
+        raise pytest.UsageError(error.message) from error
+
+
+def support_of(loaded: Loaded, capability: Capability) -> Support:
+    support: Support = loaded.spec.capabilities.get(capability, FULL)
+    return support
+
+
+def describe(name: str, session: Session) -> list[str]:
+    import torch
+
+    loaded = loaded_backend(name)
+    lacks = [str(capability) for capability in Capability if support_of(loaded, capability).grade is not Grade.FULL]
+    levels = f"0 to {session.level}"
+    if session.skipped_levels:
+        levels += "".join(f" without {level} ({why})" for level, why in session.skipped_levels.items())
+    return [
+        f"corerl backend: {loaded}, {loaded.value}, API {'.'.join(map(str, loaded.spec.api))}",
+        f"corerl capabilities: all but {', '.join(lacks)}" if lacks else "corerl capabilities: all",
+        f"corerl levels: {levels}; torch {torch.__version__}, seed {SEED}",
+    ]
+
+
+def report(backend: str, session: Session) -> dict[str, Any]:
+    """All that is known of one backend, as plain data."""
+    import torch
+
+    import corerl
+
+    loaded = load(Kind.BACKENDS, backend)
+    lines = [line for name, line in session.outcomes if name == backend]
+    return {
+        "backend": loaded.name,
+        "distribution": loaded.distribution,
+        "version": loaded.version,
+        "value": loaded.value,
+        "api": list(loaded.spec.api),
+        "capabilities": {
+            str(capability): {"grade": str(support.grade), "reason": support.reason}
+            for capability in Capability
+            for support in [support_of(loaded, capability)]
+        },
+        "levels": [level for level in range(session.level + 1) if level not in session.skipped_levels],
+        "corerl": corerl.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if gpus() else "cpu",
+        "seed": SEED,
+        "summary": {outcome: sum(line.outcome == outcome for line in lines) for outcome in OUTCOMES},
+        "passed_against_expectation": session.passed_against_expectation,
+        "checks": [asdict(line) for line in lines],
+    }
+
+
+def summary(session: Session) -> Iterator[str]:
+    """A table by level, and what is to be told of single checks."""
+    lines = [line for _, line in session.outcomes]
+    yield "  ".join(["LEVEL", *(outcome.rjust(11) for outcome in OUTCOMES)])
+    for level in range(session.level + 1):
+        if level in session.skipped_levels:
+            yield f"{level}      not run: {session.skipped_levels[level]}"
+            continue
+        counts = [sum(line.level == level and line.outcome == outcome for line in lines) for outcome in OUTCOMES]
+        yield "  ".join([str(level).ljust(5), *(str(count or "-").rjust(11) for count in counts)])
+    for outcome in ("not run", "expected", "failed"):
+        seen: dict[str, str] = {}
+        for line in lines:
+            if line.outcome == outcome:
+                seen.setdefault(line.id, f"{line.id} {outcome}: {_sentence(line.name)}: {line.reason}")
+        yield from seen.values()
+    roots: dict[str, list[str]] = {}
+    for line in lines:
+        if line.outcome == "blocked" and line.blocked_by != line.id:  # and not on two ranks by itself on one
+            roots.setdefault(line.blocked_by, []).append(line.id)
+    for root, blocked in roots.items():
+        yield f"{root} blocks: {', '.join(sorted(set(blocked)))}"
+    for id_ in session.passed_against_expectation:
+        yield f"{id_} passed, and the expected failures name it ({session.expected[id_]}): remove it there"
+
+
+def _sentence(name: str) -> str:
+    return name.removeprefix("test_").replace("_", " ")

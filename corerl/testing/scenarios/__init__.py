@@ -1,0 +1,1 @@
+"""What every rank does for one check, and what it reports: plain data, judged where all reports come together."""

@@ -1,0 +1,91 @@
+"""Weights that are loaded, resumed or kept, watched for what is read and allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attrs import frozen
+
+from corerl.backend.base import StateKey
+from corerl.memory.storage import resident_bytes
+from corerl.testing.allocations import Allocations
+from corerl.testing.harness import (
+    Setup,
+    State,
+    make_worker,
+    start,
+    state_of,
+)
+from corerl.types import (
+    MemoryKind,
+)
+from corerl.weights.chunks import TensorSource
+
+SNAPSHOT_ACTIONS: list[tuple[str, dict[str, str]]] = [("create", {}), ("drop", {}), ("load", {"path": ""})]
+
+
+@frozen(kw_only=True)
+class Loaded:
+    """What loading took. Bytes of parameters in float32."""
+
+    read: int  # out of the model's files
+    held: int  # by this rank, replicas included
+    owned: int  # without replicas
+    weights: int  # that forward reads, replicas included
+    resident: int  # these, masters, and memory for gradients that is there from the start
+    peak: int  # held at once while loading
+    snapshot_peak: int  # held at once while a snapshot was made, and while one was loaded
+    state: State
+
+
+class Counted:
+    """A source, and the bytes that were read of it, in its own dtype."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self.bytes_read = 0
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._source.shape(name)
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        values = self._source.read(name, offsets, sizes)
+        self.bytes_read += values.numel() * values.element_size()
+        return values
+
+
+def load_watched(setup: Setup, resume: str, snapshots: bool) -> Loaded:
+    start(setup)[0].shutdown("what is imported or cached once is not the model's")
+    worker = make_worker(setup, resume=resume)
+    open_source = worker.backend.initial_weights
+    sources: list[Counted] = []
+
+    def opened() -> TensorSource:
+        sources.append(source := Counted(open_source()))
+        return source
+
+    worker.backend.initial_weights = opened  # type: ignore[method-assign]
+    with Allocations() as found:
+        worker.init("127.0.0.1", 0)
+    chunks = worker.backend.local_state(StateKey.MASTER)
+    read = sum(source.bytes_read for source in sources)
+    with Allocations() as of_snapshots:
+        for action, arguments in SNAPSHOT_ACTIONS if snapshots else ():
+            worker.snapshot(action, "reference", arguments)
+    report = Loaded(
+        read=read,
+        held=sum(chunk.view.numel() * 4 for chunk in chunks),
+        owned=sum(chunk.view.numel() * 4 for chunk in chunks if not chunk.replica),
+        weights=resident_bytes(worker.backend.tensors(MemoryKind.PARAM)),
+        resident=resident_bytes(
+            tensor
+            for kind in (MemoryKind.PARAM, MemoryKind.MASTER, MemoryKind.GRAD)
+            for tensor in worker.backend.tensors(kind)
+        ),
+        peak=found.peak,
+        snapshot_peak=of_snapshots.peak,
+        state=state_of(worker),
+    )
+    worker.shutdown("the check is done")
+    return report

@@ -1,0 +1,127 @@
+"""Memory given back and taken again, and what is refused meanwhile."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+
+import torch
+from attrs import field, frozen
+from torch._subclasses import FakeTensor
+
+from corerl.backend.base import StateKey
+from corerl.memory.storage import resident_bytes
+from corerl.testing.harness import (
+    Setup,
+    State,
+    error_of,
+    forward,
+    make_samples,
+    running,
+    samples_at,
+    state_of,
+    step_at,
+    train,
+)
+from corerl.trainer.worker import Worker
+from corerl.types import (
+    MemoryKind,
+    SleepResult,
+    TrainResult,
+    WakeResult,
+)
+from corerl.weights.transports.inprocess import InProcessSender
+
+
+@frozen(kw_only=True)
+class Slept:
+    expected_bytes: int  # of host memory that all of it would take asleep, as the rank said before its first step
+    before: State
+    state_bytes: int  # of the storages that weights and moments lie in, while awake
+    state_bytes_asleep: int
+    resident: Mapping[MemoryKind, int]  # bytes of each kind's storages while awake
+    alive: int  # bytes of all storages of the process while awake, whoever holds them
+    alive_asleep: int  # with the copies on the host, which on a CPU lie beside what they stand for
+    sleeps: Sequence[SleepResult]
+    resident_asleep: Sequence[int]  # bytes of each sleeping kind's storages, right after
+    again: SleepResult  # of sleeping once more
+    refused: Mapping[str, str]  # verb -> error while everything sleeps
+    wakes: Sequence[WakeResult]
+    after: State
+    then: list[TrainResult] = field(factory=list)
+    end: State
+
+
+def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[MemoryKind], directory: str) -> Slept:
+    """Steps 0 and 1, every kind asleep and awake in the orders given, then steps 2 and 3."""
+    with running(setup) as worker:
+        expected_bytes = worker.backend.sleeping_bytes()
+        for number in (0, 1):
+            train(worker, setup, number)
+        before = state_of(worker)
+        views = [chunk.view for key in StateKey for chunk in worker.backend.local_state(key)]
+        state_bytes = resident_bytes(views)
+        resident = {kind: _resident(worker, kind) for kind in MemoryKind}
+        alive = _alive()
+        sleeps, asleep = [], []
+        for kind in down:
+            sleeps.append(worker.sleep({kind}))
+            asleep.append(_resident(worker, kind))
+        state_bytes_asleep, alive_asleep = resident_bytes(views), _alive()
+        again = worker.sleep(frozenset(MemoryKind))
+        refused = {
+            "train": error_of(lambda: train(worker, setup, 2)),
+            "forward": error_of(lambda: forward(worker, setup, samples_at(0))),
+            "update_weights": error_of(
+                lambda: worker.host.update_weights(InProcessSender(lambda bucket: None), version=1)
+            ),
+            "save": error_of(lambda: worker.save(directory, step_at(2), False)),
+        }
+        wakes = [worker.wake_up({kind}) for kind in up]
+        after = state_of(worker)
+        then = [train(worker, setup, number) for number in (2, 3)]
+        return Slept(
+            expected_bytes=expected_bytes,
+            before=before,
+            state_bytes=state_bytes,
+            state_bytes_asleep=state_bytes_asleep,
+            resident=resident,
+            alive=alive,
+            alive_asleep=alive_asleep,
+            sleeps=sleeps,
+            resident_asleep=asleep,
+            again=again,
+            refused=refused,
+            wakes=wakes,
+            after=after,
+            then=then,
+            end=state_of(worker),
+        )
+
+
+def _resident(worker: Worker, kind: MemoryKind) -> int:
+    """Without the step counters and other single numbers, which need not sleep."""
+    return resident_bytes(tensor for tensor in worker.backend.tensors(kind) if tensor.ndim)
+
+
+def _alive() -> int:
+    """Bytes of the distinct storages of every tensor that there is, nobody's list of them believed. Those that torch
+    keeps of what it has compiled have none: their sizes may even be symbols."""
+    gc.collect()
+    found = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    return resident_bytes(each for each in found if not isinstance(each, FakeTensor) and each.device.type != "meta")
+
+
+def sleep_partly(setup: Setup, directory: str) -> Mapping[str, str]:
+    """With moments asleep: verb -> error, "" where it works."""
+    with running(setup) as worker:
+        train(worker, setup, 0)
+        worker.sleep({MemoryKind.OPTIMIZER})
+        return {
+            "forward": error_of(lambda: forward(worker, setup, make_samples(1))),
+            "update_weights": error_of(
+                lambda: worker.host.update_weights(InProcessSender(lambda bucket: None), version=1)
+            ),
+            "train": error_of(lambda: train(worker, setup, 1)),
+            "save": error_of(lambda: worker.save(directory, step_at(1), False)),
+        }

@@ -1,0 +1,62 @@
+"""Weights kept by name, and models that pass in their place."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from corerl.testing.harness import (
+    Setup,
+    State,
+    error_of,
+    forward,
+    running,
+    state_of,
+    train,
+)
+from corerl.types import (
+    ForwardResult,
+    SampleBatch,
+    TrainResult,
+)
+
+
+@frozen(kw_only=True)
+class Snapshotted:
+    first: ForwardResult  # of the weights that the snapshot was made of
+    kept: ForwardResult  # of the snapshot, three steps later
+    started_from: ForwardResult  # of a snapshot loaded from what the run started from
+    other: ForwardResult  # of a snapshot loaded from another directory
+    current: ForwardResult
+    before: State  # before the snapshots are used
+    after: State
+    then: TrainResult  # of a step after that
+    dropped: str  # the error on using a snapshot that was dropped
+
+
+def use_snapshots(setup: Setup, samples: SampleBatch, other: str) -> Snapshotted:
+    with running(setup) as worker:
+        first = forward(worker, setup, samples)
+        worker.snapshot("create", "reference", {})
+        for number in range(3):
+            train(worker, setup, number)
+        before = state_of(worker)
+        kept = forward(worker, setup, samples, weights="reference")
+        worker.snapshot("load", "start", {"path": ""})
+        worker.snapshot("load", "other", {"path": other})
+        started_from = forward(worker, setup, samples, weights="start")
+        of_other = forward(worker, setup, samples, weights="other")
+        after = state_of(worker)
+        current = forward(worker, setup, samples)
+        worker.snapshot("drop", "reference", {})
+        dropped = error_of(lambda: forward(worker, setup, samples, weights="reference"))
+        return Snapshotted(
+            first=first,
+            kept=kept,
+            started_from=started_from,
+            other=of_other,
+            current=current,
+            before=before,
+            after=after,
+            then=train(worker, setup, 3),
+            dropped=dropped,
+        )

@@ -1,0 +1,76 @@
+"""Passes over micro-batches with a model of one number, against sums made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric
+from corerl.backend.passes import StepLosses, forward_outputs
+from corerl.ops.attention import PackedSequences
+from corerl.types import LossSpec, Output, PackedBatch
+from tests.backend.test_batches import CPU, micro_batch
+
+FIRST, SECOND = micro_batch([0, 1], [3, 2], multiple=1), micro_batch([2, -1], [4, 1], multiple=1)
+
+
+def weighted(inputs: LossInputs) -> LossResult:
+    """The sum of weight x log-prob, and the mean of the log-probs as a metric."""
+    assert inputs.logprobs is not None and inputs.entropy is None
+    count = torch.tensor(float(inputs.logprobs.numel()))
+    return LossResult(
+        (inputs.columns["weights"] * inputs.logprobs).sum(),
+        {"mean": TensorMetric(inputs.logprobs.detach().sum(), count)},
+    )
+
+
+LOSS = LossSpec(name="tests.backend.test_passes:weighted")
+
+
+class Slope:
+    """Says of each token slope x token / temperature, and of nothing more than is wanted."""
+
+    def __init__(self) -> None:
+        self.slope = torch.tensor(2.0, requires_grad=True)
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        packing: PackedSequences,
+        positions: Tensor,
+        temperature: float,
+        wanted: tuple[Output, ...],
+    ) -> Mapping[Output, Tensor]:
+        assert len(tokens) == len(positions) == packing.cu_seqlens[-1]
+        return dict.fromkeys(wanted, self.slope * tokens / temperature)
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+def test_a_steps_losses_come_one_by_one_and_add_up(lazily: bool) -> None:
+    micros = [FIRST, SECOND]
+    model = Slope()
+    batch = PackedBatch(micro_batches=iter(micros) if lazily else micros, count=2, temperature=0.5)
+    losses = StepLosses(model, batch, LOSS, device=CPU)
+    gradients = []
+    for value in losses:
+        value.backward()
+        assert model.slope.grad is not None
+        gradients.append(model.slope.grad.item())
+    of_each = [float((micro.columns["weights"] * micro.tokens).sum()) / 0.5 for micro in micros]
+    assert gradients == [of_each[0], sum(of_each)]
+    assert losses.tokens == 10
+    mean = losses.metrics.finish()["mean"]
+    assert (mean.value, mean.weight) == (sum(4.0 * float(micro.tokens.sum()) for micro in micros) / 10, 10)
+
+
+def test_outputs_are_those_of_the_samples_without_gradient() -> None:
+    batch = PackedBatch(micro_batches=[FIRST, SECOND], count=2, temperature=0.5)
+    result = forward_outputs(Slope(), batch, (Output.ENTROPY,), device=CPU)
+    assert result.samples.tolist() == [0, 1, 2]
+    assert result.offsets.tolist() == [0, 3, 5, 9]
+    wanted = [4.0 * token for token in [0, 1, 2, 100, 101, 200, 201, 202, 203]]
+    assert result.outputs.keys() == {Output.ENTROPY}
+    assert result.outputs[Output.ENTROPY].tolist() == wanted

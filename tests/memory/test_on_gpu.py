@@ -1,0 +1,96 @@
+"""Sleep on a GPU: pinned memory, where copies are waited for, and what the driver counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from corerl.memory.measure import DeviceMeter
+from corerl.memory.pool import CudaPinning, PinnedPool
+from corerl.memory.storage import PACK, SMALL, StorageSleeper, resident_bytes
+from corerl.types import MemoryKind
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SIZES = (2**28 + 4, *[SMALL // 8] * 300, SMALL, 2**26, *range(1, 400), PACK)  # bytes
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def sleeper(device: torch.device) -> Iterator[StorageSleeper]:
+    made = StorageSleeper(device)
+    yield made
+    made.close()
+
+
+def state(device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    return [
+        torch.randint(256, (size,), generator=generator, device=device, dtype=torch.int32).to(torch.uint8)
+        for size in SIZES
+    ]
+
+
+def test_memory_is_pinned_by_threads_and_unpinned_in_the_end(device: torch.device) -> None:
+    pool = PinnedPool(CudaPinning(device))
+    pool.reserve(2**28)
+    pieces = pool.take(2**27)
+    assert pool.refusal == ""
+    assert all(piece.memory.is_pinned() for piece in pieces)
+    pool.close()
+    assert not any(piece.memory.is_pinned() for piece in pieces)
+
+
+def test_state_comes_back_bit_for_bit_after_kernels_that_were_not_waited_for(
+    device: torch.device, sleeper: StorageSleeper
+) -> None:
+    expected, held = state(device), state(device)
+    sleeper.reserve(sum(SIZES))
+    side = torch.cuda.Stream(device)
+    for _ in range(3):
+        with torch.cuda.stream(side):  # what a sleep must wait for, on whatever stream
+            torch.cuda._sleep(50_000_000)
+            for tensor, wanted in zip(held, expected, strict=True):
+                tensor.copy_(wanted)
+        assert sleeper.release(MemoryKind.OPTIMIZER, held) == sum(SIZES)
+        assert (resident_bytes(held), sleeper.refusal) == (0, "")
+        torch.full((2**28,), 7, dtype=torch.uint8, device=device)  # someone else writes to that memory
+        assert sleeper.restore(MemoryKind.OPTIMIZER) == sum(SIZES)
+        assert all(torch.equal(a, b) for a, b in zip(held, expected, strict=True))
+
+
+def test_the_driver_counts_what_was_freed_and_again_what_was_restored(
+    device: torch.device, sleeper: StorageSleeper
+) -> None:
+    held, meter = state(device), DeviceMeter(device)
+    torch.cuda.empty_cache()
+    awake = meter.held(held).residual
+    sleeper.release(MemoryKind.PARAM, held)
+    torch.cuda.empty_cache()
+    asleep = meter.held(held)
+    assert awake - asleep.residual == pytest.approx(sum(SIZES), rel=0.1)
+    assert asleep.live + asleep.cached <= asleep.residual <= asleep.used
+    sleeper.restore(MemoryKind.PARAM)
+    assert meter.held(held).residual == pytest.approx(awake, rel=0.1)
+
+
+def test_device_memory_that_is_not_there_leaves_all_asleep(device: torch.device, sleeper: StorageSleeper) -> None:
+    expected, held = state(device), state(device)
+    sleeper.release(MemoryKind.PARAM, held)
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info(device)
+    torch.cuda.set_per_process_memory_fraction(2**27 / total, device)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            sleeper.restore(MemoryKind.PARAM)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    assert resident_bytes(held) == 0
+    sleeper.restore(MemoryKind.PARAM)
+    assert all(torch.equal(a, b) for a, b in zip(held, expected, strict=True))

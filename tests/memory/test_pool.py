@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import errno
+import mmap
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from corerl.memory import pool as pool_module
+from corerl.memory.pool import CudaPinning, HostMemory, PinnedPool, cut
+
+PAGE = 4096
+
+
+class Driver:
+    """Pins nothing, and remembers what it was asked for."""
+
+    def __init__(self, reason: str = "") -> None:
+        self.reason, self.allowed = reason, threading.Event()
+        self.allowed.set()
+        self.pinned: list[int] = []  # addresses
+        self.bytes = 0
+        self.threads: set[str] = set()
+        self._lock = threading.Lock()
+
+    def pin(self, memory: torch.Tensor) -> str:
+        self.allowed.wait(30)
+        with self._lock:
+            self.threads.add(threading.current_thread().name)
+            self.bytes += memory.numel()
+            self.pinned += [] if self.reason else [memory.data_ptr()]
+        return self.reason
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        self.pinned.remove(memory.data_ptr())
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+@pytest.fixture
+def pool(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[PinnedPool]:
+    """Of segments of at most four pages."""
+    monkeypatch.setattr(pool_module, "SEGMENT", 4 * PAGE)
+    monkeypatch.setattr(pool_module, "SMALLEST_SEGMENT", 2 * PAGE)
+    made = PinnedPool(driver, threads=2)
+    yield made
+    made.close()
+
+
+def sizes(pieces: list[Any]) -> list[int]:
+    return [piece.memory.numel() for piece in pieces]
+
+
+def test_reserving_returns_before_anything_is_pinned_and_the_first_taking_waits_for_it(
+    pool: PinnedPool, driver: Driver
+) -> None:
+    driver.allowed.clear()
+    pool.reserve(10 * PAGE)
+    assert (pool.size, driver.pinned) == (12 * PAGE, [])  # three segments, equal and of whole pages
+    threading.Timer(0.2, driver.allowed.set).start()
+    assert sizes(pool.take(9 * PAGE)) == [4 * PAGE, 4 * PAGE, PAGE]  # only what has been pinned is handed out
+    assert driver.bytes == 12 * PAGE
+    assert threading.current_thread().name not in driver.threads
+
+
+def test_pages_are_there_before_they_are_pinned(pool: PinnedPool) -> None:
+    pool.reserve(4 * PAGE)
+    (piece, *_) = pool.take(PAGE)
+    assert piece.memory.sum() == 0
+    piece.memory.fill_(7)
+    assert piece.memory.tolist() == [7] * PAGE
+
+
+def test_what_is_given_back_is_handed_out_again_and_nothing_is_pinned_anew(pool: PinnedPool, driver: Driver) -> None:
+    pool.reserve(8 * PAGE)
+    first, second, third = (pool.take(2 * PAGE) for _ in range(3))
+    pool.give_back(second)
+    pool.give_back(first)  # in any order: neighbours are one again
+    assert sizes(pool.take(4 * PAGE)) == [4 * PAGE]
+    pool.give_back(third)
+    assert sizes(pool.take(4 * PAGE)) == [4 * PAGE]
+    assert driver.bytes == 8 * PAGE
+
+
+def test_pieces_in_use_never_overlap(pool: PinnedPool) -> None:
+    pool.reserve(8 * PAGE)
+    held: list[tuple[int, list[Any]]] = []
+    for number in range(40):
+        pieces = pool.take(1 + 700 * (number % 5))
+        for piece in pieces:
+            piece.memory.fill_(number)
+        held.append((number, pieces))
+        if number % 3 == 2:
+            pool.give_back(held.pop(number % len(held))[1])
+        assert all((piece.memory == value).all() for value, pieces in held for piece in pieces)
+
+
+def test_more_than_was_reserved_is_made_when_it_is_asked_for(pool: PinnedPool, driver: Driver) -> None:
+    pool.reserve(2 * PAGE)
+    assert sum(sizes(pool.take(3 * PAGE))) == 3 * PAGE
+    pool.reserve(3 * PAGE)  # there already
+    assert driver.bytes == pool.size == 3 * PAGE
+
+
+def test_all_of_it_is_unpinned_in_the_end(driver: Driver) -> None:
+    pool = PinnedPool(driver, threads=3)
+    pool.reserve(2**20)
+    pool.take(100)
+    assert len(driver.pinned) == 1
+    pool.reserve(2**27)  # nobody waits for these
+    pool.close()
+    assert driver.pinned == []
+    pool.close()
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_the_reason_kept() -> None:
+    driver = Driver(reason="out of memory")
+    pool = PinnedPool(driver, threads=1)
+    assert pool.refusal == ""
+    (piece,) = pool.take(1000)
+    piece.memory.fill_(3)
+    assert pool.refusal.startswith("host memory could not be pinned (out of memory; `ulimit -l` is ")
+    assert pool.refusal.endswith("), sleep and wake_up will be slow")
+    pool.close()  # what was never pinned is not unpinned
+
+
+def test_a_host_without_memory_says_so_and_what_was_made_is_used_later(
+    pool: PinnedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.reserve(4 * PAGE)
+    pool.give_back(pool.take(PAGE))
+    monkeypatch.setattr(mmap, "mmap", full)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        pool.take(5 * PAGE)
+    assert sum(sizes(pool.take(4 * PAGE))) == 4 * PAGE
+    monkeypatch.undo()
+    assert sum(sizes(pool.take(5 * PAGE))) == 5 * PAGE
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def test_more_than_the_host_has_is_refused_before_a_page_is_touched(pool: PinnedPool, driver: Driver) -> None:
+    with pytest.raises(MemoryError, match=r"4194304.00 GiB more are needed for it where the host has \d+\.\d+; put"):
+        pool.reserve(2**52)
+    with pytest.raises(MemoryError, match="4194304.00 GiB more"):
+        pool.take(2**52)
+    assert (pool.size, driver.bytes) == (0, 0)
+
+
+def test_ordinary_memory_has_no_thread_and_is_exactly_as_large_as_asked() -> None:
+    before = threading.active_count()
+    memory = HostMemory()
+    memory.reserve(2**40)
+    assert sizes(memory.take(77)) == [77]
+    assert threading.active_count() == before
+
+
+def test_sizes_are_cut_one_after_the_other_across_pieces(pool: PinnedPool) -> None:
+    pool.reserve(8 * PAGE)
+    pieces = pool.take(8 * PAGE)
+    whole = torch.cat([piece.memory.copy_(torch.arange(4 * PAGE) // 64) for piece in pieces])
+    wanted = [1, 4 * PAGE - 3, 100, 2 * PAGE]
+    found = list(cut(pieces, wanted))
+    assert [[each.numel() for each in slices] for slices in found] == [[1], [4 * PAGE - 3], [2, 98], [2 * PAGE]]
+    assert torch.equal(torch.cat([each for slices in found for each in slices]), whole[: sum(wanted)])
+
+
+class Cudart:
+    """As much of torch's binding as is called."""
+
+    class cudaError:
+        success = 0
+
+    def __init__(self, status: int) -> None:
+        self.status, self.log = status, list[tuple[object, ...]]()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.log.append(("register", address, nbytes, flags))
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.log.append(("unregister", address))
+        return self.status
+
+    def cudaGetErrorString(self, status: int) -> str:
+        return {1: "invalid argument"}[status]
+
+
+@pytest.mark.parametrize(("status", "reason"), [(0, ""), (1, "invalid argument")])
+def test_cuda_pins_on_the_ranks_own_device_and_says_why_it_does_not(
+    status: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudart, device, memory = Cudart(status), torch.device("cuda", 3), torch.empty(77, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: cudart.log.append(("device", device)))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    assert CudaPinning(device).pin(memory) == reason
+    assert cudart.log == [("device", device), ("register", memory.data_ptr(), 77, 0)]
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: cudart.log.append(("check", status)))
+    CudaPinning(device).unpin(memory)
+    assert cudart.log[2:] == [("unregister", memory.data_ptr()), ("check", status)]
