@@ -252,6 +252,7 @@ class UpdateResult:
     bytes: int  # sent by this rank
     seconds: float
     engines: Mapping[str, str] = field(factory=dict)  # engine -> "" where it committed, else why it did not
+    sums: Mapping[str, int] = field(factory=dict)  # HF tensor -> sum of the bits that were sent; where asked for
 
 
 @frozen(kw_only=True)

@@ -86,6 +86,10 @@ class Objects:
             for member, future in pending.futures.items()
         }
 
+    def answered(self, pending: Calls, timeout: float) -> dict[int, Any]:
+        done = set(wait(pending.futures.values(), timeout).done)
+        return self.answers(Calls({member: each for member, each in pending.futures.items() if each in done}))
+
     def ready(self, pending: Calls, timeout: float) -> bool:
         return not wait(pending.futures.values(), timeout).not_done
 

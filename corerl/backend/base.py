@@ -205,12 +205,8 @@ class Backend(BackendBase, ABC):
             with self.span("meet engines"):
                 sender.begin(self.manifest, version)
         chunks = self.local_state(StateKey.PARAM)
-        buffer: torch.Tensor | None = None
-        if sends:  # one for all buckets: new memory costs more than what is written to it
-            largest = max(bucket.numel for bucket in self.manifest.buckets)
-            buffer = self._gather_plan.memory("bucket", largest, getattr(torch, self.manifest.dtype), self.device)
         for bucket in self.manifest.buckets:
-            out = None if buffer is None else buffer[: bucket.numel]
+            out = self._room(sender, bucket) if sends else None
             with self.span("gather"):
                 self.gather(bucket, out, chunks=chunks, root=root)
             if out is not None:
@@ -303,6 +299,17 @@ class Backend(BackendBase, ABC):
                 yield
         finally:
             self.after_load({StateKey.PARAM}, None)
+
+    def _room(self, sender: WeightSender, bucket: Bucket) -> torch.Tensor:
+        """Where to gather a bucket, [bucket.numel]: the sender's memory, or one of this rank's for all buckets, since
+        new memory costs more than what is written to it."""
+        dtype = getattr(torch, self.manifest.dtype)
+        with self.span("wait for room"):
+            room = sender.room(bucket.numel, dtype)
+        if room is not None:
+            return room
+        largest = max(each.numel for each in self.manifest.buckets)
+        return self._gather_plan.memory("bucket", largest, dtype, self.device)[: bucket.numel]
 
     def on_device(self, kind: MemoryKind) -> list[torch.Tensor]:
         """Of `tensors(kind)` those that take memory on the role's device."""

@@ -151,6 +151,22 @@ class ProcessGroup:
                 answers[member] = outcome.value if outcome.error is None else outcome.error
         return answers
 
+    def answered(self, pending: Pending, timeout: float) -> dict[int, Any]:
+        """As `answers`, of the members that have answered after at most `timeout` seconds."""
+        ended, _ = ray.wait(list(pending.refs), num_returns=len(pending.refs), timeout=timeout)
+        answers: dict[int, Any] = {}
+        for ref, member in zip(pending.refs, pending.members, strict=True):
+            if ref in ended:
+                outcome = self._outcome(ref, member, pending)
+                answers[member] = outcome.value if outcome.error is None else outcome.error
+        return answers
+
+    def aside(self, method: str, *args: Any) -> None:
+        """Call `method` in all processes at once, whatever else they do; returns when all have done so, or after
+        `ANSWER_SECONDS`: who does not answer is not waited for."""
+        refs = [actor.call.options(concurrency_group=STATUS).remote(method, *args) for actor in self._actors]
+        ray.wait(refs, num_returns=len(refs), timeout=ANSWER_SECONDS)
+
     def replace(self, member: int, arguments: tuple[Any, ...]) -> None:
         """Start a new process in the place of one that has died, and construct its object; returns when it is there."""
         ray.kill(self._actors[member], no_restart=True)  # where it only seemed dead

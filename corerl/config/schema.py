@@ -341,6 +341,11 @@ class RewardConfig:
 class RolloutConfig:
     engine: str = option("an installed rollout engine", default="transformers")
     replicas: int = option("engines that share the prompts", default=1, validator=at_least(1))
+    restarts: int = option(
+        "times in a row, without a step completed in between, that an engine which died or failed is started anew",
+        default=3,
+        validator=at_least(0),
+    )
     prompts: int = option("prompts of one rollout step", default=64, validator=at_least(1))
     samples: int = option("samples drawn for each prompt: a group", default=8, validator=at_least(1))
     temperature: float = option("divides the logits", default=1.0, validator=above(0))
@@ -369,7 +374,10 @@ class RolloutConfig:
 
 @frozen(kw_only=True)
 class WeightsConfig:
-    transport: str = option("how weights reach the engines: collective or disk", default="collective")
+    transport: str = option(
+        "how weights reach engines: ipc, collective or disk; auto takes ipc where every engine is on a rank's device",
+        default="auto",
+    )
     every: int = option(
         "rollout steps between updates; engines sample from weights that are up to this much older",
         default=1,
@@ -377,6 +385,12 @@ class WeightsConfig:
     )
     bucket_bytes: int = option("weights sent at once", default=256 * 2**20, validator=at_least(1))
     dtype: Precision | Literal["model"] = option("sent as; model takes train.precision", default="model")
+    verify_every: int = option(
+        "updates from one to the next after which what engines hold is compared with what was sent, tensor by tensor; "
+        "the first is one of them; 0 never",
+        default=10,
+        validator=at_least(0),
+    )
 
 
 @frozen(kw_only=True)

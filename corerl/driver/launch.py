@@ -179,10 +179,12 @@ def _start(
     if config.algorithm.kl_coef and config.run.trains:
         actor.snapshot(REFERENCE).load()
     address = Address(
-        transport=config.weights.transport,
+        transport=prepared.transport,
         engines=fleet.receivers if fleet else (),
         path=str(prepared.run_dir / "weights"),
-        device=prepared.device if config.cluster.placement == "disaggregated" else "cpu",
+        senders=prepared.senders,
+        # Two processes on one GPU cannot be in one group of NCCL's.
+        device=prepared.device if prepared.transport == "ipc" or config.cluster.placement == "disaggregated" else "cpu",
         # Less than the ranks' own: those that gather must not give up while the sender waits for an engine.
         timeout=config.cluster.timeout / 2,
     )
@@ -402,4 +404,4 @@ def make_fleet(prepared: Prepared, seats: list[Seat], **watched: Any) -> EngineF
         threads=calls_of(prepared) + 2,  # beside what is sampled for training an evaluation, and `pause`
         **watched,
     )
-    return EngineFleet(processes, assignments)
+    return EngineFleet(processes, assignments, restarts=config.rollout.restarts)

@@ -21,9 +21,11 @@ from corerl.config.functions import imported
 from corerl.config.schema import ClusterInfo, Config, ModelConfig
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource, PromptStream
+from corerl.driver.transports import choose_transport, senders
 from corerl.errors import CheckpointError, ConfigError, ModelError, UserError
 from corerl.models.config import experts, hf_config
 from corerl.models.tokenizer import CHARACTERS, load_tokenizer
+from corerl.plugin.capabilities import FULL, Capability, Grade
 from corerl.plugin.options import backend_name, check_spec, resolve_tables, selected
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.rollout.encoding import require_encodable
@@ -54,6 +56,8 @@ class Prepared:
     engine: Loaded
     engines: ClusterInfo  # what its spec may know
     seating: Seating
+    transport: str  # of weights
+    senders: tuple[int, ...]  # of each engine, the actor's rank on its device; empty where one has none
     tokenizer: Any
     prompts: PromptSource
     reward: Reward
@@ -207,6 +211,13 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         line = f"run.dir: {run_dir} holds rollouts already, which would be mixed with new ones; give another run.dir"
         problems.add("run.dir", ConfigError(line))
     config = _resolve_plugins(config, problems)
+    groups = {role: choice.ranks for role, choice in config.chosen_roles.items()}
+    if config.run.samples:
+        groups[ENGINES] = config.rollout.replicas
+    apart = [*config.apart, *([ENGINES] if config.cluster.placement == "disaggregated" else [])]
+    transport = config.weights.transport
+    sending: tuple[int, ...] = ()
+    widths: dict[str, int] = {}
     plans: dict[str, RolePlan] = {}
     if problems.none_in("plugins", "cluster.device"):
         engine = load(Kind.ENGINES, config.rollout.engine)
@@ -215,6 +226,11 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
             role: cluster_of(role, config, device=device, model=fields.get(role)) for role in config.chosen_roles
         }
         engines = evolve(clusters[ACTOR], ranks=config.rollout.replicas)
+        with problems.stage("weights.transport"):
+            widths = {ENGINES: engine.spec.bundles(config.engines[engine.name], engines)} if config.run.samples else {}
+            seats = arrange(groups, apart=apart, widths=widths, cpus=1.0, gpus=0.0)
+            transport, sending = transport_of(config, seats, device)
+        chosen = evolve(config, weights=evolve(config.weights, transport=transport))
         with problems.stage("engines"):
             check_spec(engine, config.engines[engine.name], engines, config=config)
         for index, each in enumerate(config.extensions):
@@ -232,7 +248,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
             with problems.stage(f"roles.{role}", path=f"roles.{role}"):
                 plans[role] = plan_role(
                     role,
-                    config,
+                    chosen,
                     loss=losses.get(role),
                     experts=experts(models[role]) if role in models else 1,
                     device=device,
@@ -242,11 +258,8 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
                 )
     problems.raise_all()
 
-    groups = {role: choice.ranks for role, choice in config.chosen_roles.items()}
-    resources, widths = [plan.resources for plan in plans.values()], {}
+    resources = [plan.resources for plan in plans.values()]
     if config.run.samples:
-        groups[ENGINES] = config.rollout.replicas
-        widths[ENGINES] = engine.spec.bundles(config.engines[engine.name], engines)
         resources.append(engine.spec.resources(config.engines[engine.name], engines))
     return Prepared(
         config=config,
@@ -259,12 +272,14 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         engines=engines,
         seating=arrange(
             groups,
-            apart=[*config.apart, *([ENGINES] if config.cluster.placement == "disaggregated" else [])],
+            apart=apart,
             widths=widths,
             cpus=max(each.cpus for each in resources),
             gpus=max(each.gpus for each in resources),
             resources=config.cluster.resources,
         ),
+        transport=transport,
+        senders=sending,
         tokenizer=tokenizer,
         prompts=prompts,
         reward=reward,
@@ -272,6 +287,16 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         postprocess=postprocess,
         vocab_size=model.get_text_config().vocab_size,
     )
+
+
+def transport_of(config: Config, seats: Seating, device: str) -> tuple[str, tuple[int, ...]]:
+    """How weights travel, and of each receiver the actor's rank on its device. Plugins are installed."""
+    one_machine = device == "cpu" and not config.cluster.address
+    places = seats.places
+    receivers = [bundle for place in places.get(ENGINES, ()) for bundle in seats.taken(ENGINES, place)]
+    sending = senders(receivers, places[ACTOR], one_machine=one_machine)
+    support = load(Kind.BACKENDS, backend_name(config, ACTOR)).spec.capabilities.get(Capability.UPDATE_IPC, FULL)
+    return choose_transport(config, places, sending, by_handle=support.grade is Grade.FULL), sending
 
 
 def _resolve_plugins(config: Config, problems: Problems) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ from corerl.driver.metrics import (
 from corerl.driver.roles import Role
 from corerl.driver.routing import routed
 from corerl.driver.stop import StopRequest
-from corerl.driver.together import Call, together
-from corerl.errors import WeightUpdateError
+from corerl.driver.together import POLL_SECONDS, Call, together
+from corerl.errors import CorerlError, WeightUpdateError, WorkerDied
 from corerl.observability.timing import Phases
 from corerl.plugin.events import (
     Evaluated,
@@ -43,7 +44,7 @@ from corerl.plugin.events import (
     StepFinished,
 )
 from corerl.plugin.observers import Observers
-from corerl.rollout.engine import SamplingParams
+from corerl.rollout.engine import Received, SamplingParams
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.rewards import Scorer
 from corerl.rollout.sampler import Sampler
@@ -53,13 +54,19 @@ from corerl.trainer.group import GroupTrainResult, TrainGroup
 from corerl.types import LossSpec, Output
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
+from corerl.weights.verify import difference
 
 CONSTANT_STEPS = 3  # in a row with one reward for all samples before the user is told
+TELL_SECONDS = 1.0  # between two times that senders are told of an engine that failed
+ANSWER_SECONDS = 60.0  # that an engine has to answer once the senders have ended
 REFERENCE = "reference"  # the snapshot that KL is measured against
 
 
 def meeting_at(address: Address, actor: TrainGroup) -> Address:
-    """The same, at a new socket in the actor's first rank, where a transport has senders and receivers meet."""
+    """The same, at a new place, where a transport has senders and receivers meet: a socket in the actor's first rank,
+    or names that nobody else has."""
+    if address.transport == "ipc":
+        return evolve(address, token=uuid.uuid4().hex)
     if address.transport != "collective" or not address.engines:
         return address
     host, port, listening = actor.processes.listen(0)
@@ -119,6 +126,9 @@ class Run:
     started: float = field(factory=time.perf_counter)
     _step_started: float = field(factory=time.perf_counter)
     _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
+    _pushes: int = 0  # that all engines took
+    _unverified: set[str] = field(factory=set)  # engines that cannot tell what they hold
+    _served: set[str] = field(factory=set)  # engines whose process has taken an update
     _before: tuple[Shown, ...] = ()  # of the first evaluation, which a resumed run has from its checkpoint
     _after: tuple[Shown, ...] = ()
     _constant: int = 0  # steps in a row whose rewards were all equal
@@ -244,47 +254,98 @@ class Run:
         fleet = self.fleet
         if fleet is None or not self._push_due(fleet):
             return
+        every = self.config.weights.verify_every
+        verify = every > 0 and self._pushes % every == 0
+        while failed := self._attempt(fleet, verify=verify):
+            self._evict(fleet, failed)
+        self._pushes += 1
+        self._pushed_at = self.actor.optimizer_step
+
+    def _attempt(self, fleet: EngineFleet, *, verify: bool) -> dict[str, Received]:
+        """One update of all engines. Those that it did not reach, which serve nothing now, with why."""
         with contextlib.ExitStack() as stack:
             if self.config.rollout.source != "synchronous":
                 with self.phase("hold"):
                     stack.enter_context(self.source.updating(self.weights_version))
-            self._replace_dead(fleet)
-            self._push(fleet)
+            if fleet.dead:
+                self._meet_anew(fleet.replace_dead())
+            with self.phase("update_weights"):
+                return self._update(fleet, verify=verify)
 
-    def _push(self, fleet: EngineFleet) -> None:
-        with self.phase("update_weights"):
-            if self.offloaded:
-                fleet.wake_up()
-            group = self.actor.group
-            sending = group.update_weights_async(self.address, self.weights_version)
-            receiving = fleet.receive_async(self.manifest, self.weights_version, self.address)
-            # At once: either side would wait in vain for the other, until a timeout, where that one has died.
-            both = together(
-                {
-                    "sent": Call(group.processes, sending, lambda: group.wait_update(sending)),
-                    "received": Call(fleet.processes, receiving, lambda: fleet.wait_received(receiving)),
-                }
-            )
-        received, sent = both["received"], fleet.by_engine(both["sent"].engines)
-        failed = {name: received[name].error or error for name, error in sent.items() if error}
-        failed |= {name: each.error for name, each in received.items() if each.error}
-        if failed:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(failed.items()))
-            raise WeightUpdateError(f"weights version {self.weights_version} did not reach every engine: {reasons}")
-        self.weights_version += 1
-        self._pushed_at = self.actor.optimizer_step
+    def _update(self, fleet: EngineFleet, *, verify: bool) -> dict[str, Received]:
+        # Used even where no engine takes it: two streams must never share a version.
+        version, self.weights_version = self.weights_version, self.weights_version + 1
+        if self.offloaded:
+            fleet.wake_up()
+        group = self.actor.group
+        sending = group.update_weights_async(self.address, version, verify=verify)
+        receiving = fleet.receive_async(self.manifest, version, self.address)
+        told = 0.0
+        while not group.processes.ready(sending, POLL_SECONDS):
+            # Senders would wait in vain, until a timeout, for an engine that has died, or is done with it.
+            failed = {name: each for name, each in fleet.received(receiving, 0.0).items() if each.error}
+            if failed and time.monotonic() - told > TELL_SECONDS:  # again: a rank may not have begun
+                told = time.monotonic()
+                for name, each in failed.items():
+                    group.give_up(name, each.error)
+        result = group.wait_update(sending)
+        silent = Received(version=version, bytes=0, error="it does not answer", died=True)
+        received = dict.fromkeys(fleet.names, silent) | fleet.received(receiving, ANSWER_SECONDS)
+        failed = {name: each for name, each in received.items() if each.error}
+        failed |= {
+            name: evolve(received[name], error=error)
+            for name, error in result.engines.items()
+            if error and not received[name].error
+        }
+        self._served |= received.keys() - failed.keys()
+        if result.sums and not failed:
+            self._require_loaded(fleet, result.sums, version)
+        return failed
+
+    def _require_loaded(self, fleet: EngineFleet, sums: Mapping[str, int], version: int) -> None:
+        """Raises WeightUpdateError where an engine holds something else than was sent."""
+        for name, loaded in fleet.weight_sums(self.manifest.dtype).items():
+            if loaded is None:
+                if name not in self._unverified:
+                    self.tell(
+                        Notice(
+                            text=f"{name} cannot tell what it has loaded (Engine.weight_sums): it is not compared with "
+                            "what was sent; weights.verify_every=0 asks no more"
+                        )
+                    )
+                self._unverified.add(name)
+            elif wrong := difference(sums, loaded):
+                raise WeightUpdateError(
+                    f"{name} holds other weights than it was sent as version {version}: {wrong}; it loads them wrongly"
+                )
+
+    def _evict(self, fleet: EngineFleet, failed: Mapping[str, Received]) -> None:
+        """New processes in the place of the dead, whose deaths explain the other failures; of those that failed, where
+        all live. They rejoin with the next full update.
+
+        Raises WeightUpdateError of an engine that lives and has never taken an update: the next would end the same.
+        """
+        dead = {name: each for name, each in failed.items() if each.died}
+        if not dead and (never := sorted(failed.keys() - self._served)):
+            reasons = "; ".join(f"{name}: {failed[name].error}" for name in never)
+            raise WeightUpdateError(f"weights version {self.weights_version - 1} did not reach every engine: {reasons}")
+        errors: dict[str, CorerlError] = {
+            name: WorkerDied(each.error) if each.died else WeightUpdateError(f"{name}: {each.error}")
+            for name, each in (dead or failed).items()
+        }
+        fleet.replace(errors)
+        self._meet_anew(errors)
 
     def bring_weights(self) -> None:
         """To new engines, where all that there were have died."""
         with self.training():
             self.push_weights()
 
-    def _replace_dead(self, fleet: EngineFleet) -> None:
-        if not fleet.dead:
-            return
-        for engine, error in fleet.replace_dead().items():
-            self.tell(Notice(text=f"{engine} is replaced, once: {error.message}"))
-        self.address = meeting_at(self.address, self.actor.group)  # the dead hang in whatever was built at the old one
+    def _meet_anew(self, replaced: Mapping[str, CorerlError]) -> None:
+        for engine, error in replaced.items():
+            self.tell(Notice(text=f"{engine} is replaced: {error.message}"))
+        self._served -= replaced.keys()
+        self.address = meeting_at(self.address, self.actor.group)  # the dead one hangs in whatever was built at the old
 
     def _push_due(self, fleet: EngineFleet) -> bool:
         if self.offloaded or self._pushed_at is None or fleet.dead:  # engines that have slept, or are new, hold none
@@ -332,6 +393,8 @@ class Run:
             role = self.roles[name]
             prefix = "train" if name == ACTOR else name
             metrics |= train_metrics(steps, role.lr(role.optimizer_step - 1), prefix=prefix)  # of the last step done
+        if self.fleet is not None:
+            self.fleet.step_completed()
         metrics |= time_metrics(seconds, now - self._step_started, rollout["rollout/tokens"])
         self._warn(scored)
         self._step_started = now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -130,6 +130,7 @@ class Received:
     version: int
     bytes: int
     error: str = ""  # empty where it committed; else it serves nothing until a full update commits
+    died: bool = False  # its process has ended, or does not answer
 
 
 @frozen(kw_only=True)
@@ -177,6 +178,12 @@ class Engine(ABC):
     def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
         """Load one full set of weights from `address`. Refuses a version that is not above the current one, before any
         byte is loaded. Never raises for a bad transfer: the reason is in the result."""
+
+    def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
+        """Of each HF tensor that is loaded, in `dtype` (the manifest's), the sum of its elements' bit patterns:
+        `corerl.weights.verify.bit_sums`, added over the parts of a tensor that lie apart. What is left out is not
+        compared with what was sent. None: this engine cannot tell. Called after an update, before weights sleep."""
+        return None
 
     @abstractmethod
     def sleep(self, kinds: Set[MemoryKind]) -> int:

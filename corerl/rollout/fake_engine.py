@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,16 +13,21 @@ from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Genera
 from corerl.rollout.engines import FakeConfig
 from corerl.rollout.serving import Serving
 from corerl.types import MemoryKind
-from corerl.weights.manifest import Manifest
+from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
+from corerl.weights.verify import bit_sums
+
+if TYPE_CHECKING:
+    import torch
 
 
 class FakeEngine(Engine):
-    """Takes any weights, forgets them, and remembers their version; pauses and refuses as a real engine does."""
+    """Takes any weights and forgets them but for their version and sums; pauses and refuses as a real engine does."""
 
     def __init__(self, model: ModelConfig, options: FakeConfig, context: EngineContext) -> None:
         self._vocab = options.vocab_size
         self._serving = Serving(context.name, context.index)
+        self._sums: dict[str, int] = {}
 
     def generate(self, request: GenerateRequest) -> Generation:
         params, rows = request.params, len(request)
@@ -57,9 +63,13 @@ class FakeEngine(Engine):
         self._serving.resume()
 
     def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
-        return self._serving.receive(
-            manifest, version, address, check=lambda manifest: "", load=lambda bucket, flat: None
-        )
+        return self._serving.receive(manifest, version, address, check=lambda manifest: "", load=self._load)
+
+    def _load(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        self._sums |= bit_sums(bucket.views(flat))
+
+    def weight_sums(self, dtype: str) -> dict[str, int]:
+        return self._sums
 
     def sleep(self, kinds: Set[MemoryKind]) -> int:
         if MemoryKind.PARAM in kinds:

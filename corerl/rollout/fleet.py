@@ -25,6 +25,7 @@ class Processes(Protocol):
     def wait(self, pending: Any) -> list[Any]: ...
     def ready(self, pending: Any, timeout: float) -> bool: ...
     def answers(self, pending: Any) -> dict[int, Any]: ...
+    def answered(self, pending: Any, timeout: float) -> dict[int, Any]: ...
     def replace(self, member: int, arguments: tuple[Any, ...]) -> None: ...
     def kill(self) -> None: ...
 
@@ -37,17 +38,20 @@ class EngineFleet:
     """Replicas `engine-0`, `engine-1`, ... A sample depends on its noise key, never on the replica that drew it.
 
     A replica whose process dies while it samples is given up: others draw its share, from the same noise, so that the
-    samples are those that it would have drawn. `replace_dead` puts a new process in its place, once.
+    samples are those that it would have drawn. `replace_dead` puts a new process in its place.
     """
 
-    def __init__(self, processes: Processes, assignments: Sequence[EngineAssignment]) -> None:
+    def __init__(self, processes: Processes, assignments: Sequence[EngineAssignment], *, restarts: int = 0) -> None:
+        """`restarts`: how often in a row a replica is started anew, without a step completed in between."""
         self.processes = processes
         self.assignments = list(assignments)
         # Must replace all that died and bring weights to them, where none is left that serves.
         self.on_lost: Callable[[], None] | None = None
+        self._allowed = restarts
         self._changing = threading.Lock()
-        self._dead: dict[int, WorkerDied] = {}  # not replaced yet
-        self._replaced: set[int] = set()
+        self._started = [1] * len(self.assignments)  # processes of each replica, so far
+        self._restarts: dict[int, int] = {}  # of a replica, since a step was completed
+        self._dead: dict[int, CorerlError] = {}  # not replaced yet
         self._without_weights: set[int] = set()  # the dead, and those in their place until an update
 
     def start_async(self) -> Any:
@@ -66,29 +70,16 @@ class EngineFleet:
 
     @property
     def receivers(self) -> tuple[str, ...]:
-        """Of weights, in the order of their index: an engine, or each rank of one that has several."""
-        return tuple(
-            name if context.bundles == 1 else f"{name} rank {rank}"
-            for name, context in ((each.context.name, each.context) for each in self.assignments)
-            for rank in range(context.bundles)
-        )
-
-    def by_engine(self, reports: Mapping[str, str]) -> dict[str, str]:
-        """What a sender tells of each receiver, as what befell each engine: "", or the first that went wrong."""
-        receivers = self.receivers
-        return {
-            each.context.name: next(
-                filter(None, (reports.get(receivers[index], "no word of it") for index in each.context.receivers)), ""
-            )
-            for each in self.assignments
-        }
+        """Of weights, in the order of their index, each by the name of its engine: one that has several is there as
+        often."""
+        return tuple(each.context.name for each in self.assignments for _ in range(each.context.bundles))
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest) -> Generation:
         """Rows in the order of the request, each replica completing a run of them. To be called in the thread that
         updates weights: where no replica is left, new ones are begun. Raises what a replica raises, and what one died
-        of twice."""
+        of too often."""
         while not (serving := self._serving):
             self.mend()
         return self._generate(request, serving, self.generate)
@@ -143,33 +134,61 @@ class EngineFleet:
         self.on_lost()
 
     def replace_dead(self) -> dict[str, CorerlError]:
-        """A new process in the place of each that has died; they serve once an update has reached them. Gives what the
-        old ones died of, by name."""
+        """`replace` all that have died. Gives what they died of, by name."""
         with self._changing:
-            dead, self._dead = self._dead, {}
-            self._replaced |= dead.keys()
-        for replica in dead:
+            died = {self.names[replica]: error for replica, error in self._dead.items()}
+        self.replace(died)
+        return died
+
+    def replace(self, failed: Mapping[str, CorerlError]) -> None:
+        """New processes in the place of these engines, dead or alive; engine -> why. They serve once an update has
+        reached them. Raises the error of one that has been replaced as often as is allowed since a step was completed.
+        """
+        replicas = {self.names.index(name): error for name, error in failed.items()}
+        for replica, error in replicas.items():
+            self._require_allowed(replica, error)
+        for replica in replicas:
+            with self._changing:
+                self._dead.pop(replica, None)
+                self._without_weights.add(replica)
+                self._started[replica] += 1
+                self._restarts[replica] = self._restarts.get(replica, 0) + 1
             self.processes.replace(replica, (self.assignments[replica],))
-        return {self.names[replica]: error for replica, error in dead.items()}
+
+    def step_completed(self) -> None:
+        """From here on restarts are counted anew."""
+        self._restarts.clear()
 
     @property
     def _loss(self) -> CorerlError:
         return next(iter(self._dead.values()), EngineFailed("no engine is left that serves; update their weights"))
 
+    def _require_allowed(self, replica: int, error: CorerlError) -> None:
+        """Raises `error`, after which none of the processes is left, where the replica may not be started again."""
+        restarts = self._restarts.get(replica, 0)
+        if restarts < self._allowed:
+            return
+        self.processes.kill()
+        if restarts:
+            error.add_note(f"it was started anew {restarts} times before (rollout.restarts)")
+        raise error
+
     def _ask(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """The answers of those that live. One that dies in it is noted. Raises any other failure, and a second death
-        of one replica, after which none of the processes is left."""
-        renewed = frozenset(self._replaced)
+        """The answers of those that live. One that dies in it is noted. Raises any other failure, and a death too
+        many, after which none of the processes is left."""
+        asked = tuple(self._started)
         answers = self.processes.answers(self.processes.start_some(method, arguments))
         failed = {replica: answer for replica, answer in answers.items() if isinstance(answer, CorerlError)}
         for replica, error in failed.items():
+            if not isinstance(error, WorkerDied):
+                self.processes.kill()
+                raise error
             with self._changing:
-                if not isinstance(error, WorkerDied) or replica in renewed:
-                    self.processes.kill()
-                    raise error
-                if replica not in self._replaced:  # else it died before it was, and is told of only now
-                    self._dead[replica] = error
-                    self._without_weights.add(replica)
+                if self._started[replica] != asked[replica]:
+                    continue  # it was replaced meanwhile, and its death is told of only now
+                self._dead[replica] = error
+                self._without_weights.add(replica)
+            self._require_allowed(replica, error)
         return {replica: answer for replica, answer in answers.items() if replica not in failed}
 
     def _ask_all(self, method: str, *args: Any) -> dict[int, Any]:
@@ -181,10 +200,16 @@ class EngineFleet:
         """To be started together with the group's `update_weights`."""
         return self.processes.start("receive", manifest, version, address)
 
+    def received(self, pending: Any, timeout: float) -> dict[str, Received]:
+        """How the engines fared that have answered after at most `timeout` seconds; a death is an answer."""
+        return self._fared(self.processes.answered(pending, timeout))
+
     def wait_received(self, pending: Any) -> dict[str, Received]:
-        received = self.processes.wait(pending)
-        self._without_weights.clear()
-        return dict(zip(self.names, received, strict=True))
+        return self._fared(self.processes.answers(pending))
+
+    def weight_sums(self, dtype: str) -> dict[str, Mapping[str, int] | None]:
+        """What each engine says that it holds (`Engine.weight_sums`); one that has died says nothing."""
+        return {self.names[replica]: sums for replica, sums in self._ask_all("weight_sums", dtype).items()}
 
     def sleep(self) -> int:
         """Free the weights' memory; returns bytes. Nothing is served until fresh weights have followed `wake_up`."""
@@ -201,3 +226,14 @@ class EngineFleet:
             self._ask_all("close")
         finally:
             self.processes.kill()
+
+    def _fared(self, answers: Mapping[int, Any]) -> dict[str, Received]:
+        fared = {replica: _received(answer) for replica, answer in answers.items()}
+        self._without_weights -= {replica for replica, each in fared.items() if not each.error}
+        return {self.names[replica]: each for replica, each in fared.items()}
+
+
+def _received(answer: Received | CorerlError) -> Received:
+    if isinstance(answer, CorerlError):
+        return Received(version=-1, bytes=0, error=answer.message, died=isinstance(answer, WorkerDied))
+    return answer

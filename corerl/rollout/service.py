@@ -44,6 +44,9 @@ class EngineService:
     def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
         return self.engine.receive(manifest, version, address)
 
+    def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
+        return self.engine.weight_sums(dtype)
+
     def pause(self) -> None:
         self.engine.pause()
 

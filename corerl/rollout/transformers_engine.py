@@ -32,6 +32,7 @@ from corerl.rollout.serving import Serving
 from corerl.types import Array, BoolArray, MemoryKind
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
+from corerl.weights.verify import bit_sums
 
 PAD = 0  # any token of the vocabulary will do: padding is masked, and what follows a stop token is cut off
 
@@ -137,6 +138,14 @@ class TransformersEngine(Engine):
     def _load(self, bucket: Bucket, flat: torch.Tensor) -> None:
         for name, tensor in bucket.views(flat).items():
             self._views[name].copy_(tensor)
+
+    def weight_sums(self, dtype: str) -> dict[str, int] | None:
+        sent, own = getattr(torch, dtype), next(iter(self._views.values())).dtype
+        if torch.promote_types(own, sent) != own:
+            return None  # what was sent was rounded on its way in
+        if own == sent:
+            return bit_sums(self._views)
+        return {name: bit_sums({name: view.to(sent)})[name] for name, view in self._views.items()}  # one copy at a time
 
     def sleep(self, kinds: Set[MemoryKind]) -> int:
         if MemoryKind.PARAM not in kinds or self._asleep:

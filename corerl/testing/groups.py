@@ -143,7 +143,8 @@ def engine(setup: Setup, seats: Sequence[Seat]) -> Iterator[EngineFleet]:
 
 def push(group: TrainGroup, fleet: EngineFleet, version: int, *, transport: str, directory: Path) -> dict[str, str]:
     """What the engine has to say of the update: "" where it arrived whole, by its checksums."""
-    address = Address(transport=transport, engines=fleet.names, path=str(directory), timeout=60.0)
+    senders = (0,) * len(fleet.names)
+    address = Address(transport=transport, engines=fleet.names, path=str(directory), senders=senders, timeout=60.0)
     address = meeting_at(address, group)
     receiving = fleet.receive_async(group.manifest(), version, address)
     sent = group.update_weights(address, version)

@@ -145,8 +145,6 @@ def _select(item: pytest.Item, check: Check) -> Selected:
         needs.append(Capability.MULTI_RANK)
     if parameters.get("kind") == "qwen3-moe":
         needs.append(Capability.MOE)
-    if "transport" in parameters:
-        needs.append(Capability(f"update-{parameters['transport']}"))
     return Selected(
         check=check,
         level=level,

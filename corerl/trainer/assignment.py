@@ -10,7 +10,11 @@ from corerl.plugin.context import Context
 from corerl.plugin.fingerprint import Fingerprint
 from corerl.types import LossSpec
 
-TRANSPORTS = {"collective": Capability.UPDATE_COLLECTIVE, "disk": Capability.UPDATE_DISK}
+TRANSPORTS = {
+    "ipc": Capability.UPDATE_IPC,
+    "collective": Capability.UPDATE_COLLECTIVE,
+    "disk": Capability.UPDATE_DISK,
+}
 
 
 @frozen(kw_only=True)

@@ -199,11 +199,16 @@ class TrainGroup:
             )
         return manifests[0]
 
-    def update_weights(self, address: Address, version: int) -> UpdateResult:
-        return self.wait_update(self.update_weights_async(address, version))
+    def update_weights(self, address: Address, version: int, *, verify: bool = False) -> UpdateResult:
+        """With `verify` the result has the sums of what was sent, by tensor (`corerl.weights.verify`)."""
+        return self.wait_update(self.update_weights_async(address, version, verify=verify))
 
-    def update_weights_async(self, address: Address, version: int) -> Pending:
-        return self.processes.start("update_weights", address, version)
+    def update_weights_async(self, address: Address, version: int, *, verify: bool = False) -> Pending:
+        return self.processes.start("update_weights", address, version, verify)
+
+    def give_up(self, engine: str, reason: str) -> None:
+        """While an update goes on: its senders wait for this engine no more, which has died or ended its part."""
+        self.processes.aside("give_up", engine, reason)
 
     def wait_update(self, pending: Pending) -> UpdateResult:
         results: list[UpdateResult] = self.processes.wait(pending)
@@ -216,6 +221,7 @@ class TrainGroup:
             bytes=sum(result.bytes for result in results),
             seconds=max(result.seconds for result in results),
             engines=engines,
+            sums=next((result.sums for result in results if result.sums), {}),
         )
 
     def snapshot(self, name: str) -> Snapshot:

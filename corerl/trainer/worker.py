@@ -43,6 +43,7 @@ from corerl.types import (
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address, WeightSender
 from corerl.weights.transports import open_sender
+from corerl.weights.verify import SummingSender
 
 SpanMaker: TypeAlias = Callable[[str], contextlib.AbstractContextManager[Any]]
 
@@ -164,14 +165,23 @@ class Worker:
     def manifest(self) -> Manifest:
         return self.backend.manifest
 
-    def update_weights(self, address: Address, version: int) -> UpdateResult:
+    def update_weights(self, address: Address, version: int, verify: bool = False) -> UpdateResult:
+        """With `verify` the rank that sends, the first where several do, tells the sums of what it sent."""
         if address.transport in TRANSPORTS:
             self.backend.require(TRANSPORTS[address.transport], f"update_weights over {address.transport!r}")
         if self.sender is None or self._address != address:
             if self.sender is not None:
                 self.sender.close()
-            self.sender, self._address = open_sender(address), address
-        return self.host.update_weights(sender=self.sender, version=version)
+            self.sender, self._address = open_sender(address, rank=self.context.rank), address
+        if not verify or self.context.rank != self.sender.root:
+            return self.host.update_weights(sender=self.sender, version=version)
+        summing = SummingSender(self.sender)
+        return evolve(self.host.update_weights(sender=summing, version=version), sums=summing.sums)
+
+    def give_up(self, engine: str, reason: str) -> None:
+        """While `update_weights` goes on, in another thread: wait for this engine no more."""
+        if self.sender is not None:
+            self.sender.give_up(engine, reason)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         return self.host.save(path=path, step=step, background=background)

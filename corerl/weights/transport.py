@@ -1,7 +1,8 @@
 """How buckets reach the engines: a sender on the trainer's side and a receiver in each engine, joined by an address.
 
 driver:   an Address, plain data, for both sides
-trainer:  sender.begin(manifest, version), sender.send(bucket, flat) for each bucket, sender.commit(version)
+trainer:  sender.begin(manifest, version); for each bucket gather into sender.room(...), sender.send(bucket, flat);
+          sender.commit(version)
 engine:   for bucket, flat in receiver.buckets(manifest, version): load; then receiver.acknowledge(version, error)
 """
 
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
 class Address:
     """Where one run's weights travel; the same object is given to the sending ranks and to every engine."""
 
-    transport: str  # collective, disk
-    engines: tuple[str, ...]  # names, in the order of their receiver index
+    transport: str  # ipc, collective, disk
+    engines: tuple[str, ...]  # of each receiver, by its index, its engine: one over several devices has several
     host: str = ""  # collective: of the store that sender and receivers meet at
     port: int = 0
     listening: int | None = None  # file descriptor in the root's process of a socket that listens there already
     path: str = ""  # disk: directory that holds one directory a version
+    token: str = ""  # ipc: part of the names of the sockets that sender and receivers meet at
+    senders: tuple[int, ...] = ()  # ipc: of each receiver, by its index, the trainer's rank on its device
     device: str = "cpu"  # of the buffers: cpu or cuda
     timeout: float = field(default=600.0)  # seconds that one side waits for the other
 
@@ -44,13 +47,24 @@ class WeightSender(ABC):
     def begin(self, manifest: Manifest, version: int) -> None:
         """Called once a update, on every rank that sends, before its first bucket."""
 
+    def room(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Where to gather the next bucket, [numel], for a transport that has memory of its own to send from, which is
+        not free when `send` returns: this waits until it is. None: anywhere, since `send` has done with it."""
+        return None
+
     @abstractmethod
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Hand over a full bucket, [bucket.numel]; the buffer is free again when this returns."""
+        """Hand over a full bucket, [bucket.numel]; unless it lies in the sender's `room`, its memory is free again when
+        this returns."""
 
     @abstractmethod
     def commit(self, version: int) -> Mapping[str, str]:
         """Wait for the engines; engine name -> "" where it committed `version`, else why it did not."""
+
+    def give_up(self, engine: str, reason: str) -> None:
+        """Wait for this engine no more: its process has ended, or it has. Called from another thread while an update
+        goes on, and perhaps several times; an answer that it has given still counts."""
+        return
 
     @abstractmethod
     def close(self) -> None: ...

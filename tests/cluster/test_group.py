@@ -235,6 +235,21 @@ def test_a_group_goes_on_after_a_refusal_that_changed_nothing(start: Start) -> N
     assert group.call("refuse", 7) == [0, 1]
 
 
+def test_what_all_processes_wait_in_is_let_go_by_a_call_aside(start: Start) -> None:
+    group = members(start, 2)
+    waiting = group.start("through")
+    group.aside("open")
+    assert group.wait(waiting) == [True, True]
+
+
+def test_a_death_is_an_answer_while_others_still_work(start: Start) -> None:
+    group = members(start, 2)
+    pending, found = group.start("die", 1), {}
+    while not found:
+        found = group.answered(pending, 0.1)
+    assert list(found) == [1] and isinstance(found[1], WorkerDied)
+
+
 def test_what_waits_in_one_thread_is_let_go_by_a_call_in_the_other(start: Start) -> None:
     group = start(1, threads=2)
     group.wait(group.construct([(0,)]))

@@ -18,7 +18,7 @@ from corerl.driver import run as driver
 from corerl.driver.advantages import Stamped
 from corerl.driver.roles import Role
 from corerl.driver.run import REFERENCE, Run, answers_in
-from corerl.errors import DataError, WeightUpdateError, WorkerDied
+from corerl.errors import CorerlError, DataError, WeightUpdateError, WorkerDied
 from corerl.observability.timing import Phases
 from corerl.plugin.events import Event, Notice, RunFinished, Shown, StepFinished
 from corerl.plugin.hookspecs import hookimpl
@@ -29,6 +29,8 @@ from corerl.rollout.sources import Evaluation, Scored
 from corerl.trainer.assign import loss_of
 from corerl.trainer.group import GroupTrainResult
 from corerl.types import LossSpec, Metric, Output, ParallelLayout, SampleBatch, SleepResult, Step, UpdateResult
+from corerl.weights.manifest import build_manifest
+from corerl.weights.transport import Address
 from tests.driver.saved import make_config
 
 TRAIN = {
@@ -56,8 +58,18 @@ class Group:
         self.answers = True
         self.layouts = [ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1)]
         self.sent = UpdateResult(version=0, bytes=8, seconds=0.0, engines={"engine-0": "", "engine-1": ""})
+        self.names = ("engine-0", "engine-1")
+        self.fared = {name: Received(version=0, bytes=8) for name in self.names}  # in the update that comes next
+        self.later: list[dict[str, Received]] = []  # in those after it; when they are used up, all goes well
+        self.allowed = 10  # restarts
+        self.verified: list[bool] = []  # update by update
+        self.sums: dict[str, Any] = {}  # by engine
+
         self.slept = [SleepResult(freed_bytes=8, residual_bytes=0)]
-        self.received = {name: Received(version=0, bytes=8) for name in ("engine-0", "engine-1")}
+
+    def weight_sums(self, dtype: str) -> dict[str, Any]:
+        assert dtype == "float32"
+        return self.sums
 
     def replace_dead(self) -> dict[str, WorkerDied]:
         self.log.append("replace")
@@ -71,7 +83,8 @@ class Group:
         self.log.append("sleep")
         return self.slept
 
-    def update_weights_async(self, address: Any, version: int) -> None:
+    def update_weights_async(self, address: Any, version: int, *, verify: bool) -> None:
+        self.verified.append(verify)
         self.log.append(f"send {version}")
 
     def receive_async(self, manifest: Any, version: int, address: Any) -> None:
@@ -82,14 +95,26 @@ class Group:
 
     def wait_update(self, pending: None) -> UpdateResult:
         self._wait()
-        return self.sent
+        return self.sent if self.verified[-1] else evolve(self.sent, sums={})
 
-    def wait_received(self, pending: None) -> dict[str, Received]:
-        self._wait()
-        return self.received
+    def received(self, pending: None, timeout: float) -> dict[str, Received]:
+        return self.fared if self.answers else {}
 
-    def by_engine(self, reports: Mapping[str, str]) -> Mapping[str, str]:
-        return reports  # each engine has one receiver, of its name
+    def give_up(self, engine: str, reason: str) -> None:
+        self.log.append(f"give up {engine}: {reason}")
+        self.answers = True  # which is what it is for
+
+    def replace(self, failed: Mapping[str, CorerlError]) -> None:
+        for name, error in failed.items():
+            if not self.allowed:
+                raise error
+            self.log.append(f"replace {name}: {type(error).__name__}: {error.message}")
+            self.allowed -= 1
+        well = {name: Received(version=0, bytes=8) for name in self.names}
+        self.fared = self.later.pop(0) if self.later else well
+
+    def step_completed(self) -> None:
+        self.log.append("completed")
 
     def _wait(self) -> None:
         assert self.answers, "waited for in vain"
@@ -448,7 +473,7 @@ def test_a_push_that_an_engine_did_not_take_says_which_and_why(make_run: Callabl
     actor, fleet = Group(), Group()
     # The engine knows better than the sender, which only sees that no answer comes.
     actor.sent = evolve(actor.sent, engines={"engine-0": "", "engine-1": "no answer"})
-    fleet.received["engine-1"] = Received(version=0, bytes=0, error="bucket 3 was damaged")
+    fleet.fared["engine-1"] = Received(version=0, bytes=0, error="bucket 3 was damaged")
     run = make_run(make_config(), actor=actor, fleet=fleet, weights_version=7)
     with pytest.raises(
         WeightUpdateError, match="^weights version 7 did not reach every engine: engine-1: bucket 3 was damaged$"
@@ -456,20 +481,120 @@ def test_a_push_that_an_engine_did_not_take_says_which_and_why(make_run: Callabl
         run.push_weights()
 
 
-@pytest.mark.parametrize("dead", ["actor", "fleet"])
-def test_a_push_ends_with_the_side_that_died_and_waits_no_more_for_the_other(
-    make_run: Callable[..., Run], dead: str
-) -> None:
-    sides = {"actor": Group(), "fleet": Group()}
-    for name, side in sides.items():
-        if name == dead:
-            side.failure = WorkerDied("its process died")
-        else:
-            side.answers = False  # until the other does, or a timeout
-    run = make_run(make_config(), actor=sides["actor"], fleet=sides["fleet"], weights_version=7)
+def test_a_push_ends_with_a_rank_that_died_and_waits_for_no_engine(make_run: Callable[..., Run]) -> None:
+    actor, fleet = Group(), Group()
+    actor.failure = WorkerDied("its process died")
+    fleet.answers = False
+    run = make_run(make_config(), actor=actor, fleet=fleet, weights_version=7)
     with pytest.raises(WorkerDied, match="^its process died$"):
         run.push_weights()
-    assert run.weights_version == 7
+
+
+DEAD = Received(version=-1, bytes=0, error="its process died", died=True)
+FAILED = Received(version=0, bytes=0, error="bucket 3 did not arrive")
+
+
+def evicting(make_run: Callable[..., Run], *fared: dict[str, Received], **parts: Any) -> tuple[Run, Group, Group, Ears]:
+    """A run whose engines fare so, update after update; each has taken the first one."""
+    actor, fleet, ears = Group(), Group(), Ears()
+    observers = Observers([("ears", ears)])
+    address = Address(transport="ipc", engines=fleet.names, token="at first")
+    run = make_run(make_config(), actor=actor, fleet=fleet, address=address, observers=observers, **parts)
+    run.push_weights()
+    run.actor.optimizer_step += 1
+    well = {name: Received(version=0, bytes=8) for name in fleet.names}
+    fleet.fared, *fleet.later = [{**well, **each} for each in fared]
+    for group in (actor, fleet):
+        group.log.clear()
+    return run, actor, fleet, ears
+
+
+def test_an_engine_that_dies_in_an_update_is_given_up_and_replaced_and_all_get_the_next_one(
+    make_run: Callable[..., Run],
+) -> None:
+    run, actor, fleet, ears = evicting(make_run, {"engine-0": FAILED, "engine-1": DEAD})
+    actor.answers = False  # the senders wait, until they are told
+    run.push_weights()
+    assert actor.log == [
+        "send 1",
+        "give up engine-0: bucket 3 did not arrive",
+        "give up engine-1: its process died",
+        "send 2",
+    ]
+    # What the other engine says follows from the death of the one: it stays.
+    assert fleet.log == ["receive 1", "replace engine-1: WorkerDied: its process died", "receive 2"]
+    assert run.weights_version == 3
+    assert run.address.token != "at first"  # what was built there is broken
+    assert told(ears) == ["engine-1 is replaced: its process died"]
+
+
+def test_an_engine_that_fails_alive_is_replaced_and_if_its_successor_fails_too_the_run_ends(
+    make_run: Callable[..., Run],
+) -> None:
+    run, _, fleet, _ = evicting(make_run, {"engine-1": FAILED})
+    run.push_weights()
+    assert fleet.log == [
+        "receive 1",
+        "replace engine-1: WeightUpdateError: engine-1: bucket 3 did not arrive",
+        "receive 2",
+    ]
+    run, _, fleet, _ = evicting(make_run, {"engine-1": FAILED}, {"engine-1": FAILED})
+    with pytest.raises(
+        WeightUpdateError, match="^weights version 2 did not reach every engine: engine-1: bucket 3 did not arrive$"
+    ):
+        run.push_weights()
+    assert len(fleet.log) == 3
+
+
+def test_an_engine_that_died_more_often_than_is_allowed_ends_the_run_with_its_death(
+    make_run: Callable[..., Run],
+) -> None:
+    run, _, fleet, _ = evicting(make_run, *[{"engine-1": DEAD}] * 3)
+    fleet.allowed = 2
+    with pytest.raises(WorkerDied, match="^its process died$"):
+        run.push_weights()
+    assert [line for line in fleet.log if line.startswith("receive")] == ["receive 1", "receive 2", "receive 3"]
+
+
+def test_an_engine_whose_senders_missed_it_is_replaced_though_it_says_nothing(make_run: Callable[..., Run]) -> None:
+    run, actor, fleet, _ = evicting(make_run, {})
+    late = actor.sent
+    actor.sent = evolve(late, engines={"engine-0": "", "engine-1": "no answer"})
+    replace = fleet.replace
+    fleet.replace = lambda failed: (replace(failed), setattr(actor, "sent", late))[0]  # type: ignore[method-assign]
+    run.push_weights()
+    assert fleet.log[1] == "replace engine-1: WeightUpdateError: engine-1: no answer"
+
+
+def test_what_engines_hold_is_compared_every_so_many_updates_and_the_tensor_is_named(
+    make_run: Callable[..., Run],
+) -> None:
+    actor, fleet, ears = Group(), Group(), Ears()
+    observers = Observers([("ears", ears)])
+    manifest = build_manifest([("a", (1,)), ("b", (1,))], dtype="float32", bucket_bytes=8)
+    config = make_config(weights={"verify_every": 2})
+    run = make_run(config, actor=actor, fleet=fleet, observers=observers, manifest=manifest)
+    actor.sent = evolve(actor.sent, sums={"a": 5, "b": 6})
+    fleet.sums = {"engine-0": {"a": 5}, "engine-1": None}  # of b it does not tell
+    for _ in range(4):
+        run.push_weights()
+        run.actor.optimizer_step += 1
+    assert actor.verified == [True, False, True, False]
+    line = "engine-1 cannot tell what it has loaded (Engine.weight_sums): it is not compared with what was sent; "
+    assert told(ears) == [f"{line}weights.verify_every=0 asks no more"]
+    fleet.sums = {"engine-0": {"a": 5, "b": 6}, "engine-1": {"a": 5, "b": 7}}
+    with pytest.raises(
+        WeightUpdateError,
+        match="^engine-1 holds other weights than it was sent as version 4: 'b', whose bits sum to 0x7 ",
+    ):
+        run.push_weights()
+
+
+def test_restarts_are_counted_anew_after_a_step(make_run: Callable[..., Run]) -> None:
+    fleet = Group()
+    run = make_run(make_config(), fleet=fleet)
+    run.report(scored(), None, {})
+    assert fleet.log == ["completed"]
 
 
 def test_a_batch_is_as_stale_as_its_tokens_are_behind_the_weights_that_are_trained(
@@ -514,7 +639,7 @@ def test_an_update_comes_to_engines_that_are_still_and_new_ones_stand_where_some
     together.dead = True  # so that there is something to send, though nothing has been trained
     run.push_weights()
     assert together.log == ["hold for 8", "replace", "send 8", "receive 8", "go on"]
-    assert (run.address, told(ears)) == ("another place", ["engine-1 is replaced, once: its process died"])
+    assert (run.address, told(ears)) == ("another place", ["engine-1 is replaced: its process died"])
 
 
 def test_weights_go_out_every_so_many_steps_and_before_an_evaluation(make_run: Callable[..., Run]) -> None:

@@ -1,4 +1,5 @@
-"""The engine on transformers, but for a replica whose process ends while it samples, as often as it is told to."""
+"""The engine on transformers, but for a replica whose process is killed as often as it is told to: while it samples,
+then in the middle of an update, and so on in turns."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import torch
 from attrs import evolve, frozen
 
 from corerl.config.schema import ModelConfig, option
 from corerl.rollout.engine import EngineContext, GenerateRequest, Generation
 from corerl.rollout.engines import TRANSFORMERS, TransformersConfig
 from corerl.rollout.transformers_engine import TransformersEngine
+from corerl.weights.manifest import Bucket
 
 NAME = "tests.end_to_end.faulty_engine:SPEC"
 
@@ -20,7 +23,7 @@ NAME = "tests.end_to_end.faulty_engine:SPEC"
 @frozen(kw_only=True)
 class FaultyConfig(TransformersConfig):
     directory: str = option("where each death leaves a file", default="")
-    deaths: int = option("in all", default=1)
+    deaths: int = option("in all", default=2)
     after: int = option("requests that it answers before the first one", default=2)
 
 
@@ -31,13 +34,22 @@ class FaultyEngine(TransformersEngine):
         self.requests = 0
 
     def generate(self, request: GenerateRequest) -> Generation:
-        options, marks = self._options, Path(self._options.directory)
-        deaths = len(list(marks.glob("death-*")))
-        if self.index == 1 and deaths < options.deaths and (deaths or self.requests >= options.after):
-            (marks / f"death-{deaths}").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.requests >= self._options.after:
+            self.die(turn=0)
         self.requests += 1
         return super().generate(request)
+
+    def _load(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        super()._load(bucket, flat)
+        self.die(turn=1)
+
+    def die(self, turn: int) -> None:
+        """If it is this replica's turn."""
+        marks = Path(self._options.directory)
+        deaths = len(list(marks.glob("death-*")))
+        if self.index == 1 and deaths < self._options.deaths and deaths % 2 == turn:
+            (marks / f"death-{deaths}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 SPEC = evolve(TRANSFORMERS, implementation="tests.end_to_end.faulty_engine:FaultyEngine", config=FaultyConfig)

@@ -1,4 +1,4 @@
-"""An engine that dies while it samples is replaced, once; the samples are those that it would have drawn."""
+"""An engine that dies while it samples or takes weights is replaced; the samples are those that it would have drawn."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ def run(tmp_path: Path, deaths: int, *arguments: str) -> Command:
     return command
 
 
-def test_an_engine_that_dies_once_is_replaced_and_the_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_an_engine_that_dies_while_it_samples_and_again_in_the_update_after_it_changes_nothing(tmp_path: Path) -> None:
     disturbed, undisturbed = tmp_path / "disturbed", tmp_path / "undisturbed"
-    for directory, deaths in ((disturbed, 1), (undisturbed, 0)):
+    for directory, deaths, transport in ((disturbed, 2, "collective"), (undisturbed, 0, "auto")):
         directory.mkdir()
         # Ranks and engines take turns in memory, so that the new one's weights come in the middle of a turn.
-        command = run(directory, deaths, "cluster.offload=always", "extensions=[{name='jsonl'},{name='console'}]")
+        settings = ["cluster.offload=always", f"weights.transport={transport}"]
+        command = run(directory, deaths, *settings, "extensions=[{name='jsonl'},{name='console'}]")
         assert command.process.returncode == 0, command.err
-        assert ("engine-1 is replaced, once: engine-1: its process died during generate" in command.out) == bool(deaths)
+        told = [f"engine-1 is replaced: engine-1: its process died during {verb}" for verb in ("generate", "receive")]
+        assert [line in command.out for line in told] == [bool(deaths)] * 2
     assert numbers(disturbed / "run") == numbers(undisturbed / "run")
     assert len(numbers(disturbed / "run")) == 3
 
 
-def test_an_engine_that_dies_again_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    command = run(tmp_path, 9)
+def test_an_engine_that_dies_more_often_than_it_may_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    command = run(tmp_path, 9, "rollout.restarts=1")
     assert command.process.returncode == 1
     (line,) = command.err.splitlines()
-    assert line.startswith("corerl: error: engine-1: its process died during generate (")
+    assert line.startswith("corerl: error: engine-1: its process died during receive (")

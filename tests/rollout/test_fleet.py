@@ -15,7 +15,7 @@ from corerl.cluster.group import ProcessGroup
 from corerl.cluster.placement import arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import ModelConfig
-from corerl.errors import EngineFailed
+from corerl.errors import EngineFailed, WorkerDied
 from corerl.plugin.fingerprint import origin
 from corerl.plugin.registry import Kind, load
 from corerl.rollout.engine import EngineContext, GenerateRequest, Generation, SamplingParams
@@ -55,13 +55,13 @@ def fleet() -> Iterator[EngineFleet]:
                 failure=EngineFailed,
                 threads=2,
             )
-            fleet = EngineFleet(processes, assignments)
+            fleet = EngineFleet(processes, assignments, restarts=1)
             fleet.wait_started(fleet.start_async())
             yield fleet
             processes.kill()
 
 
-def test_an_engine_of_several_ranks_has_as_many_receivers_and_fails_where_one_of_them_does() -> None:
+def test_an_engine_of_several_ranks_has_as_many_receivers_under_its_name() -> None:
     assignments = [
         EngineAssignment(
             engine="fake",
@@ -73,12 +73,8 @@ def test_an_engine_of_several_ranks_has_as_many_receivers_and_fails_where_one_of
         for index in range(2)
     ]
     fleet = EngineFleet([], assignments)  # type: ignore[arg-type]  # no process is asked
-    receivers = ("engine-0 rank 0", "engine-0 rank 1", "engine-1 rank 0", "engine-1 rank 1")
-    assert fleet.receivers == receivers
+    assert fleet.receivers == ("engine-0", "engine-0", "engine-1", "engine-1")
     assert [list(each.context.receivers) for each in assignments] == [[0, 1], [2, 3]]
-    reports = dict.fromkeys(receivers, "") | {"engine-1 rank 1": "out of memory"}
-    assert fleet.by_engine(reports) == {"engine-0": "", "engine-1": "out of memory"}
-    assert fleet.by_engine({}) == {"engine-0": "no word of it", "engine-1": "no word of it"}
 
 
 def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:
@@ -135,3 +131,18 @@ def test_replicas_answer_as_one_and_nothing_while_paused_and_what_is_left_of_one
     fleet.sleep()
     with pytest.raises(EngineFailed, match="put to sleep"):
         fleet.generate(REQUEST)
+
+
+def test_a_replica_dies_as_often_as_is_allowed_between_two_completed_steps(fleet: EngineFleet, tmp_path: Path) -> None:
+    for version in (0, 1):  # once each, since a step is completed in between
+        push(fleet, version, tmp_path)
+        kill(fleet, 0)
+        assert len(fleet.generate(REQUEST)) == len(REQUEST) and fleet.dead
+        assert list(fleet.replace_dead()) == ["engine-0"]
+        if not version:
+            fleet.step_completed()
+    push(fleet, 2, tmp_path)
+    kill(fleet, 0)
+    with pytest.raises(WorkerDied, match="^engine-0: its process died during generate") as raised:
+        fleet.generate(REQUEST)
+    assert raised.value.__notes__ == ["it was started anew 1 times before (rollout.restarts)"]

@@ -287,6 +287,29 @@ def test_nothing_is_served_before_weights_arrive_nor_after_an_update_broke_off_u
     assert_same_samples(served.generate(request(4)), before)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_tells_the_sums_of_what_was_sent_though_experts_are_fused_and_it_holds_them_wider(
+    tmp_path: Path, dtype: str
+) -> None:
+    sent = {
+        name: tensor.to(getattr(torch, dtype))
+        for name, tensor in hf_tensors(random_model(MOE, seed=1), tmp_path / "hf").items()
+    }
+    served = engine(MOE)
+    update([served], sent, version=1, path=tmp_path / "w")
+    bits = {"float32": torch.int32, "bfloat16": torch.int16}[dtype]
+    wanted = {name: int(tensor.view(bits).long().sum()) for name, tensor in sent.items()}
+    assert served.weight_sums(dtype) == wanted
+    assert len({*wanted.values()}) > len(wanted) / 2  # norms begin as ones, and are alike
+    next(iter(served._views.values())).view(-1)[0] += 1.0
+    assert served.weight_sums(dtype) != wanted
+
+
+def test_an_engine_that_holds_less_than_was_sent_cannot_tell_its_sums() -> None:
+    served = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), evolve(context(), precision="bfloat16"))
+    assert served.weight_sums("float32") is None
+
+
 def test_a_version_that_is_not_above_the_current_one_is_refused_and_the_engine_goes_on_serving(tmp_path: Path) -> None:
     old = hf_tensors(random_model(TIED, seed=1), tmp_path / "old")
     new = hf_tensors(random_model(TIED, seed=2), tmp_path / "new")

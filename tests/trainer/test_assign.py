@@ -187,7 +187,7 @@ def test_what_a_backend_refuses_of_a_model_or_of_train_is_named_where_it_stands(
 
 
 CPU, CUDA = ClusterInfo(device="cpu", ranks=1), ClusterInfo(device="cuda", ranks=4)
-PLAIN_RUN = {Capability.SAVE_BACKGROUND, Capability.UPDATE_COLLECTIVE}
+PLAIN_RUN = {Capability.SAVE_BACKGROUND, Capability.UPDATE_IPC}
 
 
 def needs(config: Config, cluster: ClusterInfo, role: str = "actor") -> set[Capability]:
@@ -195,7 +195,7 @@ def needs(config: Config, cluster: ClusterInfo, role: str = "actor") -> set[Capa
 
 
 def test_a_run_needs_what_its_settings_use_and_no_more() -> None:
-    config = config_for()
+    config = evolve(config_for(), weights=WeightsConfig(transport="ipc"))  # as `auto` became one of them
     quiet = evolve(config, checkpoint=CheckpointConfig(background=False))
     disk = evolve(quiet, weights=WeightsConfig(transport="disk"))
     apart = evolve(config, cluster=ClusterConfig(placement="disaggregated"))
@@ -203,7 +203,7 @@ def test_a_run_needs_what_its_settings_use_and_no_more() -> None:
     half = evolve(apart, train=TrainConfig(precision="bfloat16"))
     narrow = evolve(apart, train=TrainConfig(precision="float16", recompute="full"))
     assert needs(config, CPU) == PLAIN_RUN | {Capability.CPU}
-    assert needs(quiet, CPU) == {Capability.UPDATE_COLLECTIVE, Capability.CPU}
+    assert needs(quiet, CPU) == {Capability.UPDATE_IPC, Capability.CPU}
     assert needs(disk, CPU) == {Capability.UPDATE_DISK, Capability.CPU}
     assert needs(apart, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK}
     assert needs(half, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK, Capability.BFLOAT16}

@@ -240,7 +240,7 @@ def test_a_traced_weight_update_shows_whom_it_waits_for(worker: Worker, tmp_path
         receiving.result()
     buckets = len(worker.manifest().buckets)
     assert buckets > 1
-    parts = ["meet engines", *["gather", "send"] * buckets, "wait for engines"]
+    parts = ["meet engines", *["wait for room", "gather", "send"] * buckets, "wait for engines"]
     assert shown.log == [f"{way} {part}" for part in parts for way in "><"]
 
 

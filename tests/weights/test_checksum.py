@@ -12,14 +12,19 @@ from corerl.weights.checksum import checksum, device_sum
 MASK = 2**64 - 1
 
 
-def reference(data: bytes) -> int:
-    """The device's sum in Python integers, word by word."""
-    total = len(data)
-    data += b"\0" * (-len(data) % 8)
-    for i in range(len(data) // 8):
-        word = int.from_bytes(data[8 * i : 8 * i + 8], "little")
-        total += (word ^ (word >> 32)) * (2 * i + 1)
-    return signed(total)
+def reference(data: bytes, width: int) -> int:
+    """The device's sum in Python integers: of rows and of columns of `width` words."""
+    size = len(data)
+    data += b"\0" * (8 * width - size % (8 * width))
+    words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
+    rows = [sum(words[at : at + width]) & MASK for at in range(0, len(words), width)]
+    columns = [sum(words[column::width]) & MASK for column in range(width)]
+
+    def weighted(sums: list[int]) -> int:
+        spread = [(each ^ (each >> 32)) * module.SPREAD & MASK for each in sums]
+        return sum((each ^ (each >> 32)) * (2 * index + 1) for index, each in enumerate(spread))
+
+    return signed(size + weighted(rows) + weighted(columns) * module.COLUMNS)
 
 
 def signed(total: int) -> int:
@@ -32,22 +37,22 @@ def summed(flat: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("numel", [1, 2, 3, 7, 40, 41, 100])
-def test_the_checksum_is_xxh3_on_the_host_and_the_sum_of_weighted_words_on_a_device(
+def test_the_checksum_is_xxh3_on_the_host_and_of_rows_and_columns_on_a_device(
     numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(module, "WIDTH", 4)
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     for tensor in (flat, flat.to(torch.bfloat16)):
         data = bytes(tensor.view(torch.uint8).tolist())
         assert checksum(tensor) == signed(xxhash.xxh3_64_intdigest(data))
-        assert summed(tensor) == reference(data)
+        assert summed(tensor) == reference(data, 4)
 
 
 @pytest.mark.parametrize("digest", [checksum, summed])
 def test_every_single_flipped_bit_changes_the_digest(
     digest: Callable[[torch.Tensor], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK_BYTES", 32)
+    monkeypatch.setattr(module, "WIDTH", 2)
     data = torch.randint(0, 256, (53,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     whole = digest(data)
     seen = {whole}
@@ -71,10 +76,15 @@ def test_a_view_at_an_odd_offset_has_the_digest_of_its_copy(digest: Callable[[to
     assert digest(base[1:]) == digest(base[1:].clone())
 
 
-def test_the_sum_does_not_depend_on_how_much_is_summed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = torch.randint(0, 256, (1001,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    sums = set()
-    for at_once in (8, 64, 2**20):
-        monkeypatch.setattr(module, "CHUNK_BYTES", at_once)
-        sums.add(summed(data))
-    assert len(sums) == 1
+@pytest.mark.parametrize("exchange", [(0, 1), (0, 4), (0, 5), (2, 11), (3, 12)])
+def test_words_that_change_places_within_a_row_a_column_or_across_change_the_sum(
+    exchange: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WIDTH", 4)
+    first, second = exchange
+    for difference in (1, 2**31, 2**63, 2**63 + 2**31):
+        words = torch.randint(-(2**62), 2**62, (13,), generator=torch.Generator().manual_seed(1))
+        words[second] = torch.tensor(signed(int(words[first]) + difference))
+        turned = words.clone()
+        turned[[first, second]] = words[[second, first]]
+        assert summed(words) != summed(turned)

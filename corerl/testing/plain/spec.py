@@ -28,7 +28,6 @@ SPEC = BackendSpec(
     summary="one process in plain torch, the reference that other backends are compared with",
     capabilities={
         Capability.MULTI_RANK: unsupported("it is one process, to be read and compared with"),
-        Capability.UPDATE_IPC: not_implemented("no sender of CUDA IPC handles yet"),
         Capability.BFLOAT16: unsupported("it is a float32 reference"),
         Capability.FLOAT16: unsupported("it is a float32 reference"),
         Capability.RECOMPUTE: not_implemented("it keeps all activations"),

@@ -69,6 +69,7 @@ def refusals(setup: Setup, lacks: Sequence[Capability], directory: str) -> dict[
             ],
             Capability.UPDATE_DISK: [lambda: update("disk")],
             Capability.UPDATE_COLLECTIVE: [lambda: update("collective")],
+            Capability.UPDATE_IPC: [lambda: update("ipc")],
         }
         return {name: [error_of(call) for call in verbs[name]] for name in lacks if name in verbs}
 

@@ -12,28 +12,31 @@ from attrs import evolve
 
 from corerl.config.schema import ClusterInfo
 from corerl.errors import PluginIncompatible
+from corerl.plugin.capabilities import FULL, Grade
 from corerl.plugin.registry import Loaded
 from corerl.testing.compare import metrics_of
 from corerl.testing.marks import check
 from corerl.testing.subject import Subject
 from corerl.testing.tolerances import ENGINE_LOGPROBS, GRAD_NORM, LOSS
 from corerl.testing.wrappers import NAMES
+from corerl.trainer.assignment import TRANSPORTS
 
 
 @check("C36", level=4, builds_on=["C21", "C41"])
-@pytest.mark.parametrize("transport", ["disk", "collective"])
-def test_three_steps_with_an_engine_that_has_the_trainers_weights_after_each_update(
-    subject: Subject, seats: Mapping[str, Any], transport: str
+def test_three_steps_with_an_engine_that_has_the_trainers_weights_after_each_update_by_any_transport(
+    subject: Subject, seats: Mapping[str, Any], loaded: Loaded
 ) -> None:
     from corerl.testing import groups
 
+    supports = loaded.spec.capabilities
+    transports = [name for name, each in TRANSPORTS.items() if supports.get(each, FULL).grade is Grade.FULL]
     setup = subject.setup("qwen3-tied")
     with groups.launched(groups.plan_of(setup, subject.world_size, subject.directory), seats["actor"]) as group:
         init = group.init()
         assert (init.optimizer_step, group.dp_size) == (0, group.layouts[0].dp_size)
         with groups.engine(setup, seats["engines"]) as fleet:
             for number in range(3):
-                directory = subject.directory / "weights"
+                directory, transport = subject.directory / "weights", transports[number % len(transports)]
                 arrived = groups.push(group, fleet, number + 1, transport=transport, directory=directory)
                 assert arrived == {"engine-0": ""}  # whole, by the checksum of each bucket
                 batch = groups.sampled(fleet, number)

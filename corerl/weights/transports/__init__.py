@@ -10,23 +10,36 @@ from corerl.errors import ConfigError
 from corerl.weights.transport import Address, WeightReceiver, WeightSender
 from corerl.weights.transports.collective import CollectiveReceiver, CollectiveSender
 from corerl.weights.transports.disk import DiskReceiver, DiskSender
+from corerl.weights.transports.ipc import IpcReceiver, IpcSender
 
 T = TypeVar("T")
-SenderFactory: TypeAlias = Callable[[Address], WeightSender]
+SenderFactory: TypeAlias = Callable[[Address, int], WeightSender]
 ReceiverFactory: TypeAlias = Callable[[Address, int], WeightReceiver]
 
-SENDERS: dict[str, SenderFactory] = {"collective": CollectiveSender, "disk": DiskSender}
-RECEIVERS: dict[str, ReceiverFactory] = {"collective": CollectiveReceiver, "disk": DiskReceiver}
+AUTO = "auto"  # in a config: ipc where the engines are on the ranks' devices, else collective
+
+SENDERS: dict[str, SenderFactory] = {
+    "ipc": IpcSender,
+    "collective": lambda address, rank: CollectiveSender(address),
+    "disk": lambda address, rank: DiskSender(address),
+}
+RECEIVERS: dict[str, ReceiverFactory] = {
+    "ipc": IpcReceiver,
+    "collective": CollectiveReceiver,
+    "disk": DiskReceiver,
+}
 
 
 def require_transport(transport: str) -> None:
     """Raises ConfigError, with the known ones, where there is no transport of this name."""
-    _look_up(SENDERS, transport)
+    if transport != AUTO:
+        _look_up(SENDERS, transport)
 
 
-def open_sender(address: Address) -> WeightSender:
-    """The trainer's end. Nothing is connected before the first `begin`; keep it for all updates, then `close` it."""
-    return _look_up(SENDERS, address.transport)(address)
+def open_sender(address: Address, *, rank: int = 0) -> WeightSender:
+    """The end of the trainer's `rank`. Nothing is connected before the first `begin`; keep it for all updates, then
+    `close` it."""
+    return _look_up(SENDERS, address.transport)(address, rank)
 
 
 def open_receiver(address: Address, *, index: int) -> WeightReceiver:

@@ -6,15 +6,21 @@ The store also carries what must not hang: who takes part in an update, and how 
     v/ready/i   engine -> sender   its manifest's digest and the group it is in; or that it refuses
     v/go/i      sender -> engine   the group and its members; or why the engine is left out
     v/done/i    engine -> sender   "" or why it did not commit
+    broken/g    sender -> engines  why it has left group g: who waits in a broadcast of it waits in vain
 
-An engine that does not join is left out and the group rebuilt without it; it is asked again at the next update.
+An engine that does not join is left out and the group rebuilt without it; it is asked again at the next update. Nobody
+blocks in a broadcast: both ends look whether it is done, whether the time is up, and whether the other end still lives.
+NCCL alone would wait for a peer that has died until its watchdog ends the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -26,34 +32,89 @@ from corerl.weights.checksum import checksum
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address, WeightReceiver, WeightSender
 
-# NCCL's watchdog ends the process when a collective outlives the group's timeout. Waiting gives up before that, and the
-# trainer survives an engine's death.
+# Waiting gives up before NCCL's own timeout, which is of no use here.
 WATCHDOG_MARGIN = 60.0
+# What torch reads when a group of NCCL's is made: with "0" its watchdog leaves a failed collective to whoever waits for
+# it, and does not end the process.
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+SPIN_SECONDS = 2e-3  # in which a broadcast is looked at without a pause
+PAUSE_SECONDS = 5e-4  # between two looks after that
+ASK_SECONDS = 0.25  # between two questions to the store, which take a round trip
+LEAVE_SECONDS = 5.0  # that the end of a group is waited for
 BROKEN_GRACE = 10.0  # seconds for the engines' reports once the group is known to be broken: they see it as well
 
 
 class _Group:
     """The process group of one set of members; rank 0 sends."""
 
-    def __init__(self, address: Address, store: dist.Store, *, generation: int, rank: int, size: int) -> None:
+    def __init__(self, address: Address, *, generation: int, rank: int, size: int, broken: Callable[[], str]) -> None:
+        """Meets the other members. Raises as `broadcast` does."""
         self.generation = generation
+        self._seconds = address.timeout
         self._timeout = timedelta(seconds=address.timeout)
-        prefixed = dist.PrefixStore(f"group/{generation}", store)
-        self._backend: Any
-        if address.device == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=address.timeout + WATCHDOG_MARGIN)
-            self._backend = dist.ProcessGroupNCCL(prefixed, rank, size, options)
-        else:
-            self._backend = dist.ProcessGroupGloo(prefixed, rank, size, self._timeout)
+        self._backend: Any = None
+        failed: list[Exception] = []
+        device = torch.cuda.current_device() if address.device == "cuda" else None
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """From rank 0 to all, in place. Raises what the library raises: a lost peer, or a timeout."""
-        self._backend.broadcast(tensor.view(torch.uint8), 0).wait(self._timeout)
+        def meet() -> None:
+            try:
+                self._meet(address, rank, size, device)
+            except Exception as error:  # raised below, in the thread that waits
+                failed.append(error)
+
+        # In a thread: where a member has died, neither library comes back from here before a timeout of its own.
+        meeting = threading.Thread(target=meet, daemon=True, name="weights: meet")
+        meeting.start()
+        self._wait(lambda: not meeting.is_alive(), broken, "meet")
+        if failed:
+            raise failed[0]
+
+    def _meet(self, address: Address, rank: int, size: int, device: int | None) -> None:
+        # A connection of its own: while one waits for a key, nobody else can ask through it.
+        store = dist.TCPStore(address.host, address.port, is_master=False, timeout=self._timeout)
+        prefixed = dist.PrefixStore(f"group/{self.generation}", store)
+        if device is None:
+            self._backend = dist.ProcessGroupGloo(prefixed, rank, size, self._timeout)
+            return
+        torch.cuda.set_device(device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=address.timeout + WATCHDOG_MARGIN)
+        with _environment(ERROR_HANDLING, "0"):
+            self._backend = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+        # NCCL connects with the first collective.
+        self._backend.broadcast(torch.zeros(1, dtype=torch.uint8, device="cuda"), 0).wait()
+        torch.cuda.current_stream().synchronize()
+
+    def broadcast(self, tensor: torch.Tensor, broken: Callable[[], str]) -> None:
+        """From rank 0 to all, in place. Raises what the library raises of a lost peer, and WeightUpdateError once
+        `broken`, which is asked all the while, has an answer, or the time is up."""
+        work = self._backend.broadcast(tensor.view(torch.uint8), 0)
+        self._wait(work.is_completed, broken, "broadcast")
+        work.wait(self._timeout)
+
+    def _wait(self, done: Callable[[], bool], broken: Callable[[], str], what: str) -> None:
+        began = time.monotonic()
+        while not done():
+            waited = time.monotonic() - began
+            if waited > SPIN_SECONDS:
+                if reason := broken():
+                    raise WeightUpdateError(reason)
+                if waited > self._seconds:
+                    raise WeightUpdateError(f"{what}: not done within {self._seconds:g} s")
+                time.sleep(PAUSE_SECONDS)
 
     def abort(self) -> None:
         """Leave without a word to the others, whose next broadcast fails."""
-        self._backend.abort()
+        backend, self._backend = self._backend, None
+        leaving = threading.Thread(target=_abort, args=(backend,), daemon=True, name="weights: leave")
+        del backend  # gloo's end waits for what is under way in it: in that thread alone
+        leaving.start()
+        leaving.join(LEAVE_SECONDS)
+
+
+def _abort(backend: Any) -> None:
+    if backend is not None:
+        backend.abort()
 
 
 class CollectiveSender(WeightSender):
@@ -68,6 +129,7 @@ class CollectiveSender(WeightSender):
         self._members: tuple[int, ...] = ()  # engines in the group
         self._errors: dict[str, str] = {}
         self._broken = ""
+        self._lost: dict[str, str] = {}  # by engine: why it is not waited for, said by another thread
 
     def begin(self, manifest: Manifest, version: int) -> None:
         self._errors, self._broken = {}, ""
@@ -92,23 +154,28 @@ class CollectiveSender(WeightSender):
     def transmit(self, flat: torch.Tensor, digest: torch.Tensor) -> None:
         """Put one bucket and its checksum [1] on the wire."""
         assert self._group is not None
-        self._group.broadcast(flat)
-        self._group.broadcast(digest)
+        self._group.broadcast(flat, self._lost_member)
+        self._group.broadcast(digest, self._lost_member)
 
     def commit(self, version: int) -> Mapping[str, str]:
         if self._store is not None:
             grace = min(BROKEN_GRACE, self._address.timeout) if self._broken else self._address.timeout
             deadline = time.monotonic() + grace
             for index in self._members:
-                name = self._address.engines[index]
-                answer = _take(self._store, f"{version}/done/{index}", deadline - time.monotonic())
+                answer = self._answer(self._store, f"{version}/done/{index}", index, deadline)
                 if answer is None:
-                    lost = self._broken or f"no answer within {self._address.timeout:g} s"
-                    self._errors[name] = f"did not commit version {version}: {lost}"
+                    name = self._address.engines[index]
+                    late = f"no answer within {self._address.timeout:g} s"
+                    self._failed(
+                        index, f"did not commit version {version}: {self._lost.get(name) or self._broken or late}"
+                    )
                     self._drop_group()
                 else:
-                    self._errors[name] = answer["error"]
+                    self._failed(index, answer["error"])
         return {name: self._errors.get(name, self._broken) for name in self._address.engines}
+
+    def give_up(self, engine: str, reason: str) -> None:
+        self._lost[engine] = reason  # one assignment: no lock
 
     def close(self) -> None:
         self._drop_group()
@@ -138,17 +205,19 @@ class CollectiveSender(WeightSender):
         ready: dict[int, int] = {}
         deadline = time.monotonic() + self._address.timeout
         for index, name in enumerate(self._address.engines):
-            answer = _take(store, f"{version}/ready/{index}", deadline - time.monotonic())
+            answer = self._answer(store, f"{version}/ready/{index}", index, deadline)
             if answer is None:
-                self._errors[name] = f"did not join the update to version {version} in {self._address.timeout:g} s"
+                late = f"did not join the update to version {version} in {self._address.timeout:g} s"
+                self._failed(index, self._lost.get(name, late))
             elif answer.get("error"):
-                self._errors[name] = answer["error"]
+                self._failed(index, answer["error"])
             elif answer["digest"] != manifest.digest:
-                self._errors[name] = (
+                differ = (
                     f"{name} expects other tensors than the trainer sends for version {version} "
                     "(their manifests differ): give both the manifest of this update"
                 )
-                _put(store, f"{version}/go/{index}", {"error": self._errors[name]})
+                self._failed(index, differ)
+                _put(store, f"{version}/go/{index}", {"error": differ})
             else:
                 ready[index] = answer["generation"]
         return ready
@@ -165,10 +234,38 @@ class CollectiveSender(WeightSender):
         for index in members:
             _put(store, f"{version}/go/{index}", {"generation": self._generation, "members": members})
         if members and not reusable:
-            self._group = _Group(self._address, store, generation=self._generation, rank=0, size=len(members) + 1)
+            self._group = _Group(
+                self._address,
+                generation=self._generation,
+                rank=0,
+                size=len(members) + 1,
+                broken=self._lost_member,
+            )
+
+    def _answer(self, store: dist.Store, key: str, index: int, deadline: float) -> dict[str, Any] | None:
+        """What a receiver has to say; None where the time is up, or its engine is given up."""
+        name = self._address.engines[index]
+        while True:
+            left = deadline - time.monotonic()
+            answer = _take(store, key, 0.0 if name in self._lost else min(left, ASK_SECONDS))
+            if answer is not None or left <= 0 or name in self._lost:
+                return answer
+
+    def _failed(self, index: int, error: str) -> None:
+        """Of one receiver; "" where it committed. The first error of an engine's receivers is the engine's."""
+        name = self._address.engines[index]
+        self._errors[name] = self._errors.get(name) or error
+
+    def _lost_member(self) -> str:
+        """Which engine of the group is given up, and why; "" where none is."""
+        names = [self._address.engines[index] for index in self._members]
+        return next((f"{name}: {self._lost[name]}" for name in names if name in self._lost), "")
 
     def _break(self, error: Exception) -> None:
         self._broken = f"the collective failed: {_first_line(error)}"
+        if self._store is not None and self._members:
+            with contextlib.suppress(dist.DistError):  # of the store itself; they find out by themselves
+                _put(self._store, f"broken/{self._generation}", {"error": self._broken})
         self._drop_group()
 
     def _drop_group(self) -> None:
@@ -185,6 +282,8 @@ class CollectiveReceiver(WeightReceiver):
         self._group: _Group | None = None
         self._asked: int | None = None  # version that this engine asked to take part in
         self._joined: int | None = None  # version that it does take part in
+        self._generation = 0  # of the group that it is in, or joins
+        self._asked_store = 0.0  # time.monotonic() when it was last asked whether the group is broken
         self._rest: Iterator[Bucket] = iter(())  # that the sender will still broadcast
         self._buffer = torch.empty(0)  # for every bucket: new memory costs more than what is written to it
 
@@ -263,12 +362,13 @@ class CollectiveReceiver(WeightReceiver):
         if answer["generation"] != current:
             self._drop_group()
             members: list[int] = answer["members"]
+            self._generation = answer["generation"]
             self._group = _Group(
                 self._address,
-                store,
-                generation=answer["generation"],
+                generation=self._generation,
                 rank=1 + members.index(self._index),
                 size=len(members) + 1,
+                broken=self._left_by_sender,
             )
 
     def _receive(self, bucket: Bucket, version: int) -> tuple[torch.Tensor, int]:
@@ -278,8 +378,8 @@ class CollectiveReceiver(WeightReceiver):
         try:
             if self._group is None:
                 raise WeightUpdateError("the group is closed")
-            self._group.broadcast(flat)
-            self._group.broadcast(digest)
+            self._group.broadcast(flat, self._left_by_sender)
+            self._group.broadcast(digest, self._left_by_sender)
         except Exception as error:
             self._drop_group()
             self._rest = iter(())
@@ -288,10 +388,32 @@ class CollectiveReceiver(WeightReceiver):
             ) from error
         return flat, int(digest.item())
 
+    def _left_by_sender(self) -> str:
+        """Why the sender has left the group; "" as long as it has not, which the store is asked now and then."""
+        if self._store is None or time.monotonic() - self._asked_store < ASK_SECONDS:
+            return ""
+        self._asked_store = time.monotonic()
+        key = f"broken/{self._generation}"
+        return str(json.loads(self._store.get(key))["error"]) if self._store.check([key]) else ""
+
     def _drop_group(self) -> None:
         if self._group is not None:
             self._group.abort()
         self._group = None
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """A variable of this process, for the moment."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _put(store: dist.Store, key: str, value: Mapping[str, Any]) -> None:

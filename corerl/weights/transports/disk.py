@@ -56,6 +56,7 @@ class DiskSender(WeightSender):
         self._checksums: list[int] = []
         self._partial = Path()
         self._error = ""
+        self._lost: dict[str, str] = {}  # by engine: why it is not waited for, said by another thread
 
     def begin(self, manifest: Manifest, version: int) -> None:
         self._error, self._checksums, self._digest = "", [], manifest.digest
@@ -97,34 +98,42 @@ class DiskSender(WeightSender):
                 shutil.rmtree(other, ignore_errors=True)
         return answers
 
+    def give_up(self, engine: str, reason: str) -> None:
+        self._lost[engine] = reason  # one assignment: no lock
+
     def close(self) -> None:
         """The engines have loaded the last version: a copy of the weights is not left behind."""
         for version in Path(self._address.path).glob("v*"):
             shutil.rmtree(version, ignore_errors=True)
 
     def _wait_for_engines(self, directory: Path, version: int) -> dict[str, str]:
-        answers: dict[str, str] = {}
+        answers: dict[int, str] = {}  # by receiver
         admitted: set[str] = set()
         deadline = time.monotonic() + self._address.timeout
         while len(answers) < len(self._address.engines) and time.monotonic() < deadline:
             for index, name in enumerate(self._address.engines):
-                if name in answers:
+                if index in answers:
                     continue
+                if name in self._lost:
+                    answers[index] = f"did not commit version {version}: {self._lost[name]}"
                 state = _read_state(self._address.path, index)
                 if state is None or state["version"] != version:
                     continue
                 if state["done"]:
                     if state["nonce"] in admitted:
-                        answers[name] = state["error"]
+                        answers[index] = state["error"]
                 elif state["nonce"] not in admitted:
                     try:
                         (directory / f"for-{state['nonce']}").touch()
                         admitted.add(state["nonce"])
                     except OSError as error:
-                        answers[name] = f"cannot admit {name} to {directory}: {error}"
+                        answers[index] = f"cannot admit {name} to {directory}: {error}"
             time.sleep(POLL_SECONDS)
         late = f"did not commit version {version}: no answer within {self._address.timeout:g} s"
-        return {name: answers.get(name, late) for name in self._address.engines}
+        by_engine: dict[str, str] = {}
+        for index, name in enumerate(self._address.engines):
+            by_engine[name] = by_engine.get(name) or answers.get(index, late)
+        return by_engine
 
 
 class DiskReceiver(WeightReceiver):

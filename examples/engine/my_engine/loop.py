@@ -16,6 +16,7 @@ from corerl.rollout.serving import Serving
 from corerl.types import MemoryKind
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
+from corerl.weights.verify import bit_sums
 from my_engine import LoopOptions
 
 
@@ -92,6 +93,10 @@ class LoopEngine(Engine):
     def _load(self, bucket: Bucket, flat: torch.Tensor) -> None:
         for name, tensor in bucket.views(flat).items():  # their memory is used again for the next bucket: copy
             self._weights[name].copy_(tensor)
+
+    def weight_sums(self, dtype: str) -> dict[str, int] | None:
+        sent = getattr(torch, dtype)
+        return bit_sums(self._weights) if all(weight.dtype == sent for weight in self._weights.values()) else None
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 

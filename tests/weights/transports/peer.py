@@ -3,13 +3,14 @@
 Each order is one JSON line {"version", "shapes", "bucket_bytes", "act"}; each answer one JSON line {"version", "error",
 "sums"}. `version` is the engine's own after the update, `sums` the loaded tensors' sums of bits.
 Acts: load (a whole update), refuse (say no before reading), fail (raise while loading the first bucket), die (vanish
-after the first bucket).
+after the first bucket), stop (hang after the first bucket, as a peer that NCCL has lost).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 
 import torch
@@ -48,7 +49,10 @@ def main() -> None:
                     raise WeightUpdateError("this engine cannot load it")
                 if order["act"] == "die":
                     os._exit(1)
+                if order["act"] == "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
                 fresh |= {name: tensor.clone() for name, tensor in bucket.views(flat).items()}
+                del flat  # the sender takes its memory back
             loaded, version = fresh, order["version"]
         except WeightUpdateError as failure:
             error = failure.message

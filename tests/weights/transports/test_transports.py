@@ -1,4 +1,4 @@
-"""Collective and disk: the same promises, kept between processes."""
+"""By handle, collective and disk: the same promises, kept between processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +27,7 @@ from corerl.weights.transports import open_receiver, open_sender
 from corerl.weights.transports.collective import CollectiveSender
 from corerl.weights.transports.disk import DiskSender
 from corerl.weights.transports.inprocess import InProcessSender
+from corerl.weights.transports.ipc import IpcSender
 from tests.weights.transports.peer import bit_sum
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [("embed", (16, 6)), ("norm", (6,)), ("layers.0.q", (8, 6)), ("scale", ())]
@@ -77,9 +80,16 @@ class Peer:
             env=environment,
         )
 
-    def order(self, version: int, act: str = "load", dtype: str = "float32", bucket_bytes: int = BUCKET_BYTES) -> None:
+    def order(
+        self,
+        version: int,
+        act: str = "load",
+        dtype: str = "float32",
+        bucket_bytes: int = BUCKET_BYTES,
+        shapes: list[tuple[str, tuple[int, ...]]] = SHAPES,
+    ) -> None:
         assert self.process.stdin is not None
-        line = {"version": version, "act": act, "dtype": dtype, "shapes": SHAPES, "bucket_bytes": bucket_bytes}
+        line = {"version": version, "act": act, "dtype": dtype, "shapes": shapes, "bucket_bytes": bucket_bytes}
         self.process.stdin.write(json.dumps(line) + "\n")
         self.process.stdin.flush()
 
@@ -115,6 +125,22 @@ class FlipsDisk(DiskSender):
         super().transmit(bucket, flat)
 
 
+class FlipsIpc(IpcSender):
+    """Memory that does the same, once the checksum is made."""
+
+    flips = False
+
+    def transmit(self, flat: torch.Tensor) -> None:
+        if self.flips:
+            flat.view(torch.int32)[1] ^= 1
+
+
+def flipping(address: Address) -> FlipsCollective | FlipsDisk | FlipsIpc:
+    if address.transport == "ipc":
+        return FlipsIpc(address, 0)
+    return FlipsCollective(address) if address.transport == "collective" else FlipsDisk(address)
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -129,7 +155,7 @@ def loopback() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["collective", "disk"])
+@pytest.fixture(scope="module", params=["collective", "disk", "ipc"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, loopback: None) -> Iterator[Any]:
     """One run's address, sender and two engines, shared by the tests below: versions rise from test to test."""
     address = Address(
@@ -138,12 +164,14 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         host="127.0.0.1",
         port=free_port(),
         path=str(tmp_path_factory.mktemp("updates")),
+        token=uuid.uuid4().hex,
+        senders=(0, 0),
         timeout=10.0,
     )
     peers = [Peer(address, index) for index in range(2)]
     for peer in peers:
         peer.answer()
-    sender = FlipsCollective(address) if address.transport == "collective" else FlipsDisk(address)
+    sender = flipping(address)
     yield address, sender, peers
     for peer in peers:
         peer.close()
@@ -160,7 +188,7 @@ def test_engines_hold_the_bits_that_were_sent_update_after_update(run: Any) -> N
         for peer in peers:
             assert peer.answer() == {"version": version, "error": "", "sums": sums_of(sent)}
     left = sorted(path.name for path in Path(address.path).glob("v*"))
-    assert left == ([] if address.transport == "collective" else ["v00000003"])
+    assert left == (["v00000003"] if address.transport == "disk" else [])
 
 
 @pytest.mark.parametrize("act", ["refuse", "fail"])
@@ -217,9 +245,16 @@ def test_one_bit_flipped_in_transit_is_refused_and_the_version_stays(run: Any) -
 
 
 def test_an_engine_that_never_comes_is_reported_within_the_timeout(tmp_path: Path, loopback: None) -> None:
-    for transport in ("collective", "disk"):
+    for transport in ("collective", "disk", "ipc"):
         address = Address(
-            transport=transport, engines=("e",), host="127.0.0.1", port=free_port(), path=str(tmp_path), timeout=0.3
+            transport=transport,
+            engines=("e",),
+            host="127.0.0.1",
+            port=free_port(),
+            path=str(tmp_path),
+            token=uuid.uuid4().hex,
+            senders=(0,),
+            timeout=0.3,
         )
         sender = open_sender(address)
         started = time.monotonic()
@@ -246,6 +281,32 @@ def test_an_engine_that_dies_during_the_broadcast_is_reported_and_the_others_com
         engines = push(sender, weights(2), 2)
         assert engines["a"] == "" and "did not join" in engines["b"]
         assert peers[0].answer() == {"version": 2, "error": "", "sums": sums_of(weights(2))}
+    finally:
+        for peer in peers:
+            peer.close()
+        sender.close()
+
+
+def test_a_peer_that_is_lost_without_a_word_and_given_up_holds_up_neither_sender_nor_engines(loopback: None) -> None:
+    address = Address(transport="collective", engines=("a", "b"), host="127.0.0.1", port=free_port(), timeout=300.0)
+    peers = [Peer(address, index) for index in range(2)]
+    sender = open_sender(address)
+    large = build_manifest([(f"{index}", (2**20,)) for index in range(8)], dtype="float32", bucket_bytes=2**22)
+    shapes = [(entry.name, entry.shape) for bucket in large.buckets for entry in bucket.entries]
+    try:
+        for peer in peers:
+            peer.answer()
+        peers[0].order(1, shapes=shapes, bucket_bytes=2**22)
+        peers[1].order(1, "stop", shapes=shapes, bucket_bytes=2**22)
+        threading.Timer(3.0, sender.give_up, ("b", "its process died")).start()
+        began = time.monotonic()
+        sender.begin(large, 1)
+        for bucket in large.buckets:
+            sender.send(bucket, torch.zeros(2**20))
+        assert sender.commit(1)["b"] == ("did not commit version 1: its process died")
+        error = peers[0].answer()["error"]
+        assert "did not arrive" in error or error == ""
+        assert time.monotonic() - began < 60  # and not the timeout
     finally:
         for peer in peers:
             peer.close()
@@ -359,5 +420,5 @@ def test_the_in_process_sender_hands_over_every_tensor_and_reports_a_failing_loa
 
 
 def test_an_unknown_transport_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown weight transport 'pigeon'; known: collective, disk"):
+    with pytest.raises(ConfigError, match="unknown weight transport 'pigeon'; known: collective, disk, ipc"):
         open_sender(Address(transport="pigeon", engines=()))

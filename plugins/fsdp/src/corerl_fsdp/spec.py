@@ -26,7 +26,6 @@ SPEC = BackendSpec(
     api=(1, 0),
     summary="torch FSDP2: any transformers model, parameters, gradients and moments sharded over all ranks",
     capabilities={
-        Capability.UPDATE_IPC: not_implemented("no sender of CUDA IPC handles yet"),
         Capability.ROUTING_REPLAY: not_implemented("transformers' routers take no choice from outside"),
     },
     check=check,

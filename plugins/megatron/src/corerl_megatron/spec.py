@@ -140,7 +140,6 @@ SPEC = BackendSpec(
     summary="NVIDIA megatron-core: tensor, pipeline, context and expert parallelism; Llama, Qwen2, Qwen3, Qwen3-MoE",
     capabilities={
         Capability.FLOAT16: not_implemented("no loss scale; bfloat16 has float32's range and needs none"),
-        Capability.UPDATE_IPC: not_implemented("no sender of CUDA IPC handles yet"),
     },
     environment=environment,
     data_parallel=data_parallel,

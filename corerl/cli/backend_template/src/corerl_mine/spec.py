@@ -12,7 +12,6 @@ SPEC = BackendSpec(
     api=(1, 0),
     summary="the whole model on every rank, gradients summed over ranks",
     capabilities={  # what is not named here is promised, and checked
-        Capability.UPDATE_IPC: not_implemented("it has no sender of CUDA IPC handles"),
         Capability.FLOAT16: not_implemented("it computes in float32 or bfloat16"),
         Capability.RECOMPUTE: not_implemented("it keeps all activations"),
         Capability.ROUTING_REPLAY: not_implemented("transformers' routers take no choice from outside"),

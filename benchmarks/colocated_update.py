@@ -1,0 +1,309 @@
+"""One weight update from ranks to engines on the same GPUs, by CUDA IPC, beside the engine's own load of ready buckets.
+
+python -m benchmarks.colocated_update 0.6b 8b                               # one GPU
+python -m benchmarks.colocated_update 8b --bucket-mib 256 --backend megatron
+python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.colocated_update 8b          # 4 engines
+python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.colocated_update 8b --split  # one over 4
+python -m benchmarks.colocated_update 0.6b --tiny                           # on a CPU: does it run?
+
+An engine is a process with the model's parameters in bfloat16. The update is what a run does from the call of
+`update_weights` on the ranks until it returns: meeting the engine, gathering each bucket in bfloat16 from the backend's
+own parameters, a checksum on either side, the engine's copy into its parameters, its acknowledgement. The other side is
+that copy alone, in the engine, out of a buffer of a bucket's size that lies there: no other process, no checksum. On
+several ranks it is that and an all-gather of as many bytes. Parameters alone are resident: no moments, no gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.report import Comparison, Number, Report, finish, in_turns, table
+from benchmarks.steps import QWEN3_8B, TINY, QuickWeights
+from corerl.backend.base import StateKey
+from corerl.config.schema import TrainConfig, WeightsConfig
+from corerl.testing.harness import Setup, make_worker
+from corerl.trainer.worker import Worker
+from corerl.types import UpdateResult
+from corerl.weights.manifest import Bucket, Manifest
+from corerl.weights.transport import Address
+from corerl.weights.transports import open_receiver
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "0.6b": {
+        **QWEN3_8B,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "8b": QWEN3_8B,
+}
+TARGET = 1.5
+ENGINE = "--engine"  # how this program starts itself as an engine
+TIMEOUT = 300.0  # seconds that one side waits for the other
+
+
+# ---- the engine ------------------------------------------------------------------------------------------------------
+
+
+def serve(pipe: Connection) -> None:
+    """An engine's process: it is told what it is, and then answers each order with its seconds. With more than one of
+    `parts` it holds its part of each tensor's first axis."""
+    manifest, address, index, parts = pipe.recv()
+    if address.device == "cuda":
+        torch.cuda.set_device(index)
+    device, dtype = torch.device(address.device), getattr(torch, manifest.dtype)
+    own = {entry.name: part_of(torch.empty(entry.shape, device="meta"), index, parts) for entry in entries(manifest)}
+    weights = {name: torch.zeros(each.shape, dtype=dtype, device=device) for name, each in own.items()}
+    receiver = open_receiver(address, index=index)
+    largest = max(bucket.numel for bucket in manifest.buckets)
+
+    @torch.no_grad()
+    def load(bucket: Bucket, flat: torch.Tensor) -> None:
+        for name, tensor in bucket.views(flat).items():
+            weights[name].copy_(part_of(tensor, index, parts))
+
+    def receive(version: int) -> None:
+        for bucket, flat in receiver.buckets(manifest, version):
+            load(bucket, flat)
+            del flat
+        receiver.acknowledge(version, "")
+
+    def load_ready(ready: torch.Tensor) -> None:
+        for bucket in manifest.buckets:
+            load(bucket, ready[: bucket.numel])
+        synchronize(device)
+
+    pipe.send("there")
+    while (order := pipe.recv()) is not None:
+        if order == "load":
+            ready = torch.zeros(largest, dtype=dtype, device=device)
+            load_ready(ready)  # its first touch
+            began = time.perf_counter()
+            load_ready(ready)
+            pipe.send(time.perf_counter() - began)
+            del ready
+        else:
+            began = time.perf_counter()
+            receive(int(order))
+            pipe.send(time.perf_counter() - began)
+    receiver.close()
+
+
+def entries(manifest: Manifest) -> Iterator[Any]:
+    for bucket in manifest.buckets:
+        yield from bucket.entries
+
+
+def part_of(tensor: torch.Tensor, index: int, parts: int) -> torch.Tensor:
+    """What one of `parts` processes holds: its share of the first axis; all, where that cannot be split evenly."""
+    if parts == 1 or tensor.ndim < 2 or tensor.shape[0] % parts:
+        return tensor
+    return tensor.chunk(parts)[index]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ---- the trainer -----------------------------------------------------------------------------------------------------
+
+
+class Spans:
+    """Where a rank's update spends its time: seconds by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - began
+
+
+def started(shape: str, backend: str, bucket_mib: float, *, tiny: bool) -> Worker:
+    """A rank with the shape's parameters."""
+    fields = {**SHAPES[shape], **(TINY if tiny else {})}
+    setup = Setup(
+        backend=backend,
+        model="",
+        fields=fields,
+        train=TrainConfig(precision="bfloat16"),
+        weights=WeightsConfig(bucket_bytes=int(bucket_mib * 2**20), dtype="bfloat16"),
+        device="cpu" if tiny else "cuda",
+    )
+    worker = make_worker(setup)
+
+    def weights() -> QuickWeights:
+        chunks = worker.backend.local_state(StateKey.PARAM)
+        return QuickWeights({chunk.name: chunk.shape for chunk in chunks}, torch.device(setup.device))
+
+    with mock.patch.object(worker.backend, "initial_weights", weights):
+        worker.init("127.0.0.1", 0)
+    return worker
+
+
+def measure(shape: str, *, backend: str, rounds: int, bucket_mib: float, split: bool, tiny: bool) -> Report:
+    """Called on every rank; the report is the first one's."""
+    worker = started(shape, backend, bucket_mib, tiny=tiny)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    manifest = worker.manifest()
+    device = torch.device("cpu" if tiny else "cuda")
+    token = [uuid.uuid4().hex]
+    dist.broadcast_object_list(token, src=0)
+    engines = ("engine-0",) * world if split else tuple(f"engine-{index}" for index in range(world))
+    address = Address(
+        transport="ipc",
+        engines=engines,
+        token=token[0],
+        senders=tuple(range(world)),
+        device=device.type,
+        timeout=TIMEOUT,
+    )
+    with Listener(family="AF_UNIX") as listener:
+        engine = subprocess.Popen([sys.executable, "-m", "benchmarks.colocated_update", ENGINE, str(listener.address)])
+        pipe = listener.accept()
+    pipe.send((manifest, address, rank, world if split else 1))
+    assert pipe.recv() == "there"
+    spans = Spans()
+    worker.trace(spans)
+    version, sent = 0, 0
+
+    def update(_: int) -> float:
+        nonlocal version, sent
+        version += 1
+        pipe.send(version)
+        spans.seconds.clear()
+        took, result = together(lambda: worker.update_weights(address, version), device)
+        pipe.recv()
+        assert not any(result.engines.values()), result.engines
+        sent = result.bytes
+        return took
+
+    def limit(_: int) -> float:
+        pipe.send("load")
+        return slowest(pipe.recv()) + (gathering(manifest, world, device) if world > 1 else 0.0)
+
+    update(0)
+    limit(0)
+    parts_of: dict[str, list[float]] = defaultdict(list)
+
+    def ours(number: int) -> float:
+        took = update(number)
+        for name, seconds in spans.seconds.items():
+            parts_of[name].append(seconds)
+        return took
+
+    seconds, others = in_turns(rounds, ours, limit)
+    pipe.send(None)
+    engine.wait()
+    worker.shutdown("measured")
+    gib = sent / 2**30
+    return Report(
+        name="colocated_update",
+        size=f"{'tiny ' if tiny else ''}{shape} shape, {gib:.3g} GiB in bfloat16, {len(manifest.buckets)} buckets of "
+        f"at most {bucket_mib:g} MiB on both sides, {world} {backend} rank{'s' * (world > 1)}, "
+        f"{'one engine over all of them' if split else 'an engine on each'}",
+        comparisons=[
+            Comparison(
+                what="one update",
+                against="the engine's load of ready buckets" + (" and an all-gather of the bytes" if world > 1 else ""),
+                ours=seconds,
+                other=others,
+                target=TARGET,
+            )
+        ],
+        numbers=[
+            Number(what="bytes a second", values=[sent / each / 1e9 for each in seconds], unit="GB/s"),
+            *(Number(what=f"in it: {name}", values=values, unit="s") for name, values in sorted(parts_of.items())),
+        ],
+        note="Parts are of the first rank, which goes on while its engine loads.",
+    )
+
+
+def together(call: Callable[[], UpdateResult], device: torch.device) -> tuple[float, UpdateResult]:
+    """Seconds until the slowest rank has done it, all having begun at once."""
+    synchronize(device)
+    dist.barrier()
+    began = time.perf_counter()
+    result = call()
+    return slowest(time.perf_counter() - began), result
+
+
+def slowest(seconds: float) -> float:
+    everyone = [seconds] * dist.get_world_size()
+    dist.all_gather_object(everyone, seconds)
+    return max(everyone)
+
+
+def gathering(manifest: Manifest, world: int, device: torch.device) -> float:
+    """Seconds of an all-gather of each bucket from equal shares."""
+    dtype = getattr(torch, manifest.dtype)
+    largest = -(-max(bucket.numel for bucket in manifest.buckets) // world)
+    share, out = (torch.zeros(size, dtype=dtype, device=device) for size in (largest, largest * world))
+    took = 0.0
+    for again in (False, True):  # the first time NCCL connects
+        synchronize(device)
+        dist.barrier()
+        began = time.perf_counter()
+        for bucket in manifest.buckets:
+            size = -(-bucket.numel // world)
+            dist.all_gather_into_tensor(out[: size * world], share[:size])
+        synchronize(device)
+        took = slowest(time.perf_counter() - began) if again else 0.0
+    return took
+
+
+def main() -> None:
+    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_argument("shapes", nargs="+", choices=SHAPES)
+    command.add_argument("--backend", default="fsdp")
+    command.add_argument("--rounds", type=int, default=7)
+    command.add_argument("--bucket-mib", type=float, nargs="+", default=[1024.0], help="one table row each")
+    command.add_argument("--split", action="store_true", help="one engine over all ranks, each holding its part")
+    command.add_argument("--tiny", action="store_true", help="a few parameters, on a CPU")
+    command.add_argument("--output", help="a JSON file, for a single shape and size; without it tables are printed")
+    args = command.parse_args()
+    if "RANK" in os.environ:
+        if not args.tiny:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("gloo" if args.tiny else "cpu:gloo,cuda:nccl")
+    else:
+        dist.init_process_group(
+            "gloo" if args.tiny else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1
+        )
+    for shape in args.shapes:
+        for bucket_mib in args.bucket_mib:
+            report = measure(
+                shape, backend=args.backend, rounds=args.rounds, bucket_mib=bucket_mib, split=args.split, tiny=args.tiny
+            )
+            if dist.get_rank() == 0:
+                print(f"{report.size}\n")
+                print(table([report]), flush=True)
+                if args.output:
+                    finish(report, args.output)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == ENGINE:
+        serve(Client(sys.argv[2]))
+    else:
+        main()

@@ -1,0 +1,475 @@
+"""Buckets by handle, between processes of one machine: a rank gathers into memory that its engine opens and reads.
+
+On a GPU that is CUDA IPC, on a CPU memory that both map; no weight is copied on its way. Each rank that has receivers
+on its device listens at a Unix socket whose name follows from the address; a receiver connects to the one of its rank.
+Messages are JSON, one a packet, each with the version that it belongs to:
+
+    receiver -> sender   hello: its index, its manifest's digest; or that it refuses
+    sender -> receiver   go, or why the receiver is left out
+    sender -> receiver   bucket: its checksum, the buffer it lies in, and with a buffer's first bucket the handle
+    receiver -> sender   free: it has loaded that bucket
+    receiver -> sender   done: "" or why it did not commit
+
+There are `BUFFERS` buffers: one is gathered into while engines load the other. A buffer is used again when every
+receiver has freed it. The end of a connection is the end of that engine's update, at once and of no other's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from attrs import define, field
+
+from corerl.errors import WeightUpdateError
+from corerl.weights.checksum import checksum
+from corerl.weights.manifest import Bucket, Manifest
+from corerl.weights.shared import Handle, Shared, opened, share
+from corerl.weights.transport import Address, WeightReceiver, WeightSender
+
+BUFFERS = 2
+LOOK_SECONDS = 0.1  # between two looks at what another thread has said
+CONNECT_SECONDS = 0.01  # between two tries to connect
+PACKET_BYTES = 64 * 1024
+
+
+def _name(address: Address, rank: int) -> str:
+    """Of the socket that `rank` listens at: in Linux's abstract namespace, where nothing is left behind and no path can
+    be too long."""
+    return f"\0corerl-{address.token}-{rank}"
+
+
+def _same_user(connection: socket.socket) -> bool:
+    """The abstract namespace has no permissions: whoever is at the other end must be this user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    return bool(user == os.getuid())
+
+
+@define(eq=False)
+class _Peer:
+    """A receiver, at the sender's end."""
+
+    connection: socket.socket
+    handles: dict[int, Handle] = field(factory=dict)  # by buffer: those that it has been given
+    loading: set[int] = field(factory=set)  # buckets that it has not freed
+    taking: bool = False  # part in this update
+
+
+@define(eq=False)
+class _Buffer:
+    shared: Shared
+    bucket: int = -1  # the one that was sent from it last
+
+
+class IpcSender(WeightSender):
+    """One rank's end. Those with no receiver on their device gather along, and send nothing."""
+
+    def __init__(self, address: Address, rank: int) -> None:
+        self._address = address
+        self._rank = rank
+        self._mine = [index for index, sender in enumerate(address.senders) if sender == rank]
+        ranks = set(address.senders)
+        self.every_rank = len(ranks) > 1
+        self.root = min(ranks, default=0)
+        self._listener: socket.socket | None = None
+        self._selector = selectors.DefaultSelector()
+        self._peers: dict[int, _Peer] = {}  # by receiver index
+        self._buffers: list[_Buffer] = []
+        self._turn = 0
+        self._errors: dict[int, str] = {}  # by receiver index, of this update
+        self._done: dict[int, str] = {}
+        self._lost: dict[str, str] = {}  # by engine: why it is not waited for, said by another thread
+        self._version = -1
+        self._joining = False  # no bucket has been sent yet
+        self._manifest: Manifest | None = None
+
+    # ---- what a sender does ------------------------------------------------------------------------------------------
+
+    def begin(self, manifest: Manifest, version: int) -> None:
+        self._errors, self._done, self._version, self._manifest = {}, {}, version, manifest
+        self._turn = 0
+        for peer in self._peers.values():
+            peer.taking = False
+            peer.loading.clear()
+        if not self._mine:
+            return
+        try:
+            self._listen()
+        except OSError as error:
+            self._errors = dict.fromkeys(self._mine, f"the trainer cannot listen for its engines: {error}")
+            return
+        self._joining = True
+        self._wait(lambda: all(self._settled(index) for index in self._mine))
+        self._joining = False
+        for index in self._mine:
+            if not self._settled(index):
+                late = f"did not join the update to version {version} in {self._address.timeout:g} s"
+                self._drop(index, late)
+
+    def room(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        if not self._taking:
+            return None
+        try:
+            buffer = self._next(numel * dtype.itemsize)
+        except (OSError, RuntimeError) as error:  # no memory, of the host or of the device
+            for index in self._taking:
+                self._drop(index, f"the trainer has no memory to send from: {_line(error)}")
+            return None
+        return buffer.shared.bytes[: numel * dtype.itemsize].view(dtype) if buffer is not None else None
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        buffer = next((each for each in self._buffers if each.shared.bytes.data_ptr() == flat.data_ptr()), None)
+        if buffer is None:  # gathered elsewhere
+            room = self.room(flat.numel(), flat.dtype)
+            if room is None:
+                return
+            room.copy_(flat)
+            flat, buffer = room, self._buffers[self._turn]
+        digest = checksum(flat)
+        if flat.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # who opens the handle waits for no stream of this process
+        self.transmit(flat)
+        buffer.bucket = bucket.index
+        for index in self._taking:
+            self._hand_over(index, bucket, digest, self._buffers.index(buffer))
+        self._turn = (self._buffers.index(buffer) + 1) % BUFFERS
+
+    def transmit(self, flat: torch.Tensor) -> None:
+        """The moment between the checksum and the engines' reading: nothing happens to `flat`."""
+
+    def commit(self, version: int) -> Mapping[str, str]:
+        self._wait(lambda: not self._taking)
+        for index in self._taking:
+            self._drop(index, f"did not commit version {version}: no answer within {self._address.timeout:g} s")
+        if self._buffers and self._address.device != "cpu":  # whoever wakes up on this device needs it
+            self._release()
+        answers: dict[str, str] = {}
+        for index in self._mine:
+            name = self._address.engines[index]
+            answers[name] = answers.get(name) or self._errors.get(index) or self._done.get(index, "")
+        return answers
+
+    def give_up(self, engine: str, reason: str) -> None:
+        self._lost[engine] = reason  # one assignment: no lock
+
+    def close(self) -> None:
+        for index in list(self._peers):
+            self._disconnect(index)
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = None
+        self._selector.close()
+        self._release()
+
+    # ---- receivers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _taking(self) -> list[int]:
+        """Receivers that take part in this update and have not ended it."""
+        return [index for index, peer in self._peers.items() if peer.taking]
+
+    def _settled(self, index: int) -> bool:
+        return index in self._errors or (index in self._peers and self._peers[index].taking) or index in self._done
+
+    def _listen(self) -> None:
+        if self._listener is None:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._listener.bind(_name(self._address, self._rank))
+            self._listener.listen()
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        """Hear the receivers until it is so, or the time is up."""
+        deadline = time.monotonic() + self._address.timeout
+        while True:
+            for index in self._mine:
+                reason = self._lost.get(self._address.engines[index])
+                if reason is not None and index not in self._errors and index not in self._done:
+                    self._drop(index, reason)
+            left = deadline - time.monotonic()
+            if until() or left <= 0:
+                return
+            for key, _ in self._selector.select(min(LOOK_SECONDS, left)):
+                connection: Any = key.fileobj
+                if connection is self._listener:
+                    self._accept()
+                else:
+                    self._hear(connection)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        connection, _ = self._listener.accept()
+        if _same_user(connection):
+            self._selector.register(connection, selectors.EVENT_READ)
+        else:
+            connection.close()
+
+    def _hear(self, connection: socket.socket) -> None:
+        if connection.fileno() < 0:  # closed since the selector named it
+            return
+        found = next((index for index, peer in self._peers.items() if peer.connection is connection), None)
+        try:
+            message, _ = _receive(connection)
+        except ConnectionError:
+            message = None
+        if message is None:
+            if found is None:
+                self._selector.unregister(connection)
+                connection.close()
+            elif self._peers[found].taking:
+                self._drop(found, "its process has ended, or given up: its end of the connection was closed")
+            else:  # it may connect anew
+                self._disconnect(found)
+        elif message["is"] == "hello":
+            self._greet(connection, message)
+        elif found is not None and message["version"] == self._version:
+            peer = self._peers[found]
+            if message["is"] == "free":
+                peer.loading.discard(message["bucket"])
+            else:
+                peer.taking = False
+                peer.loading.clear()
+                self._done[found] = message["error"]
+                if self._address.device != "cpu":  # it has closed those that it had opened
+                    for buffer in peer.handles.keys() - set(message["opened"]):
+                        self._buffers[buffer].shared.forget(peer.handles[buffer])
+                    peer.handles.clear()
+
+    def _greet(self, connection: socket.socket, message: Mapping[str, Any]) -> None:
+        """A receiver asks to take part, or refuses."""
+        index, version = int(message["index"]), self._version
+        if index not in self._mine:
+            wrong = f"receiver {index} is not of rank {self._rank}, whose receivers are {self._mine}"
+            _send(connection, {"is": "no", "version": message["version"], "error": wrong})
+            return
+        if (old := self._peers.get(index)) is not None and old.connection is not connection:
+            self._disconnect(index)
+        peer = self._peers.setdefault(index, _Peer(connection))
+        if message["version"] != version:
+            gone = f"the trainer sends version {version}, and not {message['version']}"
+            self._tell(index, {"is": "no", "version": message["version"], "error": gone})
+        elif not self._joining:
+            late = f"version {version} is on its way already, without this engine"
+            self._tell(index, {"is": "no", "version": version, "error": late})
+        elif message["error"]:
+            self._done[index] = message["error"]
+        elif self._manifest is None or message["digest"] != self._manifest.digest:
+            name = self._address.engines[index]
+            self._done[index] = (
+                f"{name} expects other tensors than the trainer sends for version {version} (their manifests differ): "
+                "give both the manifest of this update"
+            )
+            self._tell(index, {"is": "no", "version": version, "error": self._done[index]})
+        else:
+            peer.taking = True
+            self._tell(index, {"is": "go", "version": version, "error": ""})
+
+    def _hand_over(self, index: int, bucket: Bucket, digest: int, buffer: int) -> None:
+        peer = self._peers[index]
+        message: dict[str, Any] = {"is": "bucket", "version": self._version, "bucket": bucket.index, "buffer": buffer}
+        descriptors: list[int] = []
+        if buffer not in peer.handles:
+            peer.handles[buffer], descriptors = self._buffers[buffer].shared.handle()
+            message["handle"] = peer.handles[buffer]
+        peer.loading.add(bucket.index)
+        self._tell(index, {**message, "checksum": digest}, descriptors)
+
+    def _tell(self, index: int, message: Mapping[str, Any], descriptors: list[int] | None = None) -> None:
+        try:
+            _send(self._peers[index].connection, message, descriptors)
+        except OSError as error:
+            self._drop(index, f"its connection broke: {_line(error)}")
+
+    def _drop(self, index: int, reason: str) -> None:
+        """This receiver has no part in the update any more. It connects anew for another one, if it lives."""
+        self._errors.setdefault(index, reason)
+        self._disconnect(index)
+
+    def _disconnect(self, index: int) -> None:
+        peer = self._peers.pop(index, None)
+        if peer is not None:
+            for buffer, handle in peer.handles.items():
+                self._buffers[buffer].shared.forget(handle)
+            self._selector.unregister(peer.connection)
+            peer.connection.close()
+
+    # ---- buffers -----------------------------------------------------------------------------------------------------
+
+    def _next(self, nbytes: int) -> _Buffer | None:
+        """The buffer whose turn it is, once nobody reads it any more; None where nobody is left."""
+        assert self._manifest is not None
+        largest = max(bucket.numel for bucket in self._manifest.buckets)
+        largest *= getattr(torch, self._manifest.dtype).itemsize
+        if self._buffers and self._buffers[0].shared.bytes.numel() < max(largest, nbytes):
+            self._wait(lambda: not any(peer.loading for peer in self._peers.values()))
+            self._release()
+        if len(self._buffers) <= self._turn:
+            self._buffers.append(_Buffer(share(max(largest, nbytes), torch.device(self._address.device))))
+        buffer = self._buffers[self._turn]
+        self._wait(lambda: not any(buffer.bucket in peer.loading for peer in self._peers.values()))
+        for index in self._taking:
+            if buffer.bucket in self._peers[index].loading:
+                self._drop(index, f"did not load bucket {buffer.bucket} within {self._address.timeout:g} s")
+        return buffer if self._taking else None
+
+    def _release(self) -> None:
+        for peer in self._peers.values():
+            peer.handles.clear()
+        for buffer in self._buffers:
+            buffer.shared.close()
+        self._buffers = []
+
+
+class IpcReceiver(WeightReceiver):
+    def __init__(self, address: Address, index: int) -> None:
+        self._address = address
+        self._index = index
+        self._connection: socket.socket | None = None
+        self._opened: dict[int, torch.Tensor] = {}  # by buffer
+        self._asked: int | None = None  # version that this engine asked to take part in
+        self._joined: int | None = None  # version that it does take part in
+
+    def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        self._join(manifest.digest, version, error="")
+        dtype = getattr(torch, manifest.dtype)
+        for bucket in manifest.buckets:
+            # The sender may be waiting that long for another engine.
+            message, descriptors = self._expect("bucket", version, 2 * self._address.timeout)
+            if "handle" in message:
+                self._opened[message["buffer"]] = opened(message["handle"], descriptors)
+            flat = self._opened[message["buffer"]][: bucket.numel * dtype.itemsize].view(dtype)
+            got, sent = checksum(flat), message["checksum"]
+            if got != sent:
+                raise WeightUpdateError(
+                    f"bucket {bucket.index} of version {version} was damaged on its way: checksum {got:#x}, "
+                    f"sent with {sent:#x}; the update is refused"
+                )
+            yield bucket, flat
+            if flat.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # the copies out of it are done
+            del flat
+            self._tell({"is": "free", "version": version, "bucket": bucket.index})
+
+    def acknowledge(self, version: int, error: str) -> None:
+        asked, joined = self._asked == version, self._joined == version
+        self._asked = self._joined = None
+        closed = list(self._opened)
+        if self._address.device != "cpu":  # the sender takes this memory back
+            self._opened = {}
+        if joined:
+            self._tell({"is": "done", "version": version, "error": error, "opened": closed})
+        elif not asked:  # otherwise the sender knows: it has left this engine out
+            self._hello("", version, error or "did not read the update")
+
+    def close(self) -> None:
+        self._opened = {}
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+    def _join(self, digest: str, version: int, error: str) -> None:
+        self._asked = version
+        self._hello(digest, version, error)
+        # The sender answers at once, but for the time that it has not begun.
+        message, _ = self._expect("answer", version, 2 * self._address.timeout)
+        if message["is"] == "no":
+            raise WeightUpdateError(message["error"])
+        self._joined = version
+
+    def _hello(self, digest: str, version: int, error: str) -> None:
+        message = {"is": "hello", "index": self._index, "version": version, "digest": digest, "error": error}
+        for last in (False, True):  # a connection that the sender has closed meanwhile is made anew
+            self._connect()
+            try:
+                self._tell(message)
+                return
+            except WeightUpdateError:
+                if last:
+                    raise
+
+    def _connect(self) -> None:
+        rank = self._address.senders[self._index]
+        deadline = time.monotonic() + self._address.timeout
+        while self._connection is None:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                connection.connect(_name(self._address, rank))
+            except (ConnectionRefusedError, FileNotFoundError) as error:  # it does not listen yet
+                connection.close()
+                if time.monotonic() > deadline:
+                    raise WeightUpdateError(
+                        f"rank {rank} of the trainer did not listen within {self._address.timeout:g} s; it must be on "
+                        "this engine's node"
+                    ) from error
+                time.sleep(CONNECT_SECONDS)
+                continue
+            if not _same_user(connection):
+                connection.close()
+                raise WeightUpdateError("a process of another user listens in the trainer's place")
+            self._connection = connection
+
+    def _expect(self, what: str, version: int, timeout: float) -> tuple[dict[str, Any], list[int]]:
+        """The next message of this version, awaited as `what`; those of earlier ones are left over."""
+        if self._connection is None:
+            raise WeightUpdateError("the connection to the trainer is closed")
+        deadline = time.monotonic() + timeout
+        while True:
+            self._connection.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                message, descriptors = _receive(self._connection)
+            except TimeoutError as error:
+                raise WeightUpdateError(
+                    f"version {version}: the trainer sent no {what} within {timeout:g} s"
+                ) from error
+            except OSError as error:
+                self.close()
+                raise WeightUpdateError(f"the connection to the trainer broke: {_line(error)}") from error
+            if message is None:
+                self.close()
+                raise WeightUpdateError(
+                    f"the trainer closed the connection while version {version} was on its way: its process has "
+                    "ended, or it has given this engine up"
+                )
+            if message["version"] == version:
+                return message, descriptors
+            self._keep(message, descriptors)
+
+    def _keep(self, message: Mapping[str, Any], descriptors: list[int]) -> None:
+        """Of a left-over message: a handle to the host's memory comes once, and later updates go on in it."""
+        if "handle" in message and self._address.device == "cpu":
+            self._opened[message["buffer"]] = opened(message["handle"], descriptors)
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        try:
+            if self._connection is None:
+                raise ConnectionError("the connection is closed")
+            self._connection.settimeout(self._address.timeout)
+            _send(self._connection, message)
+        except OSError as error:
+            self.close()
+            raise WeightUpdateError(f"cannot report to the trainer: {_line(error)}") from error
+
+
+def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: list[int] | None = None) -> None:
+    socket.send_fds(connection, [json.dumps(message).encode()], descriptors or [])
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """A message, and the file descriptors that came with it; None where the other end is closed."""
+    data, descriptors, _, _ = socket.recv_fds(connection, PACKET_BYTES, 1)
+    if not data:
+        return None, []
+    message: dict[str, Any] = json.loads(data)
+    return message, descriptors
+
+
+def _line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0] or type(error).__name__

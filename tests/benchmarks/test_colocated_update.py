@@ -1,0 +1,45 @@
+"""The benchmark of colocated updates on a CPU: every byte is sent, and an engine over two ranks takes from both."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.colocated_update import SHAPES, measure
+from benchmarks.report import Report
+from benchmarks.steps import TINY
+from corerl.testing.pool import OneRank, RankPool
+
+
+def parameters(fields: dict[str, object]) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    return sum(param.numel() for param in model.parameters())
+
+
+def report(split: bool) -> Report:
+    return measure("0.6b", backend="fsdp", rounds=2, bucket_mib=0.02, split=split, tiny=True)
+
+
+def test_shapes_have_the_sizes_that_they_are_named_by() -> None:
+    assert parameters({**SHAPES["0.6b"]}) == pytest.approx(0.596e9, rel=1e-3)
+    assert parameters({**SHAPES["8b"]}) == pytest.approx(8.19e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_update_sends_all_parameters_and_stands_beside_the_engines_load(
+    world_size: int, rank_pool: RankPool
+) -> None:
+    found, *_ = OneRank().run(report, False) if world_size == 1 else rank_pool.run(report, True)
+    (comparison,) = found.comparisons
+    assert comparison.target == 1.5 and len(comparison.ours) == len(comparison.other) == 2
+    rates = next(number.values for number in found.numbers if number.unit == "GB/s")
+    sent = 2 * parameters({**SHAPES["0.6b"], **TINY})
+    assert rates == pytest.approx([sent / seconds / 1e9 for seconds in comparison.ours])
+    parts = {number.what: number.values for number in found.numbers if number.what.startswith("in it: ")}
+    assert {"in it: gather", "in it: send", "in it: wait for room"} < parts.keys()
+    for number, took in enumerate(comparison.ours):
+        assert math.fsum(values[number] for values in parts.values()) <= took

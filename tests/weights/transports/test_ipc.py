@@ -1,0 +1,283 @@
+"""What handing over memory promises besides: two buffers, one handle for each, and engines that die at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from corerl.errors import WeightUpdateError
+from corerl.weights import shared
+from corerl.weights.manifest import Manifest, build_manifest
+from corerl.weights.shared import opened
+from corerl.weights.transport import Address
+from corerl.weights.transports import open_receiver, open_sender
+from corerl.weights.transports.ipc import IpcReceiver, IpcSender
+from tests.weights.transports.test_transports import Peer, manifest_of, push, sums_of, weights
+
+FOUR = build_manifest([(name, (4,)) for name in "abcd"], dtype="float32", bucket_bytes=16)  # a bucket each
+
+
+def address_of(*engines: str, senders: tuple[int, ...] = (), timeout: float = 20.0) -> Address:
+    return Address(
+        transport="ipc",
+        engines=engines,
+        token=uuid.uuid4().hex,
+        senders=senders or (0,) * len(engines),
+        timeout=timeout,
+    )
+
+
+class Reader:
+    """An engine in a thread, which loads a bucket when it is told to; `seen` holds copies."""
+
+    def __init__(self, receiver: Any, manifest: Manifest, version: int, error: str = "") -> None:
+        self.go = threading.Semaphore(0)
+        self.seen: list[list[float]] = []
+        self.views: list[torch.Tensor] = []
+        self.failure = ""
+        self.thread = threading.Thread(target=self._read, args=(receiver, manifest, version, error))
+        self.thread.start()
+
+    def _read(self, receiver: Any, manifest: Manifest, version: int, error: str) -> None:
+        try:
+            for _, flat in receiver.buckets(manifest, version):
+                self.views.append(flat)
+                self.go.acquire()
+                self.seen.append(flat.tolist())
+        except WeightUpdateError as failure:
+            self.failure = failure.message
+        try:
+            receiver.acknowledge(version, self.failure or error)
+        except WeightUpdateError as failure:
+            self.failure = self.failure or failure.message
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[IpcSender, IpcReceiver]]:
+    address = address_of("e")
+    sender, receiver = IpcSender(address, 0), IpcReceiver(address, 0)
+    yield sender, receiver
+    sender.close()
+    receiver.close()
+
+
+def test_a_bucket_is_gathered_while_the_one_before_is_loaded_and_no_further(pair: Any) -> None:
+    sender, receiver = pair
+    reader = Reader(receiver, FOUR, 1)
+    sender.begin(FOUR, 1)
+    places, filled = [], threading.Semaphore(0)
+
+    def gather() -> None:
+        for bucket in FOUR.buckets:
+            room = sender.room(4, torch.float32)
+            room.fill_(float(bucket.index))
+            places.append(room.data_ptr())
+            filled.release()
+            sender.send(bucket, room)
+
+    gathering = threading.Thread(target=gather)
+    gathering.start()
+    assert filled.acquire(timeout=20) and filled.acquire(timeout=20)
+    assert not filled.acquire(timeout=0.3)  # the engine has loaded neither: both buffers are taken
+    for _ in FOUR.buckets:
+        reader.go.release()
+    gathering.join()
+    assert sender.commit(1) == {"e": ""}
+    reader.thread.join()
+    assert reader.seen == [[float(index)] * 4 for index in range(4)]  # each as it was sent, though two share memory
+    assert places[0] == places[2] != places[1] == places[3]
+
+
+def test_what_is_gathered_is_the_memory_that_the_engine_reads_and_each_buffer_has_one_handle(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = pair
+    given: list[Mapping[str, Any]] = []
+    handle = shared.SharedOnHost.handle
+    monkeypatch.setattr(shared.SharedOnHost, "handle", lambda self: (given.append(self), handle(self))[1])
+    for version in (1, 2, 3):
+        reader = Reader(receiver, FOUR, version)
+        for _ in FOUR.buckets:
+            reader.go.release()
+        sender.begin(FOUR, version)
+        for bucket in FOUR.buckets:
+            room = sender.room(4, torch.float32)
+            room.fill_(float(version))
+            sender.send(bucket, room)
+        assert sender.commit(version) == {"e": ""}
+        reader.thread.join()
+        room[0] = 17.0  # of the last bucket, whose view the reader has kept
+        assert reader.views[-1][0] == 17.0
+    assert len(given) == 2
+
+
+def test_each_rank_sends_to_its_own_receivers_and_an_engine_over_two_ranks_commits_with_both() -> None:
+    address = address_of("a", "a", "b", senders=(0, 1, 1))
+    senders = [open_sender(address, rank=rank) for rank in range(3)]
+    receivers = [open_receiver(address, index=index) for index in range(3)]
+    assert [sender.every_rank for sender in senders] == [True] * 3
+    manifest = manifest_of()
+    for version, reason in ((1, ""), (2, "it has another shape")):
+        readers = [
+            Reader(receiver, manifest, version, reason if index == 1 else "")
+            for index, receiver in enumerate(receivers)
+        ]
+        for reader in readers:
+            for _ in manifest.buckets:
+                reader.go.release()
+        answers = [push(sender, weights(version), version) for sender in senders]
+        assert answers == [{"a": ""}, {"a": reason, "b": ""}, {}]
+        for reader in readers:
+            reader.thread.join()
+            flat = torch.cat([tensor.flatten() for tensor in weights(version).values()])
+            assert torch.equal(torch.tensor([value for seen in reader.seen for value in seen]), flat)
+    for end in (*senders, *receivers):
+        end.close()
+
+
+def test_one_rank_sends_where_all_engines_are_on_its_device() -> None:
+    sender = open_sender(address_of("a", "b", senders=(1, 1)), rank=1)
+    assert (sender.every_rank, sender.root) == (False, 1)
+
+
+def test_an_engine_that_dies_while_it_loads_is_known_at_once_and_its_successor_gets_the_next_update() -> None:
+    address = address_of("a", "b", timeout=120.0)
+    peers = [Peer(address, index) for index in range(2)]
+    sender = open_sender(address)
+    try:
+        for peer in peers:
+            peer.answer()
+        peers[0].order(1)
+        peers[1].order(1, "die")
+        began = time.monotonic()
+        engines = push(sender, weights(1), 1)
+        assert time.monotonic() - began < 60  # and not the timeout
+        assert engines == {
+            "a": "",
+            "b": "its process has ended, or given up: its end of the connection was closed",
+        }
+        assert peers[0].answer()["version"] == 1
+        peers[1].close()
+        peers[1] = Peer(address, 1)
+        peers[1].answer()
+        for peer in peers:
+            peer.order(2)
+        assert push(sender, weights(2), 2) == {"a": "", "b": ""}
+        assert [peer.answer()["sums"] for peer in peers] == [sums_of(weights(2))] * 2
+    finally:
+        for peer in peers:
+            peer.close()
+        sender.close()
+
+
+def test_an_engine_that_is_given_up_is_waited_for_no_more() -> None:
+    sender = open_sender(address_of("a", timeout=120.0))
+    threading.Timer(0.2, sender.give_up, ("a", "its process died")).start()
+    began = time.monotonic()
+    assert push(sender, weights(1), 1) == {"a": "its process died"}
+    assert time.monotonic() - began < 60
+    sender.close()
+
+
+def test_an_engine_that_stops_loading_is_left_out_within_the_timeout(pair: Any) -> None:
+    address = address_of("e", timeout=0.5)
+    sender, receiver = IpcSender(address, 0), IpcReceiver(address, 0)
+    reader = Reader(receiver, FOUR, 1)  # and never goes on
+    sender.begin(FOUR, 1)
+    for bucket in FOUR.buckets:
+        sender.send(bucket, torch.zeros(4))
+    assert sender.commit(1) == {"e": "did not load bucket 0 within 0.5 s"}
+    for _ in FOUR.buckets:
+        reader.go.release()
+    reader.thread.join()
+    assert "the trainer closed the connection while version 1 was on its way" in reader.failure or (
+        "cannot report to the trainer" in reader.failure
+    )
+    sender.close()
+
+
+def test_an_engine_that_failed_early_takes_the_next_update_though_buckets_were_under_way(pair: Any) -> None:
+    sender, receiver = pair
+
+    def fail() -> None:
+        assert next(receiver.buckets(FOUR, 1))[0] == FOUR.buckets[0]
+        receiver.acknowledge(1, "no room")
+
+    failing = threading.Thread(target=fail)
+    failing.start()
+    sender.begin(FOUR, 1)
+    for bucket in FOUR.buckets:
+        sender.send(bucket, torch.zeros(4))
+    assert sender.commit(1) == {"e": "no room"}
+    failing.join()
+    reader = Reader(receiver, FOUR, 2)
+    for _ in FOUR.buckets:
+        reader.go.release()
+    sender.begin(FOUR, 2)
+    for bucket in FOUR.buckets:
+        sender.send(bucket, torch.full((4,), float(bucket.index)))
+    assert sender.commit(2) == {"e": ""}
+    reader.thread.join()
+    assert reader.seen == [[float(index)] * 4 for index in range(4)]
+
+
+def test_an_engine_that_comes_after_the_first_bucket_is_sent_away_and_takes_the_next_update() -> None:
+    address = address_of("early", "late", timeout=1.0)
+    sender = IpcSender(address, 0)
+    receivers = [IpcReceiver(address, index) for index in range(2)]
+
+    def load(receiver: IpcReceiver, version: int) -> Reader:
+        reader = Reader(receiver, FOUR, version)
+        for _ in FOUR.buckets:
+            reader.go.release()
+        return reader
+
+    early = load(receivers[0], 1)
+    sender.begin(FOUR, 1)  # waits a second for the other one
+    sender.send(FOUR.buckets[0], torch.zeros(4))
+    late = load(receivers[1], 1)
+    for bucket in FOUR.buckets[1:]:
+        sender.send(bucket, torch.zeros(4))
+    assert sender.commit(1) == {"early": "", "late": "did not join the update to version 1 in 1 s"}
+    early.thread.join()
+
+    early = load(receivers[0], 2)
+    assert push_four(sender, 2)["early"] == ""  # it hears now at the latest what the late one has asked for
+    early.thread.join()
+    late.thread.join()
+    assert late.failure in (
+        "version 1 is on its way already, without this engine",
+        "the trainer sends version 2, and not 1",
+    )
+
+    readers = [load(receiver, 3) for receiver in receivers]
+    assert push_four(sender, 3) == {"early": "", "late": ""}
+    for reader in readers:
+        reader.thread.join()
+    for end in (sender, *receivers):
+        end.close()
+
+
+def push_four(sender: IpcSender, version: int) -> Mapping[str, str]:
+    sender.begin(FOUR, version)
+    for bucket in FOUR.buckets:
+        sender.send(bucket, torch.zeros(4))
+    return sender.commit(version)
+
+
+def test_memory_of_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "device_id", lambda device: "GPU-1")
+    with pytest.raises(WeightUpdateError, match="weights lie on the GPU GPU-0, and this process is on GPU-1: "):
+        opened({"kind": "cuda", "device": "GPU-0", "parts": []}, [])
+
+
+def test_a_sender_that_is_not_there_is_named_within_the_timeout() -> None:
+    receiver = open_receiver(address_of("e", senders=(3,), timeout=0.2), index=0)
+    with pytest.raises(WeightUpdateError, match="rank 3 of the trainer did not listen within 0.2 s"):
+        next(iter(receiver.buckets(FOUR, 1)))
