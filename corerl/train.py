@@ -38,6 +38,7 @@ def collect(config: Config) -> Summary:
         for scored in run.source:  # which writes each batch down
             run.rollout_step += 1
             run.report(scored, None, {})
+            run.mend_engines()
             if run.stopping:
                 break
         return run.finish()

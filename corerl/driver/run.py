@@ -6,7 +6,7 @@ import contextlib
 import functools
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ REFERENCE = "reference"  # the snapshot that KL is measured against
 def meeting_at(address: Address, actor: TrainGroup) -> Address:
     """The same, at a new place, where a transport has senders and receivers meet: a socket in the actor's first rank,
     or names that nobody else has."""
-    if address.transport == "ipc":
+    if address.transport in ("ipc", "disk"):
         return evolve(address, token=uuid.uuid4().hex)
     if address.transport != "collective" or not address.engines:
         return address
@@ -268,7 +268,7 @@ class Run:
                 with self.phase("hold"):
                     stack.enter_context(self.source.updating(self.weights_version))
             if fleet.dead:
-                self._meet_anew(fleet.replace_dead())
+                self._replace(fleet, fleet.replace_dead)
             with self.phase("update_weights"):
                 return self._update(fleet, verify=verify)
 
@@ -297,6 +297,7 @@ class Run:
             for name, error in result.engines.items()
             if error and not received[name].error
         }
+        fleet.lost_weights(failed)
         self._served |= received.keys() - failed.keys()
         if result.sums and not failed:
             self._require_loaded(fleet, result.sums, version)
@@ -333,15 +334,31 @@ class Run:
             name: WorkerDied(each.error) if each.died else WeightUpdateError(f"{name}: {each.error}")
             for name, each in (dead or failed).items()
         }
-        fleet.replace(errors)
-        self._meet_anew(errors)
+
+        def replace() -> Mapping[str, CorerlError]:
+            fleet.replace(errors)
+            return errors
+
+        self._replace(fleet, replace)
+
+    def mend_engines(self) -> None:
+        """New engines in the place of those that have died, where no update comes by itself."""
+        if self.fleet is not None and self.fleet.dead:
+            self.bring_weights()
 
     def bring_weights(self) -> None:
-        """To new engines, where all that there were have died."""
+        """To new engines, in the place of those that have died."""
         with self.training():
             self.push_weights()
 
-    def _meet_anew(self, replaced: Mapping[str, CorerlError]) -> None:
+    def _replace(self, fleet: EngineFleet, replace: Callable[[], Mapping[str, CorerlError]]) -> None:
+        """New engines, which `replace` starts and names with what the old ones died of. Where ranks and engines take
+        turns in memory a new one finds it as at the start of the run: it takes what it wants, and sleeps."""
+        if self.offloaded:
+            self._rest_ranks()
+        replaced = replace()
+        if self.offloaded:
+            self._wake_ranks()
         for engine, error in replaced.items():
             self.tell(Notice(text=f"{engine} is replaced: {error.message}"))
         self._served -= replaced.keys()
@@ -364,10 +381,13 @@ class Run:
         yield
         if self.offloaded:
             with self.phase("sleep"):
-                for name in self.offloaded:
-                    for rank, slept in enumerate(self.roles[name].group.sleep()):
-                        for note in slept.notes:
-                            self.tell(Notice(text=f"{name} rank {rank}: {note}"))
+                self._rest_ranks()
+
+    def _rest_ranks(self) -> None:
+        for name in self.offloaded:
+            for rank, slept in enumerate(self.roles[name].group.sleep()):
+                for note in slept.notes:
+                    self.tell(Notice(text=f"{name} rank {rank}: {note}"))
 
     def _wake_ranks(self) -> None:
         if self.fleet is not None:

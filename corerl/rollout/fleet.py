@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from corerl.errors import CorerlError, EngineFailed, WorkerDied
@@ -149,11 +149,17 @@ class EngineFleet:
             self._require_allowed(replica, error)
         for replica in replicas:
             with self._changing:
-                self._dead.pop(replica, None)
                 self._without_weights.add(replica)
-                self._started[replica] += 1
                 self._restarts[replica] = self._restarts.get(replica, 0) + 1
             self.processes.replace(replica, (self.assignments[replica],))
+            with self._changing:  # from here on a death is the new one's
+                self._started[replica] += 1
+                self._dead.pop(replica, None)
+
+    def lost_weights(self, names: Iterable[str]) -> None:
+        """An update did not reach these engines: they serve nothing until another one does."""
+        with self._changing:
+            self._without_weights |= {self.names.index(name) for name in names}
 
     def step_completed(self) -> None:
         """From here on restarts are counted anew."""
@@ -222,14 +228,18 @@ class EngineFleet:
     def close(self) -> None:
         """End the replicas, whatever they generate."""
         try:
-            self._ask_all("pause")
-            self._ask_all("close")
+            for method in ("pause", "close"):  # who dies in it has ended too
+                self.processes.answers(self.processes.start(method))
         finally:
             self.processes.kill()
 
     def _fared(self, answers: Mapping[int, Any]) -> dict[str, Received]:
         fared = {replica: _received(answer) for replica, answer in answers.items()}
-        self._without_weights -= {replica for replica, each in fared.items() if not each.error}
+        failed = {replica for replica, each in fared.items() if each.error}
+        with self._changing:
+            self._without_weights = (self._without_weights - fared.keys()) | failed
+            for replica in fared.keys() - failed:
+                self._dead.pop(replica, None)  # told of one before it
         return {self.names[replica]: each for replica, each in fared.items()}
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,9 @@ class Group:
             self.allowed -= 1
         well = {name: Received(version=0, bytes=8) for name in self.names}
         self.fared = self.later.pop(0) if self.later else well
+
+    def lost_weights(self, names: Iterable[str]) -> None:
+        self.without_weights = list(names)
 
     def step_completed(self) -> None:
         self.log.append("completed")

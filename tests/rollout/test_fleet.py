@@ -125,8 +125,10 @@ def test_replicas_answer_as_one_and_nothing_while_paused_and_what_is_left_of_one
     assert not fleet.serves(1) and same(fleet.generate_aside(REQUEST), answered)
     assert fleet.draw(1, REQUEST) is None
     assert list(fleet.replace_dead()) == ["engine-1"] and not fleet.dead and not fleet.serves(1)
+    fleet.lost_weights(["engine-0"])
+    assert not fleet.serves(0)
     assert push(fleet, 5, tmp_path) == {"engine-0": "", "engine-1": ""}
-    assert fleet.serves(1) and set(fleet.generate(REQUEST).versions) == {5}
+    assert fleet.serves(0) and fleet.serves(1) and set(fleet.generate(REQUEST).versions) == {5}
 
     fleet.sleep()
     with pytest.raises(EngineFailed, match="put to sleep"):

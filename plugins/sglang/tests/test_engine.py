@@ -245,6 +245,7 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
         engine.generate(evolve(REQUEST, params=evolve(REQUEST.params, max_tokens=2000, stop_tokens=())))
     received, told = push(engine, tensors, 12, on_disk(tmp_path / "weights"))
     assert "engine-0: its server was ended by SIGKILL; its log " in received.error
+    assert received.died
     assert told == {"engine-0 rank 0": received.error}
 
 
@@ -325,6 +326,7 @@ def test_each_rank_receives_and_experts_are_told_and_a_server_killed_in_an_updat
 
     received, told = push(engine, tensors, 2, by_collective(2), sent=killed)
     assert "engine-0: its server was ended by SIGKILL; its log " in received.error
+    assert received.died
     assert all(told.values()) and told.keys() == {"engine-0 rank 0", "engine-0 rank 1"}
     with pytest.raises(WorkerDied, match="engine-0: its server was ended by SIGKILL"):
         engine.generate(request)

@@ -207,7 +207,8 @@ class SglangEngine(Engine):
                 return 0, self._refuse(self._context.receivers, manifest, version, address, error)
             return self._transfer(manifest, version, address)
 
-        return self._serving.update(version, transfer)
+        received = self._serving.update(version, transfer)
+        return evolve(received, died=bool(received.error) and not self._server.alive)
 
     def _misfit(self, manifest: Manifest) -> str:
         """Why this manifest cannot be loaded; "" where it can. SGLang itself passes over names that it does not

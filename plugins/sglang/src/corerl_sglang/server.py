@@ -87,9 +87,13 @@ class Server:
                 raise late
             time.sleep(LOOK_SECONDS)
 
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
     def require_alive(self, during: str) -> None:
         """Raises WorkerDied where the process is gone."""
-        if self._process.poll() is not None:
+        if not self.alive:
             raise self._died(during)
 
     def get(self, path: str) -> Any:
