@@ -118,8 +118,8 @@ def drop_second_copies(model: Model) -> None:
 
 
 def let_go(model: Model) -> None:
-    """After its end: DeepSpeed's objects and parameters hold each other, in circles that Python cannot see through. They
-    would stay, and with them the process groups, each with threads of its own."""
+    """After its end: DeepSpeed's objects and parameters hold each other, in circles that Python cannot see through.
+    They would stay, and with them the process groups, each with threads of its own."""
     params = [param for _, param in _parameters(model)]
     for each in (*params, model.engine.optimizer, model.engine):
         vars(each).clear()
