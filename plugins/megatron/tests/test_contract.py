@@ -19,7 +19,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 vpp2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
     "cp2": {"context_parallel": 2},
     "ep2": {"expert_parallel": 2},
-    "dp2 overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    "dp2 overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket": 4096},
 }
 OF_ANY_LAYOUT = [
     "test_init_tells_where_training_stands_and_loads_the_models_weights_to_the_last_bit",

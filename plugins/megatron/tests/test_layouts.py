@@ -19,6 +19,11 @@ TWO = {
     "pp2 vpp2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
     "cp2": {"context_parallel": 2},
     "dp2, whole optimizer": {"distributed_optimizer": False},
+    "dp2, in small buckets beside computation": {
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "bucket": 4096,
+    },
 }
 FOUR = {
     "tp2 pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},

@@ -76,7 +76,7 @@ QWEN3_06B = {
     "head_dim": 128,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
-    "initializer_range": 0.04,
+    "initializer_range": 0.02,
 }
 LIMITS = {"bfloat16": 0.02, "float32": 1e-3}  # of the mean absolute difference to transformers' log-probs
 QUICK = {  # what makes a server start sooner

@@ -94,6 +94,7 @@ class DeepSpeedBackend(Backend):
         super().shutdown(reason)
         if hasattr(self, "model"):
             self.model.engine.destroy()
+            state.let_go(self.model)
         leave()
 
     def _moment(self, flat: torch.Tensor, key: StateKey) -> torch.Tensor:

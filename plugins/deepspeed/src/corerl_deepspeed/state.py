@@ -117,6 +117,14 @@ def drop_second_copies(model: Model) -> None:
         model.engine.optimizer.invalidate_secondary_tensor()
 
 
+def let_go(model: Model) -> None:
+    """After its end: DeepSpeed's objects and parameters hold each other, in circles that Python cannot see through.
+    They would stay, and with them the process groups, each with threads of its own."""
+    params = [param for _, param in _parameters(model)]
+    for each in (*params, model.engine.optimizer, model.engine):
+        vars(each).clear()
+
+
 def parameter_memory(model: Model) -> Iterator[Tensor]:
     for _, param in _parameters(model):
         yield param.ds_tensor if partitioned(model) else param.data

@@ -54,6 +54,7 @@ def build(role: RoleConfig, architecture: Architecture, groups: Groups, *, devic
         use_distributed_optimizer=options.distributed_optimizer,
         overlap_grad_reduce=options.overlap_grad_reduce,
         overlap_param_gather=options.overlap_param_gather,
+        bucket_size=options.bucket or None,
     )
     chunks = [
         DistributedDataParallel(

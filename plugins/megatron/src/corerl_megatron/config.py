@@ -54,6 +54,12 @@ class MegatronConfig:
         "distributed_optimizer and overlap_grad_reduce",
         default=False,
     )
+    bucket: int = option(
+        "elements that travel together where gradients or parameters do so beside computation; 0 leaves it to "
+        "megatron-core, which takes 40 million, or a million for each data-parallel rank where that is more",
+        default=0,
+        validator=at_least(0),
+    )
     recompute: Literal["full", "selective"] = option(
         "what train.recompute='full' means here: whole layers, or the core of attention alone", default="full"
     )

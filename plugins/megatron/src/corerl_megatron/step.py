@@ -79,10 +79,13 @@ class Pipeline:
                 )
             if chosen:
                 chosen[part].append(self.routing.chosen(part, len(inputs.tokens), split))
-            return hidden, partial(finished, packed, chunk.module)
+            return hidden, partial(finished, packed, chunk)
 
-        def finished(packed: Packed, module: PackedModel, hidden: Tensor, non_loss_data: bool = False) -> Any:
-            result = finish(packed, module, hidden)
+        def finished(packed: Packed, chunk: Any, hidden: Tensor, non_loss_data: bool = False) -> Any:
+            if chunk.ddp_config.overlap_param_gather:
+                # The head's weight is read from here. The module that owns it is never called, whose hook would wait.
+                chunk.param_to_bucket_group[chunk.module.head].finish_param_sync()
+            result = finish(packed, chunk.module, hidden)
             # The middle one is a number of tokens to divide by, which nothing is: see build.finalize.
             return result if non_loss_data else (result, torch.zeros((), dtype=torch.int), {})
 
