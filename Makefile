@@ -65,7 +65,9 @@ quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and 
 	$(BIN)/corerl train examples/quickstart.toml run.dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 test: $(DEV) ## the tests of core and plugins that pass without a GPU
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(or $(ARGS),--ignore tests/end_to_end)
+# Whole runs, of which each has as many processes as there is room for: one at a time.
+	$(if $(ARGS),,$(BIN)/python -m pytest tests/end_to_end)
 
 test-fsdp-oldest: $(OLDEST)/.installed ## the tests of models and of the FSDP plugin with the oldest transformers
 	$(OLDEST)/bin/python -m pytest -o corerl_level=1 plugins/fsdp/tests tests/models $(ARGS)

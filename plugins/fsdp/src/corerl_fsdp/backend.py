@@ -95,7 +95,8 @@ class FsdpBackend(Backend):
                 return []  # shards are float32 and their own masters; gradients do not outlive a step
 
     def moments_to_come(self) -> int:
-        return 0 if self.config.options.offload == "optimizer" else super().moments_to_come()
+        elsewhere = self.config.options.offload == "optimizer" and self.device.type != "cpu"
+        return 0 if elsewhere else super().moments_to_come()
 
     def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
         reshard(self.policy)
