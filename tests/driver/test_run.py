@@ -17,7 +17,7 @@ from corerl.data.prompts import Prompt
 from corerl.driver import run as driver
 from corerl.driver.advantages import Stamped
 from corerl.driver.roles import Role
-from corerl.driver.run import REFERENCE, Run, answers_in
+from corerl.driver.run import REFERENCE, Run, answers_in, meeting_at
 from corerl.errors import CorerlError, DataError, WeightUpdateError, WorkerDied
 from corerl.observability.timing import Phases
 from corerl.plugin.events import Event, Notice, RunFinished, Shown, StepFinished
@@ -801,3 +801,24 @@ def test_a_resumed_run_ends_with_the_answers_from_before_any_training(
     _, saves, ears = evaluating("at the resume", before=restored, rollout_step=25)
     assert (ears.finished[0].before, ears.finished[0].after) == (answers("at first"), answers("at the resume"))
     assert answers_in(saves.states[0]) == answers("at first")
+
+
+def test_where_no_update_comes_by_itself_engines_that_have_died_are_mended_and_others_left_alone(
+    make_run: Callable[..., Run],
+) -> None:
+    actor, fleet = Group(), Group()
+    run = make_run(make_config(), actor=actor, fleet=fleet, address=Address(transport="disk", engines=fleet.names))
+    run.push_weights()
+    fleet.log.clear()
+    run.mend_engines()
+    assert fleet.log == []
+    fleet.dead = True
+    run.mend_engines()
+    assert fleet.log == ["replace", "receive 1"]
+
+
+def test_senders_and_engines_meet_anew_at_names_that_nobody_else_has(make_run: Callable[..., Run]) -> None:
+    for transport in ("ipc", "disk"):
+        address = Address(transport=transport, engines=("engine-0",), token="old")
+        tokens = {meeting_at(address, make_run(make_config()).actor.group).token for _ in range(3)}
+        assert len(tokens) == 3 and "old" not in tokens
