@@ -9,6 +9,7 @@ import functools
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from corerl.config.schema import Config
 from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.prepare import ENGINES, Prepared, prepare, title
+from corerl.driver.residency import Residency, residency_plan
 from corerl.driver.roles import Role
-from corerl.driver.run import REFERENCE, Run, answers_in, meeting_at
+from corerl.driver.run import REFERENCE, Run, answers_in, passes_of
 from corerl.driver.stop import StopRequest
 from corerl.driver.together import Call, together
+from corerl.driver.updates import WeightUpdates, meeting_at
 from corerl.errors import ConfigError, EngineFailed, SaveFailed
 from corerl.observability.timing import Phases
 from corerl.plugin import hooktrace
@@ -110,8 +113,8 @@ def _launched(prepared: Prepared) -> Iterator[Run]:
             run.source.close()
             for role in run.roles.values():
                 role.group.shutdown("finished")
-            if run.fleet is not None:
-                run.fleet.close()
+            if run.updates is not None:
+                run.updates.fleet.close()
     except BaseException:
         observers.emit(
             RunFinished(
@@ -173,7 +176,8 @@ def _start(
     if config.run.samples:
         fleet = make_fleet(prepared, seats[ENGINES], **watched)
         stack.callback(fleet.processes.kill)
-    inits = _init(groups, fleet, in_turns=bool(offloaded(config, prepared.device)))
+    sharing = offloaded(config, prepared.device)
+    inits = _init(groups, fleet, in_turns=bool(sharing))
     roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.roles.items()}
     actor = groups[ACTOR]
     if config.algorithm.kl_coef and config.run.trains:
@@ -195,6 +199,36 @@ def _start(
     stack.callback(source.close)
     if state and config.run.mode != "eval":
         source.restore(state["source"], prepared.resume)
+
+    def phase(name: str) -> AbstractContextManager[None]:
+        return run.phase(name)
+
+    def tell(notice: Notice) -> None:
+        observers.emit(notice)
+
+    residency = Residency(phase=phase, tell=tell)
+    if sharing:
+        residency = Residency(
+            plan=residency_plan(sharing, passed={each.role for each in passes_of(config)}),
+            groups={name: groups[name] for name in sharing},
+            fleet=fleet,
+            phase=phase,
+            tell=tell,
+        )
+    updates: WeightUpdates | None = None
+    if fleet is not None:
+        updates = WeightUpdates(
+            config=config.weights,
+            group=actor,
+            fleet=fleet,
+            source=source,
+            manifest=actor.manifest(),
+            address=meeting_at(address, actor),
+            version=inits[ACTOR].weights_version,
+            residency=residency,
+            phase=phase,
+            tell=tell,
+        )
     run = Run(
         config=config,
         run_dir=prepared.run_dir,
@@ -202,14 +236,13 @@ def _start(
         phases=Phases(),
         stop=stop,
         roles=roles,
-        fleet=fleet,
+        updates=updates,
+        residency=residency,
         source=source,
         sampler=sampler,
         reward=reward,
         params=prepared.params,
         held_out=prepared.prompts.held_out_prompts(),
-        manifest=actor.manifest(),
-        address=meeting_at(address, actor),
         checkpoints=Checkpoints(
             run_dir=prepared.run_dir,
             config=config.checkpoint,
@@ -218,9 +251,7 @@ def _start(
             last_step=step if state else -1,
             observers=observers,
         ),
-        offloaded=offloaded(config, prepared.device),
         rollout_step=step,
-        weights_version=inits[ACTOR].weights_version,
         kl_coef=state.get("kl_coef", config.algorithm.kl_coef)
         if config.algorithm.kl_target
         else config.algorithm.kl_coef,
