@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from attrs import evolve
@@ -20,6 +21,8 @@ from corerl.driver.residency import (
 )
 from corerl.types import MemoryKind, SleepResult
 from tests.driver.fakes import Ears, Group, sharing, staying, told, unseen
+from tests.end_to_end.command import numbers
+from tests.in_process import execute_here, small
 
 GIB = 2**30
 ALL = frozenset(MemoryKind)
@@ -164,3 +167,22 @@ def test_what_a_rank_says_of_its_sleep_reaches_the_user() -> None:
     residency = Residency(plan=plan, groups={"actor": actor}, phase=unseen, tell=ears.observe)  # type: ignore[dict-item]
     residency.enter(SAMPLE)
     assert told(ears) == ["actor rank 1: host memory could not be pinned"]
+
+
+def test_taking_turns_changes_no_number_of_a_run_with_a_critic_and_a_reference(tmp_path: Path) -> None:
+    steps = {}
+    for offload in ("never", "always"):
+        config = small(
+            tmp_path,
+            f"run.dir={tmp_path}/{offload}",
+            f"cluster.offload={offload}",
+            *("run.steps=3", "checkpoint.every=2", "roles.critic.ranks=1", "extensions=[{name='jsonl'}]"),
+            *("algorithm.name=ppo", "algorithm.kl_coef=0.1", "algorithm.old_logprobs=recompute"),
+        )
+        assert execute_here(config).reason == "finished"
+        steps[offload] = numbers(tmp_path / offload)
+    taken = {name for step in steps["always"] for name in step if name.startswith("memory/")}
+    assert taken >= {"memory/train_actor_gib", "memory/train_critic_gib", "memory/save_critic_gib"}
+    without = [{name: value for name, value in step.items() if name not in taken} for step in steps["always"]]
+    assert without == steps["never"]
+    assert len(without) == 3
