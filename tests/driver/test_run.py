@@ -818,7 +818,7 @@ def test_where_no_update_comes_by_itself_engines_that_have_died_are_mended_and_o
 
 
 def test_senders_and_engines_meet_anew_at_names_that_nobody_else_has(make_run: Callable[..., Run]) -> None:
-    for transport in ("ipc", "disk"):
+    for transport in ("ipc", "disk", "delta"):
         address = Address(transport=transport, engines=("engine-0",), token="old")
         tokens = {meeting_at(address, make_run(make_config()).actor.group).token for _ in range(3)}
         assert len(tokens) == 3 and "old" not in tokens
