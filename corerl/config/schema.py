@@ -376,8 +376,8 @@ class RolloutConfig:
 class WeightsConfig:
     transport: str = option(
         "how weights reach engines: ipc, collective, disk or delta; auto takes ipc where every engine is on a rank's "
-        "device, else collective. delta writes to disk what has changed, and keeps a copy of the weights in host memory "
-        "on the first rank and at each of the engines' receivers",
+        "device, else collective. delta writes to disk what has changed, and keeps a copy of the weights in host "
+        "memory on the first rank and at each of the engines' receivers",
         default="auto",
     )
     every: int = option(
