@@ -254,6 +254,7 @@ class Backend(BackendBase, ABC):
             freed_bytes=freed,
             residual_bytes=held.residual,
             driver_freed_bytes=before.residual - held.residual,
+            used_bytes=before.used,
             notes=tuple(notes),
         )
 
