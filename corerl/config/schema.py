@@ -378,7 +378,9 @@ class RolloutConfig:
 @frozen(kw_only=True)
 class WeightsConfig:
     transport: str = option(
-        "how weights reach engines: ipc, collective or disk; auto takes ipc where every engine is on a rank's device",
+        "how weights reach engines: ipc, collective, disk or delta; auto takes ipc where every engine is on a rank's "
+        "device, else collective. delta writes to disk what has changed, and keeps a copy of the weights in host "
+        "memory on the first rank and at each of the engines' receivers",
         default="auto",
     )
     every: int = option(

@@ -209,13 +209,14 @@ def test_a_run_needs_what_its_settings_use_and_no_more() -> None:
     config = evolve(config_for(), weights=WeightsConfig(transport="ipc"))  # as `auto` became one of them
     quiet = evolve(config, checkpoint=CheckpointConfig(background=False))
     disk = evolve(quiet, weights=WeightsConfig(transport="disk"))
+    delta = evolve(quiet, weights=WeightsConfig(transport="delta"))
     apart = evolve(config, cluster=ClusterConfig(placement="disaggregated"))
     penalised = evolve(config, algorithm=AlgorithmConfig(kl_coef=0.1))
     half = evolve(apart, train=TrainConfig(precision="bfloat16"))
     narrow = evolve(apart, train=TrainConfig(precision="float16", recompute="full"))
     assert needs(config, CPU) == PLAIN_RUN | {Capability.CPU}
     assert needs(quiet, CPU) == {Capability.UPDATE_IPC, Capability.CPU}
-    assert needs(disk, CPU) == {Capability.UPDATE_DISK, Capability.CPU}
+    assert needs(disk, CPU) == needs(delta, CPU) == {Capability.UPDATE_DISK, Capability.CPU}
     assert needs(apart, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK}
     assert needs(half, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK, Capability.BFLOAT16}
     assert needs(narrow, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK, Capability.FLOAT16, Capability.RECOMPUTE}
