@@ -182,16 +182,6 @@ def _start(
     actor = groups[ACTOR]
     if config.algorithm.kl_coef and config.run.trains:
         actor.snapshot(REFERENCE).load()
-    address = Address(
-        transport=prepared.transport,
-        engines=fleet.receivers if fleet else (),
-        path=str(prepared.run_dir / "weights"),
-        senders=prepared.senders,
-        # Two processes on one GPU cannot be in one group of NCCL's.
-        device=prepared.device if prepared.transport == "ipc" or config.cluster.placement == "disaggregated" else "cpu",
-        # Less than the ranks' own: those that gather must not give up while the sender waits for an engine.
-        timeout=config.cluster.timeout / 2,
-    )
     sampler: Sampler | None = None
     if fleet is not None:
         sampler = Sampler(tokenizer=prepared.tokenizer, generate=fleet.generate, seed=config.run.seed)
@@ -206,15 +196,13 @@ def _start(
     def tell(notice: Notice) -> None:
         observers.emit(notice)
 
-    residency = Residency(phase=phase, tell=tell)
-    if sharing:
-        residency = Residency(
-            plan=residency_plan(sharing, passed={each.role for each in passes_of(config)}),
-            groups={name: groups[name] for name in sharing},
-            fleet=fleet,
-            phase=phase,
-            tell=tell,
-        )
+    residency = Residency(
+        plan=residency_plan(sharing, passed={each.role for each in passes_of(config)}),
+        groups={name: groups[name] for name in sharing},
+        fleet=fleet,
+        phase=phase,
+        tell=tell,
+    )
     updates: WeightUpdates | None = None
     if fleet is not None:
         updates = WeightUpdates(
@@ -223,7 +211,7 @@ def _start(
             fleet=fleet,
             source=source,
             manifest=actor.manifest(),
-            address=meeting_at(address, actor),
+            address=meeting_at(address_of(prepared, fleet), actor),
             version=inits[ACTOR].weights_version,
             residency=residency,
             phase=phase,
@@ -261,6 +249,21 @@ def _start(
         fleet.on_lost = run.bring_weights
         observers.emit(PhaseStarted(name="sending the first weights", step=step))
     return run
+
+
+def address_of(prepared: Prepared, fleet: EngineFleet) -> Address:
+    """Where ranks and engines meet for updates; the place itself is `meeting_at`'s."""
+    config = prepared.config
+    return Address(
+        transport=prepared.transport,
+        engines=fleet.receivers,
+        path=str(prepared.run_dir / "weights"),
+        senders=prepared.senders,
+        # Two processes on one GPU cannot be in one group of NCCL's.
+        device=prepared.device if prepared.transport == "ipc" or config.cluster.placement == "disaggregated" else "cpu",
+        # Less than the ranks' own: those that gather must not give up while the sender waits for an engine.
+        timeout=config.cluster.timeout / 2,
+    )
 
 
 def tell_of(observers: Observers, process: str, pending: Pending, outcome: Outcome) -> None:

@@ -51,12 +51,14 @@ def saving(role: str) -> str:
 
 
 def residency_plan(roles: Sequence[str], passed: Collection[str]) -> dict[str, Stage]:
-    """The stages of a step by name, for `roles` that share their devices with engines; samples pass through the models
-    of `passed` before they are trained on.
+    """The stages of a step by name, for `roles` that share their devices with engines, if there are any; samples pass
+    through the models of `passed` before they are trained on.
 
     Each stage holds what it reads and no more, so that its peak is as small as it can be: roles train, and are saved,
     one after the other, and engines have memory for weights only once all of a rank but its parameters sleeps.
     """
+    if not roles:
+        return {}
     return {
         FORWARD: Stage(ranks={role: frozenset({MemoryKind.PARAM}) for role in roles if role in passed}),
         TRAIN: Stage(),  # of roles with devices of their own alone

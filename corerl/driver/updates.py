@@ -30,9 +30,9 @@ ANSWER_SECONDS = 60.0  # that an engine has to answer once the senders have ende
 def meeting_at(address: Address, actor: TrainGroup) -> Address:
     """The same, at a new place, where a transport has senders and receivers meet: a socket in the actor's first rank,
     or names that nobody else has."""
-    if address.transport in ("ipc", "disk"):
+    if address.transport != "collective":
         return evolve(address, token=uuid.uuid4().hex)
-    if address.transport != "collective" or not address.engines:
+    if not address.engines:
         return address
     host, port, listening = actor.processes.listen(0)
     return evolve(address, host=host, port=port, listening=listening)

@@ -166,7 +166,7 @@ def test_an_update_comes_to_engines_that_are_still_and_new_ones_stand_where_some
 
 
 def test_senders_and_engines_meet_anew_at_names_that_nobody_else_has() -> None:
-    for transport in ("ipc", "disk"):
+    for transport in ("ipc", "disk", "delta"):
         address = Address(transport=transport, engines=("engine-0",), token="old")
         tokens = {meeting_at(address, Group()).token for _ in range(3)}
         assert len(tokens) == 3 and "old" not in tokens
