@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-from attrs import evolve
+import torch.distributed as dist
+from attrs import evolve, frozen
 from deepspeed.runtime.zero import parameter_offload
 
 from corerl.memory.storage import resident_bytes
@@ -81,11 +84,57 @@ def offloaded(setup: Setup) -> Mapping[str, bool]:
         }
 
 
-def modules_kept(setup: Setup) -> int:
-    """By DeepSpeed, of models that are gone."""
+@frozen(kw_only=True)
+class Left:
+    """Of a model that has ended, and process groups more than there were before it was built."""
+
+    modules: int  # that DeepSpeed keeps
+    policy: bool
+    groups: int
+    groups_meanwhile: int
+
+
+def left_behind(setup: Setup) -> Left:
+    before = _groups()
     with running(setup) as worker:
+        for number in (0, 1):  # from the second step on DeepSpeed knows what comes next, and keeps that
+            train(worker, setup, number)
         forward(worker, setup, samples_at(0))
-    return len(parameter_offload.FWD_MODULE_STACK)
+        policy: Any = weakref.ref(worker.backend.model.policy)  # type: ignore[attr-defined]
+        meanwhile = _groups()
+    del worker
+    gc.collect()
+    return Left(
+        modules=len(parameter_offload.FWD_MODULE_STACK),
+        policy=policy() is not None,
+        groups=_groups() - before,
+        groups_meanwhile=meanwhile - before,
+    )
+
+
+def _groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+class Dropped(Allocations):
+    """And of each storage that is gone again, its bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped: list[int] = []
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        known = self._live.get(storage._cdata)
+        if known is None or known() is not storage:
+            weakref.finalize(storage, self.dropped.append, storage.nbytes())
+        super()._count(storage)
+
+
+def largest_dropped(setup: Setup) -> tuple[int, int]:
+    """While a model is built: bytes of the largest storage that is gone at the end, and of its largest flat one."""
+    with Dropped() as found, running(setup) as worker:
+        flats = list(worker.backend.tensors(MemoryKind.MASTER))
+        return max(found.dropped), max(resident_bytes([flat]) for flat in flats)
 
 
 def start_with_copies(setup: Setup) -> None:
