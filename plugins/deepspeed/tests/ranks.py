@@ -6,23 +6,28 @@ import gc
 import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from attrs import evolve, frozen
 from deepspeed.runtime.zero import parameter_offload
 
+from corerl.backend.base import SAVED
+from corerl.errors import SaveFailed
 from corerl.memory.storage import resident_bytes
 from corerl.plugin.spec import BackendSpec
 from corerl.testing.allocations import Allocations
-from corerl.testing.harness import Setup, forward, running, samples_at, train
+from corerl.testing.harness import Setup, State, forward, running, samples_at, state_of, step_at, train
 from corerl.types import MemoryKind, UpdateResult
 from corerl.weights.chunks import TensorSource
 from corerl.weights.transport import WeightSender
-from corerl_deepspeed import SPEC
+from corerl_deepspeed import SPEC, native
 from corerl_deepspeed.backend import DeepSpeedBackend
+from corerl_deepspeed.runtime import calling_deepspeed
 
 
 class LoadsTheWholeModel(DeepSpeedBackend):
@@ -141,3 +146,39 @@ def start_with_copies(setup: Setup) -> None:
     """As DeepSpeed starts by itself: it sends parameters that hold nothing, and copies them together."""
     with mock.patch("corerl_deepspeed.build.nothing_to_copy", nullcontext), running(setup):
         pass
+
+
+def native_then_portable(setup: Setup, checkpoint: str) -> tuple[State, State]:
+    """Masters, moments and weights as DeepSpeed reads them from its own format, and as CoreRL resumes them from its
+    own."""
+    with running(setup) as worker:
+        backend = worker.backend
+        assert isinstance(backend, DeepSpeedBackend)
+        for key in SAVED:  # what is not read stays apart
+            for chunk in backend.local_state(key):
+                with torch.no_grad():
+                    chunk.view.fill_(-1.0)
+        engine = backend.model.engine
+        with calling_deepspeed(partitioned=backend.partitioned):
+            engine.load_checkpoint(f"{checkpoint}/{native.DIRECTORY}")
+        assert engine.global_steps == 2
+        assert {int(moments["step"]) for moments in backend.model.optimizer.state.values()} == {2}
+        found = state_of(worker)
+    with running(setup, resume=checkpoint) as worker:
+        return found, state_of(worker)
+
+
+def native_save_on_a_full_disk(setup: Setup, directory: str, full: int) -> str:
+    """What is said of it on rank `full`, and on those that could write."""
+    with running(setup) as worker:
+        train(worker, setup, 0)
+        backend = worker.backend
+        assert isinstance(backend, DeepSpeedBackend)
+        disk = mock.patch("torch.serialization._save", side_effect=RuntimeError("file write failed\n(No space left)"))
+        with (
+            disk if worker.backend.layout.rank == full else nullcontext(),
+            pytest.raises(SaveFailed) as raised,
+            calling_deepspeed(partitioned=backend.partitioned),
+        ):
+            native.write(backend.model, Path(directory), step_at(0))
+    return raised.value.message

@@ -36,6 +36,11 @@ class DeepSpeedConfig:
         default=50_000_000,
         validator=at_least(2),
     )
+    native_checkpoint: bool = option(
+        "write DeepSpeed's own checkpoint too, as `deepspeed` in the role's directory of each checkpoint; training "
+        "waits until it is written, and CoreRL resumes from its own",
+        default=False,
+    )
     raw: Mapping[str, Any] = option(
         "more of DeepSpeed's own configuration, as its JSON has it, with tables inside: {zero_optimization = "
         "{overlap_comm = false}}; what [train] or the options above say is refused",
