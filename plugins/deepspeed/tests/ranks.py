@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from attrs import evolve, frozen
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from corerl.backend.base import SAVED
 from corerl.errors import SaveFailed
@@ -119,6 +121,27 @@ def left_behind(setup: Setup) -> Left:
 
 def _groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
+
+
+def gathers(setup: Setup) -> list[list[tuple[bool, frozenset[int]]]]:
+    """Of each of five steps, before the last two of which all sleeps: in a forward pass or not, which parameters."""
+    found: list[list[tuple[bool, frozenset[int]]]] = []
+    hidden = "_PartitionedParameterCoordinator__all_gather_params_"
+    gather = getattr(PartitionedParameterCoordinator, hidden)
+
+    def noted(self: Any, params: Any, forward: bool, quantize: bool = False) -> None:
+        missing = frozenset(param.ds_id for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE)
+        found[-1].append((forward, missing))
+        gather(self, params, forward, quantize)
+
+    with mock.patch.object(PartitionedParameterCoordinator, hidden, noted), running(setup) as worker:
+        for number in range(5):
+            if number == 3:
+                worker.sleep(frozenset(MemoryKind))
+                worker.wake_up(frozenset(MemoryKind))
+            found.append([])
+            train(worker, setup, 0)  # the same samples in each
+    return found
 
 
 class Dropped(Allocations):

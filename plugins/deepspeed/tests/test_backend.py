@@ -99,6 +99,16 @@ def test_a_model_shares_the_ranks_group_and_leaves_nothing_behind(
     assert rank_pool.run(ranks.left_behind, setup) == [nothing] * 2
 
 
+def test_after_sleep_parameters_are_gathered_ahead_as_before(runs: Runs, rank_pool: RankPool) -> None:
+    setup = evolve(runs.setup("deepspeed", "qwen3"), options={"gather_bucket": 20_000})
+    for first, second, third, awake, after in rank_pool.run(ranks.gathers, setup):
+        assert len(first) > 2 * len(second)  # before DeepSpeed knows what comes next
+        assert second == third == after
+        # Norms, which sleep has freed besides.
+        assert [forward for forward, _ in awake] == [forward for forward, _ in third]
+        assert all(wanted <= found for (_, found), (_, wanted) in zip(awake, third, strict=True))
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_no_flat_memory_is_made_to_be_dropped_at_once(runs: Runs, rank_pool: RankPool, stage: int) -> None:
     setup = evolve(runs.setup("deepspeed", "qwen3"), options={"stage": stage})
