@@ -121,8 +121,7 @@ def transformer_config(
         arguments |= {
             "moe_grouped_gemm": engine and options.grouped_gemm,
             "moe_permute_fusion": engine,
-            "moe_router_load_balancing_type": "aux_loss" if options.aux_loss_coef else "none",
-            "moe_aux_loss_coeff": options.aux_loss_coef,
+            "moe_router_load_balancing_type": "none",  # the plugin's own stands in `balance`
         }
     if options.fp8 != "none":
         arguments |= {"fp8": options.fp8, "fp8_recipe": options.fp8_recipe}
