@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
+import torch
 from attrs import evolve
 from transformers import LlamaConfig
 
-from corerl.config.schema import ClusterInfo
+from corerl.config.schema import ClusterInfo, TrainConfig
+from corerl.errors import PluginError
+from corerl.testing.harness import TRAIN
 from corerl.testing.models import tiny_config
 from corerl_megatron.config import MegatronConfig
 from corerl_megatron.families import architecture, unsupported_by
+from corerl_megatron.model import uses_transformer_engine
 from corerl_megatron.spec import SPEC, check
 
 QWEN3 = tiny_config("qwen3").to_dict()  # 4 layers, 4 heads, 2 key-value heads, 96 columns
@@ -26,8 +31,10 @@ LLAMA3 = {
 }
 
 
-def told(ranks: int, model: dict[str, Any], device: str = "cpu", **options: Any) -> list[str]:
-    found = check(MegatronConfig(**options), ClusterInfo(device=device, ranks=ranks, model=model))
+def told(
+    ranks: int, model: dict[str, Any], device: str = "cpu", train: TrainConfig = TRAIN, **options: Any
+) -> list[str]:
+    found = check(MegatronConfig(**options), ClusterInfo(device=device, ranks=ranks, model=model, train=train))
     return [f"{problem.path}: {problem.text}" for problem in found]
 
 
@@ -82,6 +89,43 @@ def test_one_that_does_not_is_refused_under_the_setting_that_mends_it(
     ranks: int, model: dict[str, Any], options: dict[str, Any], line: str
 ) -> None:
     assert any(found.startswith(line) for found in told(ranks, model, **options)), told(ranks, model, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"recompute_layers": 2}, ""),
+        ({"recompute_layers": 3}, "recompute_layers: 3 does not divide the 4 layers of a stage"),
+        ({"recompute_method": "block", "recompute_layers": 3}, ""),
+        ({"recompute_method": "block", "recompute_layers": 5}, "recompute_layers: 5 of each stage"),
+        ({"recompute": "mlp"}, ""),
+        ({"recompute": "mlp", "recompute_layers": 2}, "recompute_layers: 2 is of whole layers"),
+        ({"recompute": "mlp", "recompute_method": "block"}, "recompute_method: 'block' is of whole layers"),
+    ],
+)
+def test_how_layers_are_recomputed_is_held_against_their_number_where_they_are(
+    options: dict[str, Any], line: str
+) -> None:
+    problems = told(1, QWEN3, train=evolve(TRAIN, recompute="full"), **options)
+    assert len(problems) == bool(line) and all(problem.startswith(line) for problem in problems)
+    assert told(1, QWEN3, **options) == []
+
+
+def test_transformer_engine_is_taken_where_it_is_there_and_asked_for_in_one_line_where_it_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert uses_transformer_engine(MegatronConfig(), gpu)
+    assert not uses_transformer_engine(MegatronConfig(), cpu)
+    assert not uses_transformer_engine(MegatronConfig(transformer="torch"), gpu)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not uses_transformer_engine(MegatronConfig(), gpu)
+    for asked in ({"transformer": "transformer_engine"}, {"fp8": "e4m3"}):
+        ((name, value),) = asked.items()
+        with pytest.raises(PluginError) as raised:
+            uses_transformer_engine(MegatronConfig(**asked), gpu)  # type: ignore[arg-type]
+        assert raised.value.message.startswith(f"backends.megatron.{name}={value!r} needs TransformerEngine")
 
 
 @pytest.mark.parametrize(

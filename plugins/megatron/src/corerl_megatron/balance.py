@@ -60,9 +60,11 @@ class Share:
     step: Balance
 
     def balanced(self, values: Tensor, probabilities: Tensor, chosen: Tensor) -> Tensor:
-        """`values` as they are, whose backward pass adds this rank's part of the loss, experts * sum_i (share of choices
-        of i) * (mean probability of i) (Fedus et al. 2021, eq. 4); from probabilities [t, experts] and those chosen by
-        them [t, k]. Called on every rank of the group."""
+        """`values` as they are, whose backward pass adds this rank's part of the loss; from probabilities [t, experts]
+        and the likeliest [t, k]. Called on every rank of the group.
+
+        The loss is experts * sum_i (share of choices of i) * (mean probability of i) (Fedus et al. 2021, eq. 4).
+        """
         load = torch.zeros_like(probabilities).scatter(1, chosen, 1.0).mul(self.counts).sum(0).detach()
         torch.distributed.all_reduce(load, group=self.group)
         likely = (probabilities * self.counts).sum(0)

@@ -46,6 +46,8 @@ def check(config: MegatronConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     yield from _switches(config, cluster)
     if cluster.model:
         yield from _model(config, cluster.model)
+    if cluster.model and cluster.train is not None and cluster.train.recompute == "full":
+        yield from _recompute(config, cluster.model["num_hidden_layers"])
 
 
 def _layout(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]:
@@ -131,6 +133,27 @@ def _model(config: MegatronConfig, model: Mapping[str, Any]) -> Iterator[Problem
             "sequence_parallel",
             f"false, and experts with tensor_parallel={tp} are trained with it alone; set it to true",
         )
+
+
+def _recompute(config: MegatronConfig, layers: int) -> Iterator[Problem]:
+    whole, uniform = config.recompute == "full", config.recompute_method == "uniform"
+    here = layers // (config.pipeline_parallel * config.virtual_pipeline)
+    count = config.recompute_layers
+    if whole and uniform and here % count:
+        yield Problem(
+            "recompute_layers",
+            f"{count} does not divide the {here} layers of a stage, or of an interleaved part of one; take a divisor "
+            f"of {here}",
+        )
+    if whole and not uniform and count > here:
+        yield Problem(
+            "recompute_layers",
+            f"{count} of each stage, or of each interleaved part of one, and there are {here}; take {here}, or "
+            "recompute_method='uniform'",
+        )
+    if not whole and (count, uniform) != (1, True):
+        name = "recompute_layers" if count != 1 else "recompute_method"
+        yield Problem(name, f"{getattr(config, name)!r} is of whole layers, and recompute is 'mlp'; remove one of them")
 
 
 SPEC = BackendSpec(
