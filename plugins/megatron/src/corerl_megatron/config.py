@@ -61,7 +61,7 @@ class MegatronConfig:
         validator=at_least(0),
     )
     recompute: Literal["full", "mlp"] = option(
-        "what train.recompute='full' means here: whole layers, or their MLPs and experts alone, and no attention, which "
+        "what train.recompute='full' means here: whole layers, or their MLPs and experts, and no attention, which "
         "costs most where sequences are long",
         default="full",
     )
