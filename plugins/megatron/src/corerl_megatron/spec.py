@@ -45,9 +45,9 @@ def check(config: MegatronConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     yield from _layout(config, cluster)
     yield from _switches(config, cluster)
     if cluster.model:
-        yield from _model(config, cluster.model)
-    if cluster.model and cluster.train is not None and cluster.train.recompute == "full":
-        yield from _recompute(config, cluster.model["num_hidden_layers"])
+        yield from _model(
+            config, cluster.model, recompute=cluster.train is not None and cluster.train.recompute == "full"
+        )
 
 
 def _layout(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]:
@@ -97,7 +97,7 @@ def _switches(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]
         yield Problem("fp8", f"{config.fp8!r} needs TransformerEngine, and transformer is 'torch'; set it to 'auto'")
 
 
-def _model(config: MegatronConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
+def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool) -> Iterator[Problem]:
     if reason := unsupported_by(model):
         yield Problem(".model", reason)
         return
@@ -124,6 +124,13 @@ def _model(config: MegatronConfig, model: Mapping[str, Any]) -> Iterator[Problem
                 name,
                 f"{getattr(config, name)}{at} does not divide the model's {count} {what}; take a divisor of {count}",
             )
+    here, count = max(model["num_hidden_layers"] // stages, 1), config.recompute_layers
+    if recompute and (config.recompute, config.recompute_method) == ("full", "uniform") and here % count:
+        yield Problem(
+            "recompute_layers",
+            f"{count} does not divide the {here} layers of a stage, or of an interleaved part of one; take a divisor "
+            f"of {here}",
+        )
     if config.expert_parallel > 1 and not experts:
         yield Problem("expert_parallel", f"{config.expert_parallel}, and the model has no experts; set it to 1")
     if config.aux_loss_coef and not experts:
@@ -133,27 +140,6 @@ def _model(config: MegatronConfig, model: Mapping[str, Any]) -> Iterator[Problem
             "sequence_parallel",
             f"false, and experts with tensor_parallel={tp} are trained with it alone; set it to true",
         )
-
-
-def _recompute(config: MegatronConfig, layers: int) -> Iterator[Problem]:
-    whole, uniform = config.recompute == "full", config.recompute_method == "uniform"
-    here = layers // (config.pipeline_parallel * config.virtual_pipeline)
-    count = config.recompute_layers
-    if whole and uniform and here % count:
-        yield Problem(
-            "recompute_layers",
-            f"{count} does not divide the {here} layers of a stage, or of an interleaved part of one; take a divisor "
-            f"of {here}",
-        )
-    if whole and not uniform and count > here:
-        yield Problem(
-            "recompute_layers",
-            f"{count} of each stage, or of each interleaved part of one, and there are {here}; take {here}, or "
-            "recompute_method='uniform'",
-        )
-    if not whole and (count, uniform) != (1, True):
-        name = "recompute_layers" if count != 1 else "recompute_method"
-        yield Problem(name, f"{getattr(config, name)!r} is of whole layers, and recompute is 'mlp'; remove one of them")
 
 
 SPEC = BackendSpec(
