@@ -190,7 +190,10 @@ class Backend(BackendBase, ABC):
             self._require_all_taken(Path(config.resume))
         dtype = config.train.precision if config.weights.dtype == "model" else config.weights.dtype
         self.manifest: Manifest = build_manifest(
-            self._gather_plan.shapes, dtype=dtype, bucket_bytes=config.weights.bucket_bytes
+            self._gather_plan.shapes,
+            dtype=dtype,
+            bucket_bytes=config.weights.bucket_bytes,
+            senders=self._gather_plan.senders,
         )
         self.phase = ""
         return InitResult(layout=self.layout, optimizer_step=optimizer_step, weights_version=self.weights_version)
@@ -198,15 +201,15 @@ class Backend(BackendBase, ABC):
     @hookimpl
     def update_weights(self, sender: WeightSender, version: int) -> UpdateResult:
         started = time.perf_counter()
-        sends = sender.every_rank or self.layout.rank == sender.root
-        root = None if sender.every_rank else sender.root
+        roots = [sender.sender_of(bucket) for bucket in self.manifest.buckets]
+        sends = None in roots or self.layout.rank in roots
         sent = 0
         if sends:
             with self.span("meet engines"):
                 sender.begin(self.manifest, version)
         chunks = self.local_state(StateKey.PARAM)
-        for bucket in self.manifest.buckets:
-            out = self._room(sender, bucket) if sends else None
+        for bucket, root in zip(self.manifest.buckets, roots, strict=True):
+            out = self._room(sender, bucket) if root in (None, self.layout.rank) else None
             with self.span("gather"):
                 self.gather(bucket, out, chunks=chunks, root=root)
             if out is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -32,6 +33,7 @@ class Bucket:
 
     index: int
     entries: tuple[Entry, ...]
+    sender: int = 0  # the trainer's rank that its tensors lie nearest to: the first of their pipeline stage
 
     @property
     def numel(self) -> int:
@@ -54,11 +56,17 @@ class Manifest:
         return [entry.name for bucket in self.buckets for entry in bucket.entries]
 
     @property
+    def senders(self) -> tuple[int, ...]:
+        """The ranks that buckets name, each once."""
+        return tuple(dict.fromkeys(bucket.sender for bucket in self.buckets))
+
+    @property
     def digest(self) -> str:
         """Equal where sender and receiver speak of the same tensors in the same order."""
         lines = [self.dtype]
         for bucket in self.buckets:
-            lines += [f"{bucket.index} {entry.start} {list(entry.shape)} {entry.name}" for entry in bucket.entries]
+            where = f"{bucket.index} of {bucket.sender}"
+            lines += [f"{where} {entry.start} {list(entry.shape)} {entry.name}" for entry in bucket.entries]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @property
@@ -66,19 +74,27 @@ class Manifest:
         return {entry.name: entry.shape for bucket in self.buckets for entry in bucket.entries}
 
 
-def build_manifest(shapes: Iterable[tuple[str, tuple[int, ...]]], *, dtype: str, bucket_bytes: int) -> Manifest:
-    """Cut (name, shape) pairs, in their order, into buckets of at most `bucket_bytes`; a larger tensor gets its own."""
+def build_manifest(
+    shapes: Iterable[tuple[str, tuple[int, ...]]],
+    *,
+    dtype: str,
+    bucket_bytes: int,
+    senders: Mapping[str, int] | None = None,
+) -> Manifest:
+    """Cut (name, shape) pairs, in their order, into buckets of at most `bucket_bytes`; a larger tensor gets its own.
+
+    With `senders`, by name, a bucket's tensors have one sender, and the senders' buckets take turns: one gathers its
+    next while another sends.
+    """
     item = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
-    buckets: list[Bucket] = []
-    entries: list[Entry] = []
-    start = 0
+    by_sender: dict[int, list[list[Entry]]] = {}
     for name, shape in shapes:
-        numel = math.prod(shape)
-        if entries and (start + numel) * item > bucket_bytes:
-            buckets.append(Bucket(len(buckets), tuple(entries)))
-            entries, start = [], 0
-        entries.append(Entry(name, tuple(shape), start))
-        start += numel
-    if entries:
-        buckets.append(Bucket(len(buckets), tuple(entries)))
-    return Manifest(dtype, tuple(buckets))
+        buckets = by_sender.setdefault(senders[name] if senders else 0, [[]])
+        start = buckets[-1][-1].start + buckets[-1][-1].numel if buckets[-1] else 0
+        if buckets[-1] and (start + math.prod(shape)) * item > bucket_bytes:
+            buckets.append([])
+            start = 0
+        buckets[-1].append(Entry(name, tuple(shape), start))
+    rounds = itertools.zip_longest(*([(sender, each) for each in own] for sender, own in by_sender.items()))
+    in_turns = [turn for each in rounds for turn in each if turn is not None]
+    return Manifest(dtype, tuple(Bucket(index, tuple(each), sender) for index, (sender, each) in enumerate(in_turns)))
