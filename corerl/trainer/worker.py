@@ -163,7 +163,7 @@ class Worker:
             return self.host.forward(batch=batch, outputs=outputs, weights=weights)
 
     def manifest(self) -> Manifest:
-        return self.backend.manifest
+        return self.backend.stream
 
     def update_weights(self, address: Address, version: int, verify: bool = False) -> UpdateResult:
         """With `verify` a rank tells the sums of what it sent; the first alone, where all send the same."""

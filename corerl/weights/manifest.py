@@ -14,17 +14,26 @@ if TYPE_CHECKING:
     import torch
 
 
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # of an element
+
+
 @frozen
 class Entry:
-    """One HF tensor of a bucket: elements [start, start + numel) of the bucket's flat buffer."""
+    """One HF tensor of a bucket: [start, start + length) of the bucket's flat buffer."""
 
     name: str
     shape: tuple[int, ...]
     start: int
+    dtype: str = ""  # where the buffer is of bytes; else it is the buffer's own
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def length(self) -> int:
+        """Elements of the buffer that it takes."""
+        return self.numel * BYTES[self.dtype] if self.dtype else self.numel
 
 
 @frozen
@@ -37,18 +46,27 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        return sum(entry.numel for entry in self.entries)
+        """Elements of its buffer."""
+        return max((entry.start + entry.length for entry in self.entries), default=0)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The bucket's tensors by HF name, as views of its flat buffer [numel]."""
-        return {entry.name: flat[entry.start : entry.start + entry.numel].view(entry.shape) for entry in self.entries}
+        found: dict[str, torch.Tensor] = {}
+        for entry in self.entries:
+            part = flat[entry.start : entry.start + entry.length]
+            if entry.dtype:
+                import torch  # a driver that reads no weights does without
+
+                part = part.view(getattr(torch, entry.dtype))
+            found[entry.name] = part.view(entry.shape)
+        return found
 
 
 @frozen
 class Manifest:
     """Plain data; receivers need nothing else to know what comes next."""
 
-    dtype: str  # of every bucket, as torch names it: float32, bfloat16
+    dtype: str  # of every bucket, as torch names it: float32, bfloat16; uint8 where tensors have their own
     buckets: tuple[Bucket, ...]
 
     @property
@@ -66,7 +84,7 @@ class Manifest:
         lines = [self.dtype]
         for bucket in self.buckets:
             where = f"{bucket.index} of {bucket.sender}"
-            lines += [f"{where} {entry.start} {list(entry.shape)} {entry.name}" for entry in bucket.entries]
+            lines += [f"{where} {each.start} {list(each.shape)} {each.dtype} {each.name}" for each in bucket.entries]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @property
@@ -86,7 +104,7 @@ def build_manifest(
     With `senders`, by name, a bucket's tensors have one sender, and the senders' buckets take turns: one gathers its
     next while another sends.
     """
-    item = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+    item = BYTES[dtype]
     by_sender: dict[int, list[list[Entry]]] = {}
     for name, shape in shapes:
         buckets = by_sender.setdefault(senders[name] if senders else 0, [[]])
