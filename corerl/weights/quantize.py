@@ -15,6 +15,7 @@ import torch
 from corerl.weights.manifest import Bucket, Entry, Manifest
 
 BLOCK = 128  # rows and columns that share a scale
+AT_ONCE = 2**24  # elements, which bounds the temporaries on a device
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
 SCALE = "_scale_inv"  # what the name of a weight's scales ends in
@@ -60,16 +61,16 @@ def to_blocks(weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) 
     A block's scale is its largest magnitude / 448, so that this becomes the largest number of FP8; 1 where all are 0.
     Values are rounded to the nearest, ties to even.
     """
-    columns = weight.shape[1]
-    down, across = scales.shape
-    for index in range(down):  # 128 rows at once: bounds the temporaries
-        strip = weight[index * BLOCK : (index + 1) * BLOCK].float()
-        padded = torch.nn.functional.pad(strip, (0, across * BLOCK - columns)).view(len(strip), across, BLOCK)
-        scale = padded.abs().amax(dim=(0, 2)) / LARGEST
-        scale = torch.where(scale == 0, 1.0, scale)
-        scales[index] = scale
-        divided = (padded / scale[:, None]).view(len(strip), across * BLOCK)[:, :columns]
-        values[index * BLOCK : (index + 1) * BLOCK] = divided.to(FP8)
+    columns, across = weight.shape[1], scales.shape[1]
+    blocks = max(1, AT_ONCE // (across * BLOCK * BLOCK))
+    strips = zip(weight.split(blocks * BLOCK), values.split(blocks * BLOCK), scales.split(blocks), strict=True)
+    for strip, into, scales_into in strips:
+        missing = (0, -columns % BLOCK, 0, -len(strip) % BLOCK)
+        padded = torch.nn.functional.pad(strip.float(), missing).view(-1, BLOCK, across, BLOCK)
+        scale = padded.abs().amax(dim=(1, 3)) / LARGEST
+        scales_into.copy_(torch.where(scale == 0, 1.0, scale))
+        divided = (padded / scales_into[:, None, :, None]).view(-1, across * BLOCK)
+        into.copy_(divided[: len(strip), :columns])
 
 
 def _as_sent(bucket: Bucket, dtype: str, left_out: Sequence[str]) -> list[tuple[str, tuple[int, ...], str]]:

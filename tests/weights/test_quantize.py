@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from corerl.rollout.receiving import Receiving
+from corerl.weights import quantize as module
 from corerl.weights.manifest import Bucket, build_manifest
 from corerl.weights.quantize import is_quantized, quantize, quantized, to_blocks
 from corerl.weights.transport import Address
@@ -63,8 +64,9 @@ def weight_of(name: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
 WEIGHTS = {name: weight_of(name, shape) for name, shape in SHAPES}
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (200, 130), (1, 1), (127, 300)])
-def test_blocks_are_those_of_the_formula(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [(128, 128), (200, 130), (1, 1), (127, 300), (700, 130)])
+def test_blocks_are_those_of_the_formula(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AT_ONCE", 2 * 256 * 130)  # two rows of blocks of the last shape
     weight = weight_of("w", shape)
     weight[0, 0] = weight[-1, -1] = 0.0
     values = torch.empty(shape, dtype=torch.float8_e4m3fn)
