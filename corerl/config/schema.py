@@ -185,6 +185,9 @@ class BackendChoice:
 class RoleChoice:
     ranks: int = option("worker processes of this role, one a device", default=1, validator=at_least(1))
     backend: str = option("a backend for this role alone; empty takes backend.name", default="")
+    options: Mapping[str, Any] | None = option(
+        "a table of the backend's own options for this role alone, whole; unset takes [backends.NAME]", default=None
+    )
     train: TrainConfig | None = option("a [train] for this role alone, whole", default=None)
 
 
