@@ -395,6 +395,16 @@ class WeightsConfig:
     )
     bucket_bytes: int = option("weights sent at once", default=256 * 2**20, validator=at_least(1))
     dtype: Precision | Literal["model"] = option("sent as; model takes train.precision", default="model")
+    quantize: Literal["none", "fp8"] = option(
+        "fp8 sends the matrices of layers in 8 bits with a float32 scale for each block of 128 x 128, to an engine "
+        "that computes in them",
+        default="none",
+    )
+    unquantized: tuple[str, ...] = option(
+        "parts of names of weights that are not quantised, besides embeddings, head, norms and routers; the engine "
+        "must leave out the same",
+        default=(),
+    )
     verify_every: int = option(
         "updates from one to the next after which what engines hold is compared with what was sent, tensor by tensor; "
         "the first is one of them; 0 never",
