@@ -180,7 +180,7 @@ class Backend(BackendBase, ABC):
         self._sleeper, self._meter = StorageSleeper(self.device), DeviceMeter(self.device)
         self._communicators = Communicators(self.device)
         self._told: set[str] = set()  # notes of earlier sleeps
-        self._snapshots = Snapshots()
+        self._snapshots = Snapshots(self._sleeper.host)
         self._writer = BackgroundWriter()
         self.phase = "model build"
         self.layout = self.build(config, context)

@@ -6,18 +6,29 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 
 from corerl.errors import WrongState
+from corerl.memory.pool import ALIGNMENT, HostMemory, Piece, cut
 from corerl.weights.chunks import Chunk, TensorSource, fill
+
+
+@frozen(eq=False)
+class Copies:
+    """One host tensor for each chunk, and the memory that they lie in."""
+
+    tensors: list[torch.Tensor]
+    pieces: list[Piece]
 
 
 class Snapshots:
     """Each rank keeps its own chunks only. Chunks must be given in the same order every time; replicas count like
     others, since a swap has to reach every view."""
 
-    def __init__(self) -> None:
-        self._kept: dict[str, list[torch.Tensor]] = {}  # per name one host copy for each chunk
+    def __init__(self, host: HostMemory | None = None) -> None:
+        """`host` is what copies are taken from: that of a rank's sleep has room for a swap while the rank is awake."""
+        self._host = host or HostMemory()
+        self._kept: dict[str, Copies] = {}
 
     @property
     def names(self) -> list[str]:
@@ -25,50 +36,68 @@ class Snapshots:
 
     def create(self, name: str, chunks: Sequence[Chunk]) -> None:
         """Keep what the views hold now; an earlier snapshot of that name is replaced."""
-        kept = _host_copies(chunks)
-        _save(chunks, kept)
-        self._kept[name] = kept
+        with self._room(chunks) as copies:
+            _save(chunks, copies.tensors)
+            self._keep(name, copies)
 
     def load(self, name: str, chunks: Sequence[Chunk], source: TensorSource) -> int:
         """Keep `source`'s tensors in the views' dtypes, reading this rank's boxes alone; returns the bytes read.
 
         The views are not touched. Raises ModelError where the source does not fit; an earlier snapshot then stays.
         """
-        kept = _host_copies(chunks)
-        boxes = [evolve(chunk, view=host) for chunk, host in zip(chunks, kept, strict=True)]
-        read = fill(boxes, source, what=f"the source of snapshot {name!r}")
-        self._kept[name] = kept
+        with self._room(chunks) as copies:
+            boxes = [evolve(chunk, view=host) for chunk, host in zip(chunks, copies.tensors, strict=True)]
+            read = fill(boxes, source, what=f"the source of snapshot {name!r}")
+            self._keep(name, copies)
         return read
 
     def drop(self, name: str) -> None:
         self._get(name)
-        del self._kept[name]
+        self._host.give_back(self._kept.pop(name).pieces)
 
     @contextlib.contextmanager
     def swapped(self, name: str, chunks: Sequence[Chunk]) -> Iterator[None]:
         """The views hold the snapshot; on leaving, whatever happened, their own bits again."""
         kept = self._get(name)
-        previous = _host_copies(chunks)
-        _save(chunks, previous)
-        try:
-            _load(chunks, kept)
-            yield
-        finally:
-            _load(chunks, previous)
+        with self._room(chunks) as previous:
+            _save(chunks, previous.tensors)
+            try:
+                _load(chunks, kept.tensors)
+                yield
+            finally:
+                _load(chunks, previous.tensors)
 
-    def _get(self, name: str) -> list[torch.Tensor]:
+    def _get(self, name: str) -> Copies:
         if name not in self._kept:
             known = ", ".join(self.names) or "none"
             raise WrongState(f"no snapshot {name!r}; known: {known}; create or load it first")
         return self._kept[name]
 
+    def _keep(self, name: str, copies: Copies) -> None:
+        if name in self._kept:
+            self.drop(name)
+        self._kept[name] = copies
 
-def _host_copies(chunks: Sequence[Chunk]) -> list[torch.Tensor]:
-    """One uninitialised host tensor for each view, pinned where the view is on a GPU."""
-    return [
-        torch.empty(tuple(chunk.sizes), dtype=chunk.view.dtype, pin_memory=chunk.view.device.type == "cuda")
-        for chunk in chunks
-    ]
+    @contextlib.contextmanager
+    def _room(self, chunks: Sequence[Chunk]) -> Iterator[Copies]:
+        """Uninitialised host tensors for the chunks; given back at the end, unless they are kept by then."""
+        sizes = [-(-chunk.view.nbytes // ALIGNMENT) * ALIGNMENT for chunk in chunks]
+        pieces = self._host.take(sum(sizes))
+        copies = Copies([_shaped(*each) for each in zip(cut(pieces, sizes), chunks, strict=True)], pieces)
+        try:
+            yield copies
+        finally:
+            if copies not in self._kept.values():
+                self._host.give_back(pieces)
+
+
+def _shaped(slices: Sequence[torch.Tensor], chunk: Chunk) -> torch.Tensor:
+    """The memory as a tensor of the chunk's shape and dtype. One that would cross the border of two segments, of which
+    there are few, is a tensor of its own."""
+    shape, dtype = tuple(chunk.sizes), chunk.view.dtype
+    if len(slices) != 1:
+        return torch.empty(shape, dtype=dtype)
+    return slices[0][: chunk.view.nbytes].view(dtype).view(shape)
 
 
 def _save(chunks: Sequence[Chunk], hosts: Sequence[torch.Tensor]) -> None:

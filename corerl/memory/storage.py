@@ -53,6 +53,11 @@ class StorageSleeper:
         self._asleep: dict[MemoryKind, Sleeping] = {}
 
     @property
+    def host(self) -> HostMemory:
+        """Where what sleeps is copied to. What is awake leaves room in it."""
+        return self._host
+
+    @property
     def asleep(self) -> Set[MemoryKind]:
         return self._asleep.keys()
 

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
 
 from corerl.errors import ModelError, WrongState
+from corerl.memory.pool import HostMemory, Piece
 from corerl.memory.snapshots import Snapshots
 from corerl.weights.chunks import Chunk
 
@@ -111,3 +112,46 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     snapshots.drop("old")
     with pytest.raises(WrongState, match="known: reference"):
         snapshots.drop("old")
+
+
+class Segments(HostMemory):
+    """Memory in two segments of 1024 bytes, as a pool of pinned memory has it; notes what is out."""
+
+    def __init__(self) -> None:
+        self.out = 0
+
+    def take(self, nbytes: int) -> list[Piece]:
+        assert nbytes + self.out <= 2048
+        self.out += nbytes
+        ends = [min(nbytes, 1024), max(nbytes - 1024, 0)]
+        return [Piece(index, 0, torch.empty(end, dtype=torch.uint8)) for index, end in enumerate(ends) if end]
+
+    def give_back(self, pieces: Iterable[Piece]) -> None:
+        self.out -= sum(piece.memory.numel() for piece in pieces)
+
+
+def test_copies_lie_in_the_memory_that_is_given_also_across_its_borders_and_a_swap_returns_what_it_took() -> None:
+    parameters = [torch.randn(120), torch.randn(10, 30), torch.randn(7).bfloat16(), torch.randn(0)]
+    chunks = [Chunk(str(i), tuple(p.shape), (0,) * p.ndim, tuple(p.shape), p) for i, p in enumerate(parameters)]
+    before = [parameter.clone() for parameter in parameters]
+    host = Segments()  # the second parameter, of 1200 bytes, lies on both sides of the border
+    snapshots = Snapshots(host)
+    snapshots.create("old", chunks[:1])
+    snapshots.drop("old")
+    assert host.out == 0
+    snapshots.create("old", chunks[:2])
+    assert host.out == (kept := 512 + 1536)
+    for parameter in parameters:
+        parameter.zero_()
+    host.out = 0  # a second such memory, for the swap
+    with snapshots.swapped("old", chunks[:2]):
+        assert host.out == kept
+        for parameter, old in zip(parameters[:2], before, strict=False):
+            torch.testing.assert_close(parameter, old, rtol=0, atol=0)
+    assert host.out == 0
+    assert not any(parameter.any() for parameter in parameters)
+    with pytest.raises(ModelError):
+        snapshots.load("other", chunks[2:], Counting())
+    assert host.out == 0
+    snapshots.create("other", chunks[2:])
+    assert host.out == 512
