@@ -21,6 +21,7 @@ from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.checkpoint.writer import BackgroundWriter, stage, write
 from corerl.config.schema import RoleConfig
 from corerl.errors import CheckpointError, MemoryHeld
+from corerl.memory.communicators import Communicators
 from corerl.memory.measure import GIB, DeviceMeter, Held
 from corerl.memory.snapshots import Snapshots
 from corerl.memory.storage import StorageSleeper, resident_bytes
@@ -177,6 +178,7 @@ class Backend(BackendBase, ABC):
         if (count := experts(hf_config(config.model))) > 1:
             self.require(Capability.MOE, f"a model of {count} experts")
         self._sleeper, self._meter = StorageSleeper(self.device), DeviceMeter(self.device)
+        self._communicators = Communicators(self.device)
         self._told: set[str] = set()  # notes of earlier sleeps
         self._snapshots = Snapshots()
         self._writer = BackgroundWriter()
@@ -257,9 +259,12 @@ class Backend(BackendBase, ABC):
         freed = sum(self._sleeper.release(kind, self.on_device(kind)) for kind in sorted(kinds))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        kept = ""
+        if self.config.suspend_communicators and self._sleeper.asleep == set(MemoryKind):
+            kept = self._communicators.suspend()
         held = self._meter.held(self._all_tensors())
         self._require_little(held)
-        notes = {self._sleeper.refusal} - {"", *self._told}
+        notes = {self._sleeper.refusal, kept} - {"", *self._told}
         self._told |= notes
         return SleepResult(
             freed_bytes=freed,
@@ -271,6 +276,7 @@ class Backend(BackendBase, ABC):
 
     @hookimpl
     def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
+        self._communicators.resume()
         return WakeResult(restored_bytes=sum(self._sleeper.restore(kind) for kind in sorted(kinds)))
 
     @hookimpl

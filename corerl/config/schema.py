@@ -104,6 +104,11 @@ class ClusterConfig:
         default=0.0,
         validator=at_least(0),
     )
+    suspend_communicators: bool = option(
+        "give the device memory of NCCL's communicators back too while all of a rank sleeps, with torch 2.12 and NCCL "
+        "2.29.7 or later; with older ones the run says once that it stays. Not tried on GPUs yet",
+        default=False,
+    )
     timeout: float = option(
         "seconds that ranks wait for each other in one collective before they fail", default=600.0, validator=above(0)
     )
@@ -508,6 +513,7 @@ class RoleConfig:
     resume: str = ""  # directory of this role's part of a checkpoint; empty starts from the model
     sleeps: bool = False  # the run puts it to sleep, so host memory for that is made at the start
     max_residual_gib: float = 0.0  # that a rank may hold while it sleeps; 0 is no bound
+    suspend_communicators: bool = False  # while all of it sleeps
 
 
 @frozen(kw_only=True)
