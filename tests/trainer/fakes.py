@@ -96,7 +96,7 @@ LIMITED = BackendSpec(
 class FakeBackend(BackendBase):
     """Whatever it counts is in proportion to the rank plus one."""
 
-    manifest: Manifest = MANIFEST
+    stream: Manifest = MANIFEST
 
     @hookimpl
     def init(self, config: RoleConfig, context: Context) -> InitResult:
