@@ -218,6 +218,7 @@ class Backend(BackendBase, ABC):
         if sends:
             with self.span("wait for engines"):
                 engines = sender.commit(version)
+            sent = sent if sender.sent is None else sender.sent
         self.weights_version = version
         return UpdateResult(version=version, bytes=sent, seconds=time.perf_counter() - started, engines=engines)
 
@@ -253,6 +254,7 @@ class Backend(BackendBase, ABC):
             freed_bytes=freed,
             residual_bytes=held.residual,
             driver_freed_bytes=before.residual - held.residual,
+            used_bytes=before.used,
             notes=tuple(notes),
         )
 

@@ -185,6 +185,9 @@ class BackendChoice:
 class RoleChoice:
     ranks: int = option("worker processes of this role, one a device", default=1, validator=at_least(1))
     backend: str = option("a backend for this role alone; empty takes backend.name", default="")
+    options: Mapping[str, Any] | None = option(
+        "a table of the backend's own options for this role alone, whole; unset takes [backends.NAME]", default=None
+    )
     train: TrainConfig | None = option("a [train] for this role alone, whole", default=None)
 
 
@@ -398,7 +401,9 @@ class RolloutConfig:
 @frozen(kw_only=True)
 class WeightsConfig:
     transport: str = option(
-        "how weights reach engines: ipc, collective or disk; auto takes ipc where every engine is on a rank's device",
+        "how weights reach engines: ipc, collective, disk or delta; auto takes ipc where every engine is on a rank's "
+        "device, else collective. delta writes to disk what has changed, and keeps a copy of the weights in host "
+        "memory on the first rank and at each of the engines' receivers",
         default="auto",
     )
     every: int = option(

@@ -26,7 +26,7 @@ from corerl.errors import CheckpointError, ConfigError, ModelError, UserError
 from corerl.models.config import experts, hf_config
 from corerl.models.tokenizer import CHARACTERS, load_tokenizer
 from corerl.plugin.capabilities import FULL, Capability, Grade
-from corerl.plugin.options import backend_name, check_spec, resolve_tables, selected
+from corerl.plugin.options import backend_name, check_spec, resolve_tables, role_options, selected
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.rollout.encoding import require_encodable
 from corerl.rollout.engine import SamplingParams
@@ -247,7 +247,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         for role in config.chosen_roles:
             with problems.stage("backends"):  # `plan_role` asks this too, but not where a capability is missing
                 backend = load(Kind.BACKENDS, backend_name(config, role))
-                options = config.backends[backend.name]
+                options = role_options(config, role, backend)
                 check_spec(backend, options, clusters[role], config=config, role=role)
                 if line := uneven(role, config, data_parallel=backend.spec.data_parallel(options, clusters[role])):
                     problems.add("rollout.prompts", ConfigError(line))

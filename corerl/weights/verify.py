@@ -69,7 +69,9 @@ class SummingSender(WeightSender):
         self._sender.send(bucket, flat)
 
     def commit(self, version: int) -> Mapping[str, str]:
-        return self._sender.commit(version)
+        engines = self._sender.commit(version)
+        self.sent = self._sender.sent
+        return engines
 
     def give_up(self, engine: str, reason: str) -> None:
         self._sender.give_up(engine, reason)

@@ -113,7 +113,7 @@ def test_what_builds_on_a_setting_that_is_wrong_is_left_out(tmp_path: Path) -> N
 
 def test_an_unknown_transport_is_answered_with_the_nearest_one(tmp_path: Path) -> None:
     config = evolve(config_in(tmp_path), weights=WeightsConfig(transport="colective"))
-    with pytest.raises(ConfigError, match="'colective'; known: collective, disk, ipc; did you mean 'collective'?"):
+    with pytest.raises(ConfigError, match=r"'colective'; known: collective, .*, ipc; did you mean 'collective'?"):
         prepare(config)
 
 

@@ -42,6 +42,7 @@ from corerl.errors import (
     WeightUpdateError,
     WrongState,
 )
+from corerl.rollout.receiving import Receiving
 from corerl.testing.harness import make_samples
 from corerl.testing.models import write_tiny_model
 from corerl.trainer.assign import loss_of, plan_role
@@ -316,6 +317,20 @@ def receive(address: Address, manifest: Manifest, version: int) -> dict[str, tor
     receiver.acknowledge(version, "")
     receiver.close()
     return tensors
+
+
+def test_the_bytes_of_an_update_are_those_that_were_sent(worker: Worker, tmp_path: Path) -> None:
+    address = Address(transport="delta", engines=("engine-0",), path=str(tmp_path), timeout=60.0)
+    receiving = Receiving(0)
+    whole = 4 * sum(bucket.numel for bucket in worker.manifest().buckets)
+    with ThreadPoolExecutor(1) as engine:
+        for version, verify in ((1, False), (2, False), (3, True)):  # nothing is trained in between
+            transfer = engine.submit(
+                receiving.transfer, worker.manifest(), version, address, load=lambda bucket, flat: None
+            )
+            result = worker.update_weights(address, version, verify)
+            assert result.engines == {"engine-0": ""} and transfer.result() == (whole, "")
+            assert result.bytes == whole if version == 1 else 0 < result.bytes < whole / 100
 
 
 def test_engines_are_sent_the_weights_by_the_manifest_through_one_sender(

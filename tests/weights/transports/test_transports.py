@@ -1,4 +1,4 @@
-"""By handle, collective and disk: the same promises, kept between processes."""
+"""By handle, collective, disk and delta: the same promises, kept between processes."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from corerl.weights.manifest import Bucket, Manifest, build_manifest
 from corerl.weights.transport import Address, WeightSender
 from corerl.weights.transports import open_receiver, open_sender
 from corerl.weights.transports.collective import CollectiveSender
+from corerl.weights.transports.delta import DeltaSender
 from corerl.weights.transports.disk import DiskSender
 from corerl.weights.transports.inprocess import InProcessSender
 from corerl.weights.transports.ipc import IpcSender
@@ -125,6 +126,17 @@ class FlipsDisk(DiskSender):
         super().transmit(bucket, flat)
 
 
+class FlipsDelta(DeltaSender):
+    """The same."""
+
+    flips = False
+
+    def transmit(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        if self.flips:
+            flat.view(torch.int32)[1] ^= 1
+        super().transmit(bucket, flat)
+
+
 class FlipsIpc(IpcSender):
     """Memory that does the same, once the checksum is made."""
 
@@ -135,10 +147,15 @@ class FlipsIpc(IpcSender):
             flat.view(torch.int32)[1] ^= 1
 
 
-def flipping(address: Address) -> FlipsCollective | FlipsDisk | FlipsIpc:
-    if address.transport == "ipc":
-        return FlipsIpc(address, 0)
-    return FlipsCollective(address) if address.transport == "collective" else FlipsDisk(address)
+def flipping(address: Address) -> FlipsCollective | FlipsDisk | FlipsDelta | FlipsIpc:
+    match address.transport:
+        case "ipc":
+            return FlipsIpc(address, 0)
+        case "collective":
+            return FlipsCollective(address)
+        case "delta":
+            return FlipsDelta(address)
+    return FlipsDisk(address)
 
 
 def free_port() -> int:
@@ -155,7 +172,7 @@ def loopback() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["collective", "disk", "ipc"])
+@pytest.fixture(scope="module", params=["collective", "disk", "delta", "ipc"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, loopback: None) -> Iterator[Any]:
     """One run's address, sender and two engines, shared by the tests below: versions rise from test to test."""
     address = Address(
@@ -188,7 +205,7 @@ def test_engines_hold_the_bits_that_were_sent_update_after_update(run: Any) -> N
         for peer in peers:
             assert peer.answer() == {"version": version, "error": "", "sums": sums_of(sent)}
     left = sorted(path.name for path in Path(address.path).glob("v*"))
-    assert left == (["v00000003"] if address.transport == "disk" else [])
+    assert left == (["v00000003"] if address.transport in ("disk", "delta") else [])
 
 
 @pytest.mark.parametrize("act", ["refuse", "fail"])
@@ -245,7 +262,7 @@ def test_one_bit_flipped_in_transit_is_refused_and_the_version_stays(run: Any) -
 
 
 def test_an_engine_that_never_comes_is_reported_within_the_timeout(tmp_path: Path, loopback: None) -> None:
-    for transport in ("collective", "disk", "ipc"):
+    for transport in ("collective", "disk", "delta", "ipc"):
         address = Address(
             transport=transport,
             engines=("e",),
@@ -420,5 +437,5 @@ def test_the_in_process_sender_hands_over_every_tensor_and_reports_a_failing_loa
 
 
 def test_an_unknown_transport_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown weight transport 'pigeon'; known: collective, disk, ipc"):
+    with pytest.raises(ConfigError, match="unknown weight transport 'pigeon'; known: collective, delta, disk, ipc"):
         open_sender(Address(transport="pigeon", engines=()))
