@@ -17,10 +17,10 @@ import numpy as np
 
 from corerl.cluster.placement import arrange
 from corerl.data.plan import StepPlan, plan_steps
+from corerl.driver.residency import FORWARD, SAMPLE, UPDATE, EngineMemory, residency_plan, training
 from corerl.models.tokenizer import character_tokenizer
 from corerl.rollout.conversation import Conversation, Renderer
 from corerl.rollout.engine import Generation
-from corerl.driver.residency import FORWARD, SAMPLE, UPDATE, EngineMemory, residency_plan, training
 from corerl.trainer.assign import ACTOR, CRITIC
 from corerl.types import MemoryKind, SampleBatch
 from corerl.weights.manifest import build_manifest
