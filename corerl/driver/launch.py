@@ -8,7 +8,7 @@ import fcntl
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from corerl.plugin.observers import Observers, load_observers, traced
 from corerl.plugin.options import merge_environments, notes
 from corerl.plugin.registry import Kind, one_line
 from corerl.rollout.asynchronous import Asynchronous
-from corerl.rollout.engine import EngineContext, GenerateRequest, Generation
+from corerl.rollout.engine import EngineContext
 from corerl.rollout.episodes import EpisodeSampler, EpisodeScorer
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.front import Front
@@ -193,8 +193,8 @@ def _start(
         if prepared.function is not None:
             front = Front(temperature=config.rollout.temperature, top_p=config.rollout.top_p)
             stack.callback(front.close)
-        sampler = make_sampler(prepared, fleet.generate, front)
-        aside = make_sampler(prepared, fleet.generate_aside, front)
+        sampler = make_sampler(prepared, fleet, front)
+        aside = make_sampler(prepared, fleet, front, aside=True)
     source = make_source(prepared, fleet, sampler, aside, reward)
     stack.callback(source.close)
     if state and config.run.mode != "eval":
@@ -294,8 +294,10 @@ def tell_of(observers: Observers, process: str, pending: Pending, outcome: Outco
     )
 
 
-def make_sampler(prepared: Prepared, generate: Callable[[GenerateRequest], Generation], front: Front | None) -> Sampler:
-    """Of single responses, or of the episodes that the run's function plays at `front`."""
+def make_sampler(prepared: Prepared, fleet: EngineFleet, front: Front | None, *, aside: bool = False) -> Sampler:
+    """Of single responses, or of the episodes that the run's function plays at `front`. `aside`: for a thread that does
+    not update weights."""
+    generate = fleet.generate_aside if aside else fleet.generate
     seed, tokenizer = prepared.config.run.seed, prepared.tokenizer
     if prepared.function is None or front is None:
         return Sampler(tokenizer=tokenizer, generate=generate, seed=seed)
@@ -306,13 +308,15 @@ def make_sampler(prepared: Prepared, generate: Callable[[GenerateRequest], Gener
         function=prepared.function,
         front=front,
         config=prepared.config.rollout.episodes,
+        aside=fleet.generate_aside,
+        calls=calls_of(prepared),
     )
 
 
 def make_source(
     prepared: Prepared, fleet: EngineFleet | None, sampler: Sampler | None, aside: Sampler | None, reward: Scorer
 ) -> Source:
-    """Of the run's batches: sampled, or read. `aside` is the sampler for a thread that does not update weights."""
+    """Of the run's batches: sampled, or read; `aside` in the background."""
     config = prepared.config
     rollout, steps = config.rollout, config.run.steps
     source: Source

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
 from corerl.rollout.conversation import Asked, Conversation, Refused, Renderer
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
+from corerl.rollout.fleet import NoneLeft
 from corerl.rollout.front import API_KEY, MODEL, ChatAnswer, ChatRequest, Client, Front
 from corerl.rollout.partial import split
 from corerl.rollout.rewards import Failure, Scorer, Scores, gathered, is_number, short, told
@@ -132,8 +133,14 @@ class EpisodeSampler(Sampler):
         function: EpisodeFunction,
         front: Front,
         config: EpisodesConfig,
+        aside: Callable[[GenerateRequest], Generation] | None = None,
+        calls: int = 1,
     ) -> None:
+        """`aside` is `generate` for other threads: it raises NoneLeft where no engine is left, and is asked by as many
+        as `calls` of them, so that a long answer holds up nobody else's. Without it engines are asked in turn."""
         super().__init__(tokenizer=tokenizer, generate=generate, seed=seed)
+        self._aside = aside
+        self._calls = calls
         self._function = function
         self._front = front
         self._config = config
@@ -156,6 +163,8 @@ class EpisodeSampler(Sampler):
             params=params,
             function=self._function,
             config=self._config,
+            aside=self._aside if self._calls > 1 else None,
+            calls=self._calls,
         ).run()
         return Rollout(
             batch=_batch(seats, request.split(), params.temperature).with_rows(group=group, sample=sample),
@@ -191,11 +200,15 @@ class Seat:
     told_full: bool = False  # that there is no room for another answer
 
 
+Turns = list[tuple[Seat, Turn]]
+
+
 class Play:
     """The episodes of one batch: as many side by side as the config allows, their requests answered together.
 
-    Each function runs in a thread of its own, and each request in one of the server's; whoever calls `run` asks the
-    engines. What they share changes under `_state`.
+    Each function runs in a thread of its own, and each request in one of the server's. Whoever calls `run` asks the
+    engines, or, where they answer several calls side by side, has threads ask them `aside`. What all of them share
+    changes under `_state`.
     """
 
     def __init__(
@@ -208,6 +221,8 @@ class Play:
         params: SamplingParams,
         function: EpisodeFunction,
         config: EpisodesConfig,
+        aside: Callable[[GenerateRequest], Generation] | None = None,
+        calls: int = 1,
     ) -> None:
         self._front = front
         self._tokenizer = tokenizer
@@ -221,42 +236,66 @@ class Play:
         self._playing: dict[int, Seat] = {}  # by identity, the oldest first
         self._waiting: list[Seat] = []  # whose turns no engine has been asked for
         self._first, self._last = 0.0, 0.0  # when the first and the last of these came
+        self._gathered: deque[Turns] = deque()  # to be asked for, each in one call
+        self._aside = aside
+        self._calls = calls
+        self._calling = 0  # in threads of their own
+        self._failure: BaseException | None = None  # of one of these
 
     def run(self) -> None:
         """Until all episodes have ended. Raises what `generate` raises; then nothing is answered any more."""
         try:
-            while seats := self._gathered():
-                for alike in _by_params(seats):
-                    requests = [turn.request for _, turn in alike]
-                    generation = self._generate(GenerateRequest.concatenate(requests))
-                    require_finished(generation)
-                    for (seat, turn), drawn in zip(alike, split(generation, requests), strict=True):
-                        self._tell(seat, turn, drawn)
+            while turns := self._next():
+                if self._aside is None:
+                    self._ask(self._generate, turns)
+                    continue
+                with self._state:
+                    self._calling += 1
+                work = functools.partial(self._ask_aside, self._aside, turns)
+                threading.Thread(target=work, name="rollout call", daemon=True).start()
         finally:
             with self._state:
                 for seat in list(self._playing.values()):
                     self._end(seat, None)
 
-    # ---- in the thread that asks engines ----------------------------------------------------------------------------
+    # ---- in the thread that calls `run` -----------------------------------------------------------------------------
 
-    def _gathered(self) -> list[tuple[Seat, Turn]]:
-        """Whose requests are answered next: all that are being played, or those that ask soon. Nothing once all have
-        ended."""
+    def _next(self) -> Turns:
+        """What engines are asked for next: the requests of all that are being played, or of those that ask soon.
+        Nothing once all have ended."""
         with self._state:
             while True:
+                if self._failure is not None:
+                    raise self._failure
                 now = time.monotonic()
                 self._give_up(now)
                 self._begin(now)
-                if not self._playing:
+                until = self._gather(now)
+                if self._gathered and self._calling < self._calls:
+                    return self._gathered.popleft()
+                if not self._playing and not self._calling:
                     return []
-                until = next(iter(self._playing.values())).deadline
-                if self._waiting:
-                    ready = min(self._first + GATHER, self._last + QUIET)
-                    if len(self._waiting) >= len(self._playing) or now >= ready:
-                        seats, self._waiting = self._waiting, []
-                        return [(seat, seat.turn) for seat in seats if seat.turn is not None]
-                    until = min(until, ready)
-                self._state.wait(until - now)
+                self._state.wait(None if until is None else until - now)
+
+    def _gather(self, now: float) -> float | None:
+        """Where it is time for it and engines are free, what waits is to be asked for. When to look again."""
+        until = [seat.deadline for seat in itertools.islice(self._playing.values(), 1)]
+        if self._waiting and self._calling < self._calls:
+            ready = min(self._first + GATHER, self._last + QUIET)
+            if self._all_wait or now >= ready:
+                alike: dict[SamplingParams, Turns] = {}
+                for seat in self._waiting:
+                    assert seat.turn is not None
+                    alike.setdefault(seat.turn.request.params, []).append((seat, seat.turn))
+                self._gathered.extend(alike.values())
+                self._waiting = []
+            else:
+                until.append(ready)
+        return min(until, default=None)
+
+    @property
+    def _all_wait(self) -> bool:
+        return all(seat.turn is not None for seat in self._playing.values())
 
     def _begin(self, now: float) -> None:
         for seat in itertools.islice(self._to_begin, self._config.concurrency - len(self._playing)):
@@ -270,6 +309,13 @@ class Play:
         for seat in [each for each in self._playing.values() if each.deadline <= now]:
             self._end(seat, self._function.failure("timeout", late, seat.prompt))
 
+    def _ask(self, generate: Callable[[GenerateRequest], Generation], turns: Turns) -> None:
+        requests = [turn.request for _, turn in turns]
+        generation = generate(GenerateRequest.concatenate(requests))
+        require_finished(generation)
+        for (seat, turn), drawn in zip(turns, split(generation, requests), strict=True):
+            self._tell(seat, turn, drawn)
+
     def _tell(self, seat: Seat, turn: Turn, drawn: Generation) -> None:
         """The answer becomes part of the conversation, unless its episode has ended meanwhile."""
         text = self._renderer.text(drawn.tokens, turn.request.params.stop_tokens)
@@ -282,6 +328,21 @@ class Play:
         turn.answer.set_result((text, drawn))
 
     # ---- in threads of their own ------------------------------------------------------------------------------------
+
+    def _ask_aside(self, generate: Callable[[GenerateRequest], Generation], turns: Turns) -> None:
+        try:
+            self._ask(generate, turns)
+        except NoneLeft:  # who calls `run` may begin new engines, and asks by itself from now on
+            with self._state:
+                self._aside = None
+                self._gathered.appendleft(turns)
+        except BaseException as error:
+            with self._state:
+                self._failure = self._failure or error
+        finally:
+            with self._state:
+                self._calling -= 1
+                self._state.notify_all()
 
     def _play(self, seat: Seat) -> None:
         episode = Episode(prompt=seat.prompt, base_url=seat.base_url, client=self._front.client)
@@ -309,7 +370,7 @@ class Play:
             if not self._waiting:
                 self._first = self._last
             self._waiting.append(seat)
-            if len(self._waiting) in (1, len(self._playing)):  # the others change nothing for who gathers them
+            if len(self._waiting) == 1 or self._all_wait:  # the others change nothing for who gathers them
                 self._state.notify_all()
         text, drawn = turn.answer.result()
         return ChatAnswer(
@@ -368,14 +429,6 @@ class Play:
 
 def _over() -> Refused:
     return Refused("the episode is over, and nothing is served for it any more", status=410, code="episode_over")
-
-
-def _by_params(turns: Iterable[tuple[Seat, Turn]]) -> Iterable[list[tuple[Seat, Turn]]]:
-    """Those that may be drawn in one call."""
-    alike: dict[SamplingParams, list[tuple[Seat, Turn]]] = {}
-    for seat, turn in turns:
-        alike.setdefault(turn.request.params, []).append((seat, turn))
-    return alike.values()
 
 
 def _batch(seats: Sequence[Seat], prompts: Sequence[IntArray], temperature: float) -> SampleBatch:

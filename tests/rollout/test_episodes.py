@@ -21,6 +21,7 @@ from corerl.ops.noise import hash_key
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.episodes import Episode, EpisodeFunction, EpisodeSampler, EpisodeScorer, resolve_function
+from corerl.rollout.fleet import NoneLeft
 from corerl.rollout.front import Front
 from corerl.rollout.rewards import Failure, Reward
 from corerl.rollout.sampler import Rollout, Sampler
@@ -76,6 +77,8 @@ def play(front: Front) -> Play:
         samples: int = 4,
         params: SamplingParams = PARAMS,
         prompts: Sequence[Prompt] = PROMPTS,
+        aside: Callable[[GenerateRequest], Generation] | None = None,
+        calls: int = 1,
         **config: Any,
     ) -> Rollout:
         sampler = EpisodeSampler(
@@ -85,6 +88,8 @@ def play(front: Front) -> Play:
             function=EpisodeFunction(name="mine:play", function=function),
             front=front,
             config=EpisodesConfig(**config),
+            aside=aside,
+            calls=calls,
         )
         return sampler.sample(prompts, rollout_step=5, samples=samples, params=params)
 
@@ -352,6 +357,54 @@ def test_what_an_engine_raises_ends_the_play_and_releases_the_functions(play: Pl
 
     with pytest.raises(EngineFailed, match="responses came back unfinished, and nobody had paused"):
         play(note, generate=paused)
+
+
+def test_where_engines_answer_several_calls_a_long_answer_holds_up_nobody_else(play: Play) -> None:
+    under_way, others_done = threading.Event(), threading.Event()
+    ended: list[int] = []
+
+    def slow(request: GenerateRequest) -> Generation:
+        if request.begun.any() and not under_way.is_set():  # the first second turn
+            under_way.set()
+            assert others_done.wait(20)
+        return Oracle()(request)
+
+    def function(episode: Episode) -> float:
+        messages = episode.messages
+        call = episode.chat(messages, max_tokens=3)
+        if episode.prompt.index == 8:
+            assert under_way.wait(20)
+        messages += [call["message"], {"role": "tool", "content": episode.prompt.fields.get("tool", "9>")}]
+        length = float(len(episode.chat(messages)["message"]["content"]))
+        ended.append(episode.prompt.index)
+        if ended == [8, 8]:
+            others_done.set()
+        return length
+
+    def never(request: GenerateRequest) -> Generation:
+        raise AssertionError("the thread that samples asks only where no engine is left")
+
+    reference = play(two_turns, samples=2)
+    assert_equal(play(function, samples=2, generate=never, aside=slow, calls=2), reference)
+    assert sorted(ended[:2]) == [8, 8]
+
+
+def test_where_no_engine_is_left_the_thread_that_samples_asks_for_new_ones(play: Play) -> None:
+    lost: list[int] = []
+
+    def gone(request: GenerateRequest) -> Generation:
+        lost.append(len(request))
+        raise NoneLeft("all have died")
+
+    mending = Oracle()
+    assert_equal(play(two_turns, generate=mending, aside=gone, calls=4), play(two_turns))
+    assert lost == [8] and len(mending.requests) >= 2
+
+    def broken(request: GenerateRequest) -> Generation:
+        raise EngineFailed("it is gone")
+
+    with pytest.raises(EngineFailed, match="it is gone"):
+        play(two_turns, aside=broken, calls=4)
 
 
 def test_experts_come_with_the_samples_where_the_engine_tells_them(play: Play) -> None:
