@@ -104,6 +104,11 @@ class ClusterConfig:
         default=0.0,
         validator=at_least(0),
     )
+    suspend_communicators: bool = option(
+        "give the device memory of NCCL's communicators back too while all of a rank sleeps, with torch 2.12 and NCCL "
+        "2.29.7 or later; with older ones the run says once that it stays. Not tried on GPUs yet",
+        default=False,
+    )
     timeout: float = option(
         "seconds that ranks wait for each other in one collective before they fail", default=600.0, validator=above(0)
     )
@@ -413,6 +418,16 @@ class WeightsConfig:
     )
     bucket_bytes: int = option("weights sent at once", default=256 * 2**20, validator=at_least(1))
     dtype: Precision | Literal["model"] = option("sent as; model takes train.precision", default="model")
+    quantize: Literal["none", "fp8"] = option(
+        "fp8 sends the matrices of layers in 8 bits with a float32 scale for each block of 128 x 128, to an engine "
+        "that computes in them",
+        default="none",
+    )
+    unquantized: tuple[str, ...] = option(
+        "parts of names of weights that are not quantised, besides embeddings, head, norms and routers; the engine "
+        "must leave out the same",
+        default=(),
+    )
     verify_every: int = option(
         "updates from one to the next after which what engines hold is compared with what was sent, tensor by tensor; "
         "the first is one of them; 0 never",
@@ -521,6 +536,7 @@ class RoleConfig:
     resume: str = ""  # directory of this role's part of a checkpoint; empty starts from the model
     sleeps: bool = False  # the run puts it to sleep, so host memory for that is made at the start
     max_residual_gib: float = 0.0  # that a rank may hold while it sleeps; 0 is no bound
+    suspend_communicators: bool = False  # while all of it sleeps
 
 
 @frozen(kw_only=True)

@@ -419,6 +419,9 @@ def process_environment(prepared: Prepared) -> dict[str, str]:
         environment["OMP_NUM_THREADS"] = "1"  # one core a process: more threads than cores fight each other
         if not prepared.config.cluster.address:
             environment["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: no other interface need be up, or trusted
+    elif prepared.transport == "collective" and prepared.config.cluster.placement == "disaggregated":
+        # Ranks and engines are in one group of NCCL's, which must be set alike in all; engines switch these off.
+        environment |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     return environment
 
 

@@ -239,6 +239,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         chosen = evolve(config, weights=evolve(config.weights, transport=transport))
         with problems.stage("engines"):
             check_spec(engine, config.engines[engine.name], engines, config=config)
+            require_form(config, engine, engines)
         for index, each in enumerate(config.extensions):
             with problems.stage("extensions"):
                 extension = load(Kind.EXTENSIONS, each.name)
@@ -294,6 +295,16 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         postprocess=postprocess,
         vocab_size=model.get_text_config().vocab_size,
     )
+
+
+def require_form(config: Config, engine: Loaded, cluster: ClusterInfo) -> None:
+    """Raises ConfigError where weights would travel in another form than the engine, as it is configured, takes."""
+    sent, taken = config.weights.quantize, engine.spec.quantized(config.engines[engine.name], cluster)
+    if config.run.samples and sent != taken:
+        raise ConfigError(
+            f"weights.quantize: {sent!r}, and the engine {engine.name!r}, as it is configured, takes {taken!r}; "
+            "make them equal"
+        )
 
 
 def transport_of(config: Config, seats: Seating, device: str) -> tuple[str, tuple[int, ...]]:

@@ -94,6 +94,7 @@ def plan_role(
         resume=resume,
         sleeps=role in offloaded(config, device),
         max_residual_gib=config.cluster.max_residual_gib,
+        suspend_communicators=config.cluster.suspend_communicators,
     )
     assignment = Assignment(
         context=Context(role=role, rank=0, world_size=choice.ranks, local_rank=0, run_dir=run_dir),

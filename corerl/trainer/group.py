@@ -226,7 +226,7 @@ class TrainGroup:
             bytes=sum(result.bytes for result in results),
             seconds=max(result.seconds for result in results),
             engines=engines,
-            sums=next((result.sums for result in results if result.sums), {}),
+            sums={name: value for result in results for name, value in result.sums.items()},
         )
 
     def snapshot(self, name: str) -> Snapshot:

@@ -42,7 +42,14 @@ class WeightSender(ABC):
 
     every_rank: bool = False  # each rank must hold each bucket; else only `root` sends, and others gather towards it
     root: int = 0
+    by_bucket: bool = False  # where not every rank does, that one sends which the bucket names, and not `root`
     sent: int | None = None  # bytes of this update, for a transport that does not send its buckets as they are
+
+    def sender_of(self, bucket: Bucket) -> int | None:
+        """The rank that must hold this bucket, and sends it; None where each does."""
+        if self.every_rank:
+            return None
+        return bucket.sender if self.by_bucket else self.root
 
     @abstractmethod
     def begin(self, manifest: Manifest, version: int) -> None:

@@ -55,7 +55,7 @@ class SummingSender(WeightSender):
 
     def __init__(self, sender: WeightSender) -> None:
         self._sender = sender
-        self.every_rank, self.root = sender.every_rank, sender.root
+        self.every_rank, self.root, self.by_bucket = sender.every_rank, sender.root, sender.by_bucket
         self.sums: dict[str, int] = {}
 
     def begin(self, manifest: Manifest, version: int) -> None:

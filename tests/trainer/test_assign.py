@@ -285,9 +285,9 @@ def test_memory_is_given_back_only_where_it_is_shared(
 
 def test_a_role_is_told_whether_it_will_sleep_and_what_it_may_hold_then() -> None:
     for offload, sleeps in (("always", True), ("never", False)):
-        cluster = ClusterConfig(offload=offload, max_residual_gib=1.5)  # type: ignore[arg-type]
+        cluster = ClusterConfig(offload=offload, max_residual_gib=1.5, suspend_communicators=True)  # type: ignore[arg-type]
         role = planned(config_for(cluster=cluster)).assignments[0].config
-        assert (role.sleeps, role.max_residual_gib) == (sleeps, 1.5)
+        assert (role.sleeps, role.max_residual_gib, role.suspend_communicators) == (sleeps, 1.5, True)
 
 
 def test_a_critic_on_devices_of_its_own_takes_turns_with_nobody() -> None:

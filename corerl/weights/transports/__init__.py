@@ -21,7 +21,7 @@ AUTO = "auto"  # in a config: ipc where the engines are on the ranks' devices, e
 
 SENDERS: dict[str, SenderFactory] = {
     "ipc": IpcSender,
-    "collective": lambda address, rank: CollectiveSender(address),
+    "collective": CollectiveSender,
     "disk": lambda address, rank: DiskSender(address),
     "delta": lambda address, rank: DeltaSender(address),
 }

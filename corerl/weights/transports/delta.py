@@ -26,8 +26,7 @@ from corerl.weights.changes import apply, changes
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports.disk import TENSOR, DiskReceiver, DiskSender, bucket_file
-
-SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+from corerl.weights.verify import INTEGERS
 
 
 def _changes_file(index: int) -> str:
@@ -36,7 +35,7 @@ def _changes_file(index: int) -> str:
 
 def _bits(flat: torch.Tensor) -> NDArray[Any]:
     """The elements of a tensor of the host as unsigned integers, in the same memory."""
-    signed = flat.view(SIGNED[flat.element_size()]).numpy()
+    signed = flat.view(INTEGERS[flat.element_size()]).numpy()
     return signed.view(signed.dtype.str.replace("i", "u"))
 
 
