@@ -20,12 +20,11 @@ def allocator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Torch's, as a user may have set it before the process began."""
     for name in ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
-    before = torch._C._accelerator_getAllocatorSettings()
     if request.param:
         monkeypatch.setenv(ALLOCATOR[-1], request.param)
         torch._C._accelerator_setAllocatorSettings(request.param)
     yield
-    torch._C._accelerator_setAllocatorSettings(before)
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 def test_two_engines_on_the_gpu_hold_what_was_sent_and_nothing_stays_allocated(allocator: None) -> None:
