@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from corerl.config.schema import Config, CriticConfig
+from corerl.config.schema import Config, CriticConfig, EpisodesConfig
 
 
 def problems(config: Config) -> list[str]:
@@ -44,6 +44,13 @@ def _source(config: Config) -> Iterator[str]:
             f"rollout.max_staleness: {rollout.max_staleness}, and rollout.source={rollout.source!r} "
             f"{'has none' if rollout.source == 'synchronous' else 'is always one update behind'}; remove it, or set "
             "rollout.source='asynchronous'"
+        )
+    if rollout.episodes != EpisodesConfig() and not rollout.function:
+        yield "rollout.episodes: set, and rollout.function is empty; give a function, or remove the table"
+    if rollout.function and rollout.source == "asynchronous":
+        yield (
+            "rollout.source: 'asynchronous' draws single responses, and rollout.function plays episodes of several; "
+            "set it to 'one-step-off' or 'synchronous'"
         )
     if rollout.source == "synchronous" or config.run.mode == "eval":
         return

@@ -346,6 +346,21 @@ class RewardConfig:
 
 
 @frozen(kw_only=True)
+class EpisodesConfig:
+    """How `rollout.function` is called."""
+
+    options: Mapping[str, Any] = option("keyword arguments of the function", factory=dict)
+    concurrency: int = option(
+        "episodes that are played side by side; each takes two threads and two open files of the driver",
+        default=256,
+        validator=at_least(1),
+    )
+    timeout: float = option(
+        "seconds for one episode; one that takes longer gets reward.failed_value", default=600.0, validator=above(0)
+    )
+
+
+@frozen(kw_only=True)
 class RolloutConfig:
     engine: str = option("an installed rollout engine", default="transformers")
     replicas: int = option("engines that share the prompts", default=1, validator=at_least(1))
@@ -359,9 +374,17 @@ class RolloutConfig:
     temperature: float = option("divides the logits", default=1.0, validator=above(0))
     top_p: float = option("keep the likeliest tokens that hold this share of probability", default=1.0, validator=share)
     max_tokens: int = option(
-        "new tokens at most; a sample cut there is marked truncated", default=256, validator=at_least(1)
+        "new tokens at most, of an episode all that follow its first request; a sample cut there is marked truncated",
+        default=256,
+        validator=at_least(1),
     )
     stop: tuple[str, ...] = option("tokens that end a sample, besides the tokenizer's end of sequence", default=())
+    function: str = option(
+        "'module:function' that plays each sample as an episode: it asks the policy over several turns, with tools "
+        "between them, at an OpenAI-compatible base URL; empty: a sample is one response",
+        default="",
+    )
+    episodes: EpisodesConfig = option("how function is called", factory=EpisodesConfig)
     source: Literal["synchronous", "one-step-off", "asynchronous"] = option(
         "when engines sample: while nothing is trained; or each batch while the one before it is trained on; or all "
         "the time, interrupted by weight updates and continued with the new weights",

@@ -41,7 +41,9 @@ from corerl.plugin.options import merge_environments, notes
 from corerl.plugin.registry import Kind, one_line
 from corerl.rollout.asynchronous import Asynchronous
 from corerl.rollout.engine import EngineContext
+from corerl.rollout.episodes import EpisodeSampler, EpisodeScorer
 from corerl.rollout.fleet import EngineFleet
+from corerl.rollout.front import Front
 from corerl.rollout.one_step_off import OneStepOff
 from corerl.rollout.postprocess import Postprocessed
 from corerl.rollout.reward_pool import scorer
@@ -156,6 +158,8 @@ def _start(
     if config.run.samples:  # first: its processes start while Ray does
         # The source may score in a thread of its own while the loop evaluates.
         reward = InTurn(stack.enter_context(scorer(prepared.reward, config.reward)))
+        if prepared.function is not None:
+            reward = EpisodeScorer(reward, failed_value=config.reward.failed_value)
     observers.emit(PhaseStarted(name="starting Ray", step=step))
     session = ray_session(address=config.cluster.address, cpus=prepared.seating.cpus, forward=hooktrace.wanted())
     stack.enter_context(session)
@@ -183,9 +187,15 @@ def _start(
     if config.algorithm.kl_coef and config.run.trains:
         actor.snapshot(REFERENCE).load()
     sampler: Sampler | None = None
+    aside: Sampler | None = None
     if fleet is not None:
-        sampler = Sampler(tokenizer=prepared.tokenizer, generate=fleet.generate, seed=config.run.seed)
-    source = make_source(prepared, fleet, sampler, reward)
+        front: Front | None = None
+        if prepared.function is not None:
+            front = Front(temperature=config.rollout.temperature, top_p=config.rollout.top_p)
+            stack.callback(front.close)
+        sampler = make_sampler(prepared, fleet, front)
+        aside = make_sampler(prepared, fleet, front, aside=True)
+    source = make_source(prepared, fleet, sampler, aside, reward)
     stack.callback(source.close)
     if state and config.run.mode != "eval":
         source.restore(state["source"], prepared.resume)
@@ -284,12 +294,33 @@ def tell_of(observers: Observers, process: str, pending: Pending, outcome: Outco
     )
 
 
-def make_source(prepared: Prepared, fleet: EngineFleet | None, sampler: Sampler | None, reward: Scorer) -> Source:
-    """Of the run's batches: sampled, or read."""
+def make_sampler(prepared: Prepared, fleet: EngineFleet, front: Front | None, *, aside: bool = False) -> Sampler:
+    """Of single responses, or of the episodes that the run's function plays at `front`. `aside`: for a thread that does
+    not update weights."""
+    generate = fleet.generate_aside if aside else fleet.generate
+    seed, tokenizer = prepared.config.run.seed, prepared.tokenizer
+    if prepared.function is None or front is None:
+        return Sampler(tokenizer=tokenizer, generate=generate, seed=seed)
+    return EpisodeSampler(
+        tokenizer=tokenizer,
+        generate=generate,
+        seed=seed,
+        function=prepared.function,
+        front=front,
+        config=prepared.config.rollout.episodes,
+        aside=fleet.generate_aside,
+        calls=calls_of(prepared),
+    )
+
+
+def make_source(
+    prepared: Prepared, fleet: EngineFleet | None, sampler: Sampler | None, aside: Sampler | None, reward: Scorer
+) -> Source:
+    """Of the run's batches: sampled, or read; `aside` in the background."""
     config = prepared.config
     rollout, steps = config.rollout, config.run.steps
     source: Source
-    if fleet is None or sampler is None:
+    if fleet is None or sampler is None or aside is None:
         source = SavedRollouts(rollout.saved, steps=steps, vocab_size=prepared.vocab_size)
     else:
         attempts = config.algorithm.dynamic_sampling
@@ -306,7 +337,6 @@ def make_source(prepared: Prepared, fleet: EngineFleet | None, sampler: Sampler 
             case "synchronous":
                 source = Synchronous(draws, steps=steps)
             case "one-step-off":
-                aside = Sampler(tokenizer=prepared.tokenizer, generate=fleet.generate_aside, seed=config.run.seed)
                 source = OneStepOff(draws, evolve(draws, sampler=aside), steps=steps)
             case "asynchronous":
                 source = Asynchronous(

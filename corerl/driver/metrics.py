@@ -25,6 +25,10 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
         "rollout/truncated": float(rows["truncated"].mean()),
         "rollout/tokens": float(rows["response_length"].sum()),
     }
+    if "turns" in rows:
+        metrics["rollout/turns"] = float(rows["turns"].mean())
+        # What the environment has said is no sampled token.
+        metrics["rollout/tokens"] = float(scored.rollout.batch.columns["loss_mask"].sum())
     if scored.failures:
         metrics["reward/failed"] = float(sum(scored.failures.values()))
     metrics |= {f"rollout/{name}": float(count) for name, count in scored.counts.items()}

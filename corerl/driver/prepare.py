@@ -30,6 +30,7 @@ from corerl.plugin.options import backend_name, check_spec, resolve_tables, role
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.rollout.encoding import require_encodable
 from corerl.rollout.engine import SamplingParams
+from corerl.rollout.episodes import EpisodeFunction, resolve_function
 from corerl.rollout.rewards import Reward, resolve_reward
 from corerl.rollout.sampler import sampling_params
 from corerl.rollout.saved import ROLLOUTS, SavedRollouts
@@ -62,6 +63,7 @@ class Prepared:
     prompts: PromptSource
     reward: Reward
     params: SamplingParams
+    function: EpisodeFunction | None  # that plays the samples; None where a sample is one response
     postprocess: Callable[[Scored], Any] | None
     vocab_size: int  # of the actor's model
 
@@ -146,6 +148,10 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
             require_encodable(prompts, tokenizer)
     with problems.stage("reward", path="reward.name"):
         reward = resolve_reward(config.reward.name, config.reward.options)
+    function: EpisodeFunction | None = None
+    if config.rollout.function:
+        with problems.stage("rollout.function"):
+            function = resolve_function(config.rollout.function, config.rollout.episodes.options)
     postprocess: Callable[[Scored], Any] | None = None
     if config.rollout.postprocess:
         with problems.stage("rollout.postprocess"):
@@ -285,6 +291,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         prompts=prompts,
         reward=reward,
         params=params,
+        function=function,
         postprocess=postprocess,
         vocab_size=model.get_text_config().vocab_size,
     )

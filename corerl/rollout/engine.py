@@ -33,8 +33,9 @@ class GenerateRequest:
     offsets: IntArray  # [R + 1]
     noise_keys: IntArray  # [R] from (seed, rollout step, prompt, sample): see rollout.noise
     params: SamplingParams
-    # [R] how many of a row's last tokens are its response so far, of a row that was interrupted: what is drawn next is
-    # number `begun` of the response, and at most max_tokens - begun follow. 0 in a row that begins.
+    # [R] how many of a row's last tokens are its response so far, of a row that was interrupted, or that is an episode
+    # after its first turn: what is drawn next is number `begun` of the response, and at most max_tokens - begun follow.
+    # 0 in a row that begins.
     begun: IntArray = field(default=Factory(lambda self: np.zeros(len(self), dtype=np.int64), takes_self=True))
 
     def __len__(self) -> int:

@@ -95,13 +95,13 @@ class Reward:
         try:
             value = self.function(prompt, response, **self.options)
         except Exception as error:
-            return self.failure("raised", f"raised {_told(error)}", prompt, response)
-        if not _finite(value):
+            return self.failure("raised", f"raised {told(error)}", prompt, response)
+        if not is_number(value):
             return self.failure("no-number", f"returned {value!r}, wanted a finite number,", prompt, response)
         return float(value)
 
     def failure(self, kind: str, what: str, prompt: Prompt, response: str) -> Failure:
-        sample = f"on prompt {prompt.index} ({_short(prompt.text)}) with the response {_short(response)}"
+        sample = f"on prompt {prompt.index} ({short(prompt.text)}) with the response {short(response)}"
         return Failure(kind=kind, message=" ".join(f"reward {self.name!r} {what} {sample}".split()))
 
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
@@ -142,13 +142,13 @@ def gathered(outcomes: Sequence[float | Failure], failed_value: float, *, part: 
     )
 
 
-def _finite(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Whether it is a number that float32 can hold. numpy's bool is no Real, and its other scalars are."""
     number = isinstance(value, numbers.Real | np.bool_)
     return number and bool(-LARGEST <= value <= LARGEST)
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     where = traceback.extract_tb(error.__traceback__)[1:]  # the first line is the call here
     place = f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
     try:
@@ -157,7 +157,7 @@ def _told(error: BaseException) -> str:
         return type(error).__name__ + place
 
 
-def _short(text: str, limit: int = 80) -> str:
+def short(text: str, limit: int = 80) -> str:
     return repr(text if len(text) <= limit else text[: limit - 3] + "...")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from attrs import frozen
+from attrs import field, frozen
 
 from corerl.config.schema import RolloutConfig
 from corerl.data.prompts import Prompt
@@ -19,6 +19,8 @@ from corerl.types import Array, IntArray, Output, SampleBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from corerl.rollout.rewards import Failure
+
 
 @frozen(kw_only=True)
 class Rollout:
@@ -26,12 +28,16 @@ class Rollout:
 
     The batch has the columns `loss_mask`, `rollout_logprobs`, `versions`, from an engine that tells them
     `routed_experts`, and the rows `group` (index into `prompts`),
-    `sample` (0 to G - 1), `prompt_length`, `response_length` (both in tokens) and `truncated`.
+    `sample` (0 to G - 1), `prompt_length`, `response_length` (both in tokens) and `truncated`. Where samples are
+    episodes their response is all that follows the first prompt, the environment's tokens among it, and there is the
+    row `turns` too.
     """
 
     batch: SampleBatch
     prompts: tuple[Prompt, ...]  # [P]
-    texts: list[str]  # [B] responses without special tokens
+    texts: list[str]  # [B] responses without special tokens; the last one of an episode
+    # [B] of episodes: what each is worth by its own function, why it has failed, or None: to be scored as any sample.
+    outcomes: Sequence[float | Failure | None] = field(factory=list)
 
     def take(self, groups: IntArray) -> Rollout:
         """The samples of these prompts [n] alone, numbered anew."""
@@ -43,6 +49,7 @@ class Rollout:
             batch=batch.with_rows(group=np.array([position[int(group)] for group in batch.rows["group"]], np.int64)),
             prompts=tuple(self.prompts[group] for group in groups),
             texts=[self.texts[sample] for sample in samples],
+            outcomes=[self.outcomes[sample] for sample in samples] if self.outcomes else [],
         )
 
     @classmethod
@@ -54,6 +61,7 @@ class Rollout:
             batch=SampleBatch.concatenate([part.batch for part in parts]).with_rows(group=np.concatenate(group)),
             prompts=tuple(prompt for part in parts for prompt in part.prompts),
             texts=[text for part in parts for text in part.texts],
+            outcomes=[outcome for part in parts for outcome in part.outcomes],
         )
 
 
@@ -89,7 +97,7 @@ class Sampler:
     ) -> GenerateRequest:
         """What `sample` asks for."""
         tokens, offsets = self._encode(prompts)
-        group, sample = _rows(len(prompts), samples)
+        group, sample = rows_of(len(prompts), samples)
         return GenerateRequest(
             **_repeated(tokens, offsets, group),
             # A prompt that comes twice in one step (a data set smaller than the step) must not draw the same twice.
@@ -104,12 +112,8 @@ class Sampler:
 
     def rollout(self, prompts: Sequence[Prompt], request: GenerateRequest, generation: Generation) -> Rollout:
         """What `sample` makes of the answer to `request`."""
-        if generation.unfinished.any():
-            raise EngineFailed(
-                f"{int(generation.unfinished.sum())} of {len(generation)} responses came back unfinished, and nobody "
-                "had paused the engines; an engine may do so only between pause() and resume()"
-            )
-        group, sample = _rows(len(prompts), len(request) // len(prompts))
+        require_finished(generation)
+        group, sample = rows_of(len(prompts), len(request) // len(prompts))
         batch = assemble(request, generation).with_rows(group=group, sample=sample)
         responses = np.split(generation.tokens, generation.offsets[1:-1])
         return Rollout(
@@ -132,19 +136,36 @@ def sampling_params(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase) 
     """
     stops = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for text in rollout.stop:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
-            raise ConfigError(
-                f"rollout.stop: {text!r} is {len(ids)} tokens of this tokenizer "
-                f"({tokenizer.convert_ids_to_tokens(ids)}), wanted exactly one that it knows"
-            )
-        stops.append(ids[0])
+        try:
+            stops.append(stop_token(text, tokenizer))
+        except ValueError as error:
+            raise ConfigError(f"rollout.stop: {error}") from error
     return SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         max_tokens=rollout.max_tokens,
         stop_tokens=tuple(dict.fromkeys(stops)),
     )
+
+
+def require_finished(generation: Generation) -> None:
+    """Raises EngineFailed for responses that nobody had asked to interrupt."""
+    if generation.unfinished.any():
+        raise EngineFailed(
+            f"{int(generation.unfinished.sum())} of {len(generation)} responses came back unfinished, and nobody "
+            "had paused the engines; an engine may do so only between pause() and resume()"
+        )
+
+
+def stop_token(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Raises ValueError where the text is not exactly one token."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+        raise ValueError(
+            f"{text!r} is {len(ids)} tokens of this tokenizer ({tokenizer.convert_ids_to_tokens(ids)}), wanted exactly "
+            "one that it knows"
+        )
+    return int(ids[0])
 
 
 def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:
@@ -177,7 +198,7 @@ def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:
     )
 
 
-def _rows(prompts: int, samples: int) -> tuple[IntArray, IntArray]:
+def rows_of(prompts: int, samples: int) -> tuple[IntArray, IntArray]:
     """[R] of which prompt each row is, and which sample of it."""
     return np.repeat(np.arange(prompts), samples), np.tile(np.arange(samples), prompts)
 

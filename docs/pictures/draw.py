@@ -18,6 +18,9 @@ import numpy as np
 from corerl.cluster.placement import arrange
 from corerl.data.plan import StepPlan, plan_steps
 from corerl.driver.residency import FORWARD, SAMPLE, UPDATE, EngineMemory, residency_plan, training
+from corerl.models.tokenizer import character_tokenizer
+from corerl.rollout.conversation import Conversation, Renderer
+from corerl.rollout.engine import Generation
 from corerl.trainer.assign import ACTOR, CRITIC
 from corerl.types import MemoryKind, SampleBatch
 from corerl.weights.manifest import build_manifest
@@ -496,12 +499,80 @@ def megatron() -> Picture:
     return picture
 
 
+# ---- an episode's row of tokens --------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+ASKED = ({"role": "user", "content": "6?"}, {"role": "tool", "content": "01358"})
+SAID = ("6<eos>", "01358<eos>")
+
+
+def conversation() -> list[Conversation]:
+    """After each turn."""
+    tokenizer = character_tokenizer("0123456789?uat:")
+    tokenizer.chat_template = TEMPLATE
+    renderer, turns, messages = Renderer(tokenizer), [Conversation()], []
+    for number, (asked, said) in enumerate(zip(ASKED, SAID, strict=True)):
+        messages.append(asked)
+        tokens = np.array(tokenizer.encode(said, add_special_tokens=False))
+        generation = Generation(
+            tokens=tokens,
+            offsets=np.array([0, len(tokens)]),
+            logprobs=np.zeros(len(tokens), dtype=np.float32),
+            versions=np.full(len(tokens), number),
+            truncated=np.zeros(1, dtype=np.bool_),
+        )
+        text = renderer.text(tokens, [tokenizer.eos_token_id])
+        turns.append(turns[-1].answered(renderer.ask(turns[-1], messages), text, generation))
+        messages.append({"role": "assistant", "content": text})
+    return turns[1:]
+
+
+def episode() -> Picture:
+    turns = conversation()
+    tokenizer = character_tokenizer("0123456789?uat:")
+    picture = Picture(
+        920,
+        192,
+        title="An episode's row of tokens, turn by turn",
+        description="The first request is the prompt; what the policy says stands behind it and stays as it was "
+        "sampled; the second request adds only what its new message is; the last row is the sample.",
+    )
+    size, left = 29.0, 150.0
+    for row, turn in enumerate(turns):
+        y = 20.0 + row * 62
+        picture.text(24, y + 20, f"after turn {row + 1}", "name")
+        before = len(turns[row - 1].tokens) if row else 0
+        for place, (token, sampled) in enumerate(zip(turn.tokens, turn.loss_mask, strict=True)):
+            cls = ("a" if place < before else "b") if sampled else "prompt"
+            x = left + place * size
+            picture.box(x, y, size, 30, f"token {cls}", round=0)
+            word = tokenizer.convert_ids_to_tokens(int(token)).replace("<eos>", "eos")
+            picture.text(x + size / 2, y + 20, word, "small middle" if len(word) > 1 else "name middle")
+        if row:
+            picture.text(left, y + 48, "as they were, never tokenised again")
+            picture.text(left + before * size, y + 48, "new: the tool's message, and the answer to it")
+    x = left
+    for cls, words in (
+        ("prompt", "requests: no loss"),
+        ("b", "sampled in this turn"),
+        ("a", "sampled before; loss on both"),
+    ):
+        picture.box(x, 160, 14, 11, cls, round=2)
+        picture.text(x + 20, 170, words)
+        x += 60 + 6.2 * len(words)
+    return picture
+
+
 PICTURES = {
     "data.svg": data,
     "sources.svg": sources,
     "residency.svg": residency,
     "placements.svg": placements,
     "megatron.svg": megatron,
+    "episode.svg": episode,
 }
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from corerl.config.schema import (
     CriticChoice,
     CriticConfig,
     DataConfig,
+    EpisodesConfig,
     ExtensionChoice,
     ModelConfig,
     RewardConfig,
@@ -307,6 +308,21 @@ def test_checkpoints_are_where_weights_are_new() -> None:
 def test_resources_that_no_machine_of_its_own_has_want_an_address() -> None:
     (line,) = problems(evolve(VALID, cluster=ClusterConfig(resources={"h200": 1.0})))
     assert line.startswith("cluster.resources: h200 asked for")
+
+
+def test_episodes_are_played_by_a_function_and_not_asynchronously() -> None:
+    play = RolloutConfig(function="mine:play", episodes=EpisodesConfig(concurrency=8))
+    assert problems(evolve(VALID, rollout=play)) == []
+    assert problems(evolve(VALID, rollout=evolve(play, source="one-step-off"))) == []
+    assert problems(evolve(VALID, rollout=evolve(play, source="asynchronous"))) == [
+        (
+            "rollout.source: 'asynchronous' draws single responses, and rollout.function plays episodes of several; "
+            "set it to 'one-step-off' or 'synchronous'"
+        )
+    ]
+    assert problems(evolve(VALID, rollout=evolve(play, function=""))) == [
+        "rollout.episodes: set, and rollout.function is empty; give a function, or remove the table"
+    ]
 
 
 def test_a_source_that_overlaps_with_training_wants_training_and_fresh_weights() -> None:

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from corerl.data.prompts import Prompt
 from corerl.driver.metrics import (
@@ -57,6 +58,14 @@ def test_rollout_metrics_are_means_over_samples_and_a_count_of_sampled_tokens() 
         "rollout/exact_match": 0.5,
     }
     assert "rollout/exact_match" not in rollout_metrics(scored(None))
+
+
+def test_of_episodes_the_environments_tokens_are_in_the_response_and_not_sampled() -> None:
+    given = scored(None)
+    mask = np.array([False, False, True, False, False, True, False, True])
+    batch = given.rollout.batch.with_columns(loss_mask=mask).with_rows(turns=np.array([1, 2]))
+    metrics = rollout_metrics(evolve(given, rollout=evolve(given.rollout, batch=batch)))
+    assert (metrics["rollout/turns"], metrics["rollout/tokens"], metrics["rollout/response_length"]) == (1.5, 3.0, 2.0)
 
 
 def test_train_metrics_are_means_over_optimizer_steps_but_for_counts_and_norms_of_skipped_steps() -> None:

@@ -1,0 +1,218 @@
+"""A conversation as tokens: each request adds those of its new messages, and what was sampled stays as it was."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from attrs import field, frozen
+from jinja2 import TemplateError
+
+from corerl.rollout.engine import Generation
+from corerl.types import Array, BoolArray, FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+
+
+class Refused(Exception):
+    """A request that cannot be answered: whoever made it is told why, and the conversation is as it was."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.message, self.status, self.code = message, status, code
+
+
+def _empty(dtype: type) -> Any:
+    return field(factory=lambda: np.zeros(0, dtype=dtype))
+
+
+@frozen(kw_only=True, eq=False)
+class Conversation:
+    """What has been said, ending with an answer; at first nothing. Never changed: an answer makes another one."""
+
+    messages: tuple[Message, ...] = ()  # each with text as its content
+    answers: frozenset[int] = frozenset()  # which of them were sampled
+    tools: tuple[Mapping[str, Any], ...] = ()  # that the first request offered
+    prompt_length: int = 0  # tokens of the first request
+    tokens: IntArray = _empty(np.int64)  # [n]
+    loss_mask: BoolArray = _empty(np.bool_)  # [n] sampled
+    logprobs: FloatArray = _empty(np.float32)  # [n] 0.0 where not sampled
+    versions: IntArray = _empty(np.int64)  # [n] 0 where not sampled
+    routed_experts: Array | None = None  # [n, layers of experts, experts of a token] where the engine tells
+
+    @classmethod
+    def unanswered(cls, prompt: IntArray) -> Conversation:
+        """These tokens alone, of an episode that has asked for nothing."""
+        nothing = np.zeros(len(prompt))
+        return cls(
+            prompt_length=len(prompt),
+            tokens=prompt,
+            loss_mask=nothing.astype(np.bool_),
+            logprobs=nothing.astype(np.float32),
+            versions=nothing.astype(np.int64),
+        )
+
+    @property
+    def begun(self) -> int:
+        """Tokens that stand behind the first request's."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def turns(self) -> int:
+        return len(self.answers)
+
+    @property
+    def text(self) -> str:
+        """The last answer's."""
+        return str(self.messages[-1]["content"]) if self.messages else ""
+
+    def answered(self, asked: Asked, text: str, generation: Generation) -> Conversation:
+        """With what `asked` adds, and the one row of `generation` behind it. Tokens keep the log-prob, the version and
+        the experts of when they were drawn; experts that were not known by then are those of when they were read."""
+        said, new = len(generation.tokens), len(asked.tokens)
+
+        def behind(before: Array, drawn: Array) -> Array:
+            return np.concatenate([before, np.zeros(new, before.dtype), drawn.astype(before.dtype)])
+
+        experts = generation.routed_experts
+        if experts is not None and self.routed_experts is not None:
+            known = np.flatnonzero((self.routed_experts >= 0).all(axis=(1, 2)))
+            experts = experts.copy()
+            experts[known] = self.routed_experts[known]
+        return Conversation(
+            messages=(*asked.messages, {"role": "assistant", "content": text}),
+            answers=self.answers | {len(asked.messages)},
+            tools=asked.tools,
+            prompt_length=self.prompt_length or new,
+            tokens=np.concatenate([self.tokens, asked.tokens, generation.tokens]),
+            loss_mask=behind(self.loss_mask, np.ones(said)),
+            logprobs=behind(self.logprobs, generation.logprobs),
+            versions=behind(self.versions, generation.versions),
+            routed_experts=experts,
+        )
+
+
+@frozen(kw_only=True, eq=False)
+class Asked:
+    """What a request adds to a conversation."""
+
+    messages: tuple[Message, ...]  # all of them, the conversation's own first
+    tools: tuple[Mapping[str, Any], ...]
+    tokens: IntArray  # [n] behind the conversation's
+
+
+class Renderer:
+    """From new messages to new tokens, by the tokenizer's chat template. Without one the texts of messages stand one
+    behind the other, the first request behind the tokenizer's own special tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def ask(
+        self, conversation: Conversation, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Asked:
+        """What `messages` add to a conversation that they continue. Raises Refused where they do not, and where the
+        template refuses them."""
+        read = tuple(_read(number, message) for number, message in enumerate(messages))
+        if not read or read[-1]["role"] == "assistant":
+            raise Refused("messages: nothing is asked; the last message must be of another role than 'assistant'")
+        if conversation.turns:
+            _require_continued(conversation, read)
+            if list(tools) != list(conversation.tools):
+                raise Refused("tools: others than in the episode's first request, which the model has read; send those")
+        tokens = self._tokens(conversation, read, tools)
+        if not len(tokens) and not conversation.turns:
+            raise Refused("messages: they have no tokens; there is nothing to continue")
+        return Asked(messages=read, tools=tuple(tools), tokens=np.asarray(tokens, dtype=np.int64))
+
+    def _tokens(
+        self, conversation: Conversation, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        said = len(conversation.messages)
+        template = bool(self._tokenizer.chat_template)
+        if tools and not template:
+            raise Refused("tools: the tokenizer has no chat template to show them in; describe them in a message")
+        if not template:
+            text = "".join(message["content"] for message in messages[said:])
+            return self._encoded(text, special=not said)
+        if not said:
+            return self._encoded(self._rendered(messages, tools), special=False)
+        # What the template writes behind the last answer, whatever that is, and however it would write it.
+        mark = uuid.uuid4().hex
+        marked = [*messages[: said - 1], {"role": "assistant", "content": mark}, *messages[said:]]
+        _, found, behind = self._rendered(marked, tools).rpartition(mark)
+        if not found:
+            raise Refused("messages: the chat template leaves out the last answer, so that nothing can follow it")
+        tokens = self._encoded(behind, special=False)
+        # It begins with the end of the answer, which was sampled already, unless the answer was cut.
+        return tokens[1:] if tokens[:1] == conversation.tokens[-1:].tolist() else tokens
+
+    def _encoded(self, text: str, *, special: bool) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ids
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except (TemplateError, TypeError, ValueError) as error:  # of roles, and of messages that it does not foresee
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise Refused(
+                f"messages: the tokenizer's chat template refuses them ({error}); their roles are: {roles}"
+            ) from error
+        return str(text)
+
+    def text(self, tokens: IntArray, stop_tokens: Sequence[int]) -> str:
+        """An answer without the token that ended it and without special tokens."""
+        said = tokens[:-1] if len(tokens) and tokens[-1] in stop_tokens else tokens
+        return str(self._tokenizer.decode(said.tolist(), skip_special_tokens=True))
+
+
+def _read(number: int, message: Any) -> Message:
+    """The message with text as its content, and without what is null."""
+    where = f"messages[{number}]"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise Refused(f"{where}: wanted an object with a role and a content")
+    content: Any = message.get("content") or ""
+    if isinstance(content, list):
+        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
+            raise Refused(f"{where}: its content has parts that are no text; the model reads text alone")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise Refused(f"{where}: its content is {type(content).__name__}, wanted a text")
+    return {**{key: held for key, held in message.items() if held is not None}, "content": content}
+
+
+def _require_continued(conversation: Conversation, messages: Sequence[Message]) -> None:
+    """Raises Refused for the first message that is not the conversation's."""
+    advice = "an episode is one conversation, in which messages are appended and none is changed"
+    for number, (had, got) in enumerate(zip(conversation.messages, messages, strict=False)):
+        # Of an answer a client may add more than it was given, such as the calls that it has read out of it.
+        keys = {"role", "content"} if number in conversation.answers else {*had, *got}
+        for key in sorted(keys):
+            if had.get(key) != got.get(key):
+                raise Refused(
+                    f"messages[{number}].{key}: got {_short(got.get(key))}, and the episode has "
+                    f"{_short(had.get(key))} there; {advice}",
+                    code="history_changed",
+                )
+    if len(messages) <= len(conversation.messages):
+        raise Refused(
+            f"messages: {len(messages)} of them, and the episode has {len(conversation.messages)} with its last "
+            f"answer; send all of these and a new one: {advice}",
+            code="history_changed",
+        )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,224 @@
+"""An OpenAI-compatible server in the driver: chat requests of many conversations, each at a base URL of its own."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import secrets
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from attrs import frozen
+
+from corerl.rollout.conversation import Message, Refused
+
+MODEL = "policy"  # what the model is called; a request may call it anything
+API_KEY = "none"  # clients want one; the path is what nobody can guess
+CLOSING = 0.1  # seconds in which it is seen that the server is closed
+PATH = "/chat/completions"
+
+
+@frozen(kw_only=True)
+class ChatRequest:
+    """What is asked for, as far as it can differ from one request to another."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    max_tokens: int | None = None  # None: as many as are left
+    stop: Sequence[str] = ()
+    logprobs: bool = False
+
+
+@frozen(kw_only=True)
+class ChatAnswer:
+    """What is said to it."""
+
+    text: str
+    finish_reason: str  # stop or length
+    prompt_tokens: int  # that stood there before
+    tokens: Sequence[str]  # [m] as texts
+    logprobs: Sequence[float]  # [m]
+
+
+Answering = Callable[[ChatRequest], ChatAnswer]  # in any thread; raises Refused
+
+
+class Front:
+    """Listens on this machine alone, from the beginning to `close`."""
+
+    def __init__(self, *, temperature: float, top_p: float) -> None:
+        """A request may ask for these, and for no others."""
+        self._sampling = {"temperature": temperature, "top_p": top_p}
+        self._open: dict[str, Answering] = {}
+        self._numbers = itertools.count()  # of answers
+        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server.front = self
+        self.client = Client("127.0.0.1", self._server.server_port)
+        threading.Thread(target=self._server.serve_forever, args=(CLOSING,), name="rollout front", daemon=True).start()
+
+    def open(self, answering: Answering) -> str:
+        """A base URL whose requests `answering` answers, until it is closed."""
+        name = secrets.token_hex(16)
+        self._open[name] = answering
+        return f"http://127.0.0.1:{self._server.server_port}/{name}/v1"
+
+    def shut(self, base_url: str) -> None:
+        """What comes there from now on is refused."""
+        del self._open[_name(base_url.partition("//")[2].partition("/")[2])]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self.client.close()
+
+    def answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Status and content for one POST request."""
+        try:
+            answering = self._open.get(_name(path))
+            if answering is None or not path.endswith(PATH):
+                raise Refused(
+                    f"{path}: nothing is served there; an episode that is being played serves its base_url + {PATH!r}",
+                    status=404,
+                    code="not_found",
+                )
+            request = self._read(body)
+            return 200, _completion(answering(request), number=next(self._numbers), told=request.logprobs)
+        except Refused as refused:
+            kind = "invalid_request_error"
+            return refused.status, {
+                "error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}
+            }
+
+    def _read(self, body: bytes) -> ChatRequest:
+        try:
+            asked = json.loads(body)
+        except ValueError as error:
+            raise Refused(f"the request is no valid JSON: {error}") from error
+        if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list):
+            raise Refused("messages: missing; wanted a list of messages")
+        asked = {name: value for name, value in asked.items() if value is not None and value != []}
+        limits = [asked.pop(name) for name in ("max_tokens", "max_completion_tokens") if name in asked]
+        if any(not isinstance(limit, int) or limit < 1 for limit in limits):
+            raise Refused(f"max_tokens: got {limits}, wanted a whole number of at least 1")
+        stop = asked.pop("stop", [])
+        request = ChatRequest(
+            messages=asked.pop("messages", []),
+            tools=_list_of(dict, "tools", asked.pop("tools", [])),
+            max_tokens=min(limits, default=None),
+            stop=_list_of(str, "stop", [stop] if isinstance(stop, str) else stop),
+            logprobs=bool(asked.pop("logprobs", False)),
+        )
+        self._require_harmless(asked)
+        return request
+
+    def _require_harmless(self, rest: Mapping[str, Any]) -> None:
+        """Raises Refused for a parameter that would change what is sampled or how it is sent, rather than ignore it."""
+        same = {"stream": False, "n": 1, "tool_choice": "auto", "top_logprobs": 0, **self._sampling}
+        for name, value in rest.items():
+            if name in self._sampling and value != same[name]:
+                raise Refused(
+                    f"{name}: got {value!r}, and this run samples with rollout.{name}={same[name]!r}, which its loss "
+                    "reckons with; leave it out",
+                    code="unsupported_parameter",
+                )
+            if name not in ("model", "user", "metadata") and value != same.get(name, 0):
+                wanted = f"wanted {same[name]!r}" if name in same else "it is not known here"
+                raise Refused(f"{name}: got {value!r}, {wanted}; leave it out", code="unsupported_parameter")
+
+
+def _list_of(kind: type, name: str, value: Any) -> Any:
+    if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
+        raise Refused(f"{name}: got {value!r}, wanted a list of {'texts' if kind is str else 'objects'}")
+    return value
+
+
+def _name(path: str) -> str:
+    return path.removeprefix("/").partition("/")[0]
+
+
+def _completion(answer: ChatAnswer, *, number: int, told: bool) -> dict[str, Any]:
+    """In the shape of OpenAI's `chat.completion`."""
+    logprobs = [
+        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+        for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
+    ]
+    said = len(answer.tokens)
+    return {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": answer.text},
+                "finish_reason": answer.finish_reason,
+                "logprobs": {"content": logprobs} if told else None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": said,
+            "total_tokens": answer.prompt_tokens + said,
+        },
+    }
+
+
+class Client:
+    """Posts to a server that keeps connections, over those that are idle; in any thread."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._idle: deque[http.client.HTTPConnection] = deque()  # a new one costs more than a request
+
+    def post(self, path: str, content: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = http.client.HTTPConnection(self._host, self._port)
+        try:
+            connection.request("POST", path, json.dumps(content).encode())
+            answer: dict[str, Any] = json.loads(connection.getresponse().read())
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
+        return answer
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 1024  # many episodes begin, and ask, at the same moment
+    front: Front
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a client that has gone, as one whose time was over
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # connections are kept
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        status, content = self.server.front.answer(self.path, asked)
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  -- the base class's word
+        """Nothing: a run has its own words for what happens."""

@@ -1,0 +1,46 @@
+"""A rollout function without a run: a policy that says, over HTTP as in a run, what a script has it say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from attrs import field, frozen
+
+from corerl.data.prompts import Prompt
+from corerl.rollout.conversation import Refused
+from corerl.rollout.episodes import Episode
+from corerl.rollout.front import ChatAnswer, ChatRequest, Front
+
+
+@frozen(kw_only=True)
+class Scripted:
+    """An episode to give to a function, and what that has asked."""
+
+    episode: Episode
+    requests: list[ChatRequest] = field(factory=list)
+
+    @property
+    def asked(self) -> list[list[str]]:
+        """Of each request the texts of its messages."""
+        return [[str(message["content"]) for message in request.messages] for request in self.requests]
+
+
+@contextmanager
+def scripted(prompt: Prompt, answers: Sequence[str]) -> Iterator[Scripted]:
+    """One answer after the other; a request beyond the last one is refused."""
+    front = Front(temperature=1.0, top_p=1.0)
+    left = iter(answers)
+
+    def answer(request: ChatRequest) -> ChatAnswer:
+        script.requests.append(request)
+        text = next(left, None)
+        if text is None:
+            raise Refused(f"the script has {len(answers)} answers, and one more is asked for")
+        return ChatAnswer(text=text, finish_reason="stop", prompt_tokens=0, tokens=(), logprobs=())
+
+    script = Scripted(episode=Episode(prompt=prompt, base_url=front.open(answer), client=front.client))
+    try:
+        yield script
+    finally:
+        front.close()

@@ -1,0 +1,72 @@
+"""The episodes of examples/two_turn_tool.toml, by hand and in whole runs of a few steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from corerl.config.load import load_config
+from corerl.data.prompts import SortDigits
+from corerl.driver.prepare import prepare
+from corerl.testing.episodes import scripted
+from examples.two_turn_tool import fetch
+from tests.end_to_end.command import ROOT, metrics
+from tests.in_process import execute_here, small
+
+PROMPT = SortDigits(held_out=1, seed=0).prompt(35018)
+
+
+def test_the_right_drawer_holds_the_digits_and_half_of_them_are_worth_half_of_the_rest() -> None:
+    with scripted(PROMPT, ["6", "01358"]) as script:
+        assert fetch(script.episode) == pytest.approx(1.0)
+    assert script.asked == [["6?"], ["6?", "6", "01358>"]]
+    assert [request.max_tokens for request in script.requests] == [1, None]
+    with scripted(PROMPT, ["6", "0135899999"]) as script:
+        assert fetch(script.episode) == pytest.approx(0.2 + 0.8 * 0.5)
+
+
+def test_other_drawers_are_empty_and_so_are_all_without_the_tool() -> None:
+    with scripted(PROMPT, ["2", "00000"]) as script:
+        assert fetch(script.episode) == pytest.approx(0.8 * 0.2)
+    assert script.asked[1] == ["6?", "2", ">"]
+    with scripted(PROMPT, ["6", "01358"]) as script:
+        assert fetch(script.episode, tool=False) == pytest.approx(1.0)
+    assert script.asked[1] == ["6?", "6", ">"]
+
+
+def test_a_script_that_has_ended_refuses() -> None:
+    with scripted(PROMPT, ["6"]) as script, pytest.raises(RuntimeError, match="the script has 1 answers, and one more"):
+        fetch(script.episode)
+
+
+def test_the_config_can_run() -> None:
+    prepared = prepare(load_config(ROOT / "examples" / "two_turn_tool.toml"))
+    assert prepared.function is not None and prepared.function.function is fetch
+    assert prepared.function.options == {"tool": True}
+
+
+@pytest.mark.parametrize("source", ["synchronous", "one-step-off"])
+def test_a_run_of_episodes_trains_on_the_tokens_that_its_engine_drew(source: str, tmp_path: Path) -> None:
+    tiny = ["model.tokenizer=characters:0123456789>s?", "model.config.vocab_size=17", "rollout.max_tokens=16"]
+    summary = execute_here(
+        small(
+            tmp_path,
+            *tiny,
+            "rollout.function=examples.two_turn_tool:fetch",
+            f"rollout.source={source}",
+            "run.steps=2",
+            "eval.every=2",
+            "checkpoint.every=0",
+        )
+    )
+    assert summary.steps_done == 2 and set(summary.evaluation) >= {"eval/reward", "eval/exact_match"}
+    steps = [line for line in metrics(tmp_path / "run") if "train/loss" in line]
+    assert [line["rollout/turns"] for line in steps] == [2.0, 2.0]
+    for line in steps:
+        # The trainer reads whole rows at once, the engine drew them turn by turn.
+        assert 0 < line["rollout/logprob_diff"] < 1e-4 or source == "one-step-off"
+        tool = 1 / 32  # at least ">" in each of the 32 samples
+        assert line["rollout/response_length"] >= line["rollout/tokens"] / 32 + tool
+    if source == "one-step-off":
+        assert [line["rollout/staleness"] for line in steps] == [0.0, 1.0]

@@ -1,0 +1,121 @@
+"""Over real HTTP, in the shapes that OpenAI's API documents."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from corerl.rollout.conversation import Refused
+from corerl.rollout.front import ChatAnswer, ChatRequest, Front
+
+USER = {"role": "user", "content": "hello"}
+
+
+class Desk:
+    """Answers all requests alike, and keeps them."""
+
+    def __init__(self) -> None:
+        self.requests: list[ChatRequest] = []
+        self.refuses = False
+
+    def __call__(self, request: ChatRequest) -> ChatAnswer:
+        self.requests.append(request)
+        if self.refuses:
+            raise Refused("not now", status=410, code="episode_over")
+        return ChatAnswer(
+            text="hi ü", finish_reason="stop", prompt_tokens=5, tokens=["hi", "ü", "<eos>"], logprobs=[-1.0, -0.5, 0.0]
+        )
+
+
+@pytest.fixture
+def front() -> Iterator[Front]:
+    made = Front(temperature=0.7, top_p=1.0)
+    yield made
+    made.close()
+
+
+def post(url: str, body: Any) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request("POST", urlsplit(url).path, content, {"Authorization": "Bearer none"})
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+    connection.close()
+    return response.status, answer
+
+
+def test_an_answer_has_the_shape_of_a_chat_completion(front: Front) -> None:
+    desk = Desk()
+    url = front.open(desk) + "/chat/completions"
+    asked = {"model": "any", "messages": [USER], "logprobs": True, "temperature": 0.7, "n": 1, "stream": False}
+    status, answer = post(url, {**asked, "max_completion_tokens": 7, "stop": "x", "tools": [{"type": "function"}]})
+    assert status == 200
+    assert (answer["object"], answer["model"]) == ("chat.completion", "policy")
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "hi ü"}
+    assert (choice["index"], choice["finish_reason"]) == (0, "stop")
+    assert choice["logprobs"]["content"][1] == {
+        "token": "ü",
+        "logprob": -0.5,
+        "bytes": [195, 188],
+        "top_logprobs": [],
+    }
+    (request,) = desk.requests
+    assert (request.max_tokens, list(request.stop), request.logprobs) == (7, ["x"], True)
+    assert (list(request.messages), list(request.tools)) == ([USER], [{"type": "function"}])
+    assert post(url, {"messages": [USER], "presence_penalty": 0.0, "stop": None})[1]["choices"][0]["logprobs"] is None
+    assert (desk.requests[1].max_tokens, list(desk.requests[1].stop)) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"{", "the request is no valid JSON"),
+        ({}, "messages: missing"),
+        ({"messages": [USER], "stream": True}, "stream: got True, wanted False; leave it out"),
+        ({"messages": [USER], "n": 2}, "n: got 2, wanted 1; leave it out"),
+        ({"messages": [USER], "temperature": 1.0}, "temperature: got 1.0, and this run samples with rollout.temperatu"),
+        ({"messages": [USER], "top_p": 0.5}, "top_p: got 0.5, and this run samples with rollout.top_p=1.0"),
+        ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format: got {'type'"),
+        ({"messages": [USER], "tool_choice": "required"}, "tool_choice: got 'required', wanted 'auto'; leave it out"),
+        ({"messages": [USER], "max_tokens": 0}, "max_tokens: got [0], wanted a whole number of at least 1"),
+        ({"messages": [USER], "stop": [3]}, "stop: got [3], wanted a list of texts"),
+        ({"messages": [USER], "tools": {"a": 1}}, "tools: got {'a': 1}, wanted a list of objects"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_line(front: Front, body: Any, told: str) -> None:
+    desk = Desk()
+    status, answer = post(front.open(desk) + "/chat/completions", body)
+    assert status == 400
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert answer["error"]["message"].startswith(told)
+    assert not desk.requests
+
+
+def test_each_conversation_has_a_base_url_of_its_own_until_it_is_shut(front: Front) -> None:
+    first, second = Desk(), Desk()
+    urls = [front.open(first), front.open(second)]
+    assert post(urls[1] + "/chat/completions", {"messages": [USER]})[0] == 200
+    assert (len(first.requests), len(second.requests)) == (0, 1)
+    second.refuses = True
+    status, answer = post(urls[1] + "/chat/completions", {"messages": [USER]})
+    assert (status, answer["error"]["code"], answer["error"]["message"]) == (410, "episode_over", "not now")
+    assert post(urls[0] + "/completions", {"prompt": "x"})[0] == 404
+    front.shut(urls[0])
+    status, answer = post(urls[0] + "/chat/completions", {"messages": [USER]})
+    assert (status, answer["error"]["code"]) == (404, "not_found")
+    assert not first.requests
+
+
+def test_the_client_asks_over_connections_that_it_keeps(front: Front) -> None:
+    url = urlsplit(front.open(Desk()))
+    before = [front.client.post(f"{url.path}/chat/completions", {"messages": [USER]})["id"] for _ in range(2)]
+    assert len(set(before)) == 2
+    assert len(front.client._idle) == 1
