@@ -104,6 +104,7 @@ class Server:
             self.running += 1
             self.generations += 1
             self.aborted.clear()
+            print(f"Prefill batch, #new-seq: {len(body['input_ids'])}", flush=True)
         marker = self.misbehave.get("die_once")
         if marker and self.generations == self.misbehave["at"] and not Path(marker).exists():
             Path(marker).touch()
