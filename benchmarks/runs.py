@@ -60,8 +60,9 @@ class Watched:
         self._output = directory / "output"
         self.temporary = Path(tempfile.mkdtemp(prefix="corerl-"))  # a short path: names of sockets are cut off
         own = [f"run.dir={self.directory}", "extensions=[{name='jsonl'},{name='console'}]"]
-        command = [str(Path(sys.executable).with_name("corerl")), "train", str(config), *own, *settings]
-        self.command = " ".join(command[:3] + list(settings))
+        main = "import sys; from corerl.cli.main import main; sys.exit(main())"
+        command = [sys.executable, "-c", main, "train", str(config), *own, *settings]
+        self.command = " ".join(["corerl train", str(config.relative_to(ROOT)), *settings])
         self._began = time.monotonic()
         with self._output.open("wb") as sink:
             self.process = subprocess.Popen(
@@ -77,7 +78,7 @@ class Watched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _ in range(3):  # who is killed may just have started another
+        for _again in range(3):  # who is killed may just have started another
             for pid in self.processes():
                 try:
                     os.kill(pid, signal.SIGKILL)

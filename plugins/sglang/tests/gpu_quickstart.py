@@ -136,7 +136,8 @@ def found(
         problems.append(f"{len(ended.steps)} of {steps} steps")
     if wrong := [size for size in sizes if size != prompts * SAMPLES]:
         problems.append(f"{len(wrong)} batches of another size than {prompts * SAMPLES}, the first {wrong[0]}")
-    if not difference < BOUND:
+    # Asynchronously drawn tokens are of older weights, whose log-probs differ as they should.
+    if APART[1] not in scenario.settings and not difference < BOUND:
         problems.append(f"mean |log-prob difference| {difference:.4f}, wanted under {BOUND}")
     if "cannot tell what it has loaded" in told:
         problems.append("the engine did not tell what it holds")
