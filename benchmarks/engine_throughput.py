@@ -112,8 +112,7 @@ def config_of(fields: Mapping[str, Any], args: argparse.Namespace, run_dir: str)
 
 def arguments_of(config: Config, directory: Path) -> dict[str, Any]:
     """The server's arguments, as the engine makes them, for the other side."""
-    options = config.engines["sglang"]
-    assert isinstance(options, SglangConfig)
+    options = structure(config.engines["sglang"], SglangConfig, path="engines.sglang")
     model = hf_config(ModelConfig(config=config.model.config))
     model.eos_token_id = None
     model.save_pretrained(directory / "model")

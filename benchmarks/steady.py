@@ -5,8 +5,8 @@ python -m benchmarks.steady --backend megatron --set engines.sglang.attention_ba
 python -m benchmarks.steady --tiny --steps 12                                          # on a CPU, engine transformers
 
 The run is `corerl train` on the quickstart's task, which takes turns with its engine in the memory of one GPU: sleep,
-wake-up, an update by `ipc`, all sums compared (`weights.verify_every=1`). Watched from outside, fifty times a second: the
-fullest GPU's memory as the driver counts it, this program's own context included; what the run's processes have for
+wake-up, an update by `ipc`, all sums compared (`weights.verify_every=1`). Watched from outside, fifty times a second:
+the fullest GPU's memory as the driver counts it, this program's own context included; what the run's processes have for
 themselves (RssAnon of each); and /dev/shm. A step's numbers are the largest and the smallest that were seen in it.
 Growth is the slope of a straight line through the steps after the first ten: pools and caches fill up in those.
 """

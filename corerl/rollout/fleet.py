@@ -95,7 +95,7 @@ class EngineFleet:
         self, request: GenerateRequest, serving: Sequence[int], again: Callable[[GenerateRequest], Generation]
     ) -> Generation:
         rows = self._shares.divide(request, serving)
-        shares = {replica: request.take(each) for replica, each in rows.items()}
+        shares = {each: request.take(own) if len(rows) > 1 else request for each, own in rows.items()}
         with self._shares.drawing({replica: len(share) for replica, share in shares.items()}):
             done = self._ask("generate", {replica: (share,) for replica, share in shares.items()})
         if len(self) > 1:

@@ -36,6 +36,8 @@ class Shares:
 
     def divide(self, request: GenerateRequest, replicas: Sequence[int]) -> dict[int, IntArray]:
         """The rows [n] of each replica that has any, in ascending order."""
+        if len(replicas) == 1:
+            return {replicas[0]: np.arange(len(request))}
         hashes, lengths = _prefix_hashes(request), np.diff(request.offsets)
         whole = [(int(size), int(row[-1])) if size else (0, 0) for size, row in zip(lengths, hashes, strict=True)]
         with self._lock:
@@ -44,8 +46,9 @@ class Shares:
             given: list[list[int]] = [[] for _ in replicas]
             left: list[int] = []
             place = {replica: i for i, replica in enumerate(replicas)}
+            known = sorted(self._lengths, reverse=True)
             for row in range(len(request)):
-                i = place.get(self._home(hashes[row]), -1)
+                i = place.get(self._home(hashes[row], known), -1)
                 if i >= 0 and load[i] + 1 <= SLACK * even:
                     given[i].append(row)
                     load[i] += 1
@@ -99,10 +102,11 @@ class Shares:
         self._homes.clear()
         self._lengths.clear()
 
-    def _home(self, hashes: IntArray) -> int:
-        """Who has read the longest beginning of a row, of which the prefixes' hashes are given; -1 for nobody."""
-        for size in sorted((size for size in self._lengths if size <= len(hashes)), reverse=True):
-            if (home := self._homes.get((size, int(hashes[size - 1])))) is not None:
+    def _home(self, hashes: IntArray, known: Sequence[int]) -> int:
+        """Who has read the longest beginning of a row, of which the prefixes' hashes are given; -1 for nobody. `known`
+        are the lengths of beginnings, longest first."""
+        for size in known:
+            if size <= len(hashes) and (home := self._homes.get((size, int(hashes[size - 1])))) is not None:
                 return home
         return -1
 
