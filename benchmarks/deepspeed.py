@@ -10,6 +10,9 @@ and MFU are, `steps` says.
 Where two models fit beside each other, plugin and bare loop take turns in one process. Where they do not, cases are
 `apart`: plugin and bare loop have the machine to themselves, one after the other, several times.
 
+With `--awake 5` five more steps are measured before the plugin sleeps for the first time, and told apart from those
+after it, with what the process's CPU and torch's allocator did in each; the bare loop takes as many, and never sleeps.
+
 Host memory of the 4B shape with its optimizer there, 4.02 B parameters, in bytes a parameter. Stage 2: 4 masters, 4
 gradients and 2 weights on their way back, pinned, and 8 moments: 18, that is 72 GB (67 GiB); 4 more for a moment before
 there are moments, since each pinned tensor is a copy of one that is not. On the GPU 2, and 4 in a step, where gradients
@@ -33,7 +36,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -79,7 +83,7 @@ from corerl.types import MemoryKind, PackedBatch
 PLUGIN, BARE = "the plugin", "bare DeepSpeed"
 WHO = {"plugin": (PLUGIN,), "bare": (BARE,), "both": (PLUGIN, BARE)}
 WARM_UP = 3  # steps of each side before any is measured; the plugin sleeps and wakes before the last of them
-BUCKET = 50_000_000  # elements, as the plugin's defaults
+BUCKET = 3 * 2**24  # elements, as the plugin's defaults
 
 QWEN3_4B = {
     **COMMON,
@@ -268,6 +272,17 @@ def _shape(param: Any) -> tuple[int, ...]:
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
+# Of a step, on rank 0. A cache flush is torch's allocator giving back all that it keeps, for want of device memory.
+WATCHED = (
+    ("a step", "s"),
+    ("CPU of the process in it", "s"),
+    ("allocations of device memory in it", ""),
+    ("cache flushes in it", ""),
+    ("device memory that torch keeps", "GiB"),
+    ("of that, free and in pieces", "GiB"),
+)
+
+
 @frozen(kw_only=True)
 class Side:
     """What one side of a case did in one process of each rank. Seconds and GiB."""
@@ -279,6 +294,8 @@ class Side:
     held: float = 0.0  # between steps, on rank 0
     host: float = 0.0  # of all ranks, that the host had less of after the steps
     sleeps: list[list[float]] = field(factory=list)  # of each: seconds, GiB freed, GiB left, seconds to wake
+    early: list[list[float]] = field(factory=list)  # of each step before the plugin sleeps: see WATCHED
+    late: list[list[float]] = field(factory=list)  # of each measured step
 
 
 @frozen(kw_only=True)
@@ -297,8 +314,9 @@ class Found:
     facts: Mapping[str, str]
 
 
-def measure(case: Case, name: str, who: Sequence[str], rounds: int) -> Found:
-    """Called on every rank; the result is rank 0's. Both sides take `rounds` steps on the same micro-batches."""
+def measure(case: Case, name: str, who: Sequence[str], rounds: int, awake: int = 0) -> Found:
+    """Called on every rank; the result is rank 0's. Both sides take `rounds` steps on the same micro-batches, and
+    `awake` steps more before the plugin sleeps for the first time."""
     device, ranks = device_of(case), dist.get_world_size()
     batch = packed_batch(case, dp_rank=dist.get_rank(), dp_size=ranks)
     loss = case.loss(entropy=False)
@@ -307,6 +325,8 @@ def measure(case: Case, name: str, who: Sequence[str], rounds: int) -> Found:
     held: dict[str, float] = {}  # bytes
     peaks: dict[str, float] = {}
     slept: list[list[float]] = []
+    early: dict[str, list[list[float]]] = {}
+    late: dict[str, list[list[float]]] = {side: [] for side in who}
     plugin: Plugin | None = None
     bare: Bare | None = None
 
@@ -325,6 +345,7 @@ def measure(case: Case, name: str, who: Sequence[str], rounds: int) -> Found:
         say(f"{PLUGIN} is built")
         for number in range(WARM_UP - 1):
             say(f"{PLUGIN}: a step to warm up, {ours(number):.2f} s")
+        early[PLUGIN] = [_watched(device, ours, number) for number in range(awake)]
         slept = [_sleep(plugin, device) for _ in range(2)]  # the first one pins memory of the host
         say(f"{PLUGIN} slept and woke, {slept}; a step, {ours(0):.2f} s")
         held[PLUGIN] = allocated(device) - before
@@ -333,27 +354,40 @@ def measure(case: Case, name: str, who: Sequence[str], rounds: int) -> Found:
         say(f"{BARE} is built")
         for number in range(WARM_UP):
             say(f"{BARE}: a step to warm up, {others(number):.2f} s")
+        early[BARE] = [_watched(device, others, number) for number in range(awake)]
         held[BARE] = allocated(device) - before - held.get(PLUGIN, 0.0)
     peaks.clear()
-    if len(who) == 2:
-        mine, its = in_turns(rounds, ours, others)
+
+    def measured(side: str, step: Callable[[int], float]) -> Callable[[int], float]:
+        def watched(number: int) -> float:
+            late[side].append(_watched(device, step, number))
+            return late[side][-1][0]
+
+        return watched
+
+    turns = [measured(side, {PLUGIN: ours, BARE: others}[side]) for side in who]
+    if len(turns) == 2:
+        in_turns(rounds, *turns)
     else:
-        mine, its = [ours(i) for i in range(rounds) if plugin], [others(i) for i in range(rounds) if bare]
+        for number in range(rounds):
+            turns[0](number)
     say("measured")
 
-    steps, total = {PLUGIN: mine, BARE: its}, before + sum(held.values())
+    total = before + sum(held.values())
     highest = [peaks] * ranks
     dist.all_gather_object(highest, {side: at - (total - held[side]) for side, at in peaks.items()})
     lengths = case.samples(ranks)
     sides = [
         Side(
             who=side,
-            steps=steps[side],
+            steps=[row[0] for row in late[side]],
             norms=norms[side],
             peak=max((at.get(side, 0.0) for at in highest), default=0.0) / GIB,
             held=held[side] / GIB,
             host=(free - _host_free()) / GIB if len(who) == 1 else 0.0,
             sleeps=slept if side == PLUGIN else [],
+            early=early[side],
+            late=late[side],
         )
         for side in who
     ]
@@ -376,6 +410,21 @@ def measure(case: Case, name: str, who: Sequence[str], rounds: int) -> Found:
         sides=sides,
         facts={**facts(case, "deepspeed", "transformers"), "threads": str(torch.get_num_threads())},
     )
+
+
+def _watched(device: torch.device, step: Callable[[int], float], number: int) -> list[float]:
+    """WATCHED, of one step."""
+    cpu, before = time.process_time(), _allocator(device)
+    seconds = step(number)
+    after = _allocator(device)
+    made = [after[name] - before[name] for name in ("num_device_alloc", "num_alloc_retries")]
+    kept = [after[f"{name}.all.current"] / GIB for name in ("reserved_bytes", "inactive_split_bytes")]
+    return [seconds, time.process_time() - cpu, *made, *kept]
+
+
+def _allocator(device: torch.device) -> Mapping[str, float]:
+    """What torch counts of device memory; zeros on a CPU."""
+    return torch.cuda.memory_stats(device) if device.type == "cuda" else defaultdict(float)
 
 
 def _sleep(plugin: Plugin, device: torch.device) -> list[float]:
@@ -444,6 +493,14 @@ def report(starts: Sequence[Found]) -> Report:
         for part, unit, words in ((0, "s", "sleep"), (3, "s", "wake up"), (1, "GiB", "freed"), (2, "GiB", "left")):
             if values := [each[at][part] for each in slept]:
                 numbers.append(Number(what=f"sleep of all, {what}: {words}", values=values, unit=unit))
+    for who, when, phase in (
+        *((PLUGIN, "before its first sleep", "early"), (PLUGIN, "after it", "late")),
+        *((BARE, "as many steps", "early"), (BARE, "the steps after", "late")),
+    ):
+        if any(side.early for side in sides[who]):
+            rows = [row for side in sides[who] for row in getattr(side, phase)]
+            for (what, unit), column in zip(WATCHED, zip(*rows, strict=True), strict=True):
+                numbers.append(Number(what=f"{who}, {when}: {what}", values=column, unit=unit))
     if all(sides.values()):
         warm = [side[0].norms[:WARM_UP] for side in sides.values()]
         close = np.allclose(warm[0], warm[1], rtol=1e-3 if first.precision == "float32" else 5e-2)
@@ -521,6 +578,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=names)
     parser.add_argument("--rounds", type=int, default=6, help="measured steps of each side in a start (default: 6)")
     parser.add_argument("--turns", type=int, default=2, help="starts of each side where they are apart (default: 2)")
+    parser.add_argument("--awake", type=int, default=0, help="steps measured before the first sleep too (default: 0)")
     parser.add_argument("--apart", action="store_true", help="the sides one after the other, for less memory")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds that one start may take (default: 400)")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, to see that everything runs")
@@ -537,10 +595,10 @@ def main() -> None:
         parser.error(f"which case, and where to? CASE ... --output DIRECTORY, of {names}")
     cases = {name: CASES[name].tiny if args.tiny else CASES[name] for name in args.cases}
     if args.who:
-        _rank(cases[args.cases[0]], args.cases[0], WHO[args.who], args.rounds, args.output)
+        _rank(cases[args.cases[0]], args.cases[0], WHO[args.who], args.rounds, args.awake, args.output)
         return
     args.output.mkdir(parents=True, exist_ok=True)
-    words = ["--rounds", str(args.rounds), *(["--tiny"] if args.tiny else [])]
+    words = ["--rounds", str(args.rounds), "--awake", str(args.awake), *(["--tiny"] if args.tiny else [])]
     failed = []
     for name, case in cases.items():
         done = []
@@ -556,11 +614,11 @@ def main() -> None:
         sys.exit("; ".join(failed))
 
 
-def _rank(case: Case, name: str, who: Sequence[str], rounds: int, file: Path) -> None:
+def _rank(case: Case, name: str, who: Sequence[str], rounds: int, awake: int, file: Path) -> None:
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
     warnings.filterwarnings("ignore", category=FutureWarning)  # of names that DeepSpeed calls and torch will change
     join(case)
-    found = measure(case, name, who, rounds)
+    found = measure(case, name, who, rounds, awake)
     if dist.get_rank() == 0:
         file.write_text(json.dumps(asdict(found)))
     dist.destroy_process_group()

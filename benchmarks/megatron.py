@@ -101,6 +101,7 @@ CASES = {
     "bf16": Case(what="bf16, micro-batches of 8k", fields=SLICE, bare={}),
     "bf16-16k": Case(what="bf16, a micro-batch of 16k", fields=SLICE, tokens=16384, micro_batches=1, bare={}),
     "bf16-fused": Case(what="bf16, the bare loop with more fusions", fields=SLICE, bare=FUSED),
+    "bf16-torch": Case(what="bf16, without TransformerEngine", fields=SLICE, options={"transformer": "torch"}),
     "fp8": Case(what="FP8 e4m3 by blocks", fields=SLICE, options=BLOCKWISE, bare=BLOCKWISE),
     "fp8-delayed": Case(what="FP8 hybrid, delayed scales", fields=SLICE, options=DELAYED, bare=DELAYED),
     "tp2": Case(

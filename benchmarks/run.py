@@ -23,6 +23,7 @@ BENCHMARKS = {
     "packing": ["--size", "500"],
     "fsdp_step": ["--size", "64", "--steps", "2"],
     "weight_update": ["--size", "1", "--updates", "1"],
+    "delta_update": ["--size", "2", "--bucket-mib", "2"],
     "quickstart": ["--size", "5"],
 }
 

@@ -14,7 +14,6 @@ from corerl.config.load import structure
 from corerl.config.schema import Config
 from corerl.driver.launch import launch
 from corerl.driver.run import Run
-from corerl.driver.together import Call, together
 from corerl.testing.pool import RankPool
 
 RANKS = 2
@@ -44,7 +43,7 @@ def config_of(layers: int, bucket_mib: int, run_dir: str) -> Config:
                 "pad_token_id": 0,
             },
         },
-        "weights": {"transport": "collective", "bucket_bytes": bucket_mib * 2**20},
+        "weights": {"transport": "collective", "bucket_bytes": bucket_mib * 2**20, "verify_every": 0},
         "checkpoint": {"background": False},
         "extensions": [],
     }
@@ -52,23 +51,12 @@ def config_of(layers: int, bucket_mib: int, run_dir: str) -> Config:
     return evolve(config)
 
 
-def update(run: Run, version: int) -> float:
-    """Seconds of one update: `Run.push_weights`, which sends nothing where weights have not changed, without that."""
-    assert run.fleet is not None
-    group, fleet = run.actor.group, run.fleet
+def update(run: Run) -> float:
+    """Seconds of one update. The loop would send nothing where weights have not changed."""
+    assert run.updates is not None
     began = time.perf_counter()
-    sending = group.update_weights_async(run.address, version)
-    receiving = fleet.receive_async(run.manifest, version, run.address)
-    both = together(
-        {
-            "sent": Call(group.processes, sending, lambda: group.wait_update(sending)),
-            "received": Call(fleet.processes, receiving, lambda: fleet.wait_received(receiving)),
-        }
-    )
-    took = time.perf_counter() - began
-    errors = [received.error for received in both["received"].values() if received.error]
-    assert not errors, errors
-    return took
+    run.updates.push()
+    return time.perf_counter() - began
 
 
 def broadcast(numel: int, times: int, receivers: int) -> float:
@@ -93,16 +81,11 @@ def measure(*, rounds: int, size: int, updates: int, bucket_mib: int) -> Report:
     pool = RankPool(RANKS + 1)
     try:
         with tempfile.TemporaryDirectory() as run_dir, launch(config_of(size, bucket_mib, run_dir)) as run:
-            numel = sum(bucket.numel for bucket in run.manifest.buckets)
-            version = 0
+            assert run.updates is not None
+            numel = sum(bucket.numel for bucket in run.updates.manifest.buckets)
 
             def ours(_: int) -> float:
-                nonlocal version
-                took = 0.0
-                for _ in range(updates):
-                    version += 1
-                    took += update(run, version)
-                return took / updates
+                return sum(update(run) for _ in range(updates)) / updates
 
             ours(0)  # connects, forms the group, touches the buffers
             pool.run(broadcast, numel, 1, 2)

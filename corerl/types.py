@@ -268,6 +268,7 @@ class SleepResult:
     # That the driver still counts: on this process where it tells processes apart, else on the device with all others.
     residual_bytes: int
     driver_freed_bytes: int = 0  # by how much that has fallen, with what torch had cached
+    used_bytes: int = 0  # on the device as the sleep began, by all processes; caches grow until then
     notes: tuple[str, ...] = ()  # for the user, such as why host memory is not pinned
 
 

@@ -21,6 +21,7 @@ from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.checkpoint.writer import BackgroundWriter, stage, write
 from corerl.config.schema import RoleConfig
 from corerl.errors import CheckpointError, MemoryHeld
+from corerl.memory.communicators import Communicators
 from corerl.memory.measure import GIB, DeviceMeter, Held
 from corerl.memory.snapshots import Snapshots
 from corerl.memory.storage import StorageSleeper, resident_bytes
@@ -50,6 +51,7 @@ from corerl.types import (
 from corerl.weights.chunks import Chunk, TensorSource, fill
 from corerl.weights.gather import GatherPlan
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
+from corerl.weights.quantize import quantize, quantized
 from corerl.weights.transport import WeightSender
 
 if TYPE_CHECKING:
@@ -176,6 +178,7 @@ class Backend(BackendBase, ABC):
         if (count := experts(hf_config(config.model))) > 1:
             self.require(Capability.MOE, f"a model of {count} experts")
         self._sleeper, self._meter = StorageSleeper(self.device), DeviceMeter(self.device)
+        self._communicators = Communicators(self.device)
         self._told: set[str] = set()  # notes of earlier sleeps
         self._snapshots = Snapshots()
         self._writer = BackgroundWriter()
@@ -190,7 +193,10 @@ class Backend(BackendBase, ABC):
             self._require_all_taken(Path(config.resume))
         dtype = config.train.precision if config.weights.dtype == "model" else config.weights.dtype
         self.manifest: Manifest = build_manifest(
-            self._gather_plan.shapes, dtype=dtype, bucket_bytes=config.weights.bucket_bytes
+            self._gather_plan.shapes,
+            dtype=dtype,
+            bucket_bytes=config.weights.bucket_bytes,
+            senders=self._gather_plan.senders,
         )
         self.phase = ""
         return InitResult(layout=self.layout, optimizer_step=optimizer_step, weights_version=self.weights_version)
@@ -198,26 +204,34 @@ class Backend(BackendBase, ABC):
     @hookimpl
     def update_weights(self, sender: WeightSender, version: int) -> UpdateResult:
         started = time.perf_counter()
-        sends = sender.every_rank or self.layout.rank == sender.root
-        root = None if sender.every_rank else sender.root
-        sent = 0
+        roots = [sender.sender_of(bucket) for bucket in self.manifest.buckets]
+        sends = None in roots or self.layout.rank in roots
+        sent, stream = 0, self.stream
         if sends:
             with self.span("meet engines"):
-                sender.begin(self.manifest, version)
+                sender.begin(stream, version)
         chunks = self.local_state(StateKey.PARAM)
-        for bucket in self.manifest.buckets:
-            out = self._room(sender, bucket) if sends else None
+        for bucket, as_sent, root in zip(self.manifest.buckets, stream.buckets, roots, strict=True):
+            out: torch.Tensor | None = None
+            if root in (None, self.layout.rank):
+                direct = stream is self.manifest
+                out = self._room(sender, bucket, self.manifest) if direct else self._memory(bucket, self.manifest)
             with self.span("gather"):
                 self.gather(bucket, out, chunks=chunks, root=root)
             if out is not None:
+                if stream is not self.manifest:
+                    flat, out = out, self._room(sender, as_sent, stream)
+                    with self.span("quantise"):
+                        quantize(bucket, flat, as_sent, out)
                 with self.span("send"):
-                    sender.send(bucket, out)
+                    sender.send(as_sent, out)
                 sent += out.numel() * out.element_size()
         self._gather_plan.release()
         engines: Mapping[str, str] = {}
         if sends:
             with self.span("wait for engines"):
                 engines = sender.commit(version)
+            sent = sent if sender.sent is None else sender.sent
         self.weights_version = version
         return UpdateResult(version=version, bytes=sent, seconds=time.perf_counter() - started, engines=engines)
 
@@ -245,19 +259,24 @@ class Backend(BackendBase, ABC):
         freed = sum(self._sleeper.release(kind, self.on_device(kind)) for kind in sorted(kinds))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        kept = ""
+        if self.config.suspend_communicators and self._sleeper.asleep == set(MemoryKind):
+            kept = self._communicators.suspend()
         held = self._meter.held(self._all_tensors())
         self._require_little(held)
-        notes = {self._sleeper.refusal} - {"", *self._told}
+        notes = {self._sleeper.refusal, kept} - {"", *self._told}
         self._told |= notes
         return SleepResult(
             freed_bytes=freed,
             residual_bytes=held.residual,
             driver_freed_bytes=before.residual - held.residual,
+            used_bytes=before.used,
             notes=tuple(notes),
         )
 
     @hookimpl
     def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
+        self._communicators.resume()
         return WakeResult(restored_bytes=sum(self._sleeper.restore(kind) for kind in sorted(kinds)))
 
     @hookimpl
@@ -268,6 +287,12 @@ class Backend(BackendBase, ABC):
             self._sleeper.close()
 
     # ---- what the worker asks of a backend besides its hooks --------------------------------------------------------
+
+    @property
+    def stream(self) -> Manifest:
+        """What engines are sent: the manifest of what is gathered, or its quantised form."""
+        weights = self.config.weights
+        return quantized(self.manifest, weights.unquantized) if weights.quantize == "fp8" else self.manifest
 
     def saved(self, wait: bool) -> bool:
         """Whether the last background save is written; waits for it where asked. Raises SaveFailed where it failed."""
@@ -300,16 +325,17 @@ class Backend(BackendBase, ABC):
         finally:
             self.after_load({StateKey.PARAM}, None)
 
-    def _room(self, sender: WeightSender, bucket: Bucket) -> torch.Tensor:
-        """Where to gather a bucket, [bucket.numel]: the sender's memory, or one of this rank's for all buckets, since
-        new memory costs more than what is written to it."""
-        dtype = getattr(torch, self.manifest.dtype)
+    def _room(self, sender: WeightSender, bucket: Bucket, manifest: Manifest) -> torch.Tensor:
+        """Where to write a bucket of `manifest`, [bucket.numel]: the sender's memory, or this rank's."""
         with self.span("wait for room"):
-            room = sender.room(bucket.numel, dtype)
-        if room is not None:
-            return room
-        largest = max(each.numel for each in self.manifest.buckets)
-        return self._gather_plan.memory("bucket", largest, dtype, self.device)[: bucket.numel]
+            room = sender.room(bucket.numel, getattr(torch, manifest.dtype))
+        return self._memory(bucket, manifest) if room is None else room
+
+    def _memory(self, bucket: Bucket, manifest: Manifest) -> torch.Tensor:
+        """Of this rank, [bucket.numel], for all buckets of `manifest`: new memory costs more than writing to it."""
+        largest = max(each.numel for each in manifest.buckets)
+        use, dtype = f"bucket of {manifest.dtype}", getattr(torch, manifest.dtype)
+        return self._gather_plan.memory(use, largest, dtype, self.device)[: bucket.numel]
 
     def on_device(self, kind: MemoryKind) -> list[torch.Tensor]:
         """Of `tensors(kind)` those that take memory on the role's device."""

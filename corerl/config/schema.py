@@ -104,6 +104,11 @@ class ClusterConfig:
         default=0.0,
         validator=at_least(0),
     )
+    suspend_communicators: bool = option(
+        "give the device memory of NCCL's communicators back too while all of a rank sleeps, with torch 2.12 and NCCL "
+        "2.29.7 or later; with older ones the run says once that it stays. Not tried on GPUs yet",
+        default=False,
+    )
     timeout: float = option(
         "seconds that ranks wait for each other in one collective before they fail", default=600.0, validator=above(0)
     )
@@ -185,6 +190,9 @@ class BackendChoice:
 class RoleChoice:
     ranks: int = option("worker processes of this role, one a device", default=1, validator=at_least(1))
     backend: str = option("a backend for this role alone; empty takes backend.name", default="")
+    options: Mapping[str, Any] | None = option(
+        "a table of the backend's own options for this role alone, whole; unset takes [backends.NAME]", default=None
+    )
     train: TrainConfig | None = option("a [train] for this role alone, whole", default=None)
 
 
@@ -375,7 +383,9 @@ class RolloutConfig:
 @frozen(kw_only=True)
 class WeightsConfig:
     transport: str = option(
-        "how weights reach engines: ipc, collective or disk; auto takes ipc where every engine is on a rank's device",
+        "how weights reach engines: ipc, collective, disk or delta; auto takes ipc where every engine is on a rank's "
+        "device, else collective. delta writes to disk what has changed, and keeps a copy of the weights in host "
+        "memory on the first rank and at each of the engines' receivers",
         default="auto",
     )
     every: int = option(
@@ -385,6 +395,16 @@ class WeightsConfig:
     )
     bucket_bytes: int = option("weights sent at once", default=256 * 2**20, validator=at_least(1))
     dtype: Precision | Literal["model"] = option("sent as; model takes train.precision", default="model")
+    quantize: Literal["none", "fp8"] = option(
+        "fp8 sends the matrices of layers in 8 bits with a float32 scale for each block of 128 x 128, to an engine "
+        "that computes in them",
+        default="none",
+    )
+    unquantized: tuple[str, ...] = option(
+        "parts of names of weights that are not quantised, besides embeddings, head, norms and routers; the engine "
+        "must leave out the same",
+        default=(),
+    )
     verify_every: int = option(
         "updates from one to the next after which what engines hold is compared with what was sent, tensor by tensor; "
         "the first is one of them; 0 never",
@@ -493,6 +513,7 @@ class RoleConfig:
     resume: str = ""  # directory of this role's part of a checkpoint; empty starts from the model
     sleeps: bool = False  # the run puts it to sleep, so host memory for that is made at the start
     max_residual_gib: float = 0.0  # that a rank may hold while it sleeps; 0 is no bound
+    suspend_communicators: bool = False  # while all of it sleeps
 
 
 @frozen(kw_only=True)

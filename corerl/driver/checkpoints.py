@@ -38,13 +38,15 @@ class Checkpoints:
         *,
         background: bool,
         files: Callable[[Path], None] = lambda directory: None,
+        enter: Callable[[str], None] = lambda role: None,
     ) -> None:
-        """Have all roles write, beside the driver's own `state` and what `files` writes into the directory; without
-        `background` it is complete on return."""
+        """Have all roles write, beside the driver's own `state` and what `files` writes into the directory; `enter` is
+        called before each. Without `background` it is complete on return."""
         self.complete(wait=True)
         partial = begin(self.run_dir, rollout_step)
         files(partial)
         for name, role in self.roles.items():
+            enter(name)
             role.group.save(str(partial / name), role.step(rollout_step), background=background)
         self._pending = (partial, state)
         self.last_step = rollout_step

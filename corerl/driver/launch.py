@@ -9,6 +9,7 @@ import functools
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from corerl.config.schema import Config
 from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.prepare import ENGINES, Prepared, prepare, title
+from corerl.driver.residency import Residency, residency_plan
 from corerl.driver.roles import Role
-from corerl.driver.run import REFERENCE, Run, answers_in, meeting_at
+from corerl.driver.run import REFERENCE, Run, answers_in, passes_of
 from corerl.driver.stop import StopRequest
 from corerl.driver.together import Call, together
+from corerl.driver.updates import WeightUpdates, meeting_at
 from corerl.errors import ConfigError, EngineFailed, SaveFailed
 from corerl.observability.timing import Phases
 from corerl.plugin import hooktrace
@@ -110,8 +113,8 @@ def _launched(prepared: Prepared) -> Iterator[Run]:
             run.source.close()
             for role in run.roles.values():
                 role.group.shutdown("finished")
-            if run.fleet is not None:
-                run.fleet.close()
+            if run.updates is not None:
+                run.updates.fleet.close()
     except BaseException:
         observers.emit(
             RunFinished(
@@ -173,21 +176,12 @@ def _start(
     if config.run.samples:
         fleet = make_fleet(prepared, seats[ENGINES], **watched)
         stack.callback(fleet.processes.kill)
-    inits = _init(groups, fleet, in_turns=bool(offloaded(config, prepared.device)))
+    sharing = offloaded(config, prepared.device)
+    inits = _init(groups, fleet, in_turns=bool(sharing))
     roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.roles.items()}
     actor = groups[ACTOR]
     if config.algorithm.kl_coef and config.run.trains:
         actor.snapshot(REFERENCE).load()
-    address = Address(
-        transport=prepared.transport,
-        engines=fleet.receivers if fleet else (),
-        path=str(prepared.run_dir / "weights"),
-        senders=prepared.senders,
-        # Two processes on one GPU cannot be in one group of NCCL's.
-        device=prepared.device if prepared.transport == "ipc" or config.cluster.placement == "disaggregated" else "cpu",
-        # Less than the ranks' own: those that gather must not give up while the sender waits for an engine.
-        timeout=config.cluster.timeout / 2,
-    )
     sampler: Sampler | None = None
     if fleet is not None:
         sampler = Sampler(tokenizer=prepared.tokenizer, generate=fleet.generate, seed=config.run.seed)
@@ -195,6 +189,34 @@ def _start(
     stack.callback(source.close)
     if state and config.run.mode != "eval":
         source.restore(state["source"], prepared.resume)
+
+    def phase(name: str) -> AbstractContextManager[None]:
+        return run.phase(name)
+
+    def tell(notice: Notice) -> None:
+        observers.emit(notice)
+
+    residency = Residency(
+        plan=residency_plan(sharing, passed={each.role for each in passes_of(config)}),
+        groups={name: groups[name] for name in sharing},
+        fleet=fleet,
+        phase=phase,
+        tell=tell,
+    )
+    updates: WeightUpdates | None = None
+    if fleet is not None:
+        updates = WeightUpdates(
+            config=config.weights,
+            group=actor,
+            fleet=fleet,
+            source=source,
+            manifest=actor.manifest(),
+            address=meeting_at(address_of(prepared, fleet), actor),
+            version=inits[ACTOR].weights_version,
+            residency=residency,
+            phase=phase,
+            tell=tell,
+        )
     run = Run(
         config=config,
         run_dir=prepared.run_dir,
@@ -202,14 +224,13 @@ def _start(
         phases=Phases(),
         stop=stop,
         roles=roles,
-        fleet=fleet,
+        updates=updates,
+        residency=residency,
         source=source,
         sampler=sampler,
         reward=reward,
         params=prepared.params,
         held_out=prepared.prompts.held_out_prompts(),
-        manifest=actor.manifest(),
-        address=meeting_at(address, actor),
         checkpoints=Checkpoints(
             run_dir=prepared.run_dir,
             config=config.checkpoint,
@@ -218,9 +239,7 @@ def _start(
             last_step=step if state else -1,
             observers=observers,
         ),
-        offloaded=offloaded(config, prepared.device),
         rollout_step=step,
-        weights_version=inits[ACTOR].weights_version,
         kl_coef=state.get("kl_coef", config.algorithm.kl_coef)
         if config.algorithm.kl_target
         else config.algorithm.kl_coef,
@@ -230,6 +249,21 @@ def _start(
         fleet.on_lost = run.bring_weights
         observers.emit(PhaseStarted(name="sending the first weights", step=step))
     return run
+
+
+def address_of(prepared: Prepared, fleet: EngineFleet) -> Address:
+    """Where ranks and engines meet for updates; the place itself is `meeting_at`'s."""
+    config = prepared.config
+    return Address(
+        transport=prepared.transport,
+        engines=fleet.receivers,
+        path=str(prepared.run_dir / "weights"),
+        senders=prepared.senders,
+        # Two processes on one GPU cannot be in one group of NCCL's.
+        device=prepared.device if prepared.transport == "ipc" or config.cluster.placement == "disaggregated" else "cpu",
+        # Less than the ranks' own: those that gather must not give up while the sender waits for an engine.
+        timeout=config.cluster.timeout / 2,
+    )
 
 
 def tell_of(observers: Observers, process: str, pending: Pending, outcome: Outcome) -> None:
@@ -355,6 +389,9 @@ def process_environment(prepared: Prepared) -> dict[str, str]:
         environment["OMP_NUM_THREADS"] = "1"  # one core a process: more threads than cores fight each other
         if not prepared.config.cluster.address:
             environment["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: no other interface need be up, or trusted
+    elif prepared.transport == "collective" and prepared.config.cluster.placement == "disaggregated":
+        # Ranks and engines are in one group of NCCL's, which must be set alike in all; engines switch these off.
+        environment |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     return environment
 
 

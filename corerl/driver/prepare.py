@@ -26,7 +26,7 @@ from corerl.errors import CheckpointError, ConfigError, ModelError, UserError
 from corerl.models.config import experts, hf_config
 from corerl.models.tokenizer import CHARACTERS, load_tokenizer
 from corerl.plugin.capabilities import FULL, Capability, Grade
-from corerl.plugin.options import backend_name, check_spec, resolve_tables, selected
+from corerl.plugin.options import backend_name, check_spec, resolve_tables, role_options, selected
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.rollout.encoding import require_encodable
 from corerl.rollout.engine import SamplingParams
@@ -233,6 +233,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         chosen = evolve(config, weights=evolve(config.weights, transport=transport))
         with problems.stage("engines"):
             check_spec(engine, config.engines[engine.name], engines, config=config)
+            require_form(config, engine, engines)
         for index, each in enumerate(config.extensions):
             with problems.stage("extensions"):
                 extension = load(Kind.EXTENSIONS, each.name)
@@ -241,7 +242,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         for role in config.chosen_roles:
             with problems.stage("backends"):  # `plan_role` asks this too, but not where a capability is missing
                 backend = load(Kind.BACKENDS, backend_name(config, role))
-                options = config.backends[backend.name]
+                options = role_options(config, role, backend)
                 check_spec(backend, options, clusters[role], config=config, role=role)
                 if line := uneven(role, config, data_parallel=backend.spec.data_parallel(options, clusters[role])):
                     problems.add("rollout.prompts", ConfigError(line))
@@ -287,6 +288,16 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         postprocess=postprocess,
         vocab_size=model.get_text_config().vocab_size,
     )
+
+
+def require_form(config: Config, engine: Loaded, cluster: ClusterInfo) -> None:
+    """Raises ConfigError where weights would travel in another form than the engine, as it is configured, takes."""
+    sent, taken = config.weights.quantize, engine.spec.quantized(config.engines[engine.name], cluster)
+    if config.run.samples and sent != taken:
+        raise ConfigError(
+            f"weights.quantize: {sent!r}, and the engine {engine.name!r}, as it is configured, takes {taken!r}; "
+            "make them equal"
+        )
 
 
 def transport_of(config: Config, seats: Seating, device: str) -> tuple[str, tuple[int, ...]]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,12 @@ from corerl.driver.metrics import (
     time_metrics,
     train_metrics,
 )
+from corerl.driver.residency import FORWARD, REST, SAMPLE, Residency, saving
 from corerl.driver.roles import Role
 from corerl.driver.routing import routed
 from corerl.driver.stop import StopRequest
-from corerl.driver.together import POLL_SECONDS, Call, together
-from corerl.errors import CorerlError, WeightUpdateError, WorkerDied
+from corerl.driver.together import Call, together
+from corerl.driver.updates import WeightUpdates
 from corerl.observability.timing import Phases
 from corerl.plugin.events import (
     Evaluated,
@@ -44,33 +44,17 @@ from corerl.plugin.events import (
     StepFinished,
 )
 from corerl.plugin.observers import Observers
-from corerl.rollout.engine import Received, SamplingParams
+from corerl.rollout.engine import SamplingParams
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.rewards import Scorer
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.sources import Scored, Source, evaluate
 from corerl.trainer.assign import ACTOR, CRITIC
-from corerl.trainer.group import GroupTrainResult, TrainGroup
+from corerl.trainer.group import GroupTrainResult
 from corerl.types import LossSpec, Output
-from corerl.weights.manifest import Manifest
-from corerl.weights.transport import Address
-from corerl.weights.verify import difference
 
 CONSTANT_STEPS = 3  # in a row with one reward for all samples before the user is told
-TELL_SECONDS = 1.0  # between two times that senders are told of an engine that failed
-ANSWER_SECONDS = 60.0  # that an engine has to answer once the senders have ended
 REFERENCE = "reference"  # the snapshot that KL is measured against
-
-
-def meeting_at(address: Address, actor: TrainGroup) -> Address:
-    """The same, at a new place, where a transport has senders and receivers meet: a socket in the actor's first rank,
-    or names that nobody else has."""
-    if address.transport in ("ipc", "disk"):
-        return evolve(address, token=uuid.uuid4().hex)
-    if address.transport != "collective" or not address.engines:
-        return address
-    host, port, listening = actor.processes.listen(0)
-    return evolve(address, host=host, port=port, listening=listening)
 
 
 def answers_in(state: Mapping[str, Any]) -> tuple[Shown, ...]:
@@ -98,6 +82,22 @@ class Pass:
     replay: bool = False  # through the experts that the column `routed_experts` names
 
 
+def passes_of(config: Config) -> list[Pass]:
+    """What a step computes of its samples before any training."""
+    algorithm, passes = config.algorithm, []
+    if algorithm.old_logprobs == "recompute":
+        columns = {"old_logprobs": Output.LOGPROBS}
+        if algorithm.routing_replay == "recompute":
+            columns[Output.ROUTED_EXPERTS.value] = Output.ROUTED_EXPERTS
+        # Through the engine's experts, where these are trained: the first ratio is 1.
+        passes.append(Pass(role=ACTOR, columns=columns, replay=algorithm.routing_replay == "engine"))
+    if algorithm.kl_coef:
+        passes.append(Pass(role=ACTOR, columns={"ref_logprobs": Output.LOGPROBS}, weights=REFERENCE))
+    if CRITIC in config.chosen_roles:
+        passes.append(Pass(role=CRITIC, columns={"values": Output.VALUES}))
+    return passes
+
+
 @define(kw_only=True)
 class Run:
     """Everything between the config and the loop. Counters move in the loop; all else happens in these verbs."""
@@ -108,27 +108,21 @@ class Run:
     phases: Phases
     stop: StopRequest
     roles: Mapping[str, Role]
-    fleet: EngineFleet | None  # None where nothing is sampled
+    updates: WeightUpdates | None  # of the engines' weights; None where nothing is sampled
+    residency: Residency
     source: Source
     sampler: Sampler | None
     reward: Scorer
     params: SamplingParams
     held_out: Sequence[Prompt]
-    manifest: Manifest
-    address: Address
     checkpoints: Checkpoints
-    offloaded: Sequence[str] = ()  # roles that share devices with engines and take turns with them in their memory
 
     rollout_step: int
-    weights_version: int  # the next one to be pushed
     kl_coef: float  # what algorithm.kl_coef has been adapted to
 
     started: float = field(factory=time.perf_counter)
     _step_started: float = field(factory=time.perf_counter)
     _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
-    _pushes: int = 0  # that all engines took
-    _unverified: set[str] = field(factory=set)  # engines that cannot tell what they hold
-    _served: set[str] = field(factory=set)  # engines whose process has taken an update
     _before: tuple[Shown, ...] = ()  # of the first evaluation, which a resumed run has from its checkpoint
     _after: tuple[Shown, ...] = ()
     _constant: int = 0  # steps in a row whose rewards were all equal
@@ -165,8 +159,8 @@ class Run:
             samples = without_truncated(samples)
         samples = routed(samples, self.config)
         samples = samples.with_columns(old_logprobs=samples.columns["rollout_logprobs"])
-        passes = self._passes
-        if passes:
+        if passes := passes_of(self.config):
+            self.residency.enter(FORWARD)
             shared = share(samples)
             calls = {
                 each: self.roles[each.role].start_forward(
@@ -180,8 +174,8 @@ class Run:
         stamped = stamp(
             samples, scored.rewards, algorithm, kl_coef=self.kl_coef, max_tokens=self.config.rollout.max_tokens
         )
-        if self.fleet is not None:
-            staleness = staleness_metrics(samples, self.weights_version - 1)
+        if self.updates is not None:
+            staleness = staleness_metrics(samples, self.updates.version - 1)
             stamped = evolve(stamped, metrics={**staleness, **stamped.metrics})
         if algorithm.kl_target and stamped.kl is not None:
             self.kl_coef = adapted_coefficient(
@@ -193,51 +187,42 @@ class Run:
             )
         return stamped
 
-    @property
-    def _passes(self) -> list[Pass]:
-        algorithm, passes = self.config.algorithm, []
-        if algorithm.old_logprobs == "recompute":
-            columns = {"old_logprobs": Output.LOGPROBS}
-            if algorithm.routing_replay == "recompute":
-                columns[Output.ROUTED_EXPERTS.value] = Output.ROUTED_EXPERTS
-            # Through the engine's experts, where these are trained: the first ratio is 1.
-            passes.append(Pass(role=ACTOR, columns=columns, replay=algorithm.routing_replay == "engine"))
-        if algorithm.kl_coef:
-            passes.append(Pass(role=ACTOR, columns={"ref_logprobs": Output.LOGPROBS}, weights=REFERENCE))
-        if CRITIC in self.roles:
-            passes.append(Pass(role=CRITIC, columns={"values": Output.VALUES}))
-        return passes
-
     def optimize(self, stamped: Stamped) -> dict[str, list[GroupTrainResult]]:
-        """All optimizer steps of the batch, of all roles at the same time; results by role, in the steps' order. None
-        where no token is left to learn from."""
+        """All optimizer steps of the batch; results by role, in the steps' order. None where no token is left to learn
+        from. Roles train at the same time, unless they take turns in the memory of their devices."""
         samples = stamped.samples
         if not samples.columns["loss_mask"].any():
             self.tell(Notice(text=f"step {self.rollout_step} is passed over: none of its samples has a loss token"))
             return {}
         shared = share(samples)
-        with self.phase("train"):
-            calls = {}
-            for name, role in self.roles.items():
-                if self.rollout_step < role.first_step:
-                    continue
-                started = role.start(shared, samples, self.rollout_step, self._loss(role, stamped.kl_coef))
-                if left_out := role.train.mini_batches * role.train.epochs - len(started):
-                    self.tell(
-                        Notice(
-                            text=f"step {self.rollout_step}: {left_out} optimizer steps of {name} are left out: no "
-                            "sample in them has a loss token"
-                        )
+        training = [name for name, role in self.roles.items() if self.rollout_step >= role.first_step]
+        results: dict[str, list[GroupTrainResult]] = {name: [] for name in training}
+        for stage, names in self.residency.turns(training).items():
+            self.residency.enter(stage)
+            with self.phase("train"):
+                calls = self._start_training(names, shared, stamped)
+                for (name, _), result in together(calls).items():
+                    results[name].append(result)
+        return {name: steps for name, steps in results.items() if steps}
+
+    def _start_training(self, names: Sequence[str], shared: Any, stamped: Stamped) -> dict[tuple[str, int], Call]:
+        """All optimizer steps of these roles, by role and number."""
+        calls = {}
+        for name in names:
+            role = self.roles[name]
+            started = role.start(shared, stamped.samples, self.rollout_step, self._loss(role, stamped.kl_coef))
+            if left_out := role.train.mini_batches * role.train.epochs - len(started):
+                self.tell(
+                    Notice(
+                        text=f"step {self.rollout_step}: {left_out} optimizer steps of {name} are left out: no "
+                        "sample in them has a loss token"
                     )
-                for index, pending in enumerate(started):
-                    calls[name, index] = Call(
-                        role.group.processes, pending, functools.partial(role.group.wait_train, pending)
-                    )
-            finished = together(calls)
-        results: dict[str, list[GroupTrainResult]] = {}
-        for (name, _), result in finished.items():
-            results.setdefault(name, []).append(result)
-        return results
+                )
+            for index, pending in enumerate(started):
+                calls[name, index] = Call(
+                    role.group.processes, pending, functools.partial(role.group.wait_train, pending)
+                )
+        return calls
 
     def _loss(self, role: Role, kl_coef: float) -> LossSpec:
         algorithm = self.config.algorithm
@@ -251,99 +236,14 @@ class Run:
         """All engines serve the actor's weights when this returns. Raises WeightUpdateError where one does not.
 
         Nothing is sent where engines hold these weights already, nor in the steps that weights.every passes over."""
-        fleet = self.fleet
-        if fleet is None or not self._push_due(fleet):
+        if self.updates is None or not self._push_due(self.updates.fleet):
             return
-        every = self.config.weights.verify_every
-        verify = every > 0 and self._pushes % every == 0
-        while failed := self._attempt(fleet, verify=verify):
-            self._evict(fleet, failed)
-        self._pushes += 1
+        self.updates.push()
         self._pushed_at = self.actor.optimizer_step
-
-    def _attempt(self, fleet: EngineFleet, *, verify: bool) -> dict[str, Received]:
-        """One update of all engines. Those that it did not reach, which serve nothing now, with why."""
-        with contextlib.ExitStack() as stack:
-            if self.config.rollout.source != "synchronous":
-                with self.phase("hold"):
-                    stack.enter_context(self.source.updating(self.weights_version))
-            if fleet.dead:
-                self._replace(fleet, fleet.replace_dead)
-            with self.phase("update_weights"):
-                return self._update(fleet, verify=verify)
-
-    def _update(self, fleet: EngineFleet, *, verify: bool) -> dict[str, Received]:
-        # Used even where no engine takes it: two streams must never share a version.
-        version, self.weights_version = self.weights_version, self.weights_version + 1
-        if self.offloaded:
-            fleet.wake_up()
-        group = self.actor.group
-        sending = group.update_weights_async(self.address, version, verify=verify)
-        receiving = fleet.receive_async(self.manifest, version, self.address)
-        told = 0.0
-        while not group.processes.ready(sending, POLL_SECONDS):
-            # Senders would wait in vain, until a timeout, for an engine that has died, or is done with it.
-            failed = {name: each for name, each in fleet.received(receiving, 0.0).items() if each.error}
-            if failed and time.monotonic() - told > TELL_SECONDS:  # again: a rank may not have begun
-                told = time.monotonic()
-                for name, each in failed.items():
-                    group.give_up(name, each.error)
-        result = group.wait_update(sending)
-        silent = Received(version=version, bytes=0, error="it does not answer", died=True)
-        received = dict.fromkeys(fleet.names, silent) | fleet.received(receiving, ANSWER_SECONDS)
-        failed = {name: each for name, each in received.items() if each.error}
-        failed |= {
-            name: evolve(received[name], error=error)
-            for name, error in result.engines.items()
-            if error and not received[name].error
-        }
-        fleet.lost_weights(failed)
-        self._served |= received.keys() - failed.keys()
-        if result.sums and not failed:
-            self._require_loaded(fleet, result.sums, version)
-        return failed
-
-    def _require_loaded(self, fleet: EngineFleet, sums: Mapping[str, int], version: int) -> None:
-        """Raises WeightUpdateError where an engine holds something else than was sent."""
-        for name, loaded in fleet.weight_sums(self.manifest.dtype).items():
-            if loaded is None:
-                if name not in self._unverified:
-                    self.tell(
-                        Notice(
-                            text=f"{name} cannot tell what it has loaded (Engine.weight_sums): it is not compared with "
-                            "what was sent; weights.verify_every=0 asks no more"
-                        )
-                    )
-                self._unverified.add(name)
-            elif wrong := difference(sums, loaded):
-                raise WeightUpdateError(
-                    f"{name} holds other weights than it was sent as version {version}: {wrong}; it loads them wrongly"
-                )
-
-    def _evict(self, fleet: EngineFleet, failed: Mapping[str, Received]) -> None:
-        """New processes in the place of the dead, whose deaths explain the other failures; of those that failed, where
-        all live. They rejoin with the next full update.
-
-        Raises WeightUpdateError of an engine that lives and has never taken an update: the next would end the same.
-        """
-        dead = {name: each for name, each in failed.items() if each.died}
-        if not dead and (never := sorted(failed.keys() - self._served)):
-            reasons = "; ".join(f"{name}: {failed[name].error}" for name in never)
-            raise WeightUpdateError(f"weights version {self.weights_version - 1} did not reach every engine: {reasons}")
-        errors: dict[str, CorerlError] = {
-            name: WorkerDied(each.error) if each.died else WeightUpdateError(f"{name}: {each.error}")
-            for name, each in (dead or failed).items()
-        }
-
-        def replace() -> Mapping[str, CorerlError]:
-            fleet.replace(errors)
-            return errors
-
-        self._replace(fleet, replace)
 
     def mend_engines(self) -> None:
         """New engines in the place of those that have died, where no update comes by itself."""
-        if self.fleet is not None and self.fleet.dead:
+        if self.updates is not None and self.updates.fleet.dead:
             self.bring_weights()
 
     def bring_weights(self) -> None:
@@ -351,21 +251,9 @@ class Run:
         with self.training():
             self.push_weights()
 
-    def _replace(self, fleet: EngineFleet, replace: Callable[[], Mapping[str, CorerlError]]) -> None:
-        """New engines, which `replace` starts and names with what the old ones died of. Where ranks and engines take
-        turns in memory a new one finds it as at the start of the run: it takes what it wants, and sleeps."""
-        if self.offloaded:
-            self._rest_ranks()
-        replaced = replace()
-        if self.offloaded:
-            self._wake_ranks()
-        for engine, error in replaced.items():
-            self.tell(Notice(text=f"{engine} is replaced: {error.message}"))
-        self._served -= replaced.keys()
-        self.address = meeting_at(self.address, self.actor.group)  # the dead one hangs in whatever was built at the old
-
     def _push_due(self, fleet: EngineFleet) -> bool:
-        if self.offloaded or self._pushed_at is None or fleet.dead:  # engines that have slept, or are new, hold none
+        slept = self.residency.shared
+        if slept or self._pushed_at is None or fleet.dead:  # those that have slept, or are new, hold none
             return True
         every = self.config.weights.every
         due = self.rollout_step % every == 0 or self._evaluation_due()
@@ -373,27 +261,10 @@ class Run:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Where ranks and engines share devices they take turns: inside, the ranks are resident and the engines'
-        weights sleep until new ones are pushed; outside, the ranks sleep."""
-        if self.offloaded:
-            with self.phase("wake_up"):
-                self._wake_ranks()
+        """Where ranks and engines share devices they take turns: outside, the ranks sleep; inside, each verb finds in
+        memory what it reads, and the engines' weights sleep until new ones are pushed."""
         yield
-        if self.offloaded:
-            with self.phase("sleep"):
-                self._rest_ranks()
-
-    def _rest_ranks(self) -> None:
-        for name in self.offloaded:
-            for rank, slept in enumerate(self.roles[name].group.sleep()):
-                for note in slept.notes:
-                    self.tell(Notice(text=f"{name} rank {rank}: {note}"))
-
-    def _wake_ranks(self) -> None:
-        if self.fleet is not None:
-            self.fleet.sleep()
-        for name in self.offloaded:
-            self.roles[name].group.wake_up()
+        self.residency.enter(SAMPLE)
 
     # ---- what the user sees and keeps -------------------------------------------------------------------------------
 
@@ -413,8 +284,9 @@ class Run:
             role = self.roles[name]
             prefix = "train" if name == ACTOR else name
             metrics |= train_metrics(steps, role.lr(role.optimizer_step - 1), prefix=prefix)  # of the last step done
-        if self.fleet is not None:
-            self.fleet.step_completed()
+        if self.updates is not None:
+            self.updates.fleet.step_completed()
+        metrics |= self.residency.metrics()
         metrics |= time_metrics(seconds, now - self._step_started, rollout["rollout/tokens"])
         self._warn(scored)
         self._step_started = now
@@ -473,7 +345,13 @@ class Run:
             "config": to_plain(self.config),
             "before": [asdict(shown) for shown in self._before],
         }
-        self.checkpoints.start(self.rollout_step, state, background=background, files=self.source.save)
+        self.checkpoints.start(
+            self.rollout_step,
+            state,
+            background=background,
+            files=self.source.save,
+            enter=lambda role: self.residency.enter(saving(role)),
+        )
 
     def finish(self) -> Summary:
         """Save what is not saved, export, and tell how it went."""
@@ -503,8 +381,7 @@ class Run:
         """Paths of what is left, by what it is."""
         self.tell(PhaseStarted(name="saving", step=self.rollout_step))
         if self.checkpoints.last_step != self.rollout_step:
-            if self.offloaded:
-                self._wake_ranks()
+            self.residency.enter(REST)
             self._start_save(background=False)
         self.checkpoints.complete(wait=True)
         newest = self.checkpoints.newest

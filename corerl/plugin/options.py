@@ -51,6 +51,12 @@ def backend_name(config: Config, role: str) -> str:
     return name
 
 
+def role_options(config: Config, role: str, backend: Loaded) -> Any:
+    """What `backend` is told for this role: its own table where the role has one, else the backend's."""
+    own = config.chosen_roles[role].options
+    return config.backends[backend.name] if own is None else own
+
+
 def resolve_tables(config: Config) -> Config:
     """The same config, with the options of every selected plugin as that plugin's own class.
 
@@ -73,12 +79,31 @@ def resolve_tables(config: Config) -> Config:
         )
         for index, choice in enumerate(config.extensions)
     )
+    roles: dict[str, Any] = {
+        role: evolve(
+            choice,
+            options=_options(
+                choice.options,
+                load(Kind.BACKENDS, backend_name(config, role)),
+                path=f"roles.{role}.options",
+                lines=lines,
+            ),
+        )
+        for role, choice in config.chosen_roles.items()
+        if choice.options is not None
+    }
     for kind, name, plugin in _unselected(config):
         if isinstance(plugin, Loaded):
             _options(tables[kind][name], plugin, path=_table(kind, name), lines=lines)
     if lines:
         raise ConfigError("\n".join(lines))
-    return evolve(config, backends=tables[Kind.BACKENDS], engines=tables[Kind.ENGINES], extensions=extensions)
+    return evolve(
+        config,
+        backends=tables[Kind.BACKENDS],
+        engines=tables[Kind.ENGINES],
+        roles=evolve(config.roles, **roles),
+        extensions=extensions,
+    )
 
 
 def notes(config: Config) -> list[str]:
@@ -122,6 +147,8 @@ def check_spec(
     options stand, which only an extension's place in its list tells.
     """
     kind = Kind.BACKENDS if isinstance(loaded.spec, BackendSpec) else Kind.ENGINES
+    if kind is Kind.BACKENDS and config is not None and config.chosen_roles[role].options is not None:
+        table = f"roles.{role}.options"
     own = table or _table(kind, loaded.name)
     lines = [f"{_place(each, own, config, role)}: {each.text}" for each in loaded.spec.check(options, cluster)]
     if lines:

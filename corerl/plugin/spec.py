@@ -85,6 +85,10 @@ def one_bundle(config: Any, cluster: ClusterInfo) -> int:
     return 1
 
 
+def not_quantized(config: Any, cluster: ClusterInfo) -> str:
+    return "none"
+
+
 def no_problems(config: Any, cluster: ClusterInfo) -> Iterable[Problem]:
     return ()
 
@@ -127,6 +131,9 @@ class EngineSpec:
     bundles: Callable[[Any, ClusterInfo], int] = one_bundle
     # What is to be said of its libraries on this machine; `corerl doctor` calls it in a process of its own.
     probe: Callable[[], Iterable[Finding]] = no_findings
+    # The form in which it takes weights, as `weights.quantize` names it: the run's must be the same. "fp8" comes as the
+    # tensors of `corerl.weights.quantize`.
+    quantized: Callable[[Any, ClusterInfo], str] = not_quantized
 
 
 @frozen(kw_only=True)

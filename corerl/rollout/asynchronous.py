@@ -149,6 +149,10 @@ class Asynchronous(Source):
 
     # ---- in the loop's thread ---------------------------------------------------------------------------------------
 
+    @property
+    def overlaps(self) -> bool:
+        return True
+
     def __iter__(self) -> Iterator[Scored]:
         return self
 

@@ -171,10 +171,14 @@ class Engine(ABC):
     """
 
     @abstractmethod
-    def __init__(self, model: ModelConfig, options: Any, context: EngineContext) -> None: ...
+    def __init__(self, model: ModelConfig, options: Any, context: EngineContext) -> None:
+        """`options` is of the spec's own config class. Returns when it can take weights; raises a CorerlError that says
+        what keeps it from starting."""
 
     @abstractmethod
-    def generate(self, request: GenerateRequest) -> Generation: ...
+    def generate(self, request: GenerateRequest) -> Generation:
+        """Rows in the request's order, all under one version of the weights unless `pause` cuts them. Called from as
+        many threads at the same time as `EngineSpec.calls` says. Raises EngineFailed without weights."""
 
     @abstractmethod
     def pause(self) -> None:
@@ -184,7 +188,8 @@ class Engine(ABC):
         An engine that cannot interrupt a request finishes it instead."""
 
     @abstractmethod
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """Generate again, from the next request on."""
 
     @abstractmethod
     def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
@@ -192,9 +197,10 @@ class Engine(ABC):
         byte is loaded. Never raises for a bad transfer: the reason is in the result."""
 
     def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
-        """Of each HF tensor that is loaded, in `dtype` (the manifest's), the sum of its elements' bit patterns:
-        `corerl.weights.verify.bit_sums`, added over the parts of a tensor that lie apart. What is left out is not
-        compared with what was sent. None: this engine cannot tell. Called after an update, before weights sleep."""
+        """Of each HF tensor that is loaded, in `dtype` (the manifest's; "uint8" where each came with its own), the sum
+        of its elements' bit patterns: `corerl.weights.verify.bit_sums`, added over the parts of a tensor that lie
+        apart. What is left out is not compared with what was sent. None: this engine cannot tell. Called after an
+        update, before weights sleep."""
         return None
 
     @abstractmethod
@@ -202,7 +208,10 @@ class Engine(ABC):
         """Free device memory (weights, caches); returns bytes freed. Fresh weights must follow `wake_up`."""
 
     @abstractmethod
-    def wake_up(self, kinds: Set[MemoryKind]) -> int: ...
+    def wake_up(self, kinds: Set[MemoryKind]) -> int:
+        """Take the memory for weights again, whose contents are undefined until an update; returns its bytes, 0 where
+        it is awake. Memory for caches is to wait for the first request: ranks are still on the device."""
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End whatever was started, at once, also while something is being generated. Nothing is called after it."""

@@ -37,6 +37,10 @@ class OneStepOff(Source):
         self._still = threading.Event()  # the batch in flight needs no engine any more
         self._still.set()
 
+    @property
+    def overlaps(self) -> bool:
+        return True
+
     def __iter__(self) -> Iterator[Scored]:
         return self
 

@@ -42,9 +42,11 @@ class Receiving:
             try:
                 error = error or check(manifest)
                 for bucket, flat in receiver.buckets(manifest, version) if not error else ():
-                    load(bucket, flat)
-                    received += flat.numel() * flat.element_size()
-                    del flat  # the sender takes its memory back once this is acknowledged
+                    try:
+                        load(bucket, flat)
+                        received += flat.numel() * flat.element_size()
+                    finally:
+                        del flat  # the sender takes its memory back once this is acknowledged
             except Exception as failure:  # whatever it is, the sender must hear of it
                 error = line(failure)
             receiver.acknowledge(version, error)

@@ -80,6 +80,11 @@ class Source(ABC):
     trained on, are where a resumed run goes on.
     """
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether engines may be generating while weights are trained, and so when an update comes."""
+        return False
+
     @abstractmethod
     def __iter__(self) -> Iterator[Scored]: ...
 
@@ -109,6 +114,10 @@ class Wrapped(Source):
 
     def __init__(self, source: Source) -> None:
         self.source = source
+
+    @property
+    def overlaps(self) -> bool:
+        return self.source.overlaps
 
     @property
     def position(self) -> dict[str, Any]:

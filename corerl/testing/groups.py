@@ -19,7 +19,7 @@ from corerl.cluster.placement import Seat, arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import BackendChoice, Config, ExtensionChoice, ModelConfig, RoleChoice, RolesConfig
 from corerl.data.plan import plan_forward, plan_steps
-from corerl.driver.run import meeting_at
+from corerl.driver.updates import meeting_at
 from corerl.errors import CorerlError, EngineFailed
 from corerl.models.config import hf_config
 from corerl.plugin.fingerprint import origin

@@ -16,7 +16,7 @@ from corerl.plugin.capabilities import PRECISIONS, Capability
 from corerl.plugin.context import Context
 from corerl.plugin.fingerprint import fingerprint
 from corerl.plugin.observers import extensions_for
-from corerl.plugin.options import backend_name, check_capabilities, check_spec
+from corerl.plugin.options import backend_name, check_capabilities, check_spec, role_options
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import Process, Resources
 from corerl.trainer.assignment import TRANSPORTS, Assignment
@@ -75,7 +75,7 @@ def plan_role(
     choice = config.chosen_roles[role]
     name = backend_name(config, role)
     backend = load(Kind.BACKENDS, name)
-    options = config.backends[backend.name]
+    options = role_options(config, role, backend)
     cluster = cluster_of(role, config, device=device, model=model)
     saved_ranks = written_ranks(Path(resume)) if resume else 0
     needs = needed(role, config, cluster, experts=experts, saved_ranks=saved_ranks)
@@ -94,6 +94,7 @@ def plan_role(
         resume=resume,
         sleeps=role in offloaded(config, device),
         max_residual_gib=config.cluster.max_residual_gib,
+        suspend_communicators=config.cluster.suspend_communicators,
     )
     assignment = Assignment(
         context=Context(role=role, rank=0, world_size=choice.ranks, local_rank=0, run_dir=run_dir),

@@ -14,6 +14,7 @@ TRANSPORTS = {
     "ipc": Capability.UPDATE_IPC,
     "collective": Capability.UPDATE_COLLECTIVE,
     "disk": Capability.UPDATE_DISK,
+    "delta": Capability.UPDATE_DISK,  # the same stream, and other files
 }
 
 

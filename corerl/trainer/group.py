@@ -137,7 +137,9 @@ class TrainGroup:
         return self.layouts[0].dp_size
 
     def train(self, samples: Any, plan: StepPlan, loss: LossSpec, step: Step) -> GroupTrainResult:
-        """One optimizer step. `samples` is a SampleBatch, or a reference to one in the object store."""
+        """One optimizer step. `samples` is a SampleBatch, or a reference to one in the object store; `plan` says which
+        of them each dp rank takes, in which micro-batches. Raises the first rank's error, after which no rank is left;
+        ContractError where the ranks disagree on whether the step was applied, or on the gradient's norm."""
         return self.wait_train(self.train_async(samples, plan, loss, step))
 
     def train_async(self, samples: Any, plan: StepPlan, loss: LossSpec, step: Step) -> Pending:
@@ -191,6 +193,7 @@ class TrainGroup:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def manifest(self) -> Manifest:
+        """What an update sends, bucket by bucket, for `Engine.receive`. Raises ContractError where ranks disagree."""
         manifests: list[Manifest] = self.processes.call("manifest")
         if any(manifest != manifests[0] for manifest in manifests):
             self.processes.kill()
@@ -200,7 +203,9 @@ class TrainGroup:
         return manifests[0]
 
     def update_weights(self, address: Address, version: int, *, verify: bool = False) -> UpdateResult:
-        """With `verify` the result has the sums of what was sent, by tensor (`corerl.weights.verify`)."""
+        """Send the actor's weights to whoever receives at `address`, as `version`, which must be above every earlier
+        one; bytes are of all ranks, seconds of the slowest. An engine that could not be reached is an entry in the
+        result's `engines`. With `verify` it has the sums of what was sent, by tensor (`corerl.weights.verify`)."""
         return self.wait_update(self.update_weights_async(address, version, verify=verify))
 
     def update_weights_async(self, address: Address, version: int, *, verify: bool = False) -> Pending:
@@ -221,10 +226,11 @@ class TrainGroup:
             bytes=sum(result.bytes for result in results),
             seconds=max(result.seconds for result in results),
             engines=engines,
-            sums=next((result.sums for result in results if result.sums), {}),
+            sums={name: value for result in results for name, value in result.sums.items()},
         )
 
     def snapshot(self, name: str) -> Snapshot:
+        """A handle on weights kept by this name; nothing is kept before its `create` or `load`."""
         return Snapshot(self.processes, name)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
@@ -241,14 +247,19 @@ class TrainGroup:
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def sleep(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> list[SleepResult]:
-        """What each rank has freed and still holds."""
+        """Give the device memory of these kinds back, copied to the host where it is not `grad`: what each rank has
+        freed and still holds, in bytes. A kind that sleeps already is left out; verbs that read one that sleeps raise
+        NotResident. Raises MemoryHeld where more is left than `cluster.max_residual_gib`."""
         results: list[SleepResult] = self.processes.call("sleep", frozenset(kinds))
         return results
 
     def wake_up(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> int:
+        """Bring back what slept, bit for bit; returns bytes over all ranks. Where a rank's device has too little memory
+        its kind sleeps on, whole."""
         return sum(result.restored_bytes for result in self.processes.call("wake_up", frozenset(kinds)))
 
     def clear_memory(self) -> None:
+        """Give the device memory back that allocators keep for later."""
         self.processes.call("clear_memory")
 
     def shutdown(self, reason: str = "finished") -> None:

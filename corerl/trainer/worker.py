@@ -163,17 +163,17 @@ class Worker:
             return self.host.forward(batch=batch, outputs=outputs, weights=weights)
 
     def manifest(self) -> Manifest:
-        return self.backend.manifest
+        return self.backend.stream
 
     def update_weights(self, address: Address, version: int, verify: bool = False) -> UpdateResult:
-        """With `verify` the rank that sends, the first where several do, tells the sums of what it sent."""
+        """With `verify` a rank tells the sums of what it sent; the first alone, where all send the same."""
         if address.transport in TRANSPORTS:
             self.backend.require(TRANSPORTS[address.transport], f"update_weights over {address.transport!r}")
         if self.sender is None or self._address != address:
             if self.sender is not None:
                 self.sender.close()
             self.sender, self._address = open_sender(address, rank=self.context.rank), address
-        if not verify or self.context.rank != self.sender.root:
+        if not verify or not (self.sender.by_bucket or self.context.rank == self.sender.root):
             return self.host.update_weights(sender=self.sender, version=version)
         summing = SummingSender(self.sender)
         return evolve(self.host.update_weights(sender=summing, version=version), sums=summing.sums)

@@ -53,6 +53,7 @@ class GatherPlan:
     """Made once, collectively; `gather` then holds about two buckets beside `out`."""
 
     shapes: list[tuple[str, Shape]]  # every HF tensor, in the same order on all ranks: first appearance, rank by rank
+    senders: dict[str, int]  # of every HF tensor, the first rank of its pipeline stage
     _rows: list[list[Row]]  # by rank
     _sent: list[int]  # this rank's rows, as positions in the chunks
     _group: dist.ProcessGroup | None
@@ -77,22 +78,24 @@ class GatherPlan:
         held: list[Row] = [(chunk.name, tuple(chunk.shape), chunk.box) for chunk in chunks]
         sent = [position for position, chunk in enumerate(chunks) if not chunk.replica]
         # A rank that finds a fault in its own chunks reports it instead of raising alone: the others would wait for it.
-        mine = ([held[position] for position in sent], _fault(chunks), _whole(held))
+        copies = {chunk.name for chunk in chunks if chunk.replica}
+        mine = ([held[position] for position in sent], _fault(chunks), _whole(held), copies)
         ranks = [mine]
         rank = 0
         if group is not None:
             rank = dist.get_rank(group)
             ranks = [mine] * dist.get_world_size(group)
             dist.all_gather_object(ranks, mine, group=group)
-        for other, (_, fault, _) in enumerate(ranks):
+        for other, (_, fault, _, _) in enumerate(ranks):
             if fault:
                 raise ContractError(f"the chunks of rank {other} are wrong: {fault}")
-        by_rank = [rows for rows, _, _ in ranks]
+        by_rank = [rows for rows, _, _, _ in ranks]
         shapes = _checked_shapes(by_rank)
-        if all(whole == len(shapes) for _, _, whole in ranks):
+        senders = first_of_stages([copies.union(name for name, _, _ in rows) for rows, _, _, copies in ranks])
+        if all(whole == len(shapes) for _, _, whole, _ in ranks):
             own: list[list[Row]] = [held if other == rank else [] for other in range(len(ranks))]
-            return cls(shapes, own, list(range(len(chunks))), group, rank, True)
-        return cls(shapes, by_rank, sent, group, rank, False)
+            return cls(shapes, senders, own, list(range(len(chunks))), group, rank, True)
+        return cls(shapes, senders, by_rank, sent, group, rank, False)
 
     def gather(
         self,
@@ -210,6 +213,20 @@ class GatherPlan:
                 if share.numel():
                     dist.broadcast(share, group=self._group, group_src=rank)
         return [_cut(pieces, share) for pieces, share in zip(layout.pieces, shares, strict=True)]
+
+
+def first_of_stages(held: Sequence[set[str]]) -> dict[str, int]:
+    """Of each tensor the first rank of its stage. `held` are the tensors of which each rank has any part or copy: ranks
+    that have one in common, or each of them one with a third, are of one stage. The very first is rank 0, whatever it
+    holds. Stages of a pipeline that tie their embeddings have that tensor in common, and are one here.
+    """
+    stages: list[tuple[int, set[str]]] = []
+    for rank, names in enumerate(held):
+        same = [stage for stage in stages if not stage[1].isdisjoint(names)]
+        joined = (min([rank, *(first for first, _ in same)]), names.union(*(others for _, others in same)))
+        stages = [*(stage for stage in stages if stage not in same), joined] if names else stages
+    very_first = min((first for first, _ in stages), default=0)
+    return {name: 0 if first == very_first else first for first, names in stages for name in names}
 
 
 def _cut(pieces: Sequence[Piece], share: torch.Tensor) -> list[torch.Tensor]:

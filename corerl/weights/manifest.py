@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -13,17 +14,26 @@ if TYPE_CHECKING:
     import torch
 
 
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # of an element
+
+
 @frozen
 class Entry:
-    """One HF tensor of a bucket: elements [start, start + numel) of the bucket's flat buffer."""
+    """One HF tensor of a bucket: [start, start + length) of the bucket's flat buffer."""
 
     name: str
     shape: tuple[int, ...]
     start: int
+    dtype: str = ""  # where the buffer is of bytes; else it is the buffer's own
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def length(self) -> int:
+        """Elements of the buffer that it takes."""
+        return self.numel * BYTES[self.dtype] if self.dtype else self.numel
 
 
 @frozen
@@ -32,21 +42,31 @@ class Bucket:
 
     index: int
     entries: tuple[Entry, ...]
+    sender: int = 0  # the trainer's rank that its tensors lie nearest to: the first of their pipeline stage
 
     @property
     def numel(self) -> int:
-        return sum(entry.numel for entry in self.entries)
+        """Elements of its buffer."""
+        return max((entry.start + entry.length for entry in self.entries), default=0)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The bucket's tensors by HF name, as views of its flat buffer [numel]."""
-        return {entry.name: flat[entry.start : entry.start + entry.numel].view(entry.shape) for entry in self.entries}
+        found: dict[str, torch.Tensor] = {}
+        for entry in self.entries:
+            part = flat[entry.start : entry.start + entry.length]
+            if entry.dtype:
+                import torch  # a driver that reads no weights does without
+
+                part = part.view(getattr(torch, entry.dtype))
+            found[entry.name] = part.view(entry.shape)
+        return found
 
 
 @frozen
 class Manifest:
     """Plain data; receivers need nothing else to know what comes next."""
 
-    dtype: str  # of every bucket, as torch names it: float32, bfloat16
+    dtype: str  # of every bucket, as torch names it: float32, bfloat16; uint8 where tensors have their own
     buckets: tuple[Bucket, ...]
 
     @property
@@ -54,11 +74,17 @@ class Manifest:
         return [entry.name for bucket in self.buckets for entry in bucket.entries]
 
     @property
+    def senders(self) -> tuple[int, ...]:
+        """The ranks that buckets name, each once."""
+        return tuple(dict.fromkeys(bucket.sender for bucket in self.buckets))
+
+    @property
     def digest(self) -> str:
         """Equal where sender and receiver speak of the same tensors in the same order."""
         lines = [self.dtype]
         for bucket in self.buckets:
-            lines += [f"{bucket.index} {entry.start} {list(entry.shape)} {entry.name}" for entry in bucket.entries]
+            where = f"{bucket.index} of {bucket.sender}"
+            lines += [f"{where} {each.start} {list(each.shape)} {each.dtype} {each.name}" for each in bucket.entries]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @property
@@ -66,19 +92,27 @@ class Manifest:
         return {entry.name: entry.shape for bucket in self.buckets for entry in bucket.entries}
 
 
-def build_manifest(shapes: Iterable[tuple[str, tuple[int, ...]]], *, dtype: str, bucket_bytes: int) -> Manifest:
-    """Cut (name, shape) pairs, in their order, into buckets of at most `bucket_bytes`; a larger tensor gets its own."""
-    item = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
-    buckets: list[Bucket] = []
-    entries: list[Entry] = []
-    start = 0
+def build_manifest(
+    shapes: Iterable[tuple[str, tuple[int, ...]]],
+    *,
+    dtype: str,
+    bucket_bytes: int,
+    senders: Mapping[str, int] | None = None,
+) -> Manifest:
+    """Cut (name, shape) pairs, in their order, into buckets of at most `bucket_bytes`; a larger tensor gets its own.
+
+    With `senders`, by name, a bucket's tensors have one sender, and the senders' buckets take turns: one gathers its
+    next while another sends.
+    """
+    item = BYTES[dtype]
+    by_sender: dict[int, list[list[Entry]]] = {}
     for name, shape in shapes:
-        numel = math.prod(shape)
-        if entries and (start + numel) * item > bucket_bytes:
-            buckets.append(Bucket(len(buckets), tuple(entries)))
-            entries, start = [], 0
-        entries.append(Entry(name, tuple(shape), start))
-        start += numel
-    if entries:
-        buckets.append(Bucket(len(buckets), tuple(entries)))
-    return Manifest(dtype, tuple(buckets))
+        buckets = by_sender.setdefault(senders[name] if senders else 0, [[]])
+        start = buckets[-1][-1].start + buckets[-1][-1].numel if buckets[-1] else 0
+        if buckets[-1] and (start + math.prod(shape)) * item > bucket_bytes:
+            buckets.append([])
+            start = 0
+        buckets[-1].append(Entry(name, tuple(shape), start))
+    rounds = itertools.zip_longest(*([(sender, each) for each in own] for sender, own in by_sender.items()))
+    in_turns = [turn for each in rounds for turn in each if turn is not None]
+    return Manifest(dtype, tuple(Bucket(index, tuple(each), sender) for index, (sender, each) in enumerate(in_turns)))

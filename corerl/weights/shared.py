@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from corerl.errors import WeightUpdateError
 # Plain data. What the host's memory is opened by, a file descriptor, goes beside it: the system gives the receiver one
 # of its own.
 Handle = Mapping[str, Any]
+
+# Where a user sets torch's allocator: the first one that is set counts.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Shared(ABC):
@@ -96,7 +100,8 @@ class SharedOnDevice(Shared):
     """torch counts the handles that are out, and keeps the memory until all are closed."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        with outside_expandable_segments():
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def handle(self) -> tuple[Handle, list[int]]:
         # (device, handle of the allocation, bytes, offset in the allocation, two of a counter, two of an event)
@@ -111,3 +116,25 @@ class SharedOnDevice(Shared):
     def close(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
         torch.cuda.ipc_collect()
+
+
+@contextlib.contextmanager
+def outside_expandable_segments() -> Iterator[None]:
+    """What is allocated here lies in no expandable segment, also where the user has these switched on.
+
+    A handle of one is a file descriptor that the receiver takes out of this process, which containers forbid
+    (https://github.com/pytorch/pytorch/issues/165685) and torch 2.11 gets wrong (issues/179220 there).
+    """
+    settings = next(filter(None, map(os.environ.get, ALLOCATOR)), "")
+    if "expandable_segments:true" not in settings.lower().replace(" ", ""):
+        yield
+        return
+    # torch 2.9 does not have the first, and 2.11 deprecates the second.
+    configure = (
+        getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    )
+    configure("expandable_segments:False")
+    try:
+        yield
+    finally:
+        configure(settings)

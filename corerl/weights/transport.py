@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 class Address:
     """Where one run's weights travel; the same object is given to the sending ranks and to every engine."""
 
-    transport: str  # ipc, collective, disk
+    transport: str  # ipc, collective, disk, delta
     engines: tuple[str, ...]  # of each receiver, by its index, its engine: one over several devices has several
     host: str = ""  # collective: of the store that sender and receivers meet at
     port: int = 0
     listening: int | None = None  # file descriptor in the root's process of a socket that listens there already
-    path: str = ""  # disk: directory that holds one directory a version
+    path: str = ""  # disk, delta: directory that holds one directory a version
     token: str = ""  # ipc: part of the names of the sockets that sender and receivers meet at
     senders: tuple[int, ...] = ()  # ipc: of each receiver, by its index, the trainer's rank on its device
     device: str = "cpu"  # of the buffers: cpu or cuda
@@ -42,6 +42,14 @@ class WeightSender(ABC):
 
     every_rank: bool = False  # each rank must hold each bucket; else only `root` sends, and others gather towards it
     root: int = 0
+    by_bucket: bool = False  # where not every rank does, that one sends which the bucket names, and not `root`
+    sent: int | None = None  # bytes of this update, for a transport that does not send its buckets as they are
+
+    def sender_of(self, bucket: Bucket) -> int | None:
+        """The rank that must hold this bucket, and sends it; None where each does."""
+        if self.every_rank:
+            return None
+        return bucket.sender if self.by_bucket else self.root
 
     @abstractmethod
     def begin(self, manifest: Manifest, version: int) -> None:

@@ -55,7 +55,7 @@ class SummingSender(WeightSender):
 
     def __init__(self, sender: WeightSender) -> None:
         self._sender = sender
-        self.every_rank, self.root = sender.every_rank, sender.root
+        self.every_rank, self.root, self.by_bucket = sender.every_rank, sender.root, sender.by_bucket
         self.sums: dict[str, int] = {}
 
     def begin(self, manifest: Manifest, version: int) -> None:
@@ -69,7 +69,9 @@ class SummingSender(WeightSender):
         self._sender.send(bucket, flat)
 
     def commit(self, version: int) -> Mapping[str, str]:
-        return self._sender.commit(version)
+        engines = self._sender.commit(version)
+        self.sent = self._sender.sent
+        return engines
 
     def give_up(self, engine: str, reason: str) -> None:
         self._sender.give_up(engine, reason)

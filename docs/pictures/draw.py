@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -17,6 +17,8 @@ import numpy as np
 
 from corerl.cluster.placement import arrange
 from corerl.data.plan import StepPlan, plan_steps
+from corerl.driver.residency import FORWARD, SAMPLE, UPDATE, EngineMemory, residency_plan, training
+from corerl.trainer.assign import ACTOR, CRITIC
 from corerl.types import MemoryKind, SampleBatch
 from corerl.weights.manifest import build_manifest
 
@@ -27,8 +29,8 @@ STYLE = """
     .a { fill: #bfdbfe } .b { fill: #bbe7c8 } .c { fill: #fcd9a8 } .d { fill: #e4cdf5 } .prompt { fill: #afb8c1 }
     .token { stroke: #ffffff } .empty { fill: #ffffff; stroke: #8c959f; stroke-dasharray: 3 3 }
     .critic { fill: #fff3cd; stroke: #bf8700 } .ranks { fill: #2da44e } .engine { fill: #2563eb }
-    .host { fill: #d29922 } .line { stroke: #d8dee4 }
-    .name { fill: #1f2328 } .small { fill: #57606a; font-size: 12px } .light { fill: #ffffff; font-size: 12px }
+    .line { stroke: #d8dee4 }
+    .name { fill: #1f2328 } .small { fill: #57606a; font-size: 12px }
     .middle { text-anchor: middle } .end { text-anchor: end }
     .way { fill: none; stroke: #1f2328; stroke-width: 1.5 } .weights { fill: none; stroke: #2563eb; stroke-width: 2 }
 """
@@ -291,56 +293,62 @@ def sources() -> Picture:
 
 # ---- who is resident when --------------------------------------------------------------------------------------------
 
-PHASES = (  # of one step, with their widths
-    ("rollout", 140, "engines sample"),
-    ("wake_up", 80, ""),
-    ("forward, train", 180, "ranks work"),
-    ("update_weights", 126, "ranks send"),
-    ("sleep", 74, ""),
-    ("rollout", 100, "the next"),
+TURNS = (ACTOR, CRITIC)  # roles that share a device with an engine
+STEP = (  # one step's stages, with their widths
+    (SAMPLE, 110, "engines work"),
+    (FORWARD, 100, "values, log-probs"),
+    (training(CRITIC), 120, "steps"),
+    (training(ACTOR), 120, "steps"),
+    (UPDATE, 110, "ranks send"),
+    (SAMPLE, 80, "the next"),
 )
-AWAKE = (1, 5)  # phases [from, to) in which a rank's memory is on the device
-ROWS: tuple[tuple[str, str, tuple[tuple[int, int], ...]], ...] = (
-    *((str(kind), "ranks", (AWAKE,)) for kind in MemoryKind),
-    ("weights", "engine", ((0, 1), (3, 6))),
-    ("keys and values", "engine", ((0, 1), (5, 6))),
-    *((f"copy of {kind}", "host", ((0, 1), (5, 6))) for kind in MemoryKind if kind is not MemoryKind.GRAD),
-)
-SIDES = {"ranks": "device: the rank's", "engine": "device: the engine's", "host": "host memory"}
 
 
 def residency() -> Picture:
+    """Drawn from the plan that a run follows."""
+    plan = residency_plan(TURNS, passed=TURNS)
     picture = Picture(
         920,
-        376,
+        386,
         title="Who is resident when",
-        description="One step of a colocated run with offload: engines hold weights while they sample, ranks hold all "
-        "kinds of memory from wake_up to sleep, both hold weights while an update is sent; copies wait on the host.",
+        description="One step of a colocated run with offload, stage by stage: engines hold weights and caches while "
+        "they sample; critic and actor hold their parameters in forward, and all kinds of memory while they train, one "
+        "after the other; in the update engines hold weights, and the actor its parameters.",
     )
-    edges = [194.0]
-    for _, width, _ in PHASES:
+    edges = [210.0]
+    for _, width, _ in STEP:
         edges.append(edges[-1] + width)
-    for (name, width, small), x in zip(PHASES, edges, strict=False):
+    for (name, width, small), x in zip(STEP, edges, strict=False):
         picture.text(x + width / 2, 26, name, "name middle")
         picture.text(x + width / 2, 42, small, "small middle")
     for x in edges:
-        picture.line(x, 52, x, 362)
-    y, side = 48.0, ""
-    for name, owner, spans in ROWS:
-        if owner != side:
-            side = owner
-            picture.text(24, y + 20, SIDES[owner], "name")
-            y += 28
-        picture.text(182, y + 16, name, "small end")
-        for start, stop in spans:
-            picture.box(edges[start] + 1, y + 3, edges[stop] - edges[start] - 2, 18, owner, round=3)
-        if owner == "host":
-            picture.box(edges[AWAKE[0]] + 4, y + 4, edges[AWAKE[1]] - edges[AWAKE[0]] - 8, 16, "empty", round=3)
-            picture.text((edges[1] + edges[5]) / 2, y + 16, "pinned memory stays for the next time", "small middle")
-        if name == MemoryKind.GRAD:
-            picture.text((edges[1] + edges[5]) / 2, y + 16, "dropped on sleep; zeros come back", "light middle")
-        y += 25
+        picture.line(x, 52, x, 372)
+    y = 48.0
+    for role in TURNS:
+        picture.text(24, y + 20, f"{role}'s ranks", "name")
+        y += 28
+        for kind in MemoryKind:
+            holds = [kind in plan[name].ranks.get(role, ()) for name, _, _ in STEP]
+            occupied(picture, y, str(kind), holds, edges, "ranks")
+            y += 22
+    picture.text(24, y + 20, "engine", "name")
+    y += 28
+    for name, least in (("weights", EngineMemory.WEIGHTS), ("keys and values", EngineMemory.ALL)):
+        held = [plan[stage].engines or EngineMemory.NOTHING for stage, _, _ in STEP]
+        occupied(picture, y, name, [each >= least for each in held], edges, "engine")
+        y += 22
     return picture
+
+
+def occupied(picture: Picture, y: float, name: str, holds: list[bool], edges: list[float], owner: str) -> None:
+    """One row: a bar over each run of stages in which it is on the device."""
+    picture.text(198, y + 15, name, "small end")
+    start = 0
+    for held, run in groupby(holds):
+        stop = start + len(list(run))
+        if held:
+            picture.box(edges[start] + 1, y + 3, edges[stop] - edges[start] - 2, 16, owner, round=3)
+        start = stop
 
 
 # ---- placements ------------------------------------------------------------------------------------------------------

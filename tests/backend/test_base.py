@@ -15,6 +15,7 @@ from corerl.backend.base import HOOKS, Extra, StateKey
 from corerl.config.schema import WeightsConfig
 from corerl.errors import CheckpointError, MemoryHeld, ModelError, SaveFailed
 from corerl.memory import storage
+from corerl.memory.communicators import Communicators
 from corerl.memory.pool import HostMemory, Piece
 from corerl.plugin.context import Context
 from corerl.plugin.host import PluginHost
@@ -203,6 +204,23 @@ def test_that_memory_is_not_pinned_is_said_once(setup: Setup, host_memory: Notin
         notes.append(backend.sleep(set(MemoryKind)).notes)
         backend.wake_up(set(MemoryKind))
     assert notes == [("it could not be pinned",), ()]
+
+
+def test_communicators_are_suspended_while_everything_sleeps_and_no_longer(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Communicators, "suspend", lambda self: told.append("suspended") or "they cannot be")
+    monkeypatch.setattr(Communicators, "resume", lambda self: told.append("resumed"))
+    backend = PlainBackend()
+    backend.init(evolve(role_config(setup), options=PlainConfig(), suspend_communicators=True), CONTEXT)
+    assert backend.sleep({MemoryKind.MASTER, MemoryKind.GRAD}).notes == ()
+    assert told == []
+    assert backend.sleep({MemoryKind.PARAM, MemoryKind.OPTIMIZER}).notes == ("they cannot be",)
+    backend.wake_up({MemoryKind.PARAM})  # for an update
+    assert backend.sleep({MemoryKind.PARAM}).notes == ()  # told already
+    backend.wake_up(set(MemoryKind))
+    assert told == ["suspended", "resumed"] * 2
 
 
 def test_a_rank_that_holds_more_than_it_may_asleep_says_what_holds_it(setup: Setup) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from attrs import asdict, evolve
 
-from benchmarks.deepspeed import BARE, CASES, PLUGIN, WARM_UP, Found, Side, measure, report, show, starts_of
+from benchmarks.deepspeed import BARE, CASES, PLUGIN, WARM_UP, WATCHED, Found, Side, measure, report, show, starts_of
 from benchmarks.steps import DIFFERENT, PEAK, flops
 from corerl.testing.pool import RankPool
 
@@ -37,15 +37,20 @@ def test_plugin_and_bare_loop_take_the_same_steps_in_turns_and_the_table_has_bot
     assert all(number.what in text for number in made.numbers)
 
 
-@pytest.mark.parametrize("name", ["offload", "offload-stage3"])
-def test_apart_they_take_the_same_steps_too(rank_pool: RankPool, name: str) -> None:
+@pytest.mark.parametrize(("name", "awake"), [("offload", 0), ("offload-stage3", 2)])
+def test_apart_they_take_the_same_steps_too(rank_pool: RankPool, name: str, awake: int) -> None:
     case = evolve(CASES[name].tiny, ranks=2)
-    starts = [rank_pool.run(measure, case, name, [who], 1)[0] for who in (PLUGIN, BARE)]
+    starts = [rank_pool.run(measure, case, name, [who], 1, awake)[0] for who in (PLUGIN, BARE)]
     (plugin,), (bare,) = (found.sides for found in starts)
     assert plugin.norms == pytest.approx(bare.norms, rel=1e-5)
+    assert len(plugin.norms) == WARM_UP + awake + 1
     made = report(starts)
     assert DIFFERENT not in made.note
     assert [(each.ours, each.other) for each in made.comparisons] == [(plugin.steps, bare.steps)]
+    told = {number.what: list(number.values) for number in made.numbers if "first sleep" in number.what}
+    early = [[row[column] for row in plugin.early] for column in range(len(WATCHED))]
+    words = [f"{PLUGIN}, before its first sleep: {what}" for what, _ in WATCHED]
+    assert told == (dict(zip(words, early, strict=True)) if awake else {})
 
 
 def test_what_comes_first_changes_and_each_start_has_a_file_of_its_own() -> None:

@@ -46,6 +46,19 @@ def test_on_a_cluster_ranks_may_meet_over_any_interface(prepared: Prepared) -> N
     assert "GLOO_SOCKET_IFNAME" not in process_environment(evolve(prepared, config=config))
 
 
+def test_ranks_and_engines_that_meet_over_nccl_allocate_alike(prepared: Prepared) -> None:
+    def chosen(transport: str, placement: Any, **user: str) -> tuple[str | None, str | None]:
+        cluster = evolve(prepared.config.cluster, placement=placement, environment=user)
+        on_gpus = evolve(prepared, device="cuda", transport=transport, config=evolve(prepared.config, cluster=cluster))
+        found = environment_of(on_gpus, "plain", {})
+        return found.get("NCCL_CUMEM_ENABLE"), found.get("NCCL_NVLS_ENABLE")
+
+    assert chosen("collective", "disaggregated") == ("0", "0")
+    assert chosen("collective", "disaggregated", NCCL_CUMEM_ENABLE="1") == ("1", "0")
+    assert chosen("collective", "colocated") == (None, None)  # through host memory
+    assert chosen("disk", "disaggregated") == (None, None)
+
+
 def test_a_backend_adds_to_the_environment_and_contradicts_nothing(prepared: Prepared) -> None:
     def environment(**own: str) -> dict[str, str]:
         return environment_of(prepared, "plain", own)

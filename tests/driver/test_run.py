@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,33 @@ import pytest
 from attrs import evolve
 
 from corerl.config.schema import Config, EvalConfig
-from corerl.data.plan import StepPlan
 from corerl.data.prompts import Prompt
 from corerl.driver import run as driver
 from corerl.driver.advantages import Stamped
-from corerl.driver.roles import Role
-from corerl.driver.run import REFERENCE, Run, answers_in, meeting_at
-from corerl.errors import CorerlError, DataError, WeightUpdateError, WorkerDied
+from corerl.driver.residency import SAMPLE
+from corerl.driver.run import REFERENCE, Run, answers_in
+from corerl.errors import DataError
 from corerl.observability.timing import Phases
-from corerl.plugin.events import Event, Notice, RunFinished, Shown, StepFinished
-from corerl.plugin.hookspecs import hookimpl
+from corerl.plugin.events import Shown
 from corerl.plugin.observers import Observers
-from corerl.rollout.engine import Received
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources import Evaluation, Scored
 from corerl.trainer.assign import loss_of
 from corerl.trainer.group import GroupTrainResult
-from corerl.types import LossSpec, Metric, Output, ParallelLayout, SampleBatch, SleepResult, Step, UpdateResult
-from corerl.weights.manifest import build_manifest
-from corerl.weights.transport import Address
+from corerl.types import Metric, Output, SampleBatch
+from tests.driver.fakes import (
+    CHOSEN,
+    EXPERTS,
+    LOSS,
+    Ears,
+    Group,
+    Source,
+    make_updates,
+    role,
+    sharing,
+    staying,
+    told,
+)
 from tests.driver.saved import make_config
 
 TRAIN = {
@@ -39,151 +46,6 @@ TRAIN = {
     "optimizer": {"lr": 1.0},
     "schedule": {"decay": "linear", "final_ratio": 0.0},
 }
-
-
-EXPERTS = Output.ROUTED_EXPERTS
-CHOSEN = np.arange(5 * 3 * 2, dtype=np.int16).reshape(5, 3, 2)  # of 5 tokens, 3 layers, 2 experts
-
-
-class Group:
-    """Ranks and engines of a run, as far as the driver sees them; notes what is asked."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.losses: list[LossSpec] = []
-        self.passes: list[tuple[tuple[Output, ...], str, bool]] = []  # outputs, weights, whether experts are replayed
-        self.processes = self
-        self.failure: Exception | None = None
-        self.dead = False
-        self.answers = True
-        self.layouts = [ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1)]
-        self.sent = UpdateResult(version=0, bytes=8, seconds=0.0, engines={"engine-0": "", "engine-1": ""})
-        self.names = ("engine-0", "engine-1")
-        self.fared = {name: Received(version=0, bytes=8) for name in self.names}  # in the update that comes next
-        self.later: list[dict[str, Received]] = []  # in those after it; when they are used up, all goes well
-        self.allowed = 10  # restarts
-        self.verified: list[bool] = []  # update by update
-        self.sums: dict[str, Any] = {}  # by engine
-
-        self.slept = [SleepResult(freed_bytes=8, residual_bytes=0)]
-
-    def weight_sums(self, dtype: str) -> dict[str, Any]:
-        assert dtype == "float32"
-        return self.sums
-
-    def replace_dead(self) -> dict[str, WorkerDied]:
-        self.log.append("replace")
-        self.dead = False
-        return {"engine-1": WorkerDied("its process died")}
-
-    def wake_up(self) -> None:
-        self.log.append("wake up")
-
-    def sleep(self) -> list[SleepResult]:
-        self.log.append("sleep")
-        return self.slept
-
-    def update_weights_async(self, address: Any, version: int, *, verify: bool) -> None:
-        self.verified.append(verify)
-        self.log.append(f"send {version}")
-
-    def receive_async(self, manifest: Any, version: int, address: Any) -> None:
-        self.log.append(f"receive {version}")
-
-    def ready(self, pending: None, timeout: float) -> bool:
-        return self.answers
-
-    def wait_update(self, pending: None) -> UpdateResult:
-        self._wait()
-        return self.sent if self.verified[-1] else evolve(self.sent, sums={})
-
-    def received(self, pending: None, timeout: float) -> dict[str, Received]:
-        return self.fared if self.answers else {}
-
-    def give_up(self, engine: str, reason: str) -> None:
-        self.log.append(f"give up {engine}: {reason}")
-        self.answers = True  # which is what it is for
-
-    def replace(self, failed: Mapping[str, CorerlError]) -> None:
-        for name, error in failed.items():
-            if not self.allowed:
-                raise error
-            self.log.append(f"replace {name}: {type(error).__name__}: {error.message}")
-            self.allowed -= 1
-        well = {name: Received(version=0, bytes=8) for name in self.names}
-        self.fared = self.later.pop(0) if self.later else well
-
-    def lost_weights(self, names: Iterable[str]) -> None:
-        self.without_weights = list(names)
-
-    def step_completed(self) -> None:
-        self.log.append("completed")
-
-    def _wait(self) -> None:
-        assert self.answers, "waited for in vain"
-        if self.failure is not None:
-            raise self.failure
-
-    def forward_async(
-        self, shared: Any, plan: Any, outputs: tuple[Output, ...], *, weights: str, replay: bool
-    ) -> float:
-        self.passes.append((outputs, weights, replay))
-        return {Output.VALUES: 0.5, Output.LOGPROBS: -2.0 if weights == REFERENCE else -1.0}[outputs[0]]
-
-    def wait_forward(self, value: float, outputs: tuple[Output, ...], *, of: SampleBatch) -> dict[Output, Any]:
-        columns: dict[Output, Any] = {output: np.full(len(of.tokens), value, np.float32) for output in outputs}
-        return columns | ({EXPERTS: CHOSEN} if EXPERTS in outputs else {})
-
-    def train_async(self, shared: SampleBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Step:
-        self.losses.append(loss)
-        return step
-
-    def wait_train(self, step: Step) -> GroupTrainResult:
-        self.log.append(f"train at {step.optimizer_step} of {step.rollout_step}")
-        return GroupTrainResult(applied=True, metrics={}, grad_norm=float(step.optimizer_step), tokens=5)
-
-
-LOSS = LossSpec(name="clipped", params={"kl_coef": 0.5})
-
-
-def role(name: str, group: Group | None = None, config: Config | None = None, **parts: Any) -> Role:
-    config = config or make_config()
-    given = {"loss": LOSS, "optimizer_step": 0, "rollout_steps": config.run.steps, **parts}
-    return Role(
-        name=name,
-        group=group or Group(),  # type: ignore[arg-type]  # the part of a TrainGroup that is used
-        train=config.train,
-        aggregation="token-mean",
-        max_tokens=7,
-        seed=0,
-        **given,
-    )
-
-
-class Source:
-    position = "where the prompts stand"
-
-    def __init__(self) -> None:
-        self.saved: list[Path] = []
-
-    def save(self, checkpoint: Path) -> None:
-        self.saved.append(checkpoint)
-
-
-class Ears:
-    def __init__(self) -> None:
-        self.steps: list[StepFinished] = []
-        self.finished: list[RunFinished] = []
-        self.notices: list[Notice] = []
-
-    @hookimpl
-    def observe(self, event: Event) -> None:
-        if isinstance(event, StepFinished):
-            self.steps.append(event)
-        if isinstance(event, RunFinished):
-            self.finished.append(event)
-        if isinstance(event, Notice):
-            self.notices.append(event)
 
 
 @pytest.fixture
@@ -199,10 +61,10 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "observers": Observers([]),
                 "phases": Phases(),
                 "rollout_step": 0,
-                "weights_version": 0,
                 "sampler": "a sampler",
                 "kl_coef": config.algorithm.kl_coef,
                 "roles": {"actor": role("actor", actor, config)},
+                "residency": staying(),
                 **parts,
             }
         )
@@ -416,7 +278,7 @@ def test_each_role_takes_its_own_steps_and_results_come_in_their_order(make_run:
 def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) -> None:
     actor, fleet = Group(), Group()
     roles = {"actor": role("actor", actor, first_step=2), "critic": role("critic")}
-    run = make_run(make_config(), roles=roles, fleet=fleet, weights_version=3)
+    run = make_run(make_config(), roles=roles, updates=make_updates(make_config(), actor, fleet, version=3))
     run.push_weights()
     stamped = run.with_advantages(scored())
     for run.rollout_step in range(4):
@@ -428,10 +290,6 @@ def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) 
 
 
 # ---- warnings --------------------------------------------------------------------------------------------------------
-
-
-def told(ears: Ears) -> list[str]:
-    return [notice.text for notice in ears.notices]
 
 
 def test_a_reward_that_never_differs_is_told_once_until_it_does(make_run: Callable[..., Run]) -> None:
@@ -463,139 +321,9 @@ def test_the_first_sample_without_a_reward_is_named(make_run: Callable[..., Run]
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def test_each_push_has_a_version_of_its_own(make_run: Callable[..., Run]) -> None:
-    actor, fleet = Group(), Group()
-    run = make_run(make_config(), actor=actor, fleet=fleet, weights_version=7)
-    run.push_weights()
-    run.actor.optimizer_step += 1
-    run.push_weights()
-    assert (actor.log, fleet.log, run.weights_version) == (["send 7", "send 8"], ["receive 7", "receive 8"], 9)
-
-
-def test_a_push_that_an_engine_did_not_take_says_which_and_why(make_run: Callable[..., Run]) -> None:
-    actor, fleet = Group(), Group()
-    # The engine knows better than the sender, which only sees that no answer comes.
-    actor.sent = evolve(actor.sent, engines={"engine-0": "", "engine-1": "no answer"})
-    fleet.fared["engine-1"] = Received(version=0, bytes=0, error="bucket 3 was damaged")
-    run = make_run(make_config(), actor=actor, fleet=fleet, weights_version=7)
-    with pytest.raises(
-        WeightUpdateError, match="^weights version 7 did not reach every engine: engine-1: bucket 3 was damaged$"
-    ):
-        run.push_weights()
-
-
-def test_a_push_ends_with_a_rank_that_died_and_waits_for_no_engine(make_run: Callable[..., Run]) -> None:
-    actor, fleet = Group(), Group()
-    actor.failure = WorkerDied("its process died")
-    fleet.answers = False
-    run = make_run(make_config(), actor=actor, fleet=fleet, weights_version=7)
-    with pytest.raises(WorkerDied, match="^its process died$"):
-        run.push_weights()
-
-
-DEAD = Received(version=-1, bytes=0, error="its process died", died=True)
-FAILED = Received(version=0, bytes=0, error="bucket 3 did not arrive")
-
-
-def evicting(make_run: Callable[..., Run], *fared: dict[str, Received], **parts: Any) -> tuple[Run, Group, Group, Ears]:
-    """A run whose engines fare so, update after update; each has taken the first one."""
-    actor, fleet, ears = Group(), Group(), Ears()
-    observers = Observers([("ears", ears)])
-    address = Address(transport="ipc", engines=fleet.names, token="at first")
-    run = make_run(make_config(), actor=actor, fleet=fleet, address=address, observers=observers, **parts)
-    run.push_weights()
-    run.actor.optimizer_step += 1
-    well = {name: Received(version=0, bytes=8) for name in fleet.names}
-    fleet.fared, *fleet.later = [{**well, **each} for each in fared]
-    for group in (actor, fleet):
-        group.log.clear()
-    return run, actor, fleet, ears
-
-
-def test_an_engine_that_dies_in_an_update_is_given_up_and_replaced_and_all_get_the_next_one(
-    make_run: Callable[..., Run],
-) -> None:
-    run, actor, fleet, ears = evicting(make_run, {"engine-0": FAILED, "engine-1": DEAD})
-    actor.answers = False  # the senders wait, until they are told
-    run.push_weights()
-    assert actor.log == [
-        "send 1",
-        "give up engine-0: bucket 3 did not arrive",
-        "give up engine-1: its process died",
-        "send 2",
-    ]
-    # What the other engine says follows from the death of the one: it stays.
-    assert fleet.log == ["receive 1", "replace engine-1: WorkerDied: its process died", "receive 2"]
-    assert run.weights_version == 3
-    assert run.address.token != "at first"  # what was built there is broken
-    assert told(ears) == ["engine-1 is replaced: its process died"]
-
-
-def test_an_engine_that_fails_alive_is_replaced_and_if_its_successor_fails_too_the_run_ends(
-    make_run: Callable[..., Run],
-) -> None:
-    run, _, fleet, _ = evicting(make_run, {"engine-1": FAILED})
-    run.push_weights()
-    assert fleet.log == [
-        "receive 1",
-        "replace engine-1: WeightUpdateError: engine-1: bucket 3 did not arrive",
-        "receive 2",
-    ]
-    run, _, fleet, _ = evicting(make_run, {"engine-1": FAILED}, {"engine-1": FAILED})
-    with pytest.raises(
-        WeightUpdateError, match="^weights version 2 did not reach every engine: engine-1: bucket 3 did not arrive$"
-    ):
-        run.push_weights()
-    assert len(fleet.log) == 3
-
-
-def test_an_engine_that_died_more_often_than_is_allowed_ends_the_run_with_its_death(
-    make_run: Callable[..., Run],
-) -> None:
-    run, _, fleet, _ = evicting(make_run, *[{"engine-1": DEAD}] * 3)
-    fleet.allowed = 2
-    with pytest.raises(WorkerDied, match="^its process died$"):
-        run.push_weights()
-    assert [line for line in fleet.log if line.startswith("receive")] == ["receive 1", "receive 2", "receive 3"]
-
-
-def test_an_engine_whose_senders_missed_it_is_replaced_though_it_says_nothing(make_run: Callable[..., Run]) -> None:
-    run, actor, fleet, _ = evicting(make_run, {})
-    late = actor.sent
-    actor.sent = evolve(late, engines={"engine-0": "", "engine-1": "no answer"})
-    replace = fleet.replace
-    fleet.replace = lambda failed: (replace(failed), setattr(actor, "sent", late))[0]  # type: ignore[method-assign]
-    run.push_weights()
-    assert fleet.log[1] == "replace engine-1: WeightUpdateError: engine-1: no answer"
-
-
-def test_what_engines_hold_is_compared_every_so_many_updates_and_the_tensor_is_named(
-    make_run: Callable[..., Run],
-) -> None:
-    actor, fleet, ears = Group(), Group(), Ears()
-    observers = Observers([("ears", ears)])
-    manifest = build_manifest([("a", (1,)), ("b", (1,))], dtype="float32", bucket_bytes=8)
-    config = make_config(weights={"verify_every": 2})
-    run = make_run(config, actor=actor, fleet=fleet, observers=observers, manifest=manifest)
-    actor.sent = evolve(actor.sent, sums={"a": 5, "b": 6})
-    fleet.sums = {"engine-0": {"a": 5}, "engine-1": None}  # of b it does not tell
-    for _ in range(4):
-        run.push_weights()
-        run.actor.optimizer_step += 1
-    assert actor.verified == [True, False, True, False]
-    line = "engine-1 cannot tell what it has loaded (Engine.weight_sums): it is not compared with what was sent; "
-    assert told(ears) == [f"{line}weights.verify_every=0 asks no more"]
-    fleet.sums = {"engine-0": {"a": 5, "b": 6}, "engine-1": {"a": 5, "b": 7}}
-    with pytest.raises(
-        WeightUpdateError,
-        match="^engine-1 holds other weights than it was sent as version 4: 'b', whose bits sum to 0x7 ",
-    ):
-        run.push_weights()
-
-
 def test_restarts_are_counted_anew_after_a_step(make_run: Callable[..., Run]) -> None:
     fleet = Group()
-    run = make_run(make_config(), fleet=fleet)
+    run = make_run(make_config(), updates=make_updates(make_config(), Group(), fleet))
     run.report(scored(), None, {})
     assert fleet.log == ["completed"]
 
@@ -603,52 +331,18 @@ def test_restarts_are_counted_anew_after_a_step(make_run: Callable[..., Run]) ->
 def test_a_batch_is_as_stale_as_its_tokens_are_behind_the_weights_that_are_trained(
     make_run: Callable[..., Run],
 ) -> None:
-    run = make_run(make_config(), fleet=Group(), weights_version=5)  # the engines hold 4
+    run = make_run(make_config(), updates=make_updates(make_config(), Group(), Group(), version=5))  # they hold 4
     metrics = run.with_advantages(scored()).metrics
     assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(4 / 3), 2.0)
-    read = make_run(make_config(), weights_version=5)  # nothing is sampled: versions are another run's
+    read = make_run(make_config())  # nothing is sampled: versions are another run's
     assert not any("staleness" in name for name in read.with_advantages(scored()).metrics)
-
-
-class Overlapping(Source):
-    """A source that samples while something is trained; notes where an update stands."""
-
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
-
-    @contextlib.contextmanager
-    def updating(self, version: int) -> Iterator[None]:
-        self.log.append(f"hold for {version}")
-        yield
-        self.log.append("go on")
-
-
-def test_an_update_comes_to_engines_that_are_still_and_new_ones_stand_where_some_have_died(
-    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    together, ears = Group(), Ears()
-    monkeypatch.setattr(driver, "meeting_at", lambda address, group: "another place")
-    run = make_run(
-        make_config(rollout={"source": "one-step-off", "prompts": 8, "samples": 4}),
-        actor=together,
-        fleet=together,
-        source=Overlapping(together.log),
-        observers=Observers([("ears", ears)]),
-        weights_version=7,
-    )
-    run.push_weights()
-    assert together.log == ["hold for 7", "send 7", "receive 7", "go on"]
-    together.log.clear()
-    together.dead = True  # so that there is something to send, though nothing has been trained
-    run.push_weights()
-    assert together.log == ["hold for 8", "replace", "send 8", "receive 8", "go on"]
-    assert (run.address, told(ears)) == ("another place", ["engine-1 is replaced: its process died"])
 
 
 def test_weights_go_out_every_so_many_steps_and_before_an_evaluation(make_run: Callable[..., Run]) -> None:
     actor = Group()
     config = make_config(weights={"every": 3}, eval={"every": 4}, run={"steps": 7})
-    run = make_run(config, actor=actor, fleet=Group(), rollout_step=1)  # resumed: engines hold nothing yet
+    updates = make_updates(config, actor, Group())
+    run = make_run(config, actor=actor, updates=updates, rollout_step=1)  # resumed: engines hold nothing yet
     pushed = []
     for run.rollout_step in range(1, 8):
         before = len(actor.log)
@@ -658,28 +352,51 @@ def test_weights_go_out_every_so_many_steps_and_before_an_evaluation(make_run: C
     assert pushed == [1, 3, 4, 6, 7]
 
 
-def test_ranks_and_engines_that_share_devices_take_turns(make_run: Callable[..., Run]) -> None:
-    together = Group()  # one log, so that the order between the two shows
-    run = make_run(make_config(), actor=together, fleet=together, offloaded=["actor"])
-    with run.training():
-        together.log.append("train")
-        run.push_weights()
-    assert together.log == ["sleep", "wake up", "train", "wake up", "send 0", "receive 0", "sleep"]
-    alone = Group()
-    with make_run(make_config(), actor=alone, fleet=alone).training():
-        pass
-    assert alone.log == []
+def test_where_no_update_comes_by_itself_engines_that_have_died_are_mended_and_others_left_alone(
+    make_run: Callable[..., Run],
+) -> None:
+    actor, fleet = Group(), Group()
+    run = make_run(make_config(), actor=actor, updates=make_updates(make_config(), actor, fleet))
+    run.push_weights()
+    fleet.log.clear()
+    run.mend_engines()
+    assert fleet.log == []
+    fleet.dead = True
+    run.mend_engines()
+    assert fleet.log == ["replace", "receive 1"]
 
 
-def test_what_a_rank_says_of_its_sleep_reaches_the_user(make_run: Callable[..., Run]) -> None:
-    actor, ears = Group(), Ears()
-    actor.slept = [evolve(actor.slept[0], notes=notes) for notes in ((), ("host memory could not be pinned",))]
+def test_each_verb_of_a_step_finds_in_memory_what_it_reads_and_at_its_end_the_ranks_sleep(
+    make_run: Callable[..., Run],
+) -> None:
+    both = Group()  # one log of ranks and engines, so that the order between the two shows
+    config = make_config(algorithm={"old_logprobs": "recompute"}, checkpoint={"every": 1})
+    residency = sharing({"actor": both}, passed=["actor"], fleet=both)
+    updates = make_updates(config, both, both, residency=residency, version=4)
+    saves = Saves(-1)
     run = make_run(
-        make_config(), actor=actor, fleet=Group(), offloaded=["actor"], observers=Observers([("ears", ears)])
+        config, actor=both, updates=updates, residency=residency, checkpoints=saves, source=Source(), run_dir=Path()
     )
+    residency.enter(SAMPLE)
+    both.log.clear()
     with run.training():
-        pass
-    assert [notice.text for notice in ears.notices] == ["actor rank 1: host memory could not be pinned"]
+        stamped = run.with_advantages(scored())
+        run.optimize(stamped)
+        run.push_weights()
+        run.save()
+    assert both.log == [
+        "sleep",  # the engines
+        "wake param",
+        "wake grad master optimizer",
+        "train at 0 of 0",
+        "sleep grad master optimizer",
+        "wake",
+        "send 4",
+        "receive 4",
+        "wake master optimizer",
+        "sleep master optimizer param",
+    ]
+    assert saves.log[1] == ("start 0", True)
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
@@ -723,10 +440,14 @@ class Saves:
         self.log: list[tuple[str, bool]] = []
         self.states: list[dict[str, Any]] = []
 
-    def start(self, step: Any, state: dict[str, Any], *, background: bool, files: Callable[[Path], None]) -> None:
+    def start(self, step: Any, state: dict[str, Any], *, background: bool, files: Any, enter: Any) -> None:
         files(Path("/run/checkpoints/partial"))
+        enter("actor")
         self.states.append(state)
         self.log.append((f"start {state['rollout_step']}", background))
+
+    def due(self, step: int) -> bool:
+        return True
 
     def complete(self, *, wait: bool) -> None:
         self.log.append(("complete", wait))
@@ -753,21 +474,22 @@ def test_the_end_saves_what_is_not_saved_and_waits_for_what_is_being_written(mak
         assert (summary.reason, summary.steps_done, summary.run_dir) == ("interrupted", 5, Path("/run"))
 
 
-def test_the_last_save_wakes_ranks_where_engines_sleep(make_run: Callable[..., Run]) -> None:
-    together = Group()
+def test_the_last_save_finds_what_it_writes_in_memory(make_run: Callable[..., Run]) -> None:
+    actor = Group()
     run = make_run(
         make_config(),
-        actor=together,
-        fleet=together,
-        offloaded=["actor"],
+        actor=actor,
+        residency=sharing({"actor": actor}, fleet=actor),
         checkpoints=Saves(4),
         rollout_step=5,
         stop=Stop(True),
         source=Source(),
         run_dir=Path("/run"),
     )
+    run.residency.enter(SAMPLE)
+    actor.log.clear()
     run.finish()
-    assert together.log == ["sleep", "wake up"]
+    assert actor.log == ["sleep", "wake master optimizer param"]
 
 
 @pytest.mark.parametrize(("rollout_step", "reason"), [(4, "interrupted"), (5, "finished")])
@@ -801,24 +523,3 @@ def test_a_resumed_run_ends_with_the_answers_from_before_any_training(
     _, saves, ears = evaluating("at the resume", before=restored, rollout_step=25)
     assert (ears.finished[0].before, ears.finished[0].after) == (answers("at first"), answers("at the resume"))
     assert answers_in(saves.states[0]) == answers("at first")
-
-
-def test_where_no_update_comes_by_itself_engines_that_have_died_are_mended_and_others_left_alone(
-    make_run: Callable[..., Run],
-) -> None:
-    actor, fleet = Group(), Group()
-    run = make_run(make_config(), actor=actor, fleet=fleet, address=Address(transport="disk", engines=fleet.names))
-    run.push_weights()
-    fleet.log.clear()
-    run.mend_engines()
-    assert fleet.log == []
-    fleet.dead = True
-    run.mend_engines()
-    assert fleet.log == ["replace", "receive 1"]
-
-
-def test_senders_and_engines_meet_anew_at_names_that_nobody_else_has(make_run: Callable[..., Run]) -> None:
-    for transport in ("ipc", "disk"):
-        address = Address(transport=transport, engines=("engine-0",), token="old")
-        tokens = {meeting_at(address, make_run(make_config()).actor.group).token for _ in range(3)}
-        assert len(tokens) == 3 and "old" not in tokens

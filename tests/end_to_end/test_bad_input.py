@@ -97,7 +97,7 @@ def test_a_setting_that_cannot_be_meant_is_one_line_before_any_process(
         (
             "weights.transport=pigeon",
             "weights.transport: unknown weight transport 'pigeon'; known: ",
-            "collective, disk, ipc",
+            "collective, delta, disk, ipc",
         ),
         ("algorithm.loss=cliped", "algorithm.loss: unknown loss 'cliped'", "'clipped'?"),
     ],

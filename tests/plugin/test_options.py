@@ -30,6 +30,7 @@ from corerl.plugin.options import (
     merge_environments,
     notes,
     resolve_tables,
+    role_options,
     selected,
 )
 from corerl.plugin.registry import Kind, load
@@ -79,6 +80,23 @@ def test_a_role_with_a_backend_of_its_own_selects_that_too() -> None:
     assert backend_name(config(), "actor") == "mine"
     resolved = resolve_tables(given)
     assert (resolved.backends["mine"].shards, resolved.backends["other"].shards) == (1, 4)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_role_with_a_table_of_its_own_is_told_that_alone() -> None:
+    critic = CriticChoice(options={"shards": 7})
+    given = resolve_tables(config(roles=RolesConfig(critic=critic), backends={"mine": {"shards": 2}}))
+    mine = load(Kind.BACKENDS, "mine")
+    found = [role_options(given, role, mine) for role in ("actor", "critic")]
+    assert found == [mine.spec.config(shards=2), mine.spec.config(shards=7)]
+    assert resolve_tables(given) == given
+    wrong = config(roles=RolesConfig(critic=CriticChoice(options={"shard": 7})))
+    with pytest.raises(ConfigError, match="^roles.critic.options.shard: unknown key; did you mean 'shards'\\?$"):
+        resolve_tables(wrong)
+    cluster, bad = ClusterInfo(device="cpu", ranks=1), mine.spec.config(shards=3)
+    given = evolve(given, roles=evolve(given.roles, critic=evolve(critic, options=bad)))
+    with pytest.raises(ConfigError, match="^roles.critic.options.shards: 3 is more than 1 ranks$"):
+        check_spec(mine, bad, cluster, config=given, role="critic")
 
 
 def test_every_setting_that_names_a_plugin_is_told_with_whether_its_code_runs() -> None:

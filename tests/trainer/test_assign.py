@@ -186,6 +186,17 @@ def test_what_a_backend_refuses_of_a_model_or_of_train_is_named_where_it_stands(
     assert planned(config_for(CHOOSY)).data_parallel == 2  # no model is known: nothing to be said of it
 
 
+def test_each_role_is_told_its_own_table_of_the_backend() -> None:
+    roles = RolesConfig(actor=RoleChoice(ranks=2), critic=CriticChoice(ranks=3, options={"shards": 3}))
+    config = config_for(options={"shards": 2}, roles=roles)
+    told = {}
+    for role in ("actor", "critic"):
+        loss = loss_of(role, config)
+        plan = plan_role(role, config, loss=loss, experts=1, device="cpu", run_dir="runs/x", resume="")
+        told[role] = [(each.config.options["shards"], plan.environment["FAKE_SHARDS"]) for each in plan.assignments]
+    assert told == {"actor": [(2, "2 of 2 on cpu")] * 2, "critic": [(3, "3 of 3 on cpu")] * 3}
+
+
 CPU, CUDA = ClusterInfo(device="cpu", ranks=1), ClusterInfo(device="cuda", ranks=4)
 PLAIN_RUN = {Capability.SAVE_BACKGROUND, Capability.UPDATE_IPC}
 
@@ -198,13 +209,14 @@ def test_a_run_needs_what_its_settings_use_and_no_more() -> None:
     config = evolve(config_for(), weights=WeightsConfig(transport="ipc"))  # as `auto` became one of them
     quiet = evolve(config, checkpoint=CheckpointConfig(background=False))
     disk = evolve(quiet, weights=WeightsConfig(transport="disk"))
+    delta = evolve(quiet, weights=WeightsConfig(transport="delta"))
     apart = evolve(config, cluster=ClusterConfig(placement="disaggregated"))
     penalised = evolve(config, algorithm=AlgorithmConfig(kl_coef=0.1))
     half = evolve(apart, train=TrainConfig(precision="bfloat16"))
     narrow = evolve(apart, train=TrainConfig(precision="float16", recompute="full"))
     assert needs(config, CPU) == PLAIN_RUN | {Capability.CPU}
     assert needs(quiet, CPU) == {Capability.UPDATE_IPC, Capability.CPU}
-    assert needs(disk, CPU) == {Capability.UPDATE_DISK, Capability.CPU}
+    assert needs(disk, CPU) == needs(delta, CPU) == {Capability.UPDATE_DISK, Capability.CPU}
     assert needs(apart, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK}
     assert needs(half, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK, Capability.BFLOAT16}
     assert needs(narrow, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK, Capability.FLOAT16, Capability.RECOMPUTE}
@@ -273,9 +285,9 @@ def test_memory_is_given_back_only_where_it_is_shared(
 
 def test_a_role_is_told_whether_it_will_sleep_and_what_it_may_hold_then() -> None:
     for offload, sleeps in (("always", True), ("never", False)):
-        cluster = ClusterConfig(offload=offload, max_residual_gib=1.5)  # type: ignore[arg-type]
+        cluster = ClusterConfig(offload=offload, max_residual_gib=1.5, suspend_communicators=True)  # type: ignore[arg-type]
         role = planned(config_for(cluster=cluster)).assignments[0].config
-        assert (role.sleeps, role.max_residual_gib) == (sleeps, 1.5)
+        assert (role.sleeps, role.max_residual_gib, role.suspend_communicators) == (sleeps, 1.5, True)
 
 
 def test_a_critic_on_devices_of_its_own_takes_turns_with_nobody() -> None:

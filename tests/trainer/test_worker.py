@@ -42,6 +42,7 @@ from corerl.errors import (
     WeightUpdateError,
     WrongState,
 )
+from corerl.rollout.receiving import Receiving
 from corerl.testing.harness import make_samples
 from corerl.testing.models import write_tiny_model
 from corerl.trainer.assign import loss_of, plan_role
@@ -51,6 +52,7 @@ from corerl.types import FloatArray, LossSpec, MemoryKind, Output, SampleBatch, 
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import open_receiver
+from corerl.weights.verify import bit_sums
 from tests.trainer.configs import config_for
 
 LR, CLIP_NORM = 1e-3, 0.5
@@ -316,6 +318,53 @@ def receive(address: Address, manifest: Manifest, version: int) -> dict[str, tor
     receiver.acknowledge(version, "")
     receiver.close()
     return tensors
+
+
+def test_the_bytes_of_an_update_are_those_that_were_sent(worker: Worker, tmp_path: Path) -> None:
+    address = Address(transport="delta", engines=("engine-0",), path=str(tmp_path), timeout=60.0)
+    receiving = Receiving(0)
+    whole = 4 * sum(bucket.numel for bucket in worker.manifest().buckets)
+    with ThreadPoolExecutor(1) as engine:
+        for version, verify in ((1, False), (2, False), (3, True)):  # nothing is trained in between
+            transfer = engine.submit(
+                receiving.transfer, worker.manifest(), version, address, load=lambda bucket, flat: None
+            )
+            result = worker.update_weights(address, version, verify)
+            assert result.engines == {"engine-0": ""} and transfer.result() == (whole, "")
+            assert result.bytes == whole if version == 1 else 0 < result.bytes < whole / 100
+
+
+def test_an_engine_in_fp8_is_sent_blocks_of_what_is_trained(config: Config, model: Path, tmp_path: Path) -> None:
+    weights = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    worker = Worker(assigned(evolve(config, weights=WeightsConfig(quantize="fp8", unquantized=("o_proj",)))))
+    worker.init("127.0.0.1", 0)
+    manifest = worker.manifest()
+    address = Address(transport="disk", engines=("engine-0",), path=str(tmp_path / "updates"), timeout=60.0)
+    with ThreadPoolExecutor(1) as engine:
+        receiving = engine.submit(receive, address, manifest, 1)
+        result = worker.update_weights(address, 1, True)
+        loaded = receiving.result()
+    worker.shutdown("finished")
+
+    assert result.engines == {"engine-0": ""} and result.sums == bit_sums(loaded)
+    assert (
+        result.bytes == sum(bucket.numel for bucket in manifest.buckets) < sum(each.nbytes for each in weights.values())
+    )
+    scaled = {name for name in weights if f"{name}_scale_inv" in loaded}
+    assert loaded.keys() == weights.keys() | {f"{name}_scale_inv" for name in scaled}
+    parts = {name.split(".layers.0.")[-1] for name in scaled if ".layers.0." in name}
+    assert parts == {
+        *(f"self_attn.{each}_proj.weight" for each in "qkv"),
+        *(f"mlp.{each}_proj.weight" for each in ("gate", "up", "down")),
+    }
+    for name, tensor in weights.items():
+        if name in scaled:
+            assert max(tensor.shape) <= 128  # one block
+            scale = loaded[f"{name}_scale_inv"]
+            assert scale.tolist() == [[(tensor.abs().max() / 448).item()]]
+            assert torch.equal(loaded[name].float(), (tensor / scale).to(torch.float8_e4m3fn).float())
+        else:
+            assert torch.equal(loaded[name], tensor)
 
 
 def test_engines_are_sent_the_weights_by_the_manifest_through_one_sender(

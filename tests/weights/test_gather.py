@@ -8,7 +8,7 @@ import torch
 from corerl.errors import ContractError
 from corerl.testing.pool import RankPool
 from corerl.weights.chunks import Chunk
-from corerl.weights.gather import GatherPlan
+from corerl.weights.gather import GatherPlan, first_of_stages
 from corerl.weights.manifest import build_manifest
 from tests.weights import ranks
 
@@ -46,6 +46,29 @@ def test_the_order_of_tensors_is_equal_on_all_ranks_and_first_appearance_rank_by
     for report in reports:
         assert report["sharded to all"]["order"] == ["embed", "norm", "q", "head", "scale"]
         assert report["staged to all"]["order"] == ["embed", "q", "head", "norm", "scale"]
+
+
+def test_a_stage_that_holds_tensors_alone_has_a_sender_of_its_own(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["staged to all"]["senders"] == {"embed": 0, "q": 0, "head": 0, "norm": 1, "scale": 1}
+        for scenario in ("sharded to all", "copied to all"):
+            assert set(report[scenario]["senders"].values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("held", "senders"),
+    [
+        ([{"a"}, {"a"}, {"b"}, {"b"}], {"a": 0, "b": 2}),  # two stages, split over two ranks each
+        ([{"n", "x"}, {"n", "y"}, {"m", "z"}], {"n": 0, "x": 0, "y": 0, "m": 2, "z": 2}),  # experts x, y and z
+        ([{"a"}, {"b"}, {"c", "a"}], {"a": 0, "b": 1, "c": 0}),  # tied embeddings on the first stage and the last
+        ([{"a"}, {"b"}, {"a", "b"}, {"c"}], {"a": 0, "b": 0, "c": 3}),
+        ([set(), {"a"}, {"b"}], {"a": 0, "b": 2}),
+        ([{"a"}, {"a"}], {"a": 0}),
+        ([set()], {}),
+    ],
+)
+def test_ranks_that_share_a_tensor_are_of_one_stage(held: list[set[str]], senders: dict[str, int]) -> None:
+    assert first_of_stages(held) == senders
 
 
 def test_no_allocation_is_larger_than_two_buckets(reports: list[dict[str, Any]]) -> None:

@@ -24,6 +24,19 @@ def test_the_limit_counts_bytes_of_the_dtype() -> None:
     assert len(build_manifest(SHAPES[3:], dtype="bfloat16", bucket_bytes=12).buckets) == 1
 
 
+def test_a_bucket_has_one_sender_and_senders_take_turns() -> None:
+    senders = {"a": 0, "b": 4, "huge": 0, "c": 4, "d": 0}
+    manifest = build_manifest(SHAPES, dtype="float32", bucket_bytes=28, senders=senders)
+    assert [(bucket.sender, [entry.name for entry in bucket.entries]) for bucket in manifest.buckets] == [
+        (0, ["a"]),
+        (4, ["b", "c"]),
+        (0, ["huge"]),
+        (0, ["d"]),
+    ]
+    assert [entry.start for entry in manifest.buckets[1].entries] == [0, 1]
+    assert [bucket.index for bucket in manifest.buckets] == [0, 1, 2, 3] and manifest.senders == (0, 4)
+
+
 def test_a_buckets_views_share_its_flat_buffer() -> None:
     bucket = build_manifest(SHAPES, dtype="float32", bucket_bytes=28).buckets[0]
     flat = torch.arange(7.0)
@@ -39,3 +52,9 @@ def test_the_digest_tells_manifests_apart_and_is_equal_for_equal_ones() -> None:
     assert digest(SHAPES) == digest(list(SHAPES))
     others = {digest(SHAPES[::-1]), digest(SHAPES, "bfloat16"), digest(SHAPES, limit=1000), digest(SHAPES[1:])}
     assert len(others | {digest(SHAPES)}) == 5
+
+    def of_last(sender: int) -> str:
+        senders = {name: 0 for name, _ in SHAPES} | {SHAPES[-1][0]: sender}
+        return build_manifest(SHAPES, dtype="float32", bucket_bytes=28, senders=senders).digest
+
+    assert digest(SHAPES) == of_last(0) != of_last(1)

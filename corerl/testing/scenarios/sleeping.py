@@ -112,16 +112,46 @@ def _alive() -> int:
     return resident_bytes(each for each in found if not isinstance(each, FakeTensor) and each.device.type != "meta")
 
 
-def sleep_partly(setup: Setup, directory: str) -> Mapping[str, str]:
-    """With moments asleep: verb -> error, "" where it works."""
+@frozen(kw_only=True)
+class Read:
+    """What the verbs that read parameters give, to the last bit."""
+
+    outputs: Mapping[str, bytes]  # of forward
+    sent: Mapping[str, bytes]  # by update_weights, on the rank that sends
+
+
+@frozen(kw_only=True)
+class Partly:
+    awake: Read
+    asleep: Read  # the same while only parameters are awake
+    errors: Mapping[str, str]  # verb -> error meanwhile, "" where it works
+
+
+def sleep_partly(setup: Setup, directory: str) -> Partly:
+    """After two steps all kinds but parameters sleep."""
     with running(setup) as worker:
-        train(worker, setup, 0)
-        worker.sleep({MemoryKind.OPTIMIZER})
-        return {
-            "forward": error_of(lambda: forward(worker, setup, make_samples(1))),
-            "update_weights": error_of(
-                lambda: worker.host.update_weights(InProcessSender(lambda bucket: None), version=1)
-            ),
-            "train": error_of(lambda: train(worker, setup, 1)),
-            "save": error_of(lambda: worker.save(directory, step_at(1), False)),
+        for number in (0, 1):
+            train(worker, setup, number)
+        awake: dict[str, dict[str, bytes]] = {"outputs": {}, "sent": {}}
+        asleep: dict[str, dict[str, bytes]] = {"outputs": {}, "sent": {}}
+
+        def pass_through(found: dict[str, dict[str, bytes]]) -> None:
+            result = forward(worker, setup, make_samples(1))
+            found["outputs"] = {output.value: values.tobytes() for output, values in result.outputs.items()}
+
+        def send(found: dict[str, dict[str, bytes]], version: int) -> None:
+            def keep(bucket: Mapping[str, torch.Tensor]) -> None:
+                found["sent"].update({name: values.float().cpu().numpy().tobytes() for name, values in bucket.items()})
+
+            worker.host.update_weights(InProcessSender(keep), version=version)
+
+        pass_through(awake)
+        send(awake, version=1)
+        worker.sleep(frozenset(MemoryKind) - {MemoryKind.PARAM})
+        errors = {
+            "forward": error_of(lambda: pass_through(asleep)),
+            "update_weights": error_of(lambda: send(asleep, version=2)),
+            "train": error_of(lambda: train(worker, setup, 2)),
+            "save": error_of(lambda: worker.save(directory, step_at(2), False)),
         }
+        return Partly(awake=Read(**awake), asleep=Read(**asleep), errors=errors)

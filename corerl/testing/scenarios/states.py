@@ -67,7 +67,7 @@ def refusals(setup: Setup, lacks: Sequence[Capability], directory: str) -> dict[
                 lambda: worker.forward(told, plan, (Output.LOGPROBS,), replay=True),
                 lambda: worker.train(told, plan, LOSS, step_at(0)),
             ],
-            Capability.UPDATE_DISK: [lambda: update("disk")],
+            Capability.UPDATE_DISK: [lambda: update("disk"), lambda: update("delta")],
             Capability.UPDATE_COLLECTIVE: [lambda: update("collective")],
             Capability.UPDATE_IPC: [lambda: update("ipc")],
         }

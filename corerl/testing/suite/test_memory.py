@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
+from attrs import evolve
 
+from corerl.config.schema import Precision
 from corerl.plugin.capabilities import Capability
 from corerl.testing.compare import (
     SAVED,
@@ -51,9 +53,24 @@ def test_sleep_frees_what_it_says_and_waking_restores_every_bit(
 
 
 @check("C58", level=1, needs=[Capability.SLEEP], builds_on=["C43"])
-def test_only_the_verbs_that_need_moments_are_refused_while_these_sleep(subject: Subject) -> None:
-    ranks = subject.run(sleeping.sleep_partly, subject.setup("qwen3"), str(subject.directory / "actor"))
-    for verbs in ranks:
-        assert (verbs["forward"], verbs["update_weights"]) == ("", "")
+def test_forward_and_updates_go_on_with_parameters_alone_and_what_needs_more_is_refused(subject: Subject) -> None:
+    outputs_with_parameters_alone(subject, "float32")
+
+
+@check("C58", level=1, needs=[Capability.SLEEP, Capability.BFLOAT16], builds_on=["C43", "C55"])
+def test_they_do_where_masters_of_higher_precision_sleep_too(subject: Subject) -> None:
+    half, single = (outputs_with_parameters_alone(subject, precision) for precision in ("bfloat16", "float32"))
+    assert half != single  # it was another precision
+
+
+def outputs_with_parameters_alone(subject: Subject, precision: Precision) -> list[Mapping[str, bytes]]:
+    """Of each rank."""
+    setup = subject.setup("qwen3")
+    setup = evolve(setup, train=evolve(setup.train, precision=precision))
+    ranks = subject.run(sleeping.sleep_partly, setup, str(subject.directory / "actor"))
+    for rank in ranks:
+        assert (rank.errors["forward"], rank.errors["update_weights"]) == ("", "")
+        assert rank.asleep == rank.awake
         for verb in ("train", "save"):
-            assert verbs[verb].startswith(f"NotResident: {verb} ") and "sleeps: optimizer;" in verbs[verb]
+            assert rank.errors[verb].startswith(f"NotResident: {verb} ") and "optimizer" in rank.errors[verb]
+    return [rank.awake.outputs for rank in ranks]

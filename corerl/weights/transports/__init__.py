@@ -9,6 +9,7 @@ from typing import TypeAlias, TypeVar
 from corerl.errors import ConfigError
 from corerl.weights.transport import Address, WeightReceiver, WeightSender
 from corerl.weights.transports.collective import CollectiveReceiver, CollectiveSender
+from corerl.weights.transports.delta import DeltaReceiver, DeltaSender
 from corerl.weights.transports.disk import DiskReceiver, DiskSender
 from corerl.weights.transports.ipc import IpcReceiver, IpcSender
 
@@ -20,13 +21,15 @@ AUTO = "auto"  # in a config: ipc where the engines are on the ranks' devices, e
 
 SENDERS: dict[str, SenderFactory] = {
     "ipc": IpcSender,
-    "collective": lambda address, rank: CollectiveSender(address),
+    "collective": CollectiveSender,
     "disk": lambda address, rank: DiskSender(address),
+    "delta": lambda address, rank: DeltaSender(address),
 }
 RECEIVERS: dict[str, ReceiverFactory] = {
     "ipc": IpcReceiver,
     "collective": CollectiveReceiver,
     "disk": DiskReceiver,
+    "delta": DeltaReceiver,
 }
 
 

@@ -1,12 +1,15 @@
-"""Buckets by broadcast: one process group of the sending trainer rank and the engines, kept open between updates.
+"""Buckets by broadcast: a process group of each sending trainer rank and the engines, kept open between updates.
 
-The group (gloo on CPU, NCCL on GPUs) is built directly on a TCP store, with or without a default group.
-The store also carries what must not hang: who takes part in an update, and how it went. For update `v`, engine `i`:
+Each stage of a pipeline has a rank that sends, so that nothing passes over stages; without one, rank 0 sends all. The
+engines take buckets in the manifest's order, each through its sender's group. A group (gloo on CPU, NCCL on GPUs) is
+built directly on a TCP store, with or without a default group. The store also carries what must not hang: who takes
+part in an update, which rank 0 decides for all, and how it went. For update `v`, engine `i`, groups of generation `g`:
 
-    v/ready/i   engine -> sender   its manifest's digest and the group it is in; or that it refuses
-    v/go/i      sender -> engine   the group and its members; or why the engine is left out
-    v/done/i    engine -> sender   "" or why it did not commit
-    broken/g    sender -> engines  why it has left group g: who waits in a broadcast of it waits in vain
+    v/ready/i   engine -> rank 0         its manifest's digest and the generation it is in; or that it refuses
+    v/go/i      rank 0 -> engine         the generation and its members; or why the engine is left out
+    v/begin/r   rank 0 -> sender r       the same
+    v/done/i    engine -> rank 0         "" or why it did not commit
+    broken/g    a sender -> all others   why it has left its group: who waits in a broadcast of it waits in vain
 
 An engine that does not join is left out and the group rebuilt without it; it is asked again at the next update. Nobody
 blocks in a broadcast: both ends look whether it is done, whether the time is up, and whether the other end still lives.
@@ -45,11 +48,11 @@ BROKEN_GRACE = 10.0  # seconds for the engines' reports once the group is known 
 
 
 class _Group:
-    """The process group of one set of members; rank 0 sends."""
+    """The process group of one sender, rank 0 in it, and one set of engines."""
 
-    def __init__(self, address: Address, *, generation: int, rank: int, size: int, broken: Callable[[], str]) -> None:
+    def __init__(self, address: Address, *, name: str, rank: int, size: int, broken: Callable[[], str]) -> None:
         """Meets the other members. Raises as `broadcast` does."""
-        self.generation = generation
+        self._name = name
         self._seconds = address.timeout
         self._timeout = timedelta(seconds=address.timeout)
         self._backend: Any = None
@@ -72,7 +75,7 @@ class _Group:
     def _meet(self, address: Address, rank: int, size: int, device: int | None) -> None:
         # A connection of its own: while one waits for a key, nobody else can ask through it.
         store = dist.TCPStore(address.host, address.port, is_master=False, timeout=self._timeout)
-        prefixed = dist.PrefixStore(f"group/{self.generation}", store)
+        prefixed = dist.PrefixStore(f"group/{self._name}", store)
         if device is None:
             self._backend = dist.ProcessGroupGloo(prefixed, rank, size, self._timeout)
             return
@@ -117,15 +120,25 @@ def _abort(backend: Any) -> None:
         backend.abort()
 
 
-class CollectiveSender(WeightSender):
-    """Hosts the store at the address; its own failures, and those of engines, become entries in `commit`."""
+def _group_name(generation: int, sender: int) -> str:
+    return f"{generation}/{sender}"
 
-    def __init__(self, address: Address) -> None:
+
+class CollectiveSender(WeightSender):
+    """One rank's end; its own failures, and those of engines, become entries in `commit`. Rank 0's hosts the store at
+    the address, and hears the engines."""
+
+    by_bucket = True
+
+    def __init__(self, address: Address, rank: int = 0) -> None:
         self._address = address
+        self._rank = rank
         self._listening = address.listening  # until the store takes it over
         self._store: dist.Store | None = None
         self._group: _Group | None = None
         self._generation = 0
+        self._others: tuple[int, ...] = ()  # ranks that send as well
+        self._asked_store = 0.0  # time.monotonic() when it was last asked whether another sender's group is broken
         self._members: tuple[int, ...] = ()  # engines in the group
         self._errors: dict[str, str] = {}
         self._broken = ""
@@ -135,8 +148,13 @@ class CollectiveSender(WeightSender):
         self._errors, self._broken = {}, ""
         try:
             store = self._open_store()
-            ready = self._collect_ready(store, manifest, version)
-            self._form_group(store, ready, version)
+            self._others = tuple(rank for rank in manifest.senders if rank != self._rank)
+            if self._rank == 0:
+                ready = self._collect_ready(store, manifest, version)
+                generation, members = self._decide(store, ready, version)
+            else:
+                generation, members = self._hear_decision(store, version)
+            self._form_group(generation, members)
         except Exception as error:
             self._break(error)
 
@@ -158,6 +176,8 @@ class CollectiveSender(WeightSender):
         self._group.broadcast(digest, self._lost_member)
 
     def commit(self, version: int) -> Mapping[str, str]:
+        if self._rank != 0:  # engines tell rank 0, also of what did not arrive from here
+            return {}
         if self._store is not None:
             grace = min(BROKEN_GRACE, self._address.timeout) if self._broken else self._address.timeout
             deadline = time.monotonic() + grace
@@ -188,10 +208,10 @@ class CollectiveSender(WeightSender):
                 self._store = dist.TCPStore(
                     address.host,
                     address.port,
-                    is_master=True,
+                    is_master=self._rank == 0,
                     wait_for_workers=False,
                     timeout=timedelta(seconds=address.timeout),
-                    master_listen_fd=listening,
+                    master_listen_fd=listening if self._rank == 0 else None,
                 )
             except dist.DistNetworkError as error:
                 raise WeightUpdateError(
@@ -222,21 +242,35 @@ class CollectiveSender(WeightSender):
                 ready[index] = answer["generation"]
         return ready
 
-    def _form_group(self, store: dist.Store, ready: dict[int, int], version: int) -> None:
-        """Reuse the group where the same engines are still in it, else build a new one."""
+    def _decide(self, store: dist.Store, ready: dict[int, int], version: int) -> tuple[int, tuple[int, ...]]:
+        """The generation of the groups, and the engines in them, told to all: those that there are where the same
+        engines are still in them, else new ones."""
         members = tuple(ready)
-        current = self._group.generation if self._group is not None else None
-        reusable = members == self._members and all(generation == current for generation in ready.values())
-        if not reusable:
-            self._drop_group()
-            self._generation += 1
-        self._members = members
-        for index in members:
-            _put(store, f"{version}/go/{index}", {"generation": self._generation, "members": members})
-        if members and not reusable:
+        whole = self._group is not None and not store.check([f"broken/{self._generation}"])
+        reusable = whole and members == self._members and set(ready.values()) == {self._generation}
+        generation = self._generation if reusable else self._generation + 1
+        decision = {"generation": generation, "members": members}
+        for key in [f"go/{index}" for index in members] + [f"begin/{rank}" for rank in self._others]:
+            _put(store, f"{version}/{key}", decision)
+        return generation, members
+
+    def _hear_decision(self, store: dist.Store, version: int) -> tuple[int, tuple[int, ...]]:
+        # It waits for the engines, as long as its time is, from when it has begun.
+        decision = _take(store, f"{version}/begin/{self._rank}", 2 * self._address.timeout)
+        if decision is None:
+            raise WeightUpdateError(f"rank 0 did not begin version {version} within {2 * self._address.timeout:g} s")
+        return decision["generation"], tuple(decision["members"])
+
+    def _form_group(self, generation: int, members: tuple[int, ...]) -> None:
+        """Of this rank and those engines, unless it is there."""
+        if generation == self._generation and self._group is not None:
+            return
+        self._drop_group()
+        self._generation, self._members = generation, members
+        if members:
             self._group = _Group(
                 self._address,
-                generation=self._generation,
+                name=_group_name(generation, self._rank),
                 rank=0,
                 size=len(members) + 1,
                 broken=self._lost_member,
@@ -257,9 +291,15 @@ class CollectiveSender(WeightSender):
         self._errors[name] = self._errors.get(name) or error
 
     def _lost_member(self) -> str:
-        """Which engine of the group is given up, and why; "" where none is."""
+        """Which engine of the group is given up, and why, or that another sender has left its own; "" where neither is
+        so. The store is asked now and then."""
         names = [self._address.engines[index] for index in self._members]
-        return next((f"{name}: {self._lost[name]}" for name in names if name in self._lost), "")
+        if lost := next((f"{name}: {self._lost[name]}" for name in names if name in self._lost), ""):
+            return lost
+        if not self._others or self._store is None or time.monotonic() - self._asked_store < ASK_SECONDS:
+            return ""
+        self._asked_store = time.monotonic()
+        return _left(self._store, self._generation)
 
     def _break(self, error: Exception) -> None:
         self._broken = f"the collective failed: {_first_line(error)}"
@@ -279,12 +319,12 @@ class CollectiveReceiver(WeightReceiver):
         self._address = address
         self._index = index
         self._store: dist.Store | None = None
-        self._group: _Group | None = None
+        self._groups: dict[int, _Group] = {}  # by sender: all of one generation
         self._asked: int | None = None  # version that this engine asked to take part in
         self._joined: int | None = None  # version that it does take part in
-        self._generation = 0  # of the group that it is in, or joins
-        self._asked_store = 0.0  # time.monotonic() when it was last asked whether the group is broken
-        self._rest: Iterator[Bucket] = iter(())  # that the sender will still broadcast
+        self._generation = 0  # of the groups that it is in, or joins
+        self._asked_store = 0.0  # time.monotonic() when it was last asked whether a group is broken
+        self._rest: Iterator[Bucket] = iter(())  # that senders will still broadcast
         self._buffer = torch.empty(0)  # for every bucket: new memory costs more than what is written to it
 
     def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
@@ -327,7 +367,7 @@ class CollectiveReceiver(WeightReceiver):
         self._tell(f"{version}/done/{self._index}", error)
 
     def close(self) -> None:
-        self._drop_group()
+        self._drop_groups()
         self._store = None
 
     def _open_store(self) -> dist.Store:
@@ -348,7 +388,7 @@ class CollectiveReceiver(WeightReceiver):
         store = self._open_store()
         self._rest = iter(())
         self._asked = version
-        current = self._group.generation if self._group is not None else 0
+        current = self._generation if self._groups else 0
         _put(store, f"{version}/ready/{self._index}", {"digest": manifest.digest, "generation": current})
         # The sender answers when every engine has joined or its time is up: twice the time is certainly enough.
         answer = _take(store, f"{version}/go/{self._index}", 2 * self._address.timeout)
@@ -359,13 +399,15 @@ class CollectiveReceiver(WeightReceiver):
         if answer.get("error"):
             raise WeightUpdateError(answer["error"])
         self._joined = version
-        if answer["generation"] != current:
-            self._drop_group()
-            members: list[int] = answer["members"]
-            self._generation = answer["generation"]
-            self._group = _Group(
+        if answer["generation"] == current:
+            return
+        self._drop_groups()
+        members: list[int] = answer["members"]
+        self._generation = answer["generation"]
+        for sender in manifest.senders:
+            self._groups[sender] = _Group(
                 self._address,
-                generation=self._generation,
+                name=_group_name(self._generation, sender),
                 rank=1 + members.index(self._index),
                 size=len(members) + 1,
                 broken=self._left_by_sender,
@@ -376,12 +418,12 @@ class CollectiveReceiver(WeightReceiver):
         flat = self._buffer[: bucket.numel]
         digest = torch.empty(1, dtype=torch.int64, device=self._address.device)
         try:
-            if self._group is None:
+            if bucket.sender not in self._groups:
                 raise WeightUpdateError("the group is closed")
-            self._group.broadcast(flat, self._left_by_sender)
-            self._group.broadcast(digest, self._left_by_sender)
+            self._groups[bucket.sender].broadcast(flat, self._left_by_sender)
+            self._groups[bucket.sender].broadcast(digest, self._left_by_sender)
         except Exception as error:
-            self._drop_group()
+            self._drop_groups()
             self._rest = iter(())
             raise WeightUpdateError(
                 f"bucket {bucket.index} of version {version} did not arrive: {_first_line(error)}"
@@ -389,17 +431,16 @@ class CollectiveReceiver(WeightReceiver):
         return flat, int(digest.item())
 
     def _left_by_sender(self) -> str:
-        """Why the sender has left the group; "" as long as it has not, which the store is asked now and then."""
+        """Why a sender has left its group; "" as long as none has, which the store is asked now and then."""
         if self._store is None or time.monotonic() - self._asked_store < ASK_SECONDS:
             return ""
         self._asked_store = time.monotonic()
-        key = f"broken/{self._generation}"
-        return str(json.loads(self._store.get(key))["error"]) if self._store.check([key]) else ""
+        return _left(self._store, self._generation)
 
-    def _drop_group(self) -> None:
-        if self._group is not None:
-            self._group.abort()
-        self._group = None
+    def _drop_groups(self) -> None:
+        for group in self._groups.values():
+            group.abort()
+        self._groups = {}
 
 
 @contextlib.contextmanager
@@ -429,6 +470,12 @@ def _take(store: dist.Store, key: str, timeout: float) -> dict[str, Any] | None:
     value: dict[str, Any] = json.loads(store.get(key))
     store.delete_key(key)
     return value
+
+
+def _left(store: dist.Store, generation: int) -> str:
+    """Why a sender has left its group of this generation; "" where none has."""
+    key = f"broken/{generation}"
+    return str(json.loads(store.get(key))["error"]) if store.check([key]) else ""
 
 
 def _first_line(error: Exception) -> str:

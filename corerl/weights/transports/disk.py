@@ -3,7 +3,8 @@
     PATH/v00000007/bucket-00000.safetensors   one flat tensor, `bucket`
     PATH/v00000007/manifest.json              digest, checksum of each bucket; or the sender's error
     PATH/v00000007/for-NONCE                  the receiver that asked with this nonce is heard, and may read
-    PATH/engine-0.json                        engine 0's side: version, nonce, whether it waits or is done, its error
+    PATH/engine-0.json                        engine 0's side: version, nonce, whether it waits or is done, its error,
+                                              and what it holds, where that matters
 
 The nonce tells this update from one of an earlier run that left the same version behind: an engine asks with a fresh
 one, the sender admits it, and only then the engine reads, or refuses. An answer whose nonce it has not admitted is not
@@ -37,8 +38,8 @@ def _directory(path: str, version: int) -> Path:
     return Path(path) / f"v{version:08d}"
 
 
-def _bucket_file(bucket: Bucket) -> str:
-    return f"bucket-{bucket.index:05d}.safetensors"
+def bucket_file(index: int) -> str:
+    return f"bucket-{index:05d}.safetensors"
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
@@ -55,7 +56,7 @@ class DiskSender(WeightSender):
         self._digest = ""
         self._checksums: list[int] = []
         self._partial = Path()
-        self._error = ""
+        self._error = ""  # why this update cannot be written
         self._lost: dict[str, str] = {}  # by engine: why it is not waited for, said by another thread
 
     def begin(self, manifest: Manifest, version: int) -> None:
@@ -76,16 +77,24 @@ class DiskSender(WeightSender):
         try:
             self.transmit(bucket, flat)
         except Exception as error:  # OSError, or the safetensors library's own
-            self._error = f"cannot write {self._partial / _bucket_file(bucket)}: {error}"
+            self._error = f"cannot write {self._partial / bucket_file(bucket.index)}: {error}"
 
     def transmit(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Write one bucket's file."""
-        save_file({TENSOR: flat}, self._partial / _bucket_file(bucket))
+        save_file({TENSOR: flat}, self._partial / bucket_file(bucket.index))
+
+    def told(self) -> Mapping[str, Any]:
+        """What the manifest says beside the digest, the checksums and the error."""
+        return {}
+
+    def admit(self, directory: Path, state: Mapping[str, Any]) -> None:
+        """Let the receiver that asked with this state read."""
+        (directory / f"for-{state['nonce']}").touch()
 
     def commit(self, version: int) -> Mapping[str, str]:
         directory = _directory(self._address.path, version)
         try:
-            content = {"digest": self._digest, "checksums": self._checksums, "error": self._error}
+            content = {"digest": self._digest, "checksums": self._checksums, "error": self._error, **self.told()}
             _write_json(self._partial / "manifest.json", content)
             if directory.exists():  # of an earlier run that was killed
                 shutil.rmtree(directory)
@@ -124,9 +133,9 @@ class DiskSender(WeightSender):
                         answers[index] = state["error"]
                 elif state["nonce"] not in admitted:
                     try:
-                        (directory / f"for-{state['nonce']}").touch()
+                        self.admit(directory, state)
                         admitted.add(state["nonce"])
-                    except OSError as error:
+                    except Exception as error:  # OSError, or the safetensors library's own
                         answers[index] = f"cannot admit {name} to {directory}: {error}"
             time.sleep(POLL_SECONDS)
         late = f"did not commit version {version}: no answer within {self._address.timeout:g} s"
@@ -137,6 +146,8 @@ class DiskSender(WeightSender):
 
 
 class DiskReceiver(WeightReceiver):
+    holds = ""  # of which update it keeps the bits, where a transport needs that
+
     def __init__(self, address: Address, index: int) -> None:
         self._address = address
         self._index = index
@@ -153,7 +164,7 @@ class DiskReceiver(WeightReceiver):
                 "give trainer and engine the manifest of this update"
             )
         for bucket, sent in zip(manifest.buckets, content["checksums"], strict=True):
-            flat = self._read(directory / _bucket_file(bucket))
+            flat = self.read(bucket, directory, content)
             got = checksum(flat)
             if got != sent:
                 raise WeightUpdateError(
@@ -173,6 +184,14 @@ class DiskReceiver(WeightReceiver):
     def close(self) -> None:
         pass
 
+    def read(self, bucket: Bucket, directory: Path, content: Mapping[str, Any]) -> torch.Tensor:
+        """One bucket [bucket.numel] of the update in `directory`, whose manifest has this content."""
+        path = directory / bucket_file(bucket.index)
+        try:
+            return load_file(path)[TENSOR]
+        except Exception as error:  # OSError, or the safetensors library's own
+            raise WeightUpdateError(f"cannot read {path}: {error}") from error
+
     def _ask(self, version: int) -> Path:
         """The directory of `version`, once the sender has written it and admitted this engine."""
         self._nonce = uuid.uuid4().hex
@@ -186,19 +205,13 @@ class DiskReceiver(WeightReceiver):
         return directory
 
     def _tell(self, version: int, *, done: bool, error: str) -> None:
-        state = {"version": version, "nonce": self._nonce, "done": done, "error": error}
+        state = {"version": version, "nonce": self._nonce, "done": done, "error": error, "holds": self.holds}
         path = Path(self._address.path) / f"engine-{self._index}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _write_json(path, state)
         except OSError as failure:
             raise WeightUpdateError(f"cannot report to the trainer: {failure}") from failure
-
-    def _read(self, path: Path) -> torch.Tensor:
-        try:
-            return load_file(path)[TENSOR]
-        except Exception as error:  # OSError, or the safetensors library's own
-            raise WeightUpdateError(f"cannot read {path}: {error}") from error
 
 
 def _read_state(path: str, index: int) -> dict[str, Any] | None:

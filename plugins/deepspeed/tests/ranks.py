@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
+import pytest
 import torch
-from attrs import evolve
+import torch.distributed as dist
+from attrs import evolve, frozen
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
+from corerl.backend.base import SAVED
+from corerl.errors import SaveFailed
 from corerl.memory.storage import resident_bytes
 from corerl.plugin.spec import BackendSpec
 from corerl.testing.allocations import Allocations
-from corerl.testing.harness import Setup, forward, running, samples_at, train
+from corerl.testing.harness import Setup, State, forward, running, samples_at, state_of, step_at, train
 from corerl.types import MemoryKind, UpdateResult
 from corerl.weights.chunks import TensorSource
 from corerl.weights.transport import WeightSender
-from corerl_deepspeed import SPEC
+from corerl_deepspeed import SPEC, native
 from corerl_deepspeed.backend import DeepSpeedBackend
+from corerl_deepspeed.runtime import calling_deepspeed
 
 
 class LoadsTheWholeModel(DeepSpeedBackend):
@@ -81,14 +91,117 @@ def offloaded(setup: Setup) -> Mapping[str, bool]:
         }
 
 
-def modules_kept(setup: Setup) -> int:
-    """By DeepSpeed, of models that are gone."""
+@frozen(kw_only=True)
+class Left:
+    """Of a model that has ended, and process groups more than there were before it was built."""
+
+    modules: int  # that DeepSpeed keeps
+    policy: bool
+    groups: int
+    groups_meanwhile: int
+
+
+def left_behind(setup: Setup) -> Left:
+    before = _groups()
     with running(setup) as worker:
+        for number in (0, 1):  # from the second step on DeepSpeed knows what comes next, and keeps that
+            train(worker, setup, number)
         forward(worker, setup, samples_at(0))
-    return len(parameter_offload.FWD_MODULE_STACK)
+        policy: Any = weakref.ref(worker.backend.model.policy)  # type: ignore[attr-defined]
+        meanwhile = _groups()
+    del worker
+    gc.collect()
+    return Left(
+        modules=len(parameter_offload.FWD_MODULE_STACK),
+        policy=policy() is not None,
+        groups=_groups() - before,
+        groups_meanwhile=meanwhile - before,
+    )
+
+
+def _groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def gathers(setup: Setup) -> list[list[tuple[bool, frozenset[int]]]]:
+    """Of each of five steps, before the last two of which all sleeps: in a forward pass or not, which parameters."""
+    found: list[list[tuple[bool, frozenset[int]]]] = []
+    hidden = "_PartitionedParameterCoordinator__all_gather_params_"
+    gather = getattr(PartitionedParameterCoordinator, hidden)
+
+    def noted(self: Any, params: Any, forward: bool, quantize: bool = False) -> None:
+        missing = frozenset(param.ds_id for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE)
+        found[-1].append((forward, missing))
+        gather(self, params, forward, quantize)
+
+    with mock.patch.object(PartitionedParameterCoordinator, hidden, noted), running(setup) as worker:
+        for number in range(5):
+            if number == 3:
+                worker.sleep(frozenset(MemoryKind))
+                worker.wake_up(frozenset(MemoryKind))
+            found.append([])
+            train(worker, setup, 0)  # the same samples in each
+    return found
+
+
+class Dropped(Allocations):
+    """And of each storage that is gone again, its bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped: list[int] = []
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        known = self._live.get(storage._cdata)
+        if known is None or known() is not storage:
+            weakref.finalize(storage, self.dropped.append, storage.nbytes())
+        super()._count(storage)
+
+
+def largest_dropped(setup: Setup) -> tuple[int, int]:
+    """While a model is built: bytes of the largest storage that is gone at the end, and of its largest flat one."""
+    with Dropped() as found, running(setup) as worker:
+        flats = list(worker.backend.tensors(MemoryKind.MASTER))
+        return max(found.dropped), max(resident_bytes([flat]) for flat in flats)
 
 
 def start_with_copies(setup: Setup) -> None:
     """As DeepSpeed starts by itself: it sends parameters that hold nothing, and copies them together."""
     with mock.patch("corerl_deepspeed.build.nothing_to_copy", nullcontext), running(setup):
         pass
+
+
+def native_then_portable(setup: Setup, checkpoint: str) -> tuple[State, State]:
+    """Masters, moments and weights as DeepSpeed reads them from its own format, and as CoreRL resumes them from its
+    own."""
+    with running(setup) as worker:
+        backend = worker.backend
+        assert isinstance(backend, DeepSpeedBackend)
+        for key in SAVED:  # what is not read stays apart
+            for chunk in backend.local_state(key):
+                with torch.no_grad():
+                    chunk.view.fill_(-1.0)
+        engine = backend.model.engine
+        with calling_deepspeed(partitioned=backend.partitioned):
+            engine.load_checkpoint(f"{checkpoint}/{native.DIRECTORY}")
+        assert engine.global_steps == 2
+        assert {int(moments["step"]) for moments in backend.model.optimizer.state.values()} == {2}
+        found = state_of(worker)
+    with running(setup, resume=checkpoint) as worker:
+        return found, state_of(worker)
+
+
+def native_save_on_a_full_disk(setup: Setup, directory: str, full: int) -> str:
+    """What is said of it on rank `full`, and on those that could write."""
+    with running(setup) as worker:
+        train(worker, setup, 0)
+        backend = worker.backend
+        assert isinstance(backend, DeepSpeedBackend)
+        disk = mock.patch("torch.serialization._save", side_effect=RuntimeError("file write failed\n(No space left)"))
+        with (
+            disk if worker.backend.layout.rank == full else nullcontext(),
+            pytest.raises(SaveFailed) as raised,
+            calling_deepspeed(partitioned=backend.partitioned),
+        ):
+            native.write(backend.model, Path(directory), step_at(0))
+    return raised.value.message

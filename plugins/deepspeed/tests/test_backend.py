@@ -90,8 +90,30 @@ def test_nothing_stays_gathered_after_a_pass(runs: Runs, rank_pool: RankPool, re
         assert max(held) < 4096, held
 
 
-def test_models_that_are_gone_are_not_kept(runs: Runs, rank_pool: RankPool) -> None:
-    assert rank_pool.run(ranks.modules_kept, runs.setup("deepspeed", "qwen3")) == [0, 0]
+@pytest.mark.parametrize(("options", "own_groups"), [({"stage": 2}, 0), ({}, 0), ({"node_shard_size": 2}, 1)], ids=str)
+def test_a_model_shares_the_ranks_group_and_leaves_nothing_behind(
+    runs: Runs, rank_pool: RankPool, options: Mapping[str, Any], own_groups: int
+) -> None:
+    setup = evolve(runs.setup("deepspeed", "qwen3"), options=options)
+    nothing = ranks.Left(modules=0, policy=False, groups=0, groups_meanwhile=own_groups)
+    assert rank_pool.run(ranks.left_behind, setup) == [nothing] * 2
+
+
+def test_after_sleep_parameters_are_gathered_ahead_as_before(runs: Runs, rank_pool: RankPool) -> None:
+    setup = evolve(runs.setup("deepspeed", "qwen3"), options={"gather_bucket": 20_000})
+    for first, second, third, awake, after in rank_pool.run(ranks.gathers, setup):
+        assert len(first) > 2 * len(second)  # before DeepSpeed knows what comes next
+        assert second == third == after
+        # Norms, which sleep has freed besides.
+        assert [forward for forward, _ in awake] == [forward for forward, _ in third]
+        assert all(wanted <= found for (_, found), (_, wanted) in zip(awake, third, strict=True))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_flat_memory_is_made_to_be_dropped_at_once(runs: Runs, rank_pool: RankPool, stage: int) -> None:
+    setup = evolve(runs.setup("deepspeed", "qwen3"), options={"stage": stage})
+    for dropped, flat in rank_pool.run(ranks.largest_dropped, setup):
+        assert dropped < 0.5 * flat
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
-from corerl.testing.subject import Runs
+from corerl.checkpoint.commit import begin
+from corerl.testing.compare import different, whole
+from corerl.testing.subject import Checkpoint, Runs
+from plugins.deepspeed.tests.ranks import native_save_on_a_full_disk, native_then_portable
 from tests.checkpoint.moves import Place, assert_moving_follows_staying
 
 ZERO1 = ("deepspeed", {"stage": 1}, 2)
@@ -29,3 +33,27 @@ def test_a_run_that_moves_every_two_steps_follows_one_that_stays(
     runs: Runs, tmp_path: Path, kind: str, places: list[Place]
 ) -> None:
     assert_moving_follows_staying(runs, tmp_path, kind, places)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"), [("qwen3", ZERO1), ("qwen3-moe", ZERO2), ("qwen3-tied", ZERO3)], ids=["zero1", "zero2", "zero3"]
+)
+def test_deepspeeds_own_checkpoint_holds_what_ours_does(runs: Runs, tmp_path: Path, kind: str, place: Place) -> None:
+    backend, options, ranks = place
+    checkpoint = Checkpoint(begin(tmp_path, 2), ranks)
+    setup = evolve(runs.setup(backend, kind), options=options)
+    writing = evolve(setup, options={**options, "native_checkpoint": True})
+    runs.train(ranks, writing, range(2), save_after=1, save_to=checkpoint.role)
+    both = runs.rank_sets[ranks].run(native_then_portable, setup, checkpoint.complete())
+    native, portable = (whole(states) for states in zip(*both, strict=True))
+    assert different(native, portable) == []
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_deepspeeds_own_checkpoint_on_a_full_disk_is_a_failed_save_on_all_ranks(
+    runs: Runs, tmp_path: Path, full: int
+) -> None:
+    backend, options, ranks = ZERO3
+    setup = evolve(runs.setup(backend, "qwen3-tied"), options=options)
+    said = runs.rank_sets[ranks].run(native_save_on_a_full_disk, setup, str(tmp_path / "own"), full)
+    assert said == [f"cannot write {tmp_path / 'own'}: rank {full}: file write failed (No space left)"] * 2

@@ -9,6 +9,9 @@ import torch
 from attrs import evolve
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import groups
 
 from corerl.testing.pool import RankFailed, RankPool
 from corerl.testing.subject import Runs
@@ -26,6 +29,24 @@ def test_deepspeed_still_sends_and_copies_parameters_that_hold_nothing(runs: Run
     # build.nothing_to_copy
     with pytest.raises(RankFailed, match="_broadcast_model"):
         rank_pool.run(ranks.start_with_copies, evolve(runs.setup("deepspeed", "qwen3"), options={"stage": 2}))
+
+
+def test_deepspeed_still_makes_gradients_in_stage_3_and_drops_them() -> None:
+    # build.nothing_to_copy
+    made = inspect.getsource(DeepSpeedZeroOptimizer_Stage3.initialize_optimizer_states)
+    assert "gradient_buffer = torch.zeros(int(largest_numel)" in made and "group.grad = None" in made
+
+
+def test_deepspeed_still_makes_a_group_of_all_ranks_beside_the_one_that_is_there() -> None:
+    # runtime.join
+    assert "_WORLD_GROUP = dist.new_group(" in inspect.getsource(groups._clone_world_group)
+
+
+def test_deepspeed_still_keeps_every_stage_3_model_that_has_trained() -> None:
+    # state.let_go
+    assert "    @functools.lru_cache(maxsize=None)\n    def __params_to_release(" in inspect.getsource(
+        PartitionedParameterCoordinator
+    )
 
 
 def test_deepspeed_still_takes_another_optimizer_in_stage_1_with_bfloat16_alone() -> None:

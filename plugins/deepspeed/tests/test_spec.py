@@ -113,6 +113,11 @@ def test_deepspeed_is_told_what_the_config_says() -> None:
     assert settings(evolve(train, precision="float32"))["bf16"]["enabled"] is False
 
 
+def test_a_bucket_fills_the_segments_that_torch_takes_for_it() -> None:
+    config = DeepSpeedConfig()
+    assert (4 * config.reduce_bucket) % 2**21 == 0  # bytes; torch's CUDACachingAllocator.cpp, kRoundLarge
+
+
 def test_buckets_are_no_larger_than_the_model() -> None:
     zero = settings()["zero_optimization"]
     assert (zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (1000, 1000)

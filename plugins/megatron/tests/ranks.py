@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+from collections import Counter
 from pathlib import Path
+from typing import TypeAlias
 from unittest import mock
 
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from torch import nn
 from torch.distributed import checkpoint as torch_checkpoint
 
 from corerl.backend.base import SAVED
 from corerl.errors import SaveFailed
-from corerl.testing.harness import Setup, State, running, state_of, step_at, train
+from corerl.testing.harness import Setup, State, packed_for_training, running, samples_at, state_of, step_at, train
+from corerl.types import TrainResult
 from corerl_megatron import native
 from corerl_megatron.adam import fused_adam
 from corerl_megatron.backend import MegatronBackend
@@ -72,3 +76,22 @@ def native_save_on_a_full_disk(setup: Setup, directory: str) -> str:
         ):
             native.write(backend.model, Path(directory), step_at(0))
     return raised.value.message
+
+
+Passes: TypeAlias = list[tuple[float, float]]
+
+
+def steps_and_passes(setup: Setup, numbers: range) -> tuple[list[TrainResult], Passes]:
+    """Optimizer steps; and for each layer of this rank how often it ran for a micro-batch, and how often its MLP, or
+    the router of its experts."""
+    with running(setup) as worker:
+        backend = worker.backend
+        assert isinstance(backend, MegatronBackend)
+        layers = [layer for chunk in backend.model.chunks for layer in chunk.module.decoder.layers]
+        pairs = [(layer, getattr(layer.mlp, "router", layer.mlp)) for layer in layers]
+        ran: Counter[nn.Module] = Counter()
+        for module in (module for pair in pairs for module in pair):
+            module.register_forward_hook(lambda module, *_: ran.update([module]))
+        count = sum(packed_for_training(worker, setup, samples_at(number)).count for number in numbers)
+        results = [train(worker, setup, number) for number in numbers]
+        return results, [(ran[layer] / count, ran[mlp] / count) for layer, mlp in pairs]

@@ -11,7 +11,7 @@ import torch
 from attrs import evolve
 from transformers import AutoModelForCausalLM
 
-from corerl.testing.compare import assert_follows, assert_same_metrics
+from corerl.testing.compare import assert_follows, assert_same_metrics, grad_norm_of, metrics_of
 from corerl.testing.harness import samples_at
 from corerl.testing.scenarios import training
 from corerl.testing.subject import PACKINGS, WHOLE, Runs
@@ -30,38 +30,48 @@ SPLIT = {
 }
 
 
-def test_its_value_and_its_gradient_are_those_of_the_formula(runs: Runs) -> None:
-    """Fedus et al. 2021, eq. 4: experts * sum_i (share of choices of i) * (mean probability of i), by layer."""
+@pytest.mark.parametrize(
+    ("ranks", "packing"),
+    # Padded: most of each sequence. One by one: 7 samples on 2 ranks, and so a filler.
+    [(1, WHOLE), (1, (10**6, 32)), (2, PACKINGS["one by one"])],
+    ids=["one micro-batch", "padded", "a sample a micro-batch, and a filler"],
+)
+def test_its_value_and_its_gradient_are_those_of_the_formula(runs: Runs, ranks: int, packing: tuple[int, int]) -> None:
+    """Fedus et al. 2021, eq. 4: experts * sum_i (share of choices of i) * (mean probability of i), by layer and
+    micro-batch, which weigh as many as they have tokens."""
     samples = samples_at(0)
     none_counts = samples.with_columns(loss_mask=np.zeros(len(samples.tokens), dtype=np.bool_))
-    setup = evolve(runs.setup("megatron", "qwen3-moe", WHOLE), options={"aux_loss_coef": COEF})
-    (found,) = runs.rank_sets[1].run(training.train_on, setup, none_counts)
+    setup = evolve(runs.setup("megatron", "qwen3-moe", packing), options={"aux_loss_coef": COEF})
+    found = runs.rank_sets[ranks].run(training.train_on, setup, none_counts)
 
     model = AutoModelForCausalLM.from_pretrained(
         runs.models["qwen3-moe"], dtype=torch.float64, experts_implementation="eager"
     )
-    logits: list[list[torch.Tensor]] = []
+    logits: list[list[torch.Tensor]] = []  # of each sample, by layer [tokens, experts]
     for start, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):
         tokens = torch.tensor(samples.tokens[start:end])[None]
         logits.append(list(model(input_ids=tokens, output_router_logits=True).router_logits))
     experts, chosen = model.config.num_experts, model.config.num_experts_per_tok
-    losses = []
-    for layer in zip(*logits, strict=True):
-        probabilities = torch.cat(layer).softmax(-1)  # [tokens, experts]
-        choices = torch.zeros_like(probabilities).scatter(1, probabilities.topk(chosen).indices, 1.0)
-        losses.append(experts * (choices.mean(0) / chosen * probabilities.mean(0)).sum())
-    total = torch.stack(losses).sum()
+    micro_batches = [[sample] for sample in logits] if packing == PACKINGS["one by one"] else [logits]
+    total = torch.zeros((), dtype=torch.float64)
+    for micro_batch in micro_batches:
+        for layer in zip(*micro_batch, strict=True):
+            probabilities = torch.cat(layer).softmax(-1)
+            choices = torch.zeros_like(probabilities).scatter(1, probabilities.topk(chosen).indices, 1.0)
+            loss = experts * (choices.mean(0) / chosen * probabilities.mean(0)).sum()
+            total = total + loss * len(probabilities) / len(samples.tokens)
     (COEF * total).backward()
     grads = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
 
-    assert found.metrics["load_balancing_loss"].value == pytest.approx(total.item() / len(losses), rel=1e-6)
-    assert found.grad_norm == pytest.approx(float(grads.norm()), rel=GRAD_NORM.relative)
-    assert found.grad_norm > 1e-3
+    assert metrics_of(found)["load_balancing_loss"] == pytest.approx(total.item() / len(logits[0]), rel=1e-6)
+    assert grad_norm_of(found) == pytest.approx(float(grads.norm()), rel=GRAD_NORM.relative)
+    assert grad_norm_of(found) > 1e-3
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("layout", SPLIT)
-def test_it_trains_alike_however_a_micro_batch_is_split(runs: Runs, layout: str) -> None:
-    assert_same(runs, 2, SPLIT[layout], 1, {})
+def test_it_trains_alike_however_a_micro_batch_is_split(runs: Runs, layout: str, recompute: str) -> None:
+    assert_same(runs, 2, SPLIT[layout], 1, {}, recompute)
 
 
 def test_it_trains_alike_with_experts_spread_over_the_ranks(runs: Runs) -> None:
@@ -69,10 +79,16 @@ def test_it_trains_alike_with_experts_spread_over_the_ranks(runs: Runs) -> None:
 
 
 def assert_same(
-    runs: Runs, ranks: int, options: Mapping[str, Any], other_ranks: int, others: Mapping[str, Any]
+    runs: Runs,
+    ranks: int,
+    options: Mapping[str, Any],
+    other_ranks: int,
+    others: Mapping[str, Any],
+    recompute: str = "none",
 ) -> None:
     setup = runs.setup("megatron", "qwen3-moe", PACKINGS["padded"])
-    found = runs.train(ranks, evolve(setup, options={"aux_loss_coef": COEF, **options}), range(3))
+    train = evolve(setup.train, recompute=recompute)
+    found = runs.train(ranks, evolve(setup, train=train, options={"aux_loss_coef": COEF, **options}), range(3))
     wanted = runs.train(other_ranks, evolve(setup, options={"aux_loss_coef": COEF, **others}), range(3))
     assert_follows(found, wanted)
     assert_same_metrics(found, wanted)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.testing.compare import assert_follows, assert_same_metrics
+from corerl.testing.compare import assert_follows, assert_same_metrics, grad_norm_of, loss_of
 from corerl.testing.pool import RankPool
 from corerl.testing.subject import STEPS, Runs
+from corerl.testing.tolerances import GRAD_NORM, LOSS
+from plugins.megatron.tests import ranks
 
 TWO = {
     "tp2": {"tensor_parallel": 2},
@@ -33,12 +35,25 @@ FOUR = {
 }
 EXPERTS = {
     "ep2": {"expert_parallel": 2},
+    "tp2 sp, experts cut too": {"tensor_parallel": 2, "sequence_parallel": True},
     "tp2 sp ep2 etp1": {
         "tensor_parallel": 2,
         "sequence_parallel": True,
         "expert_parallel": 2,
         "expert_tensor_parallel": 1,
     },
+}
+ONCE, MLP, WHOLE = (1, 1), (1, 2), (2, 2)  # how often a layer runs for a micro-batch, and its MLP
+RECOMPUTED = {
+    "tp2 sp": ("qwen3-tied", {"tensor_parallel": 2, "sequence_parallel": True}, [WHOLE] * 4),
+    "pp2, one of two layers": (
+        "qwen3-tied",
+        {"pipeline_parallel": 2, "recompute_method": "block", "recompute_layers": 1},
+        [WHOLE, ONCE],
+    ),
+    "cp2, in pairs": ("qwen3-tied", {"context_parallel": 2, "recompute_layers": 2}, [WHOLE] * 4),
+    "pp2 vpp2, MLPs": ("qwen3-tied", {"pipeline_parallel": 2, "virtual_pipeline": 2, "recompute": "mlp"}, [MLP] * 2),
+    "ep2, experts": ("qwen3-moe", {"expert_parallel": 2, "recompute": "mlp"}, [MLP] * 4),
 }
 
 
@@ -54,10 +69,12 @@ def runs_of_four(runs: Runs, four_ranks: RankPool) -> Runs:
     return Runs({**runs.rank_sets, 4: four_ranks}, runs.models)
 
 
-def assert_trains_as_plain(runs: Runs, world_size: int, kind: str, options: Mapping[str, Any]) -> None:
-    setup = evolve(runs.setup("megatron", kind), options=options)
+def assert_trains_as_plain(
+    runs: Runs, world_size: int, kind: str, options: Mapping[str, Any], *, value_head: bool = False
+) -> None:
+    setup = evolve(runs.setup("megatron", kind), options=options, value_head=value_head)
     found = runs.train(world_size, setup, range(STEPS))
-    wanted = runs.trained_as(1, runs.setup("plain", kind))
+    wanted = runs.trained_as(1, evolve(runs.setup("plain", kind), value_head=value_head))
     assert_follows(found, wanted)
     assert_same_metrics(found, wanted)
 
@@ -76,3 +93,21 @@ def test_experts_on_two_ranks_train_as_the_plain_backend_does(runs: Runs, layout
 @pytest.mark.parametrize("layout", FOUR)
 def test_four_ranks_train_as_the_plain_backend_does(runs_of_four: Runs, layout: str) -> None:
     assert_trains_as_plain(runs_of_four, 4, "qwen3-tied", FOUR[layout])
+
+
+@pytest.mark.parametrize("layout", ["tp2 sp", "pp2 vpp2", "cp2"])
+def test_a_critic_on_two_ranks_trains_as_the_plain_one_does(runs: Runs, layout: str) -> None:
+    assert_trains_as_plain(runs, 2, "qwen3", TWO[layout], value_head=True)
+
+
+@pytest.mark.parametrize("case", RECOMPUTED)
+def test_layers_that_are_recomputed_train_as_others_do(runs: Runs, case: str) -> None:
+    kind, options, passes = RECOMPUTED[case]
+    setup = runs.setup("megatron", kind)
+    setup = evolve(setup, options=options, train=evolve(setup.train, recompute="full"))
+    reports = runs.rank_sets[2].run(ranks.steps_and_passes, setup, range(3))
+    wanted = runs.trained_as(1, runs.setup("plain", kind))
+    steps = list(zip(*(results for results, _ in reports), strict=True))
+    assert [loss_of(step) for step in steps] == pytest.approx(wanted.losses[:3], rel=LOSS.relative, abs=LOSS.absolute)
+    assert [grad_norm_of(step) for step in steps] == pytest.approx(wanted.grad_norms[:3], rel=GRAD_NORM.relative)
+    assert [found for _, found in reports] == [passes] * 2

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
+import torch
 from attrs import evolve
-from transformers import LlamaConfig
 
-from corerl.config.schema import ClusterInfo
+from corerl.config.schema import ClusterInfo, TrainConfig
+from corerl.errors import PluginError
+from corerl.testing.harness import TRAIN
 from corerl.testing.models import tiny_config
 from corerl_megatron.config import MegatronConfig
-from corerl_megatron.families import architecture, unsupported_by
+from corerl_megatron.families import unsupported_by
+from corerl_megatron.model import uses_transformer_engine
 from corerl_megatron.spec import SPEC, check
+from plugins.megatron.tests.test_rope import LLAMA3
 
 QWEN3 = tiny_config("qwen3").to_dict()  # 4 layers, 4 heads, 2 key-value heads, 96 columns
 MOE = tiny_config("qwen3-moe").to_dict()  # 8 experts
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
-def told(ranks: int, model: dict[str, Any], device: str = "cpu", **options: Any) -> list[str]:
-    found = check(MegatronConfig(**options), ClusterInfo(device=device, ranks=ranks, model=model))
+def told(
+    ranks: int, model: dict[str, Any], device: str = "cpu", train: TrainConfig = TRAIN, **options: Any
+) -> list[str]:
+    found = check(MegatronConfig(**options), ClusterInfo(device=device, ranks=ranks, model=model, train=train))
     return [f"{problem.path}: {problem.text}" for problem in found]
 
 
@@ -84,6 +83,33 @@ def test_one_that_does_not_is_refused_under_the_setting_that_mends_it(
     assert any(found.startswith(line) for found in told(ranks, model, **options)), told(ranks, model, **options)
 
 
+def test_layers_are_recomputed_in_groups_that_divide_a_stages() -> None:
+    recomputing, options = evolve(TRAIN, recompute="full"), {"pipeline_parallel": 2, "recompute_layers": 3}
+    (said,) = told(2, QWEN3, train=recomputing, **options)
+    assert said.startswith("recompute_layers: 3 does not divide the 2 layers of a stage")
+    assert told(2, QWEN3, train=recomputing, **{**options, "recompute_layers": 2}) == []
+    for without in ({"recompute_method": "block"}, {"recompute": "mlp"}):
+        assert told(2, QWEN3, train=recomputing, **options, **without) == []
+    assert told(2, QWEN3, **options) == []
+
+
+def test_transformer_engine_is_taken_where_it_is_there_and_asked_for_in_one_line_where_it_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert uses_transformer_engine(MegatronConfig(), gpu)
+    assert not uses_transformer_engine(MegatronConfig(), cpu)
+    assert not uses_transformer_engine(MegatronConfig(transformer="torch"), gpu)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not uses_transformer_engine(MegatronConfig(), gpu)
+    for asked in ({"transformer": "transformer_engine"}, {"fp8": "e4m3"}):
+        ((name, value),) = asked.items()
+        with pytest.raises(PluginError) as raised:
+            uses_transformer_engine(MegatronConfig(**asked), gpu)  # type: ignore[arg-type]
+        assert raised.value.message.startswith(f"backends.megatron.{name}={value!r} needs TransformerEngine")
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
@@ -110,13 +136,6 @@ def test_a_model_that_megatron_would_train_wrongly_is_refused(changed: dict[str,
 def test_the_models_of_the_suite_are_known() -> None:
     for kind in ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3-moe"):
         assert unsupported_by(tiny_config(kind).to_dict()) == ""
-
-
-def test_llama_3s_rope_is_handed_on() -> None:
-    fields = LlamaConfig(rope_parameters=LLAMA3).to_dict()
-    assert unsupported_by(fields) == ""
-    gpt = architecture(fields, value_head=False).gpt
-    assert (gpt["rotary_base"], gpt["rope_scaling"], gpt["rope_scaling_factor"]) == (500000.0, True, 8.0)
 
 
 def test_ranks_that_share_a_sample_are_one_data_parallel_group() -> None:

@@ -17,7 +17,7 @@ from corerl.doctor.plugins import look_named
 from corerl.plugin.spec import Finding, Level
 from corerl.rollout.engine import EngineContext
 from corerl_sglang import SPEC
-from corerl_sglang.arguments import ELSEWHERE, server_arguments
+from corerl_sglang.arguments import ELSEWHERE, plain_allocator, server_arguments
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.probe import END, OLDEST
 from plugins.sglang.tests.stand_in import KNOWN
@@ -57,6 +57,18 @@ def test_an_argument_of_the_user_passes_through_unless_it_has_another_place() ->
         "server.tp_size": "has another place: set tensor_parallel; remove it here",
         "server.--max-running-requests": "is no name of an argument; write 'max_running_requests'",
         "server.mem-fraction-static": "has another place: set memory; remove it here",
+    }
+
+
+def test_the_server_has_no_expandable_segments_which_the_ranks_may_have() -> None:
+    environment = {
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "expandable_segments: true",
+        "ANOTHER": "1",
+    }
+    assert plain_allocator(environment) == {
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:False",
+        "PYTORCH_ALLOC_CONF": "expandable_segments: False",
     }
 
 

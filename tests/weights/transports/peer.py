@@ -1,7 +1,7 @@
 """An engine in a process of its own, for the transport tests: `python peer.py ADDRESS_JSON INDEX`, orders on stdin.
 
-Each order is one JSON line {"version", "shapes", "bucket_bytes", "act"}; each answer one JSON line {"version", "error",
-"sums"}. `version` is the engine's own after the update, `sums` the loaded tensors' sums of bits.
+Each order is one JSON line {"version", "shapes", "bucket_bytes", "senders", "act"}; each answer one JSON line
+{"version", "error", "sums"}. `version` is the engine's own after the update, `sums` the loaded tensors' sums of bits.
 Acts: load (a whole update), refuse (say no before reading), fail (raise while loading the first bucket), die (vanish
 after the first bucket), stop (hang after the first bucket, as a peer that NCCL has lost).
 """
@@ -38,6 +38,7 @@ def main() -> None:
             [(name, tuple(shape)) for name, shape in order["shapes"]],
             dtype=order["dtype"],
             bucket_bytes=order["bucket_bytes"],
+            senders=order["senders"],
         )
         error = ""
         fresh: dict[str, torch.Tensor] = {}

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from corerl.weights.shared import ALLOCATOR
 from corerl.weights.transport import Address
 from tests.weights.transports.test_transports import FlipsIpc, Peer, push, sums_of, weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def test_two_engines_on_the_gpu_hold_what_was_sent_and_nothing_stays_allocated() -> None:
+@pytest.fixture(params=["", "expandable_segments:True"])
+def allocator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch's, as a user may have set it before the process began."""
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    before = torch._C._accelerator_getAllocatorSettings()
+    if request.param:
+        monkeypatch.setenv(ALLOCATOR[-1], request.param)
+        torch._C._accelerator_setAllocatorSettings(request.param)
+    yield
+    torch._C._accelerator_setAllocatorSettings(before)
+
+
+def test_two_engines_on_the_gpu_hold_what_was_sent_and_nothing_stays_allocated(allocator: None) -> None:
     address = Address(
         transport="ipc", engines=("a", "b"), token=uuid.uuid4().hex, senders=(0, 0), device="cuda", timeout=60.0
     )

@@ -1,4 +1,4 @@
-"""By handle, collective and disk: the same promises, kept between processes."""
+"""By handle, collective, disk and delta: the same promises, kept between processes."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from corerl.weights.manifest import Bucket, Manifest, build_manifest
 from corerl.weights.transport import Address, WeightSender
 from corerl.weights.transports import open_receiver, open_sender
 from corerl.weights.transports.collective import CollectiveSender
+from corerl.weights.transports.delta import DeltaSender
 from corerl.weights.transports.disk import DiskSender
 from corerl.weights.transports.inprocess import InProcessSender
 from corerl.weights.transports.ipc import IpcSender
@@ -87,9 +88,17 @@ class Peer:
         dtype: str = "float32",
         bucket_bytes: int = BUCKET_BYTES,
         shapes: list[tuple[str, tuple[int, ...]]] = SHAPES,
+        senders: Mapping[str, int] | None = None,
     ) -> None:
         assert self.process.stdin is not None
-        line = {"version": version, "act": act, "dtype": dtype, "shapes": shapes, "bucket_bytes": bucket_bytes}
+        line = {
+            "version": version,
+            "act": act,
+            "dtype": dtype,
+            "shapes": shapes,
+            "bucket_bytes": bucket_bytes,
+            "senders": senders,
+        }
         self.process.stdin.write(json.dumps(line) + "\n")
         self.process.stdin.flush()
 
@@ -125,6 +134,17 @@ class FlipsDisk(DiskSender):
         super().transmit(bucket, flat)
 
 
+class FlipsDelta(DeltaSender):
+    """The same."""
+
+    flips = False
+
+    def transmit(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        if self.flips:
+            flat.view(torch.int32)[1] ^= 1
+        super().transmit(bucket, flat)
+
+
 class FlipsIpc(IpcSender):
     """Memory that does the same, once the checksum is made."""
 
@@ -135,10 +155,15 @@ class FlipsIpc(IpcSender):
             flat.view(torch.int32)[1] ^= 1
 
 
-def flipping(address: Address) -> FlipsCollective | FlipsDisk | FlipsIpc:
-    if address.transport == "ipc":
-        return FlipsIpc(address, 0)
-    return FlipsCollective(address) if address.transport == "collective" else FlipsDisk(address)
+def flipping(address: Address) -> FlipsCollective | FlipsDisk | FlipsDelta | FlipsIpc:
+    match address.transport:
+        case "ipc":
+            return FlipsIpc(address, 0)
+        case "collective":
+            return FlipsCollective(address)
+        case "delta":
+            return FlipsDelta(address)
+    return FlipsDisk(address)
 
 
 def free_port() -> int:
@@ -155,7 +180,7 @@ def loopback() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["collective", "disk", "ipc"])
+@pytest.fixture(scope="module", params=["collective", "disk", "delta", "ipc"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, loopback: None) -> Iterator[Any]:
     """One run's address, sender and two engines, shared by the tests below: versions rise from test to test."""
     address = Address(
@@ -188,7 +213,7 @@ def test_engines_hold_the_bits_that_were_sent_update_after_update(run: Any) -> N
         for peer in peers:
             assert peer.answer() == {"version": version, "error": "", "sums": sums_of(sent)}
     left = sorted(path.name for path in Path(address.path).glob("v*"))
-    assert left == (["v00000003"] if address.transport == "disk" else [])
+    assert left == (["v00000003"] if address.transport in ("disk", "delta") else [])
 
 
 @pytest.mark.parametrize("act", ["refuse", "fail"])
@@ -245,7 +270,7 @@ def test_one_bit_flipped_in_transit_is_refused_and_the_version_stays(run: Any) -
 
 
 def test_an_engine_that_never_comes_is_reported_within_the_timeout(tmp_path: Path, loopback: None) -> None:
-    for transport in ("collective", "disk", "ipc"):
+    for transport in ("collective", "disk", "delta", "ipc"):
         address = Address(
             transport=transport,
             engines=("e",),
@@ -311,6 +336,116 @@ def test_a_peer_that_is_lost_without_a_word_and_given_up_holds_up_neither_sender
         for peer in peers:
             peer.close()
         sender.close()
+
+
+SENDERS = {"embed": 0, "norm": 2, "layers.0.q": 2, "scale": 0}  # as of a pipeline of two stages, two ranks each
+
+
+def push_from(senders: Mapping[int, CollectiveSender], tensors: Mapping[str, torch.Tensor], version: int) -> Any:
+    """From each stage's first rank, as ranks do it: side by side. What each has to say of the engines."""
+    manifest = build_manifest(SHAPES, dtype="float32", bucket_bytes=BUCKET_BYTES, senders=SENDERS)
+
+    def send(rank: int) -> Mapping[str, str]:
+        sender = senders[rank]
+        sender.begin(manifest, version)
+        for bucket in manifest.buckets:
+            if sender.sender_of(bucket) == rank:
+                sender.send(bucket, torch.cat([tensors[entry.name].reshape(-1) for entry in bucket.entries]))
+        return sender.commit(version)
+
+    with ThreadPoolExecutor(len(senders)) as ranks:
+        return dict(zip(senders, ranks.map(send, senders), strict=True))
+
+
+@pytest.fixture
+def staged(loopback: None) -> Iterator[Any]:
+    """The senders of two stages, and two engines."""
+    address = Address(transport="collective", engines=("a", "b"), host="127.0.0.1", port=free_port(), timeout=10.0)
+    peers = [Peer(address, index) for index in range(2)]
+    senders = {rank: FlipsCollective(address, rank) for rank in (0, 2)}
+    for peer in peers:
+        peer.answer()
+    yield senders, peers
+    for peer in peers:
+        peer.close()
+    for sender in senders.values():
+        sender.close()
+
+
+def test_each_stage_sends_its_own_buckets_and_engines_take_them_in_order(staged: Any) -> None:
+    senders, peers = staged
+    groups = []
+    for version in (1, 2):
+        for peer in peers:
+            peer.order(version, senders=SENDERS)
+        assert push_from(senders, weights(version), version) == {0: {"a": "", "b": ""}, 2: {}}
+        for peer in peers:
+            assert peer.answer() == {"version": version, "error": "", "sums": sums_of(weights(version))}
+        groups.append([sender._group for sender in senders.values()])
+    assert groups[0] == groups[1]  # kept open
+
+
+@pytest.mark.parametrize("act", ["refuse", "fail", "die"])
+def test_an_engine_that_fails_one_of_several_senders_keeps_no_other_from_the_next_update(staged: Any, act: str) -> None:
+    senders, peers = staged
+    peers[0].order(1, senders=SENDERS)
+    peers[1].order(1, act, senders=SENDERS)
+    told = push_from(senders, weights(1), 1)
+    assert told[0]["b"] != "" and told[2] == {}
+    first = peers[0].answer()
+    assert told[0]["a"] == first["error"] and (act == "die" or first["error"] == "")
+    if act == "die":
+        for sender in senders.values():
+            sender.give_up("b", "its process died")
+    else:
+        assert peers[1].answer()["error"] == told[0]["b"]
+        peers[1].order(2, senders=SENDERS)
+    peers[0].order(2, senders=SENDERS)
+    assert push_from(senders, weights(2), 2)[0] == {"a": "", "b": "its process died" if act == "die" else ""}
+    assert peers[0].answer() == {"version": 2, "error": "", "sums": sums_of(weights(2))}
+
+
+def test_a_bit_flipped_on_the_way_from_the_second_sender_is_refused(staged: Any) -> None:
+    senders, peers = staged
+    senders[2].flips = True
+    for peer in peers:
+        peer.order(1, senders=SENDERS)
+    told = push_from(senders, weights(1), 1)
+    errors = [peer.answer()["error"] for peer in peers]
+    assert all("bucket 1 of version 1 was damaged on its way" in error for error in errors)
+    assert told == {0: dict(zip(("a", "b"), errors, strict=True)), 2: {}}
+
+
+def test_an_engine_that_takes_all_from_one_sender_is_refused_where_there_are_two(staged: Any) -> None:
+    senders, peers = staged
+    peers[0].order(1, senders=SENDERS)
+    peers[1].order(1)
+    told = push_from(senders, weights(1), 1)
+    assert told[0]["a"] == "" and "manifests differ" in told[0]["b"]
+    assert peers[0].answer()["version"] == 1
+
+
+def test_a_sender_that_breaks_ends_the_update_of_all_and_the_next_one_goes_on(staged: Any) -> None:
+    senders, peers = staged
+
+    def broken(flat: torch.Tensor, digest: torch.Tensor) -> None:
+        raise RuntimeError("no memory")
+
+    for peer in peers:
+        peer.order(1, senders=SENDERS)
+    senders[2].transmit = broken
+    began = time.monotonic()
+    told = push_from(senders, weights(1), 1)
+    assert time.monotonic() - began < 8  # and not the timeout
+    for name, peer in zip(("a", "b"), peers, strict=True):
+        error = peer.answer()["error"]
+        assert "bucket 1 of version 1 did not arrive: " in error
+        assert told[0][name] == error
+    del senders[2].transmit
+    for peer in peers:
+        peer.order(2, senders=SENDERS)
+    assert push_from(senders, weights(2), 2)[0] == {"a": "", "b": ""}
+    assert [peer.answer()["sums"] for peer in peers] == [sums_of(weights(2))] * 2
 
 
 def test_a_version_that_an_earlier_run_left_on_disk_is_not_read(tmp_path: Path) -> None:
@@ -420,5 +555,5 @@ def test_the_in_process_sender_hands_over_every_tensor_and_reports_a_failing_loa
 
 
 def test_an_unknown_transport_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown weight transport 'pigeon'; known: collective, disk, ipc"):
+    with pytest.raises(ConfigError, match="unknown weight transport 'pigeon'; known: collective, delta, disk, ipc"):
         open_sender(Address(transport="pigeon", engines=()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
+from pathlib import Path
 
 import torch
 
@@ -19,11 +20,12 @@ from corerl.types import (
     Output,
     PackedBatch,
     ParallelLayout,
+    SaveResult,
     Step,
     TrainResult,
 )
 from corerl.weights.chunks import Chunk
-from corerl_deepspeed import state
+from corerl_deepspeed import native, state
 from corerl_deepspeed.build import build_model
 from corerl_deepspeed.chunks import piece_chunks
 from corerl_deepspeed.runtime import calling_deepspeed, join, leave
@@ -89,6 +91,13 @@ class DeepSpeedBackend(Backend):
         state.drop_second_copies(self.model)
         if adam_step is not None:
             set_adam_step(self.model.optimizer, adam_step)
+
+    def save(self, path: str, step: Step, background: bool) -> SaveResult:
+        result = super().save(path, step, background)
+        if self.config.options.native_checkpoint:
+            with calling_deepspeed(partitioned=self.partitioned):
+                native.write(self.model, Path(path) / native.DIRECTORY, step)
+        return result
 
     def shutdown(self, reason: str) -> None:
         super().shutdown(reason)

@@ -12,6 +12,7 @@ import deepspeed
 import torch
 from attrs import frozen
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from transformers import PretrainedConfig
@@ -95,10 +96,12 @@ def always_zero() -> Iterator[None]:
 
 @contextmanager
 def nothing_to_copy() -> Iterator[None]:
-    """For parameters that hold nothing yet. Rank 0 sends none to the others; and under stages 1 and 2 flat memory is
-    allocated instead of copied together, and no gradients are made that would be dropped at once: either would take
-    memory for a moment that a rank may not have."""
+    """For parameters that hold nothing yet. Rank 0 sends none to the others; under stages 1 and 2 flat memory is
+    allocated instead of copied together; and no gradients are made that would be dropped at once. Either would take
+    memory for a moment that a rank may not have, and what is allocated next would lie where the gradients were: as long
+    as anything else lies there too, torch keeps all of that from the device."""
     make_gradients = DeepSpeedZeroOptimizer.initialize_optimizer_states
+    make_shares = DeepSpeedZeroOptimizer_Stage3.initialize_optimizer_states
 
     def allocate(
         self: Any, params: Sequence[Any], alignment: int, use_cpu_data: bool = False, param_padding: Any = None
@@ -111,9 +114,14 @@ def nothing_to_copy() -> Iterator[None]:
         if self.cpu_offload:  # there they stay
             make_gradients(self)
 
+    def shares(self: Any) -> None:
+        if self.offload_optimizer:  # there too
+            make_shares(self)
+
     with (
         mock.patch.object(DeepSpeedEngine, "_broadcast_model", return_value=None),
         mock.patch.object(DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", allocate),
         mock.patch.object(DeepSpeedZeroOptimizer, "initialize_optimizer_states", gradients),
+        mock.patch.object(DeepSpeedZeroOptimizer_Stage3, "initialize_optimizer_states", shares),
     ):
         yield

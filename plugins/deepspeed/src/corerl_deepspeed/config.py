@@ -9,6 +9,10 @@ from attrs import frozen
 
 from corerl.config.schema import at_least, option
 
+# Times 4 bytes, a multiple of 2 MiB: torch takes as much from a device, and puts nothing beside the bucket that would
+# keep all of it there when the bucket sleeps.
+BUCKET = 3 * 2**24
+
 
 @frozen(kw_only=True)
 class DeepSpeedConfig:
@@ -28,13 +32,18 @@ class DeepSpeedConfig:
     )
     reduce_bucket: int = option(
         "elements of gradients that are reduced together; no more memory is taken than the model has parameters",
-        default=50_000_000,
+        default=BUCKET,
         validator=at_least(1),
     )
     gather_bucket: int = option(
         "elements of parameters that are gathered together: ahead of their turn in stage 3, after a step in 1 and 2",
-        default=50_000_000,
+        default=BUCKET,
         validator=at_least(2),
+    )
+    native_checkpoint: bool = option(
+        "write DeepSpeed's own checkpoint too, as `deepspeed` in the role's directory of each checkpoint; training "
+        "waits until it is written, and CoreRL resumes from its own",
+        default=False,
     )
     raw: Mapping[str, Any] = option(
         "more of DeepSpeed's own configuration, as its JSON has it, with tables inside: {zero_optimization = "

@@ -34,15 +34,17 @@ def join(device: torch.device, *, local_rank: int) -> None:
     # With gloo it compiles an operation for tensor-parallel inference, which nothing here calls.
     with mock.patch("deepspeed.comm.torch.build_shm_op", return_value=None):
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+    # Else a second group of all ranks, with a communicator of its own (some 400 MB of each GPU) and threads that poll.
+    groups._WORLD_GROUP = dist.group.WORLD
 
 
 def leave() -> None:
-    """Forget the process group: another one may come in this process. DeepSpeed's own groups end."""
+    """Forget the process group: another one may come in this process. DeepSpeed's own group ends."""
     if comm.comm.cdb is None:
         return
-    for group in (groups._WORLD_GROUP, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP):
-        if group is not None and group in dist.distributed_c10d._world.pg_map:
-            dist.destroy_process_group(group)
+    own = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
+    if own is not None and own in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(own)
     groups._release_process_group_references()
     comm.comm.cdb = None
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 from attrs import frozen
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
@@ -119,10 +121,13 @@ def drop_second_copies(model: Model) -> None:
 
 def let_go(model: Model) -> None:
     """After its end: DeepSpeed's objects and parameters hold each other, in circles that Python cannot see through.
-    They would stay, and with them the process groups, each with threads of its own."""
+    They would stay, and with them their memory."""
     params = [param for _, param in _parameters(model)]
     for each in (*params, model.engine.optimizer, model.engine):
         vars(each).clear()
+    # Of every stage 3 model that has trained in this process it keeps what to release after which module, and so all.
+    kept = inspect.getclosurevars(PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release)
+    kept.nonlocals["func"].cache_clear()
 
 
 def parameter_memory(model: Model) -> Iterator[Tensor]:

@@ -60,6 +60,7 @@ class MegatronBackend(Backend):
             model=self.model,
             routing=Routing.of(self.model.chunks, self.model.config, self.groups),
             groups=self.groups,
+            balance_coef=config.options.aux_loss_coef,
             vocabulary=model.vocabulary,
             device=self.device,
         )

@@ -1,65 +1,87 @@
-"""The loss that balances the load of experts, of which megatron-core's routers add the gradient as they pass it."""
+"""The loss that balances the load of experts: each router adds its part of the gradient as tokens pass it.
+
+megatron-core has one of its own, which counts padding and fillers as tokens, and multiplies its gradient by a number
+of tokens that is another one in each version.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
-from attrs import frozen
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.moe_utils import (
-    clear_aux_losses_tracker,
-    get_moe_layer_wise_logging_tracker,
-    reduce_aux_losses_tracker_across_ranks,
-)
+from attrs import field, frozen
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from corerl.types import Metric, MicroBatch
+from corerl.backend.batches import unpadded
+from corerl.types import BoolArray, Metric, MicroBatch
 from corerl_megatron.parallel import Groups
 
-LOSS = "load_balancing_loss"  # megatron-core's name for it
+LOSS = "load_balancing_loss"  # the metric
 
 
-@frozen(kw_only=True)
-class Balancing:
-    """What one optimizer step does about it.
+def counted(micro: MicroBatch) -> BoolArray:
+    """[T] False in padding, and in fillers."""
+    counts: BoolArray = unpadded(micro) & np.repeat(micro.samples >= 0, np.diff(micro.cu_seqlens))
+    return counts
 
-    A router multiplies its loss by the tokens that it saw, for the whole gradient to be divided by the tokens of the
-    step: a mean over tokens. CoreRL's own loss is divided already, so it is multiplied by as many first. Where the
-    tokens of a micro-batch are split over several ranks, each router's part of the loss and its tokens are both parts,
-    and only one of them may be: such a split divides the tokens of the step too.
-    """
 
-    config: TransformerConfig
-    scale: float  # what the whole gradient is divided by; 1 where there is nothing to balance
+@frozen(kw_only=True, eq=False)
+class Balance:
+    """Of one optimizer step: the loss is a mean over its tokens, so a micro-batch weighs as many as it has."""
+
+    coef: float
+    tokens: float  # of the step, on all ranks
+    parts: list[Tensor] = field(factory=list)  # each [], this rank's of the loss so far
 
     @classmethod
-    def of(cls, config: TransformerConfig, micro_batches: Iterable[MicroBatch], groups: Groups) -> Balancing:
-        """Called on every rank; goes over the micro-batches where the loss is asked for."""
-        if not config.moe_aux_loss_coeff:
-            return cls(config=config, scale=1.0)
-        tokens = torch.tensor(float(sum(len(micro.tokens) for micro in micro_batches)), device="cuda")
+    def of(cls, coef: float, micro_batches: Iterable[MicroBatch], groups: Groups) -> Balance:
+        """Called on every rank; goes over the micro-batches."""
+        tokens = torch.tensor(float(sum(counted(micro).sum() for micro in micro_batches)), device="cuda")
         torch.distributed.all_reduce(tokens, group=groups.data)
-        parts = groups.context.size() * (groups.tensor.size() if config.sequence_parallel else 1)
-        return cls(config=config, scale=float(tokens) / parts)
+        return cls(coef=coef, tokens=float(tokens))
 
-    def __enter__(self) -> Balancing:
-        if self.scale != 1.0:
-            self.config.grad_scale_func = lambda loss: loss / self.scale
-        return self
+    def metrics(self, layers: int) -> Mapping[str, Metric]:
+        """The mean over tokens and layers of experts, 1 where the load is even. Called on every rank."""
+        total = torch.stack([torch.zeros((), device="cuda"), *self.parts]).sum()
+        torch.distributed.all_reduce(total)  # ranks that hold other layers and those that see other tokens
+        return {LOSS: Metric(float(total) / layers)}
 
-    def __exit__(self, *exception: Any) -> None:
-        self.config.grad_scale_func = None
 
-    def metrics(self, micro_batches: int) -> Mapping[str, Metric]:
-        """The mean over layers of experts and micro-batches, 1 where the load is even. Called on every rank."""
-        if not self.config.moe_aux_loss_coeff:
-            return {}
-        tracker = get_moe_layer_wise_logging_tracker()
-        # A stage without experts has kept nothing, and takes part in the sum all the same.
-        tracker.setdefault(LOSS, {"values": torch.zeros(self.config.num_layers, device="cuda")})
-        reduce_aux_losses_tracker_across_ranks([LOSS])
-        layers = sum(self.config.moe_layer_freq)
-        found = float(tracker[LOSS]["values"].sum())
-        clear_aux_losses_tracker()
-        return {LOSS: Metric(found / (layers * micro_batches))}
+@frozen(kw_only=True, eq=False)
+class Share:
+    """What one rank's routers count of one micro-batch."""
+
+    counts: Tensor  # [t, 1] bool: which of this rank's tokens
+    tokens: int  # on all ranks of the group together
+    group: ProcessGroup  # ranks that share the micro-batch's tokens
+    step: Balance
+
+    def balanced(self, values: Tensor, probabilities: Tensor, chosen: Tensor) -> Tensor:
+        """`values` as they are, whose backward pass adds this rank's part of the loss; from probabilities [t, experts]
+        and the likeliest [t, k]. Called on every rank of the group.
+
+        The loss is experts * sum_i (share of choices of i) * (mean probability of i) (Fedus et al. 2021, eq. 4).
+        """
+        load = torch.zeros_like(probabilities).scatter(1, chosen, 1.0).mul(self.counts).sum(0).detach()
+        torch.distributed.all_reduce(load, group=self.group)
+        likely = (probabilities * self.counts).sum(0)
+        # tokens / tokens of the step is the micro-batch's weight; 1 / tokens of it goes into each of the two means.
+        part = (load @ likely) * (len(load) / chosen.shape[1] / max(self.tokens, 1) / self.step.tokens)
+        self.step.parts.append(part.detach())
+        added: Tensor = _Added.apply(values, self.step.coef * part)
+        return added
+
+
+class _Added(torch.autograd.Function):
+    """The first argument; the second is added to the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads[0], torch.ones((), dtype=torch.float32, device=grads[0].device)

@@ -60,12 +60,14 @@ class MegatronConfig:
         default=0,
         validator=at_least(0),
     )
-    recompute: Literal["full", "selective"] = option(
-        "what train.recompute='full' means here: whole layers, or the core of attention alone", default="full"
+    recompute: Literal["full", "mlp"] = option(
+        "what train.recompute='full' means here: whole layers, or their MLPs and experts, and no attention, which "
+        "costs most where sequences are long",
+        default="full",
     )
     recompute_method: Literal["uniform", "block"] = option(
         "whole layers: groups of recompute_layers each, of which the first input is kept; or the first "
-        "recompute_layers of each stage, the others not at all",
+        "recompute_layers of each stage, or of each of its interleaved parts, the others not at all",
         default="uniform",
     )
     recompute_layers: int = option("see recompute_method", default=1, validator=at_least(1))
@@ -74,16 +76,12 @@ class MegatronConfig:
         "installed and the device is a GPU",
         default="auto",
     )
-    rope_fusion: bool = option("rotary embedding in one kernel; TransformerEngine alone has it", default=True)
     fp8: Literal["none", "e4m3", "hybrid"] = option(
         "multiply matrices in 8 bits: e4m3 throughout, or hybrid, with e5m2 for gradients; needs TransformerEngine",
         default="none",
     )
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = option(
         "how FP8 scales are found: from earlier steps, for each tensor, for each block of a tensor", default="blockwise"
-    )
-    grouped_gemm: bool = option(
-        "all experts of a rank in one multiplication; TransformerEngine alone has it", default=True
     )
     aux_loss_coef: float = option(
         "weight of the loss that balances the load of experts (Fedus et al. 2021, eq. 4); 0 leaves it out",

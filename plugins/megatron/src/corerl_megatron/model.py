@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from corerl.config.schema import RoleConfig
+from corerl.errors import PluginError
 from corerl.models.build import VALUE_HEAD
 from corerl_megatron.config import MegatronConfig
 from corerl_megatron.families import Architecture
@@ -70,9 +72,15 @@ def stages(role: RoleConfig, architecture: Architecture, *, device: torch.device
 
 
 def uses_transformer_engine(options: MegatronConfig, device: torch.device) -> bool:
-    if options.transformer != "auto":
-        return options.transformer == "transformer_engine"
-    return device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+    """Raises PluginError where it is asked for, and not installed."""
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    asked = {"transformer": options.transformer == "transformer_engine", "fp8": options.fp8 != "none"}
+    for name in (name for name, wanted in asked.items() if wanted and not installed):
+        raise PluginError(
+            f"backends.megatron.{name}={getattr(options, name)!r} needs TransformerEngine, which is not installed in "
+            f"{sys.prefix}; remove the setting, or install it: corerl doctor megatron tells how"
+        )
+    return any(asked.values()) or (options.transformer == "auto" and device.type == "cuda" and installed)
 
 
 def transformer_config(
@@ -104,25 +112,25 @@ def transformer_config(
         "overlap_p2p_comm": options.virtual_pipeline > 1,
         "gradient_accumulation_fusion": False,  # its kernel comes with Apex
         "persist_layer_norm": False,
-        "apply_rope_fusion": engine and options.rope_fusion,
+        "apply_rope_fusion": engine,
         "bias_activation_fusion": engine,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "attention_softmax_in_fp32": True,
     }
-    if role.train.recompute == "full":
-        arguments["recompute_granularity"] = options.recompute
-        if options.recompute == "full":
-            arguments |= {
-                "recompute_method": options.recompute_method,
-                "recompute_num_layers": options.recompute_layers,
-            }
+    if role.train.recompute == "full" and options.recompute == "full":
+        arguments |= {
+            "recompute_granularity": "full",
+            "recompute_method": options.recompute_method,
+            "recompute_num_layers": options.recompute_layers,
+        }
+    elif role.train.recompute == "full":
+        arguments |= {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}  # dense, of experts
     if architecture.experts:
         arguments |= {
-            "moe_grouped_gemm": engine and options.grouped_gemm,
+            "moe_grouped_gemm": engine,
             "moe_permute_fusion": engine,
-            "moe_router_load_balancing_type": "aux_loss" if options.aux_loss_coef else "none",
-            "moe_aux_loss_coeff": options.aux_loss_coef,
+            "moe_router_load_balancing_type": "none",  # the plugin's own stands in `balance`
         }
     if options.fp8 != "none":
         arguments |= {"fp8": options.fp8, "fp8_recipe": options.fp8_recipe}

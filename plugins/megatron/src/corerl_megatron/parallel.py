@@ -30,6 +30,7 @@ class Groups:
     context: ProcessGroup
     pipeline: ProcessGroup
     data: ProcessGroup  # without context parallelism: ranks that read different samples
+    tokens: ProcessGroup  # context and tensor: ranks that a micro-batch's tokens are split over on their way to experts
     made: list[ProcessGroup]  # all that megatron-core has made
     expert_rank: int
     expert_ranks: int
@@ -79,6 +80,7 @@ def make_groups(options: MegatronConfig, *, timeout: float) -> Groups:
         context=parallel_state.get_context_parallel_group(),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
         data=parallel_state.get_data_parallel_group(),
+        tokens=parallel_state.get_tensor_and_context_parallel_group(),
         made=[group for group in by_ranks.values() if isinstance(group, ProcessGroup) and group is not world],
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
         expert_ranks=parallel_state.get_expert_model_parallel_world_size(),

@@ -29,7 +29,7 @@ def probe() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield Finding(level=Level.OK, what="no GPU: layers are plain torch, and ranks talk through gloo")
         return
-    yield from nccl(gpus=torch.cuda.is_available(), available=dist.is_nccl_available())
+    yield from nccl(gpus=True, available=dist.is_nccl_available())
     if importlib.util.find_spec("transformer_engine") is None:
         yield Finding(
             level=Level.WARNING,

@@ -1,4 +1,5 @@
-"""Through which experts each token goes: told by one pass through the model, or told to another (routing replay).
+"""Through which experts each token goes: told by one pass through the model, or told to another (routing replay); and
+what routers are told of the balance of their load.
 
 megatron-core's routers ask the object in their `router_replay` for their top-k, where there is one. Its own object
 keeps itself in a list of the whole process, and knows one micro-batch at a time; this is the plugin's.
@@ -20,18 +21,23 @@ from torch import Tensor, nn
 from corerl.backend.batches import DeviceBatch, unpadded
 from corerl.errors import ModelError
 from corerl.types import BoolArray, MicroBatch, Output
+from corerl_megatron.balance import Balance, Share, counted
 from corerl_megatron.packed import Split, all_gathered
 from corerl_megatron.parallel import Groups
 
 COLUMN = Output.ROUTED_EXPERTS.value
 
 
-@frozen(eq=False)
+@frozen(kw_only=True, eq=False)
 class Told:
-    """The experts that one layer's tokens go through, t of them on this rank."""
+    """What one layer is told of a micro-batch, of which t tokens pass it on this rank."""
 
-    experts: Tensor  # [t, k] int64
-    free: Tensor | None  # [t] bool: tokens that choose for themselves; None where none does
+    experts: Tensor | None = None  # [t, k] int64 that they go through; None leaves it to the router
+    free: Tensor | None = None  # [t] bool: tokens that choose for themselves all the same; None where none does
+    share: Share | None = None  # in the loss that balances; None where there is none
+
+
+NOTHING = Told()
 
 
 @define(eq=False)
@@ -43,8 +49,9 @@ class Chooser:
     """
 
     layer: int  # of the layers of experts
+    softmax_first: bool  # the scores it is asked about are probabilities already
     passing: bool = False  # a micro-batch passes through the stage, be it for the first time
-    told: Told | None = None  # of that micro-batch; None leaves it to the router
+    told: Told = NOTHING  # of that micro-batch
     trains: bool = False  # a backward pass will follow
     chosen: Tensor | None = None  # [t, k] of the tokens that have passed last, without a backward pass
     again: deque[Told] = field(factory=deque)  # of micro-batches that will pass a second time, in their order
@@ -60,23 +67,21 @@ class Chooser:
         """Scores and indices [t, k] of the experts, from scores [t, experts]. megatron-core's name and arguments."""
         assert default_compute_topk is not None
         told = self._now_told()
-        if told is not None and told.free is None:
-            experts = told.experts
+        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        experts = own
+        if told.experts is not None:
+            experts = told.experts if told.free is None else torch.where(told.free[:, None], own, told.experts)
             values = scores.gather(1, experts)
-        else:
-            values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-            if told is not None:
-                assert told.free is not None
-                experts = torch.where(told.free[:, None], experts, told.experts)
-                values = scores.gather(1, experts)
+        if told.share is not None and torch.is_grad_enabled():
+            values = told.share.balanced(values, scores if self.softmax_first else scores.softmax(1), own)
         if not self.trains:
             self.chosen = experts
         return values, experts
 
-    def _now_told(self) -> Told | None:
+    def _now_told(self) -> Told:
         if not self.passing:
-            return self.again.popleft() if self.again else None
-        if self.told is not None and self.trains and not torch.is_grad_enabled():
+            return self.again.popleft() if self.again else NOTHING
+        if self.trains and not torch.is_grad_enabled():
             self.again.append(self.told)
         return self.told
 
@@ -101,7 +106,9 @@ class Routing:
         routers = [[module for module in chunk.modules() if isinstance(module, TopKRouter)] for chunk in chunks]
         for router in (router for part in routers for router in part):
             assert router.layer_number is not None
-            router.router_replay = Chooser(layer=sum(frequency[: router.layer_number - 1]))
+            router.router_replay = Chooser(
+                layer=sum(frequency[: router.layer_number - 1]), softmax_first=config.moe_router_pre_softmax
+            )
         return cls(
             choosers=[[router.router_replay for router in part] for part in routers],
             layers=sum(frequency),
@@ -114,21 +121,31 @@ class Routing:
     def begin(self) -> None:
         """Before the first micro-batch. Nothing is left of an earlier run, of one that failed either."""
         for chooser in (chooser for part in self.choosers for chooser in part):
-            chooser.passing, chooser.told, chooser.chosen = False, None, None
+            chooser.passing, chooser.told, chooser.chosen = False, NOTHING, None
             chooser.again.clear()
 
     @contextmanager
     def passing(
-        self, part: int, micro: MicroBatch, inputs: DeviceBatch, split: Split | None, *, trains: bool
+        self,
+        part: int,
+        micro: MicroBatch,
+        inputs: DeviceBatch,
+        split: Split | None,
+        *,
+        trains: bool,
+        balance: Balance | None,
     ) -> Iterator[None]:
         """While a micro-batch passes through this part of the stage, its tokens go where its column says, if it has
         one. With `trains` a backward pass follows."""
-        told = self._told(part, micro, inputs, split) if COLUMN in inputs.columns else {}
+        share = None if balance is None else self._share(micro, inputs, split, balance)
+        replayed = self._replayed(part, micro, inputs, split) if COLUMN in inputs.columns else {}
         for chooser in self.choosers[part]:
-            chooser.passing, chooser.told, chooser.trains = True, told.get(chooser.layer), trains
+            experts, free = replayed.get(chooser.layer, (None, None))
+            chooser.told = Told(experts=experts, free=free, share=share)
+            chooser.passing, chooser.trains = True, trains
         yield
         for chooser in self.choosers[part]:
-            chooser.passing, chooser.told = False, None
+            chooser.passing, chooser.told = False, NOTHING
 
     def chosen(self, part: int, tokens: int, split: Split | None) -> Tensor:
         """[T, layers of this part, k] int32: where the tokens of the micro-batch that has passed last went. Called on
@@ -153,13 +170,21 @@ class Routing:
             torch.distributed.all_reduce(total, group=self.groups.pipeline)  # 0 where another stage has the layer
         return total.to(torch.int16).cpu()
 
-    def _told(self, part: int, micro: MicroBatch, inputs: DeviceBatch, split: Split | None) -> dict[int, Told]:
-        """By layer, what this rank's tokens are told. Raises ModelError where the column is none of this model."""
+    def _share(self, micro: MicroBatch, inputs: DeviceBatch, split: Split | None, step: Balance) -> Share:
+        counts = counted(micro)
+        local = self._local(torch.as_tensor(counts).to(inputs.tokens.device), split)
+        return Share(counts=local[:, None], tokens=int(counts.sum()), group=self.groups.tokens, step=step)
+
+    def _replayed(
+        self, part: int, micro: MicroBatch, inputs: DeviceBatch, split: Split | None
+    ) -> dict[int, tuple[Tensor, Tensor | None]]:
+        """By layer, the experts of this rank's tokens, and which are free. Raises ModelError where the column is none
+        of this model."""
         free = self._free(micro)
         experts = self._local(inputs.columns[COLUMN], split).long()
         alone = None if free is None else self._local(torch.as_tensor(free).to(experts.device), split)
         return {
-            chooser.layer: Told(experts[:, chooser.layer], None if alone is None else alone[:, chooser.layer])
+            chooser.layer: (experts[:, chooser.layer], None if alone is None else alone[:, chooser.layer])
             for chooser in self.choosers[part]
         }
 

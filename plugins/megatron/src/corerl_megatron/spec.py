@@ -45,7 +45,9 @@ def check(config: MegatronConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     yield from _layout(config, cluster)
     yield from _switches(config, cluster)
     if cluster.model:
-        yield from _model(config, cluster.model)
+        yield from _model(
+            config, cluster.model, recompute=cluster.train is not None and cluster.train.recompute == "full"
+        )
 
 
 def _layout(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]:
@@ -95,7 +97,7 @@ def _switches(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]
         yield Problem("fp8", f"{config.fp8!r} needs TransformerEngine, and transformer is 'torch'; set it to 'auto'")
 
 
-def _model(config: MegatronConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
+def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool) -> Iterator[Problem]:
     if reason := unsupported_by(model):
         yield Problem(".model", reason)
         return
@@ -122,6 +124,13 @@ def _model(config: MegatronConfig, model: Mapping[str, Any]) -> Iterator[Problem
                 name,
                 f"{getattr(config, name)}{at} does not divide the model's {count} {what}; take a divisor of {count}",
             )
+    here, count = max(model["num_hidden_layers"] // stages, 1), config.recompute_layers
+    if recompute and (config.recompute, config.recompute_method) == ("full", "uniform") and here % count:
+        yield Problem(
+            "recompute_layers",
+            f"{count} does not divide the {here} layers of a stage, or of an interleaved part of one; take a divisor "
+            f"of {here}",
+        )
     if config.expert_parallel > 1 and not experts:
         yield Problem("expert_parallel", f"{config.expert_parallel}, and the model has no experts; set it to 1")
     if config.aux_loss_coef and not experts:

@@ -19,7 +19,8 @@ from corerl.errors import ModelError
 from corerl.models.build import VALUE_HEAD
 from corerl.ops.logprobs import token_logprobs
 from corerl.types import ForwardResult, LossSpec, MicroBatch, Output, PackedBatch, TrainResult
-from corerl_megatron import balance, optimizer
+from corerl_megatron import optimizer
+from corerl_megatron.balance import Balance
 from corerl_megatron.build import Model
 from corerl_megatron.model import PackedModel
 from corerl_megatron.packed import Split, gather_tokens, packed_params
@@ -51,6 +52,7 @@ class Pipeline:
     model: Model
     routing: Routing
     groups: Groups
+    balance_coef: float  # of the loss that balances experts; 0 where it is left out
     vocabulary: int
     device: torch.device
 
@@ -61,6 +63,7 @@ class Pipeline:
         finish: Finish,
         *,
         backward: bool,
+        balance: Balance | None = None,
         chosen: Sequence[list[Tensor]] = (),
     ) -> None:
         """Every micro-batch through every stage, called on every rank; with `backward`, `finish` returns the loss.
@@ -70,7 +73,7 @@ class Pipeline:
         def forward_step(micros: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             packed = self._packed(next(micros))
             inputs, split, part = packed.inputs, packed.split, parts[id(chunk)]
-            with self.routing.passing(part, packed.micro, inputs, split, trains=backward):
+            with self.routing.passing(part, packed.micro, inputs, split, trains=backward, balance=balance):
                 hidden = chunk(
                     packed.local(inputs.tokens)[None],
                     packed.local(inputs.positions)[None],
@@ -168,7 +171,7 @@ def train_step(pipeline: Pipeline, batch: PackedBatch, loss: LossSpec, *, lr: fl
         outputs = pipeline.outputs(packed, module, hidden, loss.outputs, batch.temperature)
         result = loss_function(packed.inputs.loss_inputs(outputs))
         metrics.add(result.metrics)
-        return result.loss * balancing.scale
+        return result.loss
 
     def counted() -> Iterator[MicroBatch]:
         nonlocal tokens
@@ -179,12 +182,13 @@ def train_step(pipeline: Pipeline, batch: PackedBatch, loss: LossSpec, *, lr: fl
     for chunk in pipeline.model.chunks:
         chunk.train()
         chunk.zero_grad_buffer()
-    if pipeline.model.config.moe_aux_loss_coeff:
+    balance = None
+    if pipeline.balance_coef:
         micro_batches = list(micro_batches)  # their tokens are to be known before the first goes through
-    with balance.Balancing.of(pipeline.model.config, micro_batches, pipeline.groups) as balancing:
-        pipeline.run(counted(), batch.count, finish, backward=True)
+        balance = Balance.of(pipeline.balance_coef, micro_batches, pipeline.groups)
+    pipeline.run(counted(), batch.count, finish, backward=True, balance=balance)
     applied, norm = optimizer.step(pipeline.model, lr=lr, clip_norm=clip_norm)
-    found = {**metrics.finish(), **balancing.metrics(batch.count)}
+    found = {**metrics.finish(), **(balance.metrics(pipeline.routing.layers) if balance else {})}
     return TrainResult(applied=applied, metrics=found if pipeline.groups.outputs else {}, grad_norm=norm, tokens=tokens)
 
 

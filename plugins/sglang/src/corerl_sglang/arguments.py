@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,3 +109,10 @@ def server_arguments(options: SglangConfig, context: EngineContext, *, model: Pa
     if options.attention_backend:
         arguments["attention_backend"] = options.attention_backend
     return {**arguments, **options.server}
+
+
+def plain_allocator(environment: Mapping[str, str]) -> dict[str, str]:
+    """What is to stand in the place of torch's settings in the server: with expandable segments, which are meant for
+    the ranks, the library by which SGLang sleeps refuses to start."""
+    switch = re.compile(r"(expandable_segments\s*:\s*)true", re.IGNORECASE)
+    return {name: switch.sub(r"\1False", value) for name, value in environment.items() if switch.search(value)}

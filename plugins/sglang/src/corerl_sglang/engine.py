@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import pickle
 import re
 import tempfile
@@ -32,7 +33,7 @@ from corerl.rollout.transformers_engine import routers
 from corerl.types import Array, MemoryKind
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
-from corerl_sglang.arguments import LOADER, server_arguments
+from corerl_sglang.arguments import LOADER, plain_allocator, server_arguments
 from corerl_sglang.config import CALLS, SglangConfig
 from corerl_sglang.held import whole_sums
 from corerl_sglang.instruction import Answer, Instruction, Question, name_for, read_answers, write_instruction
@@ -66,7 +67,7 @@ class SglangEngine(Engine):
             context.name,
             launcher=options.launcher,
             arguments=server_arguments(options, context, model=self._directory / "model"),
-            environment=visible,
+            environment={**plain_allocator(os.environ), **visible},
             directory=self._directory,
             log=log,
         )

@@ -1,0 +1,156 @@
+"""Bring the actor's weights to all engines, and see to it that an engine which they did not reach serves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+
+from attrs import define, evolve, field
+
+from corerl.config.schema import WeightsConfig
+from corerl.driver.residency import REST, UPDATE, Residency
+from corerl.driver.together import POLL_SECONDS
+from corerl.errors import CorerlError, WeightUpdateError, WorkerDied
+from corerl.plugin.events import Notice
+from corerl.rollout.engine import Received
+from corerl.rollout.fleet import EngineFleet
+from corerl.rollout.sources import Source
+from corerl.trainer.group import TrainGroup
+from corerl.weights.manifest import Manifest
+from corerl.weights.transport import Address
+from corerl.weights.verify import difference
+
+TELL_SECONDS = 1.0  # between two times that senders are told of an engine that failed
+ANSWER_SECONDS = 60.0  # that an engine has to answer once the senders have ended
+
+
+def meeting_at(address: Address, actor: TrainGroup) -> Address:
+    """The same, at a new place, where a transport has senders and receivers meet: a socket in the actor's first rank,
+    or names that nobody else has."""
+    if address.transport != "collective":
+        return evolve(address, token=uuid.uuid4().hex)
+    if not address.engines:
+        return address
+    host, port, listening = actor.processes.listen(0)
+    return evolve(address, host=host, port=port, listening=listening)
+
+
+@define(kw_only=True, eq=False)
+class WeightUpdates:
+    """Of one run: which engines have what, and the version that comes next."""
+
+    config: WeightsConfig
+    group: TrainGroup  # of the actor
+    fleet: EngineFleet
+    source: Source
+    manifest: Manifest
+    address: Address
+    version: int  # of the next update
+    residency: Residency
+    phase: Callable[[str], AbstractContextManager[None]]  # shown and counted while it lasts
+    tell: Callable[[Notice], None]
+
+    _updates: int = 0  # that all engines took
+    _unverified: set[str] = field(factory=set)  # engines that cannot tell what they hold
+    _served: set[str] = field(factory=set)  # engines whose process has taken an update
+
+    def push(self) -> None:
+        """All engines serve the actor's weights when this returns; those that an update did not reach are replaced.
+        Raises WeightUpdateError, or what an engine died of, where that does not help."""
+        every = self.config.verify_every
+        verify = every > 0 and self._updates % every == 0
+        while failed := self._attempt(verify=verify):
+            self._evict(failed)
+        self._updates += 1
+
+    def _attempt(self, *, verify: bool) -> dict[str, Received]:
+        """One update of all engines. Those that it did not reach, which serve nothing now, with why."""
+        with contextlib.ExitStack() as stack:
+            if self.source.overlaps:
+                with self.phase("hold"):
+                    stack.enter_context(self.source.updating(self.version))
+            if self.fleet.dead:
+                self._replace(self.fleet.replace_dead)
+            self.residency.enter(UPDATE)
+            with self.phase("update_weights"):
+                return self._update(verify=verify)
+
+    def _update(self, *, verify: bool) -> dict[str, Received]:
+        # Used even where no engine takes it: two streams must never share a version.
+        version, self.version = self.version, self.version + 1
+        group, fleet = self.group, self.fleet
+        sending = group.update_weights_async(self.address, version, verify=verify)
+        receiving = fleet.receive_async(self.manifest, version, self.address)
+        told = 0.0
+        while not group.processes.ready(sending, POLL_SECONDS):
+            # Senders would wait in vain, until a timeout, for an engine that has died, or is done with it.
+            failed = {name: each for name, each in fleet.received(receiving, 0.0).items() if each.error}
+            if failed and time.monotonic() - told > TELL_SECONDS:  # again: a rank may not have begun
+                told = time.monotonic()
+                for name, each in failed.items():
+                    group.give_up(name, each.error)
+        result = group.wait_update(sending)
+        silent = Received(version=version, bytes=0, error="it does not answer", died=True)
+        received = dict.fromkeys(fleet.names, silent) | fleet.received(receiving, ANSWER_SECONDS)
+        failed = {name: each for name, each in received.items() if each.error}
+        failed |= {
+            name: evolve(received[name], error=error)
+            for name, error in result.engines.items()
+            if error and not received[name].error
+        }
+        fleet.lost_weights(failed)
+        self._served |= received.keys() - failed.keys()
+        if result.sums and not failed:
+            self._require_loaded(result.sums, version)
+        return failed
+
+    def _require_loaded(self, sums: Mapping[str, int], version: int) -> None:
+        """Raises WeightUpdateError where an engine holds something else than was sent."""
+        for name, loaded in self.fleet.weight_sums(self.manifest.dtype).items():
+            if loaded is None:
+                if name not in self._unverified:
+                    self.tell(
+                        Notice(
+                            text=f"{name} cannot tell what it has loaded (Engine.weight_sums): it is not compared with "
+                            "what was sent; weights.verify_every=0 asks no more"
+                        )
+                    )
+                self._unverified.add(name)
+            elif wrong := difference(sums, loaded):
+                raise WeightUpdateError(
+                    f"{name} holds other weights than it was sent as version {version}: {wrong}; it loads them wrongly"
+                )
+
+    def _evict(self, failed: Mapping[str, Received]) -> None:
+        """New processes in the place of the dead, whose deaths explain the other failures; of those that failed, where
+        all live. They rejoin with the next full update.
+
+        Raises WeightUpdateError of an engine that lives and has never taken an update: the next would end the same.
+        """
+        dead = {name: each for name, each in failed.items() if each.died}
+        if not dead and (never := sorted(failed.keys() - self._served)):
+            reasons = "; ".join(f"{name}: {failed[name].error}" for name in never)
+            raise WeightUpdateError(f"weights version {self.version - 1} did not reach every engine: {reasons}")
+        errors: dict[str, CorerlError] = {
+            name: WorkerDied(each.error) if each.died else WeightUpdateError(f"{name}: {each.error}")
+            for name, each in (dead or failed).items()
+        }
+
+        def replace() -> Mapping[str, CorerlError]:
+            self.fleet.replace(errors)
+            return errors
+
+        self._replace(replace)
+
+    def _replace(self, replace: Callable[[], Mapping[str, CorerlError]]) -> None:
+        """New engines, which `replace` starts and names with what the old ones died of."""
+        self.residency.enter(REST)
+        replaced = replace()
+        self.residency.engines_changed()
+        for engine, error in replaced.items():
+            self.tell(Notice(text=f"{engine} is replaced: {error.message}"))
+        self._served -= replaced.keys()
+        self.address = meeting_at(self.address, self.group)  # the dead one hangs in whatever was built at the old

@@ -1,0 +1,87 @@
+"""What has changed between two arrays of bits, in few bytes: where, and by how much.
+
+The arrays are cut into blocks of `BLOCK` elements, and each block stands alone: 8 bytes of its length, then, as zlib
+compresses it,
+
+    4 bytes               how many elements changed: c
+    c bytes, itemsize times   new minus old bits, as integers that wrap around: their lowest bytes, the next ones, ...
+    the rest              steps: below 255, so many elements are as they were, and the next one changed; 255 just passes
+                          over 255 elements
+
+After a step of an optimizer at a small learning rate a changed weight is mostly the next number up or down, a
+difference of 1 or -1: two bits or so when compressed, where the weight itself would take most of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK = 2**22  # elements: bounds the temporaries, about 20 bytes for each that changed
+LEVEL = 1  # of zlib: higher ones save little here, and take several times as long
+THREADS = min(8, os.cpu_count() or 1)  # numpy and zlib work side by side
+PASSED = 255
+LENGTH = struct.Struct("<q")
+COUNT = struct.Struct("<I")
+
+
+def changes(old: NDArray[Any], new: NDArray[Any]) -> bytes | None:
+    """From `old` to `new`, unsigned integers [n] of one kind; None where these would take as many bytes as `new`.
+
+    What is so dense that it cannot be less before compression is not tried: that is 2 of 3 elements of 2 bytes.
+    """
+    with ThreadPoolExecutor(THREADS) as pool:
+        pairs = [(old[start : start + BLOCK], new[start : start + BLOCK]) for start in range(0, len(new), BLOCK)]
+        changed = sum(pool.map(lambda pair: np.count_nonzero(pair[0] != pair[1]), pairs))
+        if changed * (1 + new.itemsize) >= new.nbytes:
+            return None
+        blocks = list(pool.map(lambda pair: _encoded(*pair), pairs))
+    data = b"".join(part for block in blocks for part in (LENGTH.pack(len(block)), block))
+    return data if len(data) < new.nbytes else None
+
+
+def apply(data: bytes, bits: NDArray[Any]) -> None:
+    """Make of the old bits, unsigned integers [n], the new ones, in place. Raises ValueError, IndexError, struct.error
+    or zlib.error where `data` is no changes to an array of this size."""
+    blocks = list(_split(data))
+    starts = range(0, len(bits), BLOCK)
+    if len(blocks) != len(starts):
+        raise ValueError(f"{len(blocks)} blocks of changes to an array of {len(starts)}")
+    with ThreadPoolExecutor(THREADS) as pool:
+        views = (bits[start : start + BLOCK] for start in starts)
+        list(pool.map(_apply, blocks, views))
+
+
+def _encoded(old: NDArray[Any], new: NDArray[Any]) -> bytes:
+    positions = np.flatnonzero(old != new)
+    passes, rests = np.divmod(np.diff(positions, prepend=-1) - 1, PASSED)
+    ends = np.cumsum(passes + 1)
+    steps = np.full(ends[-1] if len(ends) else 0, PASSED, np.uint8)
+    steps[ends - 1] = rests
+    by = np.ascontiguousarray(new[positions] - old[positions])
+    planes = by.view(np.uint8).reshape(len(by), by.itemsize).T
+    return zlib.compress(COUNT.pack(len(positions)) + planes.tobytes() + steps.tobytes(), LEVEL)
+
+
+def _split(data: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(data):
+        (length,) = LENGTH.unpack_from(data, at)
+        at += LENGTH.size + length
+        yield data[at - length : at]
+
+
+def _apply(block: bytes, bits: NDArray[Any]) -> None:
+    raw = zlib.decompress(block)
+    (count,) = COUNT.unpack_from(raw)
+    planes = np.frombuffer(raw, np.uint8, count * bits.itemsize, COUNT.size).reshape(bits.itemsize, count)
+    steps = np.frombuffer(raw, np.uint8, offset=COUNT.size + planes.size)
+    positions = np.cumsum(steps, dtype=np.int64)[steps < PASSED] + np.arange(count)
+    bits[positions] += np.ascontiguousarray(planes.T).view(bits.dtype).reshape(count)

@@ -1,0 +1,86 @@
+"""Weights for an engine that computes in FP8: quantised once, by the trainer, before they travel.
+
+The form is that of DeepSeek-V3's and Qwen3's FP8 checkpoints, `quant_method = "fp8"` with `weight_block_size = [128,
+128]`: a linear layer's `X.weight` [n, k] becomes float8_e4m3fn [n, k], and beside it stands `X.weight_scale_inv`
+[ceil(n / 128), ceil(k / 128)] in float32, what each block is to be multiplied by.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from corerl.weights.manifest import Bucket, Entry, Manifest
+
+BLOCK = 128  # rows and columns that share a scale
+AT_ONCE = 2**24  # elements, which bounds the temporaries on a device
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max  # 448
+SCALE = "_scale_inv"  # what the name of a weight's scales ends in
+ALIGNMENT = 16  # bytes: each tensor begins where any dtype may
+# Linear layers are the matrices inside layers: embeddings and head are outside. A router stays as it is, as it does in
+# the checkpoints.
+LINEAR = re.compile(r"(^|\.)layers\.\d+\..*\.weight$")
+ROUTER = re.compile(r"\.gate\.weight$")
+
+
+def is_quantized(name: str, shape: tuple[int, ...], left_out: Sequence[str] = ()) -> bool:
+    """Whether this HF tensor travels in FP8. `left_out` are parts of names, as in `modules_to_not_convert`."""
+    linear = len(shape) == 2 and LINEAR.search(name) is not None and ROUTER.search(name) is None
+    return linear and not any(part in name for part in left_out)
+
+
+def quantized(manifest: Manifest, left_out: Sequence[str] = ()) -> Manifest:
+    """The same tensors as they travel: bucket by bucket, in bytes, each tensor with a dtype of its own."""
+    buckets = []
+    for bucket in manifest.buckets:
+        entries: list[Entry] = []
+        for name, shape, dtype in _as_sent(bucket, manifest.dtype, left_out):
+            end = entries[-1].start + entries[-1].length if entries else 0
+            entries.append(Entry(name, shape, -(-end // ALIGNMENT) * ALIGNMENT, dtype))
+        buckets.append(Bucket(bucket.index, tuple(entries), bucket.sender))
+    return Manifest("uint8", tuple(buckets))
+
+
+def quantize(bucket: Bucket, flat: torch.Tensor, sent: Bucket, out: torch.Tensor) -> None:
+    """Write the tensors of `bucket`, which lie in `flat` [bucket.numel], to `out` [sent.numel], as `sent` has them."""
+    out.zero_()  # between tensors as well: a checksum goes over all of it
+    views = sent.views(out)
+    for name, tensor in bucket.views(flat).items():
+        if name + SCALE in views:
+            to_blocks(tensor, views[name], views[name + SCALE])
+        else:
+            views[name].copy_(tensor)
+
+
+def to_blocks(weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
+    """Of `weight` [n, k] the FP8 `values` [n, k] and `scales` [ceil(n / 128), ceil(k / 128)], on its device.
+
+    A block's scale is its largest magnitude / 448, so that this becomes the largest number of FP8; 1 where all are 0.
+    Values are rounded to the nearest, ties to even.
+    """
+    columns, across = weight.shape[1], scales.shape[1]
+    blocks = max(1, AT_ONCE // (across * BLOCK * BLOCK))
+    strips = zip(weight.split(blocks * BLOCK), values.split(blocks * BLOCK), scales.split(blocks), strict=True)
+    for strip, into, scales_into in strips:
+        missing = (0, -columns % BLOCK, 0, -len(strip) % BLOCK)
+        padded = torch.nn.functional.pad(strip.float(), missing).view(-1, BLOCK, across, BLOCK)
+        scale = padded.abs().amax(dim=(1, 3)) / LARGEST
+        scales_into.copy_(torch.where(scale == 0, 1.0, scale))
+        divided = (padded / scales_into[:, None, :, None]).view(-1, across * BLOCK)
+        into.copy_(divided[: len(strip), :columns])
+
+
+def _as_sent(bucket: Bucket, dtype: str, left_out: Sequence[str]) -> list[tuple[str, tuple[int, ...], str]]:
+    """Name, shape and dtype of each tensor of which the bucket is made."""
+    found: list[tuple[str, tuple[int, ...], str]] = []
+    for entry in bucket.entries:
+        if is_quantized(entry.name, entry.shape, left_out):
+            rows, columns = entry.shape
+            blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
+            found += [(entry.name, entry.shape, "float8_e4m3fn"), (entry.name + SCALE, blocks, "float32")]
+        else:
+            found.append((entry.name, entry.shape, dtype))
+    return found

@@ -1,0 +1,131 @@
+"""Only what has changed since the update before, through a shared directory: the way of `disk`, with other files.
+
+    PATH/v00000007/changes-00000.bin          from the bits of `base` to those of this update (`corerl.weights.changes`)
+    PATH/v00000007/bucket-00000.safetensors   a whole bucket: where changes would take as many bytes, or were asked for
+    PATH/v00000007/manifest.json              as on disk; and `stamp`, which names this update, `base`, the stamp of the
+                                              one before, and `changes`, the buckets that went as such
+
+Both ends keep the last update's bits in host memory. A receiver says with its question which update it holds. One that
+does not hold the base is new, has failed or missed one: for it the whole buckets are written too, before it is heard.
+The checksums are of whole buckets, so that what a receiver has put together is verified, and not what it has read.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+
+from corerl.errors import WeightUpdateError
+from corerl.weights.changes import apply, changes
+from corerl.weights.manifest import Bucket, Manifest
+from corerl.weights.transport import Address
+from corerl.weights.transports.disk import TENSOR, DiskReceiver, DiskSender, bucket_file
+from corerl.weights.verify import INTEGERS
+
+
+def _changes_file(index: int) -> str:
+    return f"changes-{index:05d}.bin"
+
+
+def _bits(flat: torch.Tensor) -> NDArray[Any]:
+    """The elements of a tensor of the host as unsigned integers, in the same memory."""
+    signed = flat.view(INTEGERS[flat.element_size()]).numpy()
+    return signed.view(signed.dtype.str.replace("i", "u"))
+
+
+class DeltaSender(DiskSender):
+    """Keeps a copy of what it sent last, and writes changes to it."""
+
+    def __init__(self, address: Address) -> None:
+        super().__init__(address)
+        self._kept: dict[int, torch.Tensor] = {}  # by bucket
+        self._kept_stamp = ""  # of the update whose bits these are; "" where they are of none
+        self._stamp = ""  # of this update
+        self._base = ""  # what its changes are to; "" where all of it goes whole
+        self._changes: list[int] = []  # buckets of this update that went as changes alone
+
+    def begin(self, manifest: Manifest, version: int) -> None:
+        other = manifest.digest != self._digest
+        super().begin(manifest, version)
+        if other:
+            self._kept, self._kept_stamp = {}, ""
+        self._base, self._kept_stamp = self._kept_stamp, ""  # until this one is written, bits of two are kept
+        self._stamp, self._changes, self.sent = uuid.uuid4().hex, [], 0
+
+    def transmit(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        data = changes(_bits(self._kept[bucket.index]), _bits(flat)) if self._base else None
+        if bucket.index in self._kept:
+            self._kept[bucket.index].copy_(flat)
+        else:
+            self._kept[bucket.index] = flat.clone()
+        if data is None:
+            self._write_whole(bucket.index, self._partial)
+            return
+        (self._partial / _changes_file(bucket.index)).write_bytes(data)
+        self._changes.append(bucket.index)
+        self._count(len(data))
+
+    def told(self) -> Mapping[str, Any]:
+        if not self._error:
+            self._kept_stamp = self._stamp
+        return {"stamp": self._stamp, "base": self._base, "changes": self._changes}
+
+    def admit(self, directory: Path, state: Mapping[str, Any]) -> None:
+        if state.get("holds") != self._base and not self._error:
+            for index in self._changes:
+                if not (directory / bucket_file(index)).exists():
+                    self._write_whole(index, directory)
+        super().admit(directory, state)
+
+    def close(self) -> None:
+        super().close()
+        self._kept, self._kept_stamp = {}, ""
+
+    def _write_whole(self, index: int, directory: Path) -> None:
+        kept = self._kept[index]
+        save_file({TENSOR: kept}, directory / bucket_file(index))
+        self._count(kept.nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        self.sent = (self.sent or 0) + nbytes
+
+
+class DeltaReceiver(DiskReceiver):
+    """Keeps a copy of what it received last, and makes the next update of it."""
+
+    def __init__(self, address: Address, index: int) -> None:
+        super().__init__(address, index)
+        self._kept: dict[int, torch.Tensor] = {}  # by bucket
+        self._stamp = ""  # of the update that is being read
+
+    def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        self._stamp = ""
+        yield from super().buckets(manifest, version)
+
+    def read(self, bucket: Bucket, directory: Path, content: Mapping[str, Any]) -> torch.Tensor:
+        self._stamp = content["stamp"]
+        if self.holds != content["base"] or bucket.index not in content["changes"]:
+            whole = super().read(bucket, directory, content)
+            kept = self._kept.get(bucket.index)
+            if kept is None or (kept.dtype, kept.shape) != (whole.dtype, whole.shape):
+                kept = self._kept[bucket.index] = torch.empty_like(whole)
+            return kept.copy_(whole)
+        path, kept = directory / _changes_file(bucket.index), self._kept[bucket.index]
+        try:
+            apply(path.read_bytes(), _bits(kept))
+        except Exception as error:  # OSError, or whatever a damaged file looks like
+            raise WeightUpdateError(f"cannot read {path}: {error}") from error
+        return kept
+
+    def acknowledge(self, version: int, error: str) -> None:
+        self.holds = "" if error else self._stamp
+        super().acknowledge(version, error)
+
+    def close(self) -> None:
+        self._kept, self.holds = {}, ""

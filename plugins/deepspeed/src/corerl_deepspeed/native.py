@@ -1,0 +1,49 @@
+"""DeepSpeed's own checkpoint, beside CoreRL's, for tools that read no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from corerl.errors import SaveFailed
+from corerl.types import Step
+from corerl_deepspeed.build import Model
+
+DIRECTORY = "deepspeed"  # in the directory of the role
+
+
+def write(model: Model, directory: Path, step: Step) -> None:
+    """What `engine.save_checkpoint` writes, and `latest`, which names it. Called on every rank, inside
+    `calling_deepspeed`; where one cannot write, raises SaveFailed on all."""
+    engine, failures = model.engine, list[str]()
+
+    def kept(call: Callable[..., Any]) -> Callable[..., None]:
+        """Ranks meet between files, and would wait for one that has raised."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> None:
+            try:
+                call(*args, **kwargs)
+            except (OSError, RuntimeError) as error:  # the second is torch's, of a full disk
+                failures.append(" ".join(str(error).split()))
+
+        return wrapped
+
+    engine.global_steps = step.optimizer_step  # it counts from the start of this process
+    tag, files = f"global_step{step.optimizer_step}", engine.checkpoint_engine
+    with (
+        mock.patch.object(files, "makedirs", kept(files.makedirs)),
+        mock.patch.object(files, "save", kept(files.save)),
+        mock.patch.object(engine, "_copy_recovery_script", kept(engine._copy_recovery_script)),
+    ):
+        engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
+    if dist.get_rank() == 0:
+        kept((directory / "latest").write_text)(tag)
+    said: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(said, next(iter(failures), ""))
+    for rank, failure in enumerate(said):
+        if failure:
+            raise SaveFailed(f"cannot write {directory}: rank {rank}: {failure}")

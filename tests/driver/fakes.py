@@ -1,0 +1,220 @@
+"""A run's ranks, engines, roles and listeners, as far as the driver sees them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attrs import evolve
+
+from corerl.config.schema import Config
+from corerl.data.plan import StepPlan
+from corerl.driver.residency import Residency, residency_plan
+from corerl.driver.roles import Role
+from corerl.driver.run import REFERENCE
+from corerl.driver.updates import WeightUpdates
+from corerl.errors import CorerlError, WorkerDied
+from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
+from corerl.plugin.hookspecs import hookimpl
+from corerl.rollout.engine import Received
+from corerl.trainer.group import GroupTrainResult
+from corerl.types import (
+    LossSpec,
+    MemoryKind,
+    Output,
+    ParallelLayout,
+    SampleBatch,
+    SleepResult,
+    Step,
+    UpdateResult,
+)
+from corerl.weights.transport import Address
+from tests.driver.saved import make_config
+
+EXPERTS = Output.ROUTED_EXPERTS
+CHOSEN = np.arange(5 * 3 * 2, dtype=np.int16).reshape(5, 3, 2)  # of 5 tokens, 3 layers, 2 experts
+
+
+class Group:
+    """Ranks and engines of a run, as far as the driver sees them; notes what is asked."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.losses: list[LossSpec] = []
+        self.passes: list[tuple[tuple[Output, ...], str, bool]] = []  # outputs, weights, whether experts are replayed
+        self.processes = self
+        self.failure: Exception | None = None
+        self.dead = False
+        self.answers = True
+        self.layouts = [ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1)]
+        self.sent = UpdateResult(version=0, bytes=8, seconds=0.0, engines={"engine-0": "", "engine-1": ""})
+        self.names = ("engine-0", "engine-1")
+        self.fared = {name: Received(version=0, bytes=8) for name in self.names}  # in the update that comes next
+        self.later: list[dict[str, Received]] = []  # in those after it; when they are used up, all goes well
+        self.allowed = 10  # restarts
+        self.verified: list[bool] = []  # update by update
+        self.sums: dict[str, Any] = {}  # by engine
+
+        self.slept = [SleepResult(freed_bytes=8, residual_bytes=0)]
+
+    def weight_sums(self, dtype: str) -> dict[str, Any]:
+        assert dtype == "float32"
+        return self.sums
+
+    def replace_dead(self) -> dict[str, WorkerDied]:
+        self.log.append("replace")
+        self.dead = False
+        return {"engine-1": WorkerDied("its process died")}
+
+    def wake_up(self, kinds: Iterable[MemoryKind] = ()) -> None:
+        self.log.append(" ".join(["wake", *sorted(kinds)]))
+
+    def sleep(self, kinds: Iterable[MemoryKind] = ()) -> list[SleepResult]:
+        self.log.append(" ".join(["sleep", *sorted(kinds)]))
+        return self.slept
+
+    def update_weights_async(self, address: Any, version: int, *, verify: bool) -> None:
+        self.verified.append(verify)
+        self.log.append(f"send {version}")
+
+    def receive_async(self, manifest: Any, version: int, address: Any) -> None:
+        self.log.append(f"receive {version}")
+
+    def ready(self, pending: None, timeout: float) -> bool:
+        return self.answers
+
+    def wait_update(self, pending: None) -> UpdateResult:
+        self._wait()
+        return self.sent if self.verified[-1] else evolve(self.sent, sums={})
+
+    def received(self, pending: None, timeout: float) -> dict[str, Received]:
+        return self.fared if self.answers else {}
+
+    def give_up(self, engine: str, reason: str) -> None:
+        self.log.append(f"give up {engine}: {reason}")
+        self.answers = True  # which is what it is for
+
+    def replace(self, failed: Mapping[str, CorerlError]) -> None:
+        for name, error in failed.items():
+            if not self.allowed:
+                raise error
+            self.log.append(f"replace {name}: {type(error).__name__}: {error.message}")
+            self.allowed -= 1
+        well = {name: Received(version=0, bytes=8) for name in self.names}
+        self.fared = self.later.pop(0) if self.later else well
+
+    def lost_weights(self, names: Iterable[str]) -> None:
+        self.without_weights = list(names)
+
+    def step_completed(self) -> None:
+        self.log.append("completed")
+
+    def _wait(self) -> None:
+        assert self.answers, "waited for in vain"
+        if self.failure is not None:
+            raise self.failure
+
+    def forward_async(
+        self, shared: Any, plan: Any, outputs: tuple[Output, ...], *, weights: str, replay: bool
+    ) -> float:
+        self.passes.append((outputs, weights, replay))
+        return {Output.VALUES: 0.5, Output.LOGPROBS: -2.0 if weights == REFERENCE else -1.0}[outputs[0]]
+
+    def wait_forward(self, value: float, outputs: tuple[Output, ...], *, of: SampleBatch) -> dict[Output, Any]:
+        columns: dict[Output, Any] = {output: np.full(len(of.tokens), value, np.float32) for output in outputs}
+        return columns | ({EXPERTS: CHOSEN} if EXPERTS in outputs else {})
+
+    def train_async(self, shared: SampleBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Step:
+        self.losses.append(loss)
+        return step
+
+    def wait_train(self, step: Step) -> GroupTrainResult:
+        self.log.append(f"train at {step.optimizer_step} of {step.rollout_step}")
+        return GroupTrainResult(applied=True, metrics={}, grad_norm=float(step.optimizer_step), tokens=5)
+
+
+LOSS = LossSpec(name="clipped", params={"kl_coef": 0.5})
+
+
+def role(name: str, group: Group | None = None, config: Config | None = None, **parts: Any) -> Role:
+    config = config or make_config()
+    given = {"loss": LOSS, "optimizer_step": 0, "rollout_steps": config.run.steps, **parts}
+    return Role(
+        name=name,
+        group=group or Group(),  # type: ignore[arg-type]  # the part of a TrainGroup that is used
+        train=config.train,
+        aggregation="token-mean",
+        max_tokens=7,
+        seed=0,
+        **given,
+    )
+
+
+class Source:
+    position = "where the prompts stand"
+    overlaps = False
+
+    def __init__(self) -> None:
+        self.saved: list[Path] = []
+
+    def save(self, checkpoint: Path) -> None:
+        self.saved.append(checkpoint)
+
+
+class Ears:
+    def __init__(self) -> None:
+        self.steps: list[StepFinished] = []
+        self.finished: list[RunFinished] = []
+        self.notices: list[Notice] = []
+
+    @hookimpl
+    def observe(self, event: Event) -> None:
+        if isinstance(event, StepFinished):
+            self.steps.append(event)
+        if isinstance(event, RunFinished):
+            self.finished.append(event)
+        if isinstance(event, Notice):
+            self.notices.append(event)
+
+
+def told(ears: Ears) -> list[str]:
+    return [notice.text for notice in ears.notices]
+
+
+@contextlib.contextmanager
+def unseen(phase: str) -> Iterator[None]:
+    """A phase that nobody is shown."""
+    yield
+
+
+def staying() -> Residency:
+    """Nobody shares a device."""
+    return Residency(phase=unseen, tell=lambda notice: None)
+
+
+def sharing(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: Group | None = None) -> Residency:
+    """The ranks of these roles take turns with the engines in the memory of their devices; they are awake."""
+    return Residency(
+        plan=residency_plan(list(groups), passed),
+        groups=groups,  # type: ignore[arg-type]  # the part of a TrainGroup that is used
+        fleet=fleet or Group(),  # type: ignore[arg-type]
+        phase=unseen,
+        tell=lambda notice: None,
+    )
+
+
+def make_updates(config: Config, actor: Group, fleet: Group, ears: Ears | None = None, **parts: Any) -> WeightUpdates:
+    given = {
+        "source": Source(),
+        "manifest": None,
+        "address": Address(transport="disk", engines=fleet.names),
+        "version": 0,
+        "residency": staying(),
+        "phase": unseen,
+        "tell": (ears or Ears()).observe,
+        **parts,
+    }
+    return WeightUpdates(config=config.weights, group=actor, fleet=fleet, **given)  # type: ignore[arg-type]

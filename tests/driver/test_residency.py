@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from corerl.driver.residency import (
+    FORWARD,
+    REST,
+    SAMPLE,
+    TRAIN,
+    UPDATE,
+    EngineMemory,
+    Residency,
+    residency_plan,
+    saving,
+    training,
+)
+from corerl.types import MemoryKind, SleepResult
+from tests.driver.fakes import Ears, Group, sharing, staying, told, unseen
+from tests.end_to_end.command import numbers
+from tests.in_process import execute_here, small
+
+GIB = 2**30
+ALL = frozenset(MemoryKind)
+STEP = (SAMPLE, FORWARD, training("critic"), training("actor"), UPDATE, saving("actor"), saving("critic"), SAMPLE)
+
+
+def test_engines_have_memory_for_weights_beside_parameters_alone_and_roles_train_one_after_the_other() -> None:
+    plan = residency_plan(["actor", "critic"], passed=["critic"])
+    assert plan[FORWARD].ranks == {"critic": {MemoryKind.PARAM}}
+    assert [plan[training(role)].ranks for role in ("actor", "critic")] == [{"actor": ALL}, {"critic": ALL}]
+    assert plan[UPDATE].engines is EngineMemory.WEIGHTS
+    assert plan[UPDATE].ranks == {"actor": {MemoryKind.PARAM}}
+    for stage in plan.values():
+        resident = set().union(*stage.ranks.values())
+        assert stage.engines is EngineMemory.NOTHING or MemoryKind.GRAD not in resident
+        assert stage.engines is not EngineMemory.ALL or not resident
+
+
+class Device:
+    """What ranks of two roles and one engine hold, in bytes; each wants to know that it is not there already."""
+
+    SIZES: Mapping[MemoryKind, int] = {
+        MemoryKind.PARAM: 2,
+        MemoryKind.MASTER: 4,
+        MemoryKind.GRAD: 4,
+        MemoryKind.OPTIMIZER: 8,
+    }
+    WEIGHTS, CACHE = 2, 10
+
+    def __init__(self) -> None:
+        self.held: dict[str, set[MemoryKind]] = {"actor": set(ALL), "critic": set(ALL)}
+        self.engine = 0
+        self.most = 0
+
+    @property
+    def used(self) -> int:
+        return self.engine + sum(self.SIZES[kind] for kinds in self.held.values() for kind in kinds)
+
+
+class Ranks(Group):
+    def __init__(self, device: Device, role: str) -> None:
+        super().__init__()
+        self.device, self.role = device, role
+
+    def sleep(self, kinds=()):  # type: ignore[no-untyped-def]
+        held, before = self.device.held[self.role], self.device.used
+        assert held >= set(kinds)
+        held -= set(kinds)
+        return [SleepResult(freed_bytes=0, residual_bytes=3 * GIB, used_bytes=before * GIB)]
+
+    def wake_up(self, kinds=()):  # type: ignore[no-untyped-def]
+        assert not self.device.held[self.role] & set(kinds)
+        self.device.held[self.role] |= set(kinds)
+        self.device.most = max(self.device.most, self.device.used)
+
+
+class Engine(Group):
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+
+    def sleep(self, kinds=()):  # type: ignore[no-untyped-def]
+        self.device.engine = 0
+
+    def wake_up(self, kinds=()):  # type: ignore[no-untyped-def]
+        self.device.engine = Device.WEIGHTS
+        self.device.most = max(self.device.most, self.device.used)
+
+    def generate(self) -> None:
+        assert self.device.engine == Device.WEIGHTS
+        self.device.engine += Device.CACHE
+
+
+def shared(device: Device, engine: Engine) -> Residency:
+    groups = {role: Ranks(device, role) for role in device.held}
+    return sharing(groups, passed=["actor", "critic"], fleet=engine)  # type: ignore[arg-type]
+
+
+def test_each_stage_holds_what_its_plan_says_whatever_stage_it_is_entered_from() -> None:
+    for before, after in itertools.product((FORWARD, TRAIN, training("critic"), UPDATE, SAMPLE, REST), STEP):
+        device = Device()
+        residency = shared(device, Engine(device))
+        residency.enter(before)
+        residency.enter(after)
+        stage = residency.plan[after]
+        assert device.held == {role: stage.ranks.get(role, set()) for role in device.held}
+        engines = residency.plan[before].engines if stage.engines is None else stage.engines
+        assert (device.engine > 0) == (engines is not EngineMemory.NOTHING)
+
+
+def test_the_most_that_a_step_holds_is_one_role_in_training_and_it_is_told_by_stage() -> None:
+    device = Device()
+    engine = Engine(device)
+    residency = shared(device, engine)
+    residency.enter(SAMPLE)  # both roles were built
+    residency.metrics()
+    engine.generate()
+    device.most = 0
+    for stage in STEP[1:]:
+        residency.enter(stage)
+    assert device.most == 2 + 4 + 4 + 8
+    assert residency.metrics() == {
+        "memory/forward_gib": 2.0 + 2.0,
+        "memory/train_critic_gib": 18.0,
+        "memory/train_actor_gib": 18.0,
+        "memory/save_actor_gib": 14.0 + Device.WEIGHTS,
+        "memory/save_critic_gib": 14.0 + Device.WEIGHTS,
+        "memory/asleep_gib": 3.0,
+    }
+    for stage in (UPDATE, SAMPLE):  # in a step that saves, more is taken after the update before anything sleeps
+        residency.enter(stage)
+    assert residency.metrics() == {"memory/update_gib": 2.0 + Device.WEIGHTS, "memory/asleep_gib": 3.0}
+    assert residency.metrics() == {}
+
+
+@pytest.mark.parametrize(
+    ("roles", "turns"),
+    [
+        (["actor", "critic"], {"train critic": ["critic"], "train actor": ["actor"]}),
+        (["actor"], {"train actor": ["actor"]}),
+        (["actor", "critic", "elsewhere"], {"train critic": ["critic", "elsewhere"], "train actor": ["actor"]}),
+        (["elsewhere"], {"train": ["elsewhere"]}),
+    ],
+)
+def test_roles_on_one_device_train_in_turns_and_others_beside_the_first(
+    roles: list[str], turns: dict[str, list[str]]
+) -> None:
+    assert sharing({"actor": Group(), "critic": Group()}).turns(roles) == turns
+
+
+def test_where_nobody_shares_a_device_roles_train_at_the_same_time_and_nobody_moves() -> None:
+    residency = staying()
+    assert residency.turns(["actor", "critic"]) == {"train": ["actor", "critic"]}
+    residency.enter("train")
+    assert (residency.shared, residency.metrics()) == (False, {})
+
+
+def test_what_a_rank_says_of_its_sleep_reaches_the_user() -> None:
+    actor, ears = Group(), Ears()
+    actor.slept = [evolve(actor.slept[0], notes=notes) for notes in ((), ("host memory could not be pinned",))]
+    plan = residency_plan(["actor"], passed=[])
+    residency = Residency(plan=plan, groups={"actor": actor}, phase=unseen, tell=ears.observe)  # type: ignore[dict-item]
+    residency.enter(SAMPLE)
+    assert told(ears) == ["actor rank 1: host memory could not be pinned"]
+
+
+def test_taking_turns_changes_no_number_of_a_run_with_a_critic_and_a_reference(tmp_path: Path) -> None:
+    steps = {}
+    for offload in ("never", "always"):
+        config = small(
+            tmp_path,
+            f"run.dir={tmp_path}/{offload}",
+            f"cluster.offload={offload}",
+            *("run.steps=3", "checkpoint.every=2", "roles.critic.ranks=1", "extensions=[{name='jsonl'}]"),
+            *("algorithm.name=ppo", "algorithm.kl_coef=0.1", "algorithm.old_logprobs=recompute"),
+        )
+        assert execute_here(config).reason == "finished"
+        steps[offload] = numbers(tmp_path / offload)
+    taken = {name for step in steps["always"] for name in step if name.startswith("memory/")}
+    assert taken >= {"memory/train_actor_gib", "memory/train_critic_gib", "memory/save_critic_gib"}
+    without = [{name: value for name, value in step.items() if name not in taken} for step in steps["always"]]
+    assert without == steps["never"]
+    assert len(without) == 3

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from corerl.driver import updates as driver
+from corerl.driver.residency import SAMPLE
+from corerl.driver.updates import WeightUpdates, meeting_at
+from corerl.errors import WeightUpdateError, WorkerDied
+from corerl.rollout.engine import Received
+from corerl.weights.manifest import build_manifest
+from corerl.weights.transport import Address
+from tests.driver.fakes import Ears, Group, Source, make_updates, sharing, told
+from tests.driver.saved import make_config
+
+
+def test_each_push_has_a_version_of_its_own() -> None:
+    actor, fleet = Group(), Group()
+    updates = make_updates(make_config(), actor, fleet, version=7)
+    updates.push()
+    updates.push()
+    assert (actor.log, fleet.log, updates.version) == (["send 7", "send 8"], ["receive 7", "receive 8"], 9)
+
+
+def test_a_push_that_an_engine_did_not_take_says_which_and_why() -> None:
+    actor, fleet = Group(), Group()
+    # The engine knows better than the sender, which only sees that no answer comes.
+    actor.sent = evolve(actor.sent, engines={"engine-0": "", "engine-1": "no answer"})
+    fleet.fared["engine-1"] = Received(version=0, bytes=0, error="bucket 3 was damaged")
+    updates = make_updates(make_config(), actor, fleet, version=7)
+    with pytest.raises(
+        WeightUpdateError, match="^weights version 7 did not reach every engine: engine-1: bucket 3 was damaged$"
+    ):
+        updates.push()
+
+
+def test_a_push_ends_with_a_rank_that_died_and_waits_for_no_engine() -> None:
+    actor, fleet = Group(), Group()
+    actor.failure = WorkerDied("its process died")
+    fleet.answers = False
+    updates = make_updates(make_config(), actor, fleet, version=7)
+    with pytest.raises(WorkerDied, match="^its process died$"):
+        updates.push()
+
+
+DEAD = Received(version=-1, bytes=0, error="its process died", died=True)
+FAILED = Received(version=0, bytes=0, error="bucket 3 did not arrive")
+
+
+def evicting(*fared: dict[str, Received], **parts: Any) -> tuple[WeightUpdates, Group, Group, Ears]:
+    """A run whose engines fare so, update after update; each has taken the first one."""
+    actor, fleet, ears = Group(), Group(), Ears()
+    address = Address(transport="ipc", engines=fleet.names, token="at first")
+    updates = make_updates(make_config(), actor, fleet, ears, address=address, **parts)
+    updates.push()
+    well = {name: Received(version=0, bytes=8) for name in fleet.names}
+    fleet.fared, *fleet.later = [{**well, **each} for each in fared]
+    for group in (actor, fleet):
+        group.log.clear()
+    return updates, actor, fleet, ears
+
+
+def test_an_engine_that_dies_in_an_update_is_given_up_and_replaced_and_all_get_the_next_one() -> None:
+    updates, actor, fleet, ears = evicting({"engine-0": FAILED, "engine-1": DEAD})
+    actor.answers = False  # the senders wait, until they are told
+    updates.push()
+    assert actor.log == [
+        "send 1",
+        "give up engine-0: bucket 3 did not arrive",
+        "give up engine-1: its process died",
+        "send 2",
+    ]
+    # What the other engine says follows from the death of the one: it stays.
+    assert fleet.log == ["receive 1", "replace engine-1: WorkerDied: its process died", "receive 2"]
+    assert updates.version == 3
+    assert updates.address.token != "at first"  # what was built there is broken
+    assert told(ears) == ["engine-1 is replaced: its process died"]
+
+
+def test_an_engine_that_fails_alive_is_replaced_and_if_its_successor_fails_too_the_run_ends() -> None:
+    updates, _, fleet, _ = evicting({"engine-1": FAILED})
+    updates.push()
+    assert fleet.log == [
+        "receive 1",
+        "replace engine-1: WeightUpdateError: engine-1: bucket 3 did not arrive",
+        "receive 2",
+    ]
+    updates, _, fleet, _ = evicting({"engine-1": FAILED}, {"engine-1": FAILED})
+    with pytest.raises(
+        WeightUpdateError, match="^weights version 2 did not reach every engine: engine-1: bucket 3 did not arrive$"
+    ):
+        updates.push()
+    assert len(fleet.log) == 3
+
+
+def test_an_engine_that_died_more_often_than_is_allowed_ends_the_run_with_its_death() -> None:
+    updates, _, fleet, _ = evicting(*[{"engine-1": DEAD}] * 3)
+    fleet.allowed = 2
+    with pytest.raises(WorkerDied, match="^its process died$"):
+        updates.push()
+    assert [line for line in fleet.log if line.startswith("receive")] == ["receive 1", "receive 2", "receive 3"]
+
+
+def test_an_engine_whose_senders_missed_it_is_replaced_though_it_says_nothing() -> None:
+    updates, actor, fleet, _ = evicting({})
+    late = actor.sent
+    actor.sent = evolve(late, engines={"engine-0": "", "engine-1": "no answer"})
+    replace = fleet.replace
+    fleet.replace = lambda failed: (replace(failed), setattr(actor, "sent", late))[0]  # type: ignore[method-assign]
+    updates.push()
+    assert fleet.log[1] == "replace engine-1: WeightUpdateError: engine-1: no answer"
+
+
+def test_what_engines_hold_is_compared_every_so_many_updates_and_the_tensor_is_named() -> None:
+    actor, fleet, ears = Group(), Group(), Ears()
+    manifest = build_manifest([("a", (1,)), ("b", (1,))], dtype="float32", bucket_bytes=8)
+    config = make_config(weights={"verify_every": 2})
+    updates = make_updates(config, actor, fleet, ears, manifest=manifest)
+    actor.sent = evolve(actor.sent, sums={"a": 5, "b": 6})
+    fleet.sums = {"engine-0": {"a": 5}, "engine-1": None}  # of b it does not tell
+    for _ in range(4):
+        updates.push()
+    assert actor.verified == [True, False, True, False]
+    line = "engine-1 cannot tell what it has loaded (Engine.weight_sums): it is not compared with what was sent; "
+    assert told(ears) == [f"{line}weights.verify_every=0 asks no more"]
+    fleet.sums = {"engine-0": {"a": 5, "b": 6}, "engine-1": {"a": 5, "b": 7}}
+    with pytest.raises(
+        WeightUpdateError,
+        match="^engine-1 holds other weights than it was sent as version 4: 'b', whose bits sum to 0x7 ",
+    ):
+        updates.push()
+
+
+class Overlapping(Source):
+    """A source that samples while something is trained; notes where an update stands."""
+
+    overlaps = True
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    @contextlib.contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        self.log.append(f"hold for {version}")
+        yield
+        self.log.append("go on")
+
+
+def test_an_update_comes_to_engines_that_are_still_and_new_ones_stand_where_some_have_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    together, ears = Group(), Ears()
+    monkeypatch.setattr(driver, "meeting_at", lambda address, group: "another place")
+    updates = make_updates(make_config(), together, together, ears, source=Overlapping(together.log), version=7)
+    updates.push()
+    assert together.log == ["hold for 7", "send 7", "receive 7", "go on"]
+    together.log.clear()
+    together.dead = True
+    updates.push()
+    assert together.log == ["hold for 8", "replace", "send 8", "receive 8", "go on"]
+    assert (updates.address, told(ears)) == ("another place", ["engine-1 is replaced: its process died"])
+
+
+def test_senders_and_engines_meet_anew_at_names_that_nobody_else_has() -> None:
+    for transport in ("ipc", "disk", "delta"):
+        address = Address(transport=transport, engines=("engine-0",), token="old")
+        tokens = {meeting_at(address, Group()).token for _ in range(3)}
+        assert len(tokens) == 3 and "old" not in tokens
+
+
+def test_a_new_engine_finds_a_device_that_it_shares_as_at_the_start_and_only_weights_in_the_update() -> None:
+    both = Group()
+    residency = sharing({"actor": both}, fleet=both)
+    updates = make_updates(make_config(), both, both, residency=residency)
+    residency.enter(SAMPLE)
+    both.dead = True
+    both.log.clear()
+    updates.push()
+    # All ranks sleep when it starts; it took caches too, which sleep before the ranks' parameters come.
+    assert both.log == ["sleep", "replace", "sleep", "wake param", "wake", "send 0", "receive 0"]
