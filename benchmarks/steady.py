@@ -138,9 +138,9 @@ def report(args: argparse.Namespace, ended: Ended, seen: dict[int, Seen], comman
         first, last = counted[0].processes, counted[-1].processes
         grown = sorted(((last[name] - first[name], name) for name in first.keys() & last.keys()), reverse=True)
         rows += [Number(what=f"grew since step {warm}: {name}", values=[size], unit="MiB") for size, name in grown[:5]]
-    verified = steps if UNTOLD not in " ".join(ended.output.split()) else 0
+    verified = 0 if UNTOLD in " ".join(ended.output.split()) else steps + 1  # one before the first step
     rows.append(Number(what="steps done", values=[steps], unit="steps"))
-    rows.append(Number(what="updates whose weights were verified in the engine", values=[verified + 1], unit="updates"))
+    rows.append(Number(what="updates whose weights were verified in the engine", values=[verified], unit="updates"))
     rows.append(Number(what="seconds a step", values=[step["time/step"] for step in ended.steps[warm:]], unit="s"))
     return Report(
         name="steady",

@@ -36,9 +36,7 @@ BOUND = 0.02  # of the mean |log-prob difference| over all steps
 WARM = 3  # steps that are left out of the seconds
 TWO_STARTS = 430.0  # seconds: a server starts twice
 STAND_IN = "plugins.sglang.tests.stand_in"
-# As SGLang sets them in its processes: both sides of a group must agree.
-NCCL = "cluster.environment={NCCL_CUMEM_ENABLE='0',NCCL_NVLS_ENABLE='0'}"
-APART = ("cluster.placement=disaggregated", "rollout.source=asynchronous", NCCL)
+APART = ("cluster.placement=disaggregated", "rollout.source=asynchronous")
 
 
 def in_generation(run: Watched) -> bool:
