@@ -56,6 +56,18 @@ class GenerateRequest:
             begun=self.begun[start:stop],
         )
 
+    def take(self, rows: IntArray) -> GenerateRequest:
+        """These rows [n], in their order, as a request of their own."""
+        parts = self.split()
+        picked = [parts[row] for row in rows]
+        return GenerateRequest(
+            tokens=np.concatenate([np.zeros(0, dtype=np.int64), *picked]),
+            offsets=np.cumsum([0, *map(len, picked)]),
+            noise_keys=self.noise_keys[rows],
+            params=self.params,
+            begun=self.begun[rows],
+        )
+
     @property
     def left(self) -> IntArray:
         """[R] tokens that may still be drawn for each row."""

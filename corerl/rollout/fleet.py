@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from corerl.errors import CorerlError, EngineFailed, WorkerDied
 from corerl.rollout.engine import GenerateRequest, Generation, Received
-from corerl.rollout.pool import split
 from corerl.rollout.service import EngineAssignment
+from corerl.rollout.sharing import Shares, in_order
 from corerl.types import MemoryKind
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
@@ -49,6 +49,7 @@ class EngineFleet:
         self.on_lost: Callable[[], None] | None = None
         self._allowed = restarts
         self._changing = threading.Lock()
+        self._shares = Shares()
         self._started = [1] * len(self.assignments)  # processes of each replica, so far
         self._restarts: dict[int, int] = {}  # of a replica, since a step was completed
         self._dead: dict[int, CorerlError] = {}  # not replaced yet
@@ -77,7 +78,7 @@ class EngineFleet:
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest) -> Generation:
-        """Rows in the order of the request, each replica completing a run of them. To be called in the thread that
+        """Rows in the order of the request, spread over the replicas: see `Shares`. To be called in the thread that
         updates weights: where no replica is left, new ones are begun. Raises what a replica raises, and what one died
         of too often."""
         while not (serving := self._serving):
@@ -93,15 +94,21 @@ class EngineFleet:
     def _generate(
         self, request: GenerateRequest, serving: Sequence[int], again: Callable[[GenerateRequest], Generation]
     ) -> Generation:
-        shares = dict(zip(serving, split(request, len(serving)), strict=False))
-        done = self._ask("generate", {replica: (share,) for replica, share in shares.items()})
-        return Generation.concatenate(
-            [done[replica] if replica in done else again(share) for replica, share in shares.items()]
+        rows = self._shares.divide(request, serving)
+        shares = {each: request.take(own) if len(rows) > 1 else request for each, own in rows.items()}
+        with self._shares.drawing({replica: len(share) for replica, share in shares.items()}):
+            done = self._ask("generate", {replica: (share,) for replica, share in shares.items()})
+        if len(self) > 1:
+            for replica, generation in done.items():
+                self._shares.drew(replica, shares[replica], generation)
+        return in_order(
+            request, [(rows[each], done[each] if each in done else again(share)) for each, share in shares.items()]
         )
 
     def draw(self, replica: int, request: GenerateRequest) -> Generation | None:
         """From one replica, in any thread; None where it has died."""
-        generation: Generation | None = self._ask("generate", {replica: (request,)}).get(replica)
+        with self._shares.drawing({replica: len(request)}):
+            generation: Generation | None = self._ask("generate", {replica: (request,)}).get(replica)
         return generation
 
     def serves(self, replica: int) -> bool:
@@ -234,6 +241,7 @@ class EngineFleet:
             self.processes.kill()
 
     def _fared(self, answers: Mapping[int, Any]) -> dict[str, Received]:
+        self._shares.forget()
         fared = {replica: _received(answer) for replica, answer in answers.items()}
         failed = {replica for replica, each in fared.items() if each.error}
         with self._changing:

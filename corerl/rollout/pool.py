@@ -1,4 +1,4 @@
-"""Spread the rows of one request evenly over several engine replicas."""
+"""Cut a request into parts of even size."""
 
 from __future__ import annotations
 

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import os
 
+from corerl.rollout.engine import GenerateRequest, Generation
 from corerl.rollout.service import EngineService
 
 
 class Mortal(EngineService):
+    drew: list[list[int]]  # the first token of each row, by call of `generate`
+
+    def generate(self, request: GenerateRequest) -> Generation:
+        self.drew = [*getattr(self, "drew", []), [int(row[0]) for row in request.split()]]
+        return super().generate(request)
+
+    def last_drew(self) -> list[int]:
+        return self.drew[-1]
+
     def pid(self) -> int:
         return os.getpid()

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 
 from corerl.cluster.group import ProcessGroup
 from corerl.cluster.placement import arrange, seated
@@ -90,6 +91,12 @@ def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:
     return committed
 
 
+def joined_rows(request: GenerateRequest, generation: Generation) -> list[np.ndarray]:
+    """Each row's prompt and response."""
+    responses = np.split(generation.tokens, generation.offsets[1:-1])
+    return [np.concatenate(pair) for pair in zip(request.split(), responses, strict=True)]
+
+
 def kill(fleet: EngineFleet, replica: int) -> None:
     (pid,) = fleet.processes.wait(fleet.processes.start_some("pid", {replica: ()}))
     os.kill(pid, signal.SIGKILL)
@@ -108,6 +115,20 @@ def test_replicas_answer_as_one_and_nothing_while_paused_and_what_is_left_of_one
     assert fleet.receivers == fleet.names == ("engine-0", "engine-1")
     assert push(fleet, 3, tmp_path) == {"engine-0": "", "engine-1": ""}
     answered = fleet.generate(REQUEST)
+    # The next turn of each row, in another order, is drawn where the one before it was.
+    before = fleet.processes.wait(fleet.processes.start("last_drew"))
+    assert before == [[0, 1, 3], [4, 8]]
+    turns = [np.append(tokens, 5) for tokens in joined_rows(REQUEST, answered)][::-1]
+    second = evolve(
+        REQUEST,
+        tokens=np.concatenate(turns),
+        offsets=np.cumsum([0, *map(len, turns)]),
+        noise_keys=REQUEST.noise_keys[::-1],
+    )
+    drawn = fleet.generate(second)
+    assert fleet.processes.wait(fleet.processes.start("last_drew")) == [[3, 1, 0], [8, 4]]
+    assert same(drawn, Generation.concatenate([fleet.generate(second.rows(row, row + 1)) for row in range(5)]))
+
     one_by_one = Generation.concatenate([fleet.generate(REQUEST.rows(row, row + 1)) for row in range(len(REQUEST))])
     assert same(answered, one_by_one)
     assert set(answered.versions) == {3}

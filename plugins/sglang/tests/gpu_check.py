@@ -37,6 +37,7 @@ from corerl.types import MemoryKind
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import open_sender
+from corerl.weights.verify import bit_sums
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
 
@@ -58,6 +59,7 @@ TINY = {
     "tie_word_embeddings": True,
     "initializer_range": 0.08,  # some tokens are then much likelier than others
 }
+QUICKSTART = {**TINY, "vocab_size": 16, "rope_theta": 10000.0}  # that of gpu_quickstart
 EXPERTS = {
     **TINY,
     "model_type": "qwen3_moe",
@@ -233,6 +235,20 @@ def compare(
         findings.tell(f"{name}: versions", sorted(set(drawn.versions.tolist())), set(drawn.versions) == {version})
 
 
+def told_sums(findings: Findings, served: SglangEngine, model: Any) -> None:
+    """What the ranks say that they hold, beside what was sent."""
+    tensors = hf_tensors(model)
+    (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    sent = bit_sums(tensors)
+    started = time.perf_counter()
+    sums = served.weight_sums(dtype) or {}
+    findings.tell("seconds to tell what is held", round(time.perf_counter() - started, 3))
+    untold = sorted(sent.keys() - sums.keys())
+    findings.tell(f"tensors of {len(sent)} that are not told", untold[:5], not untold)
+    wrong = sorted(name for name in sums if sums[name] != sent[name])
+    findings.tell("tensors whose bits are others than were sent", wrong[:5], not wrong)
+
+
 def free() -> float:
     """GiB of the first device, whoever uses the rest."""
     return round(torch.cuda.mem_get_info(0)[0] / 2**30, 2)
@@ -248,6 +264,7 @@ def small(findings: Findings, precision: str) -> None:
             if error:
                 findings.tell(f"update by {transport}", error, good=False)
             compare(findings, served, model, precision, version)
+            told_sums(findings, served, model)
         error, _ = push(served, second, 2, "disk")
         findings.tell("an old version is refused", error, "is not above 2" in error)
         asked = request(8, 512, SamplingParams(max_tokens=64, greedy=True))
@@ -285,6 +302,7 @@ def qwen3(findings: Findings) -> None:
         error, seconds = push(served, model, 0, "disk")
         findings.tell("update by disk, seconds", round(seconds, 3), not error)
         compare(findings, served, model, "bfloat16", 0)
+        told_sums(findings, served, model)
         asked = request(256, 151936, SamplingParams(max_tokens=256), length=64)
         for _ in range(2):
             started = time.perf_counter()
@@ -347,6 +365,7 @@ def experts(findings: Findings) -> None:
         error, _ = push(served, model, 0, "collective")
         findings.tell("update", error or "committed", not error)
         compare(findings, served, model, "bfloat16", 0)
+        told_sums(findings, served, model)
         asked = request(4, 512, SamplingParams(max_tokens=16, greedy=True, routed_experts=True))
         drawn = served.generate(asked)
         assert drawn.routed_experts is not None
@@ -383,6 +402,17 @@ def two_ranks(findings: Findings) -> None:
                 findings.tell(f"update by {transport}", error, good=False)
                 return
             compare(findings, served, model, "bfloat16", version)
+            told_sums(findings, served, model)
+
+
+def quickstart(findings: Findings) -> None:
+    """The model of `gpu_quickstart` starts, and ranks tell what they hold of it."""
+    with engine(findings, QUICKSTART, "bfloat16") as served:
+        model = random_model(QUICKSTART, "bfloat16", 1)
+        error, _ = push(served, model, 0, "disk")
+        findings.tell("update", error or "committed", not error)
+        compare(findings, served, model, "bfloat16", 0)
+        told_sums(findings, served, model)
 
 
 def nccl(findings: Findings) -> None:
@@ -400,6 +430,7 @@ def nccl(findings: Findings) -> None:
 PIECES: dict[str, tuple[int, Callable[[Findings], None]]] = {  # devices that each wants
     "small-bfloat16": (1, lambda findings: small(findings, "bfloat16")),
     "small-float32": (1, lambda findings: small(findings, "float32")),
+    "quickstart": (1, quickstart),
     "ipc": (1, by_handle),
     "qwen3-0.6b": (1, qwen3),
     "repeated": (1, repeated),

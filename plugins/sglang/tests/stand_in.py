@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,14 @@ def crash(why: str) -> None:
 class Rank:
     """One rank's model, whose `load_weights` takes any part of a checkpoint and passes over names that are not its."""
 
-    def __init__(self, model_path: str, dtype: str) -> None:
+    def __init__(self, model_path: str, dtype: str, damage: str) -> None:
+        """`damage`: a tensor that it loads wrongly."""
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
         from corerl.rollout.transformers_engine import named_views, routers
 
+        self.damage = damage
         config = AutoConfig.from_pretrained(model_path)
         self.stops = {config.eos_token_id} - {None}
         self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="eager")
@@ -60,10 +62,18 @@ class Rank:
         self.views, self.routers = named_views(self.model), routers(self.model)
         self.layers = config.num_hidden_layers
 
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        return iter(self.model.named_parameters())
+
+    def named_buffers(self) -> Iterator[tuple[str, Any]]:
+        return iter(self.model.named_buffers())
+
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         for name, tensor in weights:
             if name in self.views:
                 self.views[name].copy_(tensor)
+                if name == self.damage:
+                    self.views[name].view(-1)[-1] += 1.0
             else:
                 print(f"Parameter {name} not found in params_dict", flush=True)
 
@@ -72,7 +82,8 @@ class Server:
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
         self.misbehave = arguments.get("stand_in", {})
-        self.ranks = [Rank(arguments["model_path"], arguments["dtype"]) for _ in range(arguments["tp_size"])]
+        damage = self.misbehave.get("damage", "")
+        self.ranks = [Rank(arguments["model_path"], arguments["dtype"], damage) for _ in range(arguments["tp_size"])]
         self.version = "default"
         self.asleep: set[str] = set()
         self.cached = 0  # prompts that the prefix cache remembers
@@ -93,6 +104,7 @@ class Server:
             self.running += 1
             self.generations += 1
             self.aborted.clear()
+            print(f"Prefill batch, #new-seq: {len(body['input_ids'])}", flush=True)
         marker = self.misbehave.get("die_once")
         if marker and self.generations == self.misbehave["at"] and not Path(marker).exists():
             Path(marker).touch()

@@ -24,6 +24,7 @@ from corerl.types import MemoryKind
 from corerl.weights.manifest import Bucket, build_manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import open_sender
+from corerl.weights.verify import bit_sums, difference
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
 from tests.rollout.models import MOE, TIED, context, hf_tensors, plain_logprobs, random_model, sequences
@@ -122,6 +123,8 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
     received, told = push(engine, tensors, 0, on_disk(tmp_path / "weights"))
     assert (received.error, told) == ("", {"engine-0 rank 0": ""})
     assert received.bytes == sum(tensor.nbytes for tensor in tensors.values())
+    # What it says of its weights is what was sent: all of it, and the whole of each tensor.
+    assert engine.weight_sums("float32") == bit_sums(tensors)
     drawn = engine.generate(REQUEST)
     reference = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
     push_to(reference, tensors, tmp_path / "reference")
@@ -249,6 +252,24 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
     assert told == {"engine-0 rank 0": received.error}
 
 
+def test_what_a_rank_loads_wrongly_shows_in_its_sums(start: Start, tmp_path: Path) -> None:
+    norm, experts = "model.norm.weight", "model.layers.1.mlp.experts.2.down_proj.weight"
+    engine = start(MOE, ranks=2, stand_in={"damage": norm})
+    tensors = hf_tensors(random_model(MOE, seed=4), tmp_path / "model")
+    for version in (0, 1):  # its parts are seen once, and read each time
+        tensors = {name: tensor + version for name, tensor in tensors.items()}
+        received, _ = push(engine, tensors, version, on_disk(tmp_path / "weights", 2))
+        assert received.error == ""  # it does not know
+        sums, sent = engine.weight_sums("float32"), bit_sums(tensors)
+        assert sums is not None and experts in sums
+        assert {name for name in sent if sums[name] != sent[name]} == {norm}
+        assert difference(sent, sums).startswith(f"{norm!r}, whose bits sum to ")
+
+    os.kill(engine._server.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="its server was ended by SIGKILL"):
+        engine.weight_sums("float32")
+
+
 def responses(drawn: Generation) -> list[list[int]]:
     return [row.tolist() for row in np.split(drawn.tokens, drawn.offsets[1:-1])]
 
@@ -288,6 +309,7 @@ def test_each_rank_receives_and_experts_are_told_and_a_server_killed_in_an_updat
     for version, address in enumerate([by_collective(2), on_disk(tmp_path / "weights", 2)]):
         received, told = push(engine, tensors, version, address)
         assert (received.error, told) == ("", {"engine-0 rank 0": "", "engine-0 rank 1": ""})
+        assert engine.weight_sums("float32") == bit_sums(tensors)  # each tensor once, though both ranks hold it
     request = evolve(REQUEST, params=evolve(REQUEST.params, routed_experts=True))
 
     # Interrupted, and continued with the same weights, rows end as if nothing had been.

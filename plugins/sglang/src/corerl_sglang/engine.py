@@ -35,7 +35,8 @@ from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 from corerl_sglang.arguments import LOADER, plain_allocator, server_arguments
 from corerl_sglang.config import CALLS, SglangConfig
-from corerl_sglang.instruction import Answer, Instruction, name_for, read_answers, write_instruction
+from corerl_sglang.held import whole_sums
+from corerl_sglang.instruction import Answer, Instruction, Question, name_for, read_answers, write_instruction
 from corerl_sglang.server import Server
 
 WEIGHTS = "weights"
@@ -222,13 +223,26 @@ class SglangEngine(Engine):
         """Bytes that came, and what went wrong, or ""."""
         receivers = tuple(self._context.receivers)
         instruction = Instruction(manifest=manifest, version=version, address=address, receivers=receivers)
-        answers: list[Answer | None] = [None] * len(receivers)
+        answers, failed = self._ask_ranks(instruction)
+        given = [answer for answer in answers if answer is not None]
+        received = max((answer.bytes for answer in given), default=0)
+        if silent := [receiver for receiver, answer in zip(receivers, answers, strict=True) if answer is None]:
+            self._refuse(silent, manifest, version, address, failed)  # whom the sender would wait for
+        if not failed:
+            body = {"new_version": str(version), "abort_all_requests": False}
+            self._server.post("/update_weight_version", body)
+        return received, failed
+
+    def _ask_ranks(self, asked: Instruction | Question) -> tuple[list[Answer | None], str]:
+        """What each rank answers, None where it does not; and what went wrong, or ""."""
+        ranks = len(self._context.receivers)
+        answers: list[Answer | None] = [None] * ranks
         failed = ""
         try:
-            path = write_instruction(self._directory, instruction)
+            path = write_instruction(self._directory, asked)
             try:
                 self._settle()  # also empties the prefix cache: its keys and values are of the weights before
-                names = [[(name_for(path, rank), torch.empty(0))] for rank in range(len(receivers))]
+                names = [[(name_for(path, rank), torch.empty(0))] for rank in range(ranks)]
                 body = {
                     "serialized_named_tensors": [serialized(each) for each in names],
                     "load_format": LOADER,
@@ -236,20 +250,22 @@ class SglangEngine(Engine):
                 }
                 self._server.post("/update_weights_from_tensor", body)
             finally:
-                answers = read_answers(path, len(receivers))
+                answers = read_answers(path, ranks)
         except (CorerlError, OSError) as failure:
             failed = line(failure)
-        given = [answer for answer in answers if answer is not None]
-        received = max((answer.bytes for answer in given), default=0)
-        silent = [receiver for receiver, answer in zip(receivers, answers, strict=True) if answer is None]
-        what = "a rank of its server gave no answer" if silent else ""
-        wrong = next(filter(None, [failed, *(answer.error for answer in given), what]), "")
-        if silent:  # whom the sender would wait for
-            self._refuse(silent, manifest, version, address, wrong)
-        if not wrong:
-            body = {"new_version": str(version), "abort_all_requests": False}
-            self._server.post("/update_weight_version", body)
-        return received, wrong
+        wrong = next((answer.error for answer in answers if answer is not None and answer.error), "")
+        silence = "a rank of its server gave no answer" if None in answers else ""
+        return answers, failed or wrong or silence
+
+    def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
+        """As each rank saw its tensors loaded for the first time: see `held`. What SGLang did not copy from a tensor
+        into a parameter, as a scalar or what it changes on the way, is left out."""
+        answers, failed = self._ask_ranks(Question(dtype=dtype))
+        self._server.require_alive("weight_sums")
+        if failed:
+            raise EngineFailed(f"{self._context.name} cannot tell what it holds: {failed}")
+        ranks = [answer.sums for answer in answers if answer is not None]
+        return whole_sums(self._context.name, self._shapes, ranks) or None
 
     def _refuse(self, receivers: Sequence[int], manifest: Manifest, version: int, address: Address, error: str) -> str:
         """Tell the sender, in the place of these receivers, why they take no part."""

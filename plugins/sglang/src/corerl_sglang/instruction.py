@@ -1,7 +1,8 @@
-"""What the engine tells each rank of its server to do for one weight update, and what the rank answers: small files.
+"""What the engine asks each rank of its server, to take one weight update or to tell what it holds, and what the rank
+answers: small files.
 
-    update-7f3a.pickle        the engine's: which update, from where
-    update-7f3a.rank-0.json   rank 0's answer
+    asked-7f3a.pickle        the engine's: which update, from where; or a question
+    asked-7f3a.rank-0.json   rank 0's answer
 
 SGLang hands a rank's loader names and tensors, and gives nothing back: so one name tells where the instruction is.
 """
@@ -12,12 +13,15 @@ import json
 import os
 import pickle
 import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from attrs import frozen
+from attrs import asdict, field, frozen
 
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
+from corerl_sglang.held import Region, Sum
 
 
 @frozen(kw_only=True)
@@ -31,17 +35,25 @@ class Instruction:
 
 
 @frozen(kw_only=True)
+class Question:
+    """To all ranks of one replica: what do you hold?"""
+
+    dtype: str  # in which bits are summed
+
+
+@frozen(kw_only=True)
 class Answer:
     """Of one rank."""
 
     bytes: int  # that it received
     error: str  # "" where its part of the model holds the new weights
+    sums: Mapping[str, Sequence[Sum]] = field(factory=dict)  # to a question: of the parts of tensors that it holds
 
 
-def write_instruction(directory: Path, instruction: Instruction) -> Path:
+def write_instruction(directory: Path, asked: Instruction | Question) -> Path:
     """The directory is the engine's own, which nobody else may write to: what is read from it may be unpickled."""
-    path = directory / f"update-{uuid.uuid4().hex}.pickle"
-    path.write_bytes(pickle.dumps(instruction))
+    path = directory / f"asked-{uuid.uuid4().hex}.pickle"
+    path.write_bytes(pickle.dumps(asked))
     return path
 
 
@@ -50,17 +62,17 @@ def name_for(path: Path, rank: int) -> str:
     return json.dumps({"instruction": str(path), "rank": rank})
 
 
-def read_instruction(name: str) -> tuple[Instruction, Path, int]:
+def read_instruction(name: str) -> tuple[Instruction | Question, Path, int]:
     """With its path, and the rank that it is for."""
     told = json.loads(name)
     path = Path(told["instruction"])
-    instruction: Instruction = pickle.loads(path.read_bytes())
-    return instruction, path, int(told["rank"])
+    asked: Instruction | Question = pickle.loads(path.read_bytes())
+    return asked, path, int(told["rank"])
 
 
 def write_answer(path: Path, rank: int, answer: Answer) -> None:
     partial = path.with_suffix(f".rank-{rank}.partial")
-    partial.write_text(json.dumps({"bytes": answer.bytes, "error": answer.error}))
+    partial.write_text(json.dumps(asdict(answer)))
     os.replace(partial, _answer(path, rank))
 
 
@@ -69,10 +81,18 @@ def read_answers(path: Path, ranks: int) -> list[Answer | None]:
     answers: list[Answer | None] = []
     for rank in range(ranks):
         file = _answer(path, rank)
-        answers.append(Answer(**json.loads(file.read_text())) if file.exists() else None)
+        answers.append(_read(json.loads(file.read_text())) if file.exists() else None)
         file.unlink(missing_ok=True)
     path.unlink(missing_ok=True)
     return answers
+
+
+def _read(told: Mapping[str, Any]) -> Answer:
+    def part(source: Mapping[str, Any], bits: int) -> Sum:
+        return Sum(Region(source["offset"], tuple(source["shape"]), tuple(source["strides"])), bits)
+
+    sums = {name: [part(**each) for each in parts] for name, parts in told["sums"].items()}
+    return Answer(bytes=told["bytes"], error=told["error"], sums=sums)
 
 
 def _answer(path: Path, rank: int) -> Path:

@@ -1,4 +1,5 @@
-"""Takes one weight update inside a rank of SGLang's server: bucket by bucket, with checksums, into the rank's model.
+"""Inside a rank of SGLang's server: takes one weight update, bucket by bucket, with checksums, into the rank's model;
+and tells what that model holds.
 
 SGLang is told of `load` by `--custom-weight-loader`, and calls it in the process of each tensor-parallel rank, in
 inference mode, between two batches. The module imports no SGLang: a model is whatever has `load_weights`.
@@ -6,40 +7,38 @@ inference mode, between two batches. The module imports no SGLang: a model is wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 import torch
 
 from corerl.rollout.receiving import Receiving, line
-from corerl.weights.manifest import Bucket
-from corerl_sglang.instruction import Answer, read_instruction, write_answer
+from corerl_sglang.held import Held, Model
+from corerl_sglang.instruction import Answer, Instruction, read_instruction, write_answer
 
-
-class Model(Protocol):
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """Takes any part of a checkpoint, under its Hugging Face names; copies what it keeps."""
-
-
-# By receiver. SGLang calls a function and keeps nothing for it, and connections are to outlive one update.
+# By receiver and by model. SGLang calls a function and keeps nothing for it, and connections are to outlive one update.
 RECEIVING: dict[int, Receiving] = {}
+HELD: dict[int, Held] = {}
 
 
 def load(model: Model, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Never raises where it can tell of an error: an exception here would end the server."""
     ((name, _),) = named_tensors
-    instruction, path, rank = read_instruction(name)
-
-    def take(bucket: Bucket, flat: torch.Tensor) -> None:
-        model.load_weights(list(bucket.views(flat).items()))
-
+    asked, path, rank = read_instruction(name)
+    held = HELD.setdefault(id(model), Held(model))
     try:
-        receiver = instruction.receivers[rank]
-        receiving = RECEIVING.setdefault(receiver, Receiving(receiver))
-        received, error = receiving.transfer(instruction.manifest, instruction.version, instruction.address, load=take)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # what fails on the device fails here, and not in a later batch
-        answer = Answer(bytes=received, error=error)
+        if isinstance(asked, Instruction):
+            answer = _update(held, asked, rank)
+        else:
+            answer = Answer(bytes=0, error="", sums=held.sums(asked.dtype))
     except Exception as failure:
         answer = Answer(bytes=0, error=line(failure))
     write_answer(path, rank, answer)
+
+
+def _update(held: Held, instruction: Instruction, rank: int) -> Answer:
+    receiver = instruction.receivers[rank]
+    receiving = RECEIVING.setdefault(receiver, Receiving(receiver))
+    received, error = receiving.transfer(instruction.manifest, instruction.version, instruction.address, load=held.load)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # what fails on the device fails here, and not in a later batch
+    return Answer(bytes=received, error=error)

@@ -1,0 +1,220 @@
+"""What sampling through CoreRL costs: the same requests through its sampler, and through SGLang's own offline engine.
+
+python -m benchmarks.engine_throughput 0.6b --output found/throughput.json         # one GPU
+python -m benchmarks.engine_throughput 8b --rows 256 --new 512
+python -m benchmarks.engine_throughput 0.6b --tiny                                  # on a CPU, with a stand-in
+
+On one side a run's own parts: `Sampler.sample` encodes the prompts, asks the fleet (Ray), which asks the engine's
+actor, which asks its server over HTTP; tokens, log-probs and versions are laid out as a batch, and texts decoded. On
+the other `sglang.Engine(...).generate` with the same token ids in one call, in a process of its own; what it returns is
+left as it is. Both have the same server arguments, log-probs on, and lengths that are fixed: no token ends a sample.
+Weights are random on both sides. Both engines stay on the GPU, and wait while the other one works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from benchmarks.colocated_update import SHAPES
+from benchmarks.report import Comparison, Number, Report, finish, in_turns
+from benchmarks.runs import SERVER
+from corerl.config.load import structure
+from corerl.config.schema import Config, ModelConfig
+from corerl.data.prompts import Prompt
+from corerl.driver.launch import launch
+from corerl.models.config import hf_config
+from corerl.rollout.engine import EngineContext, GenerateRequest, SamplingParams
+from corerl_sglang.arguments import server_arguments
+from corerl_sglang.config import SglangConfig
+
+TARGET = 1 / 0.97
+OFFLINE = "--offline"  # how this program starts itself as the other side
+STAND_IN = "plugins.sglang.tests.stand_in"
+CHARACTERS = "0123456789>s"  # of the run's own prompts, which are not asked
+OWN = ("custom_weight_loader", "enable_memory_saver")  # arguments that the other side has no use for
+TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+
+
+# ---- the other side --------------------------------------------------------------------------------------------------
+
+
+def offline(pipe: Connection) -> None:
+    """Is told the server's arguments, and then answers each request with seconds and the number of tokens."""
+    arguments, tiny = pipe.recv()
+    engine: Any
+    if tiny:
+        from plugins.sglang.tests.stand_in import Server
+
+        class StandIn:
+            server = Server({"tp_size": 1, **arguments})
+
+            def generate(self, **body: Any) -> Any:
+                return self.server.generate(body)[1]
+
+        engine = StandIn()
+    else:
+        import sglang
+
+        engine = sglang.Engine(**arguments)
+    pipe.send("there")
+    while (request := pipe.recv()) is not None:
+        began = time.perf_counter()
+        answers = engine.generate(**request)
+        pipe.send((time.perf_counter() - began, sum(len(answer["output_ids"]) for answer in answers)))
+
+
+def as_offline(request: GenerateRequest) -> dict[str, Any]:
+    """The same request, as SGLang's own engine takes it."""
+    params = request.params
+    shape = {"temperature": params.temperature, "top_p": params.top_p, "max_new_tokens": params.max_tokens}
+    return {
+        "input_ids": [row.tolist() for row in request.split()],
+        "sampling_params": [{**shape, "ignore_eos": True, "stop_token_ids": []} for _ in range(len(request))],
+        "return_logprob": True,
+    }
+
+
+# ---- this side -------------------------------------------------------------------------------------------------------
+
+
+def config_of(fields: Mapping[str, Any], args: argparse.Namespace, run_dir: str) -> Config:
+    """A run that samples and does not train."""
+    options: dict[str, Any] = {"requests": args.requests, "memory": args.memory}
+    if args.tiny:
+        options |= {"launcher": STAND_IN}
+    else:
+        server = {**SERVER, "cuda_graph_max_bs_decode": args.rows}
+        options |= {"attention_backend": os.environ.get("ATTENTION", "triton"), "server": server}
+    tables = {
+        "run": {"dir": run_dir, "steps": 0},
+        "cluster": {"device": "cpu" if args.tiny else "cuda"},
+        "backend": {"name": "fsdp"},
+        "roles": {"actor": {"ranks": 1}},
+        "model": {"tokenizer": f"characters:{CHARACTERS}", "config": dict(fields)},
+        "train": {"precision": "float32" if args.tiny else "bfloat16"},
+        "rollout": {"engine": "sglang"},
+        "engines": {"sglang": options},
+        "checkpoint": {"background": False},
+        "extensions": [],
+    }
+    config: Config = structure(tables, Config, path="")
+    return config
+
+
+def arguments_of(config: Config, directory: Path) -> dict[str, Any]:
+    """The server's arguments, as the engine makes them, for the other side."""
+    options = structure(config.engines["sglang"], SglangConfig, path="engines.sglang")
+    model = hf_config(ModelConfig(config=config.model.config))
+    model.eos_token_id = None
+    model.save_pretrained(directory / "model")
+    device = str(config.cluster.device)
+    context = EngineContext(name="offline", index=0, device=device, precision=config.train.precision)
+    arguments = server_arguments(options, context, model=directory / "model")
+    return {name: value for name, value in arguments.items() if name not in OWN}
+
+
+def measure(args: argparse.Namespace) -> Report:
+    fields = {**SHAPES[args.shape], "max_position_embeddings": 4096, "pad_token_id": 0, **(TINY if args.tiny else {})}
+    rows, new = (6, 4) if args.tiny else (args.rows, args.new)
+    prompts = [
+        Prompt(
+            index=row, text="".join(CHARACTERS[(row + place * place) % 10] for place in range(args.prompt)), answer=""
+        )
+        for row in range(rows)
+    ]
+    params = SamplingParams(temperature=1.0, max_tokens=new)
+    with tempfile.TemporaryDirectory(prefix="throughput-") as directory:
+        config = config_of(fields, args, f"{directory}/run")
+        with launch(config) as run:
+            assert run.sampler is not None
+            sampler = run.sampler
+            with run.training():
+                run.push_weights()
+            with Listener(family="AF_UNIX") as listener:
+                other = subprocess.Popen(
+                    [sys.executable, "-m", "benchmarks.engine_throughput", OFFLINE, str(listener.address)]
+                )
+                pipe = listener.accept()
+            pipe.send((arguments_of(config, Path(directory)), args.tiny))
+            assert pipe.recv() == "there"
+            tokens: set[int] = set()
+            step = 0
+
+            def ours(_: int) -> float:
+                nonlocal step
+                step += 1
+                began = time.perf_counter()
+                rollout = sampler.sample(prompts, rollout_step=step, samples=1, params=params)
+                took = time.perf_counter() - began
+                tokens.add(int(rollout.batch.rows["response_length"].sum()))
+                return took
+
+            def theirs(_: int) -> float:
+                request = sampler.request(prompts, rollout_step=step, samples=1, params=params)
+                pipe.send(as_offline(request))
+                took, drawn = pipe.recv()
+                tokens.add(drawn)
+                return float(took)
+
+            ours(0), theirs(0)  # graphs, caches
+            took, others = in_turns(args.rounds, ours, theirs)
+            pipe.send(None)
+            other.wait()
+    if tokens != {rows * new}:
+        raise AssertionError(
+            f"samples were not of fixed length: {sorted(tokens)} tokens, wanted {rows * new} each time"
+        )
+    return Report(
+        name="engine_throughput",
+        size=f"{'tiny ' if args.tiny else ''}{args.shape} shape, {rows} samples of {args.prompt + 1} + {new} tokens, "
+        f"{args.requests} HTTP requests",
+        comparisons=[
+            Comparison(
+                what="a rollout through the sampler",
+                against="the stand-in, called" if args.tiny else "sglang.Engine.generate",
+                ours=took,
+                other=others,
+                target=TARGET,
+            )
+        ],
+        numbers=[
+            Number(what="CoreRL", values=[rows * new / each for each in took], unit="tokens/s"),
+            Number(what="the other", values=[rows * new / each for each in others], unit="tokens/s"),
+        ],
+        note="The prompts are the same in each round, and both sides have seen them before the first one.",
+    )
+
+
+def main() -> None:
+    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_argument("shape", choices=SHAPES)
+    command.add_argument("--rows", type=int, default=256, help="samples at once")
+    command.add_argument("--prompt", type=int, default=63, help="tokens of a prompt, without the first one")
+    command.add_argument("--new", type=int, default=256, help="tokens that are drawn for each")
+    command.add_argument("--rounds", type=int, default=7)
+    command.add_argument("--requests", type=int, default=64, help="engines.sglang.requests")
+    command.add_argument(
+        "--memory", type=float, default=0.35, help="share of what is free that each side's engine takes"
+    )
+    command.add_argument("--tiny", action="store_true", help="on a CPU, with a stand-in for SGLang")
+    command.add_argument("--output", help="a JSON file; without it a table is printed")
+    args = command.parse_args()
+    if args.tiny:
+        args = argparse.Namespace(**{**vars(args), "prompt": 7, "rounds": 2, "requests": 2})
+    finish(measure(args), args.output)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [OFFLINE]:
+        offline(Client(sys.argv[2]))
+    else:
+        main()

@@ -1,0 +1,161 @@
+"""`corerl train` as a user starts it, watched from outside: its metrics, its processes, and an end by a deadline."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from benchmarks.report import ROOT, environment
+
+LOOK_SECONDS = 0.02  # between two looks at a run
+QUICKSTART = ROOT / "examples" / "quickstart.toml"
+# What makes SGLang's server start sooner, and what works without its own kernels for attention.
+SERVER = {
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_prefill_cuda_graph": True,
+    "cuda_graph_max_bs_decode": 256,
+}
+
+
+@frozen(kw_only=True)
+class Ended:
+    """What a run left."""
+
+    status: int | None  # its exit status; None where the deadline ended it
+    seconds: float  # from its start
+    steps: Sequence[Mapping[str, float]]  # metrics of each rollout step
+    evaluations: Sequence[Mapping[str, float]]
+    output: str
+
+    def mean(self, name: str, *, after: int = 0) -> float:
+        """Of one metric over the steps that have it, the first `after` left out."""
+        values = [step[name] for step in self.steps[after:] if name in step]
+        return sum(values) / len(values) if values else float("nan")
+
+    def phases(self, *, after: int) -> dict[str, float]:
+        """Mean seconds by phase, where the step itself is one."""
+        names = dict.fromkeys(name for step in self.steps[after:] for name in step if name.startswith("time/"))
+        return {name.removeprefix("time/"): self.mean(name, after=after) for name in names}
+
+
+class Watched:
+    """One run. Use it as a context: whatever is left of it is killed at the end."""
+
+    def __init__(self, *settings: str, directory: Path, config: Path = QUICKSTART) -> None:
+        """In `directory`, which must not have held a run; `settings` as on the command line."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory / "run"
+        self._output = directory / "output"
+        self.temporary = Path(tempfile.mkdtemp(prefix="corerl-"))  # a short path: names of sockets are cut off
+        own = [f"run.dir={self.directory}", "extensions=[{name='jsonl'},{name='console'}]"]
+        main = "import sys; from corerl.cli.main import main; sys.exit(main())"
+        command = [sys.executable, "-c", main, "train", str(config), *own, *settings]
+        self.command = " ".join(["corerl train", str(config.relative_to(ROOT)), *settings])
+        self._began = time.monotonic()
+        with self._output.open("wb") as sink:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env={**environment(), "TMPDIR": str(self.temporary)},
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Watched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _again in range(3):  # who is killed may just have started another
+            for pid in self.processes():
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue  # it has ended meanwhile
+        self.process.wait()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Of metrics.jsonl so far."""
+        path = self.directory / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    def processes(self) -> dict[int, str]:
+        """All that come of it, with their command lines: those of its session, and what these have started."""
+        table: dict[int, tuple[int, int]] = {}  # pid: (parent, session)
+        for directory in Path("/proc").glob("[0-9]*"):
+            try:
+                state, parent, _, session = (directory / "stat").read_text().rpartition(")")[2].split()[:4]
+            except OSError:  # it has ended meanwhile
+                continue
+            if state != "Z":
+                table[int(directory.name)] = int(parent), int(session)
+        found = {pid for pid, (_, session) in table.items() if session == self.process.pid}
+        while more := {pid for pid, (parent, _) in table.items() if parent in found} - found:
+            found |= more
+        return {pid: _command_line(pid) for pid in sorted(found)}
+
+    def servers(self) -> list[int]:
+        """The engines' servers: processes that lead a session of their own."""
+        return [pid for pid in self.processes() if pid != self.process.pid and _leads(pid)]
+
+    def wait(self, deadline: float, look: Callable[[Watched], None] = lambda watched: None) -> Ended:
+        """Until it ends, or `deadline` seconds after its start; `look` is called every few milliseconds meanwhile."""
+        while (status := self.process.poll()) is None and time.monotonic() - self._began < deadline:
+            look(self)
+            time.sleep(LOOK_SECONDS)
+        lines = self.lines()
+        return Ended(
+            status=status,
+            seconds=time.monotonic() - self._began,
+            steps=[line for line in lines if "time/step" in line],
+            evaluations=[line for line in lines if "eval/reward" in line],
+            output=self._output.read_text(errors="replace"),
+        )
+
+
+def value(given: Any) -> str:
+    """As the command line takes it: TOML."""
+    if isinstance(given, Mapping):
+        return "{" + ",".join(f"{key}={value(each)}" for key, each in given.items()) + "}"
+    if isinstance(given, bool):
+        return str(given).lower()
+    return f"'{given}'" if isinstance(given, str) else str(given)
+
+
+def sglang(*, launcher: str = "", **options: Any) -> list[str]:
+    """Settings of a run that samples with SGLang. `launcher` starts something else in its place."""
+    server = {**({} if launcher else SERVER), **options.pop("server", {})}
+    if launcher:
+        options["launcher"] = launcher
+    return [
+        "rollout.engine=sglang",
+        f"engines.sglang.server={value(server)}",
+        *(f"engines.sglang.{name}={value(each)}" for name, each in options.items()),
+    ]
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(bytes(1), b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _leads(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == pid
+    except ProcessLookupError:
+        return False

@@ -1,0 +1,179 @@
+"""Does a colocated run grow? GPU and host memory of each step, with every step's weights verified in the engine.
+
+python -m benchmarks.steady --output found/steady.json                                 # FSDP and SGLang on one GPU
+python -m benchmarks.steady --backend megatron --set engines.sglang.attention_backend=fa3
+python -m benchmarks.steady --tiny --steps 12                                          # on a CPU, engine transformers
+
+The run is `corerl train` on the quickstart's task, which takes turns with its engine in the memory of one GPU: sleep,
+wake-up, an update by `ipc`, all sums compared (`weights.verify_every=1`). Watched from outside, fifty times a second:
+the fullest GPU's memory as the driver counts it, this program's own context included; what the run's processes have for
+themselves (RssAnon of each); and /dev/shm. A step's numbers are the largest and the smallest that were seen in it.
+Growth is the slope of a straight line through the steps after the first ten: pools and caches fill up in those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from attrs import define, field
+
+from benchmarks.report import Number, Report, finish
+from benchmarks.runs import Ended, Watched, sglang
+
+MIB = 2**20
+LOOK_MS = 20
+WARM = 10  # steps, or a third of them where there are few
+TARGET = 1.0  # MiB a step
+UNTOLD = "cannot tell what it has loaded"
+
+# The quickstart's model in a size that SGLang's kernels take; in half precision.
+SHAPE = [
+    *("model.config.hidden_size=256", "model.config.intermediate_size=512", "model.config.head_dim=64"),
+    "model.config.max_position_embeddings=2048",
+]
+
+
+@define
+class Seen:
+    """What was measured in one step, in MiB."""
+
+    gpu: list[float] = field(factory=list)
+    host: list[float] = field(factory=list)
+    shared: list[float] = field(factory=list)
+    processes: dict[str, float] = field(factory=dict)  # the last look
+
+
+class Looking:
+    """Looks at a run's memory in a thread of its own, by step."""
+
+    def __init__(self, run: Watched) -> None:
+        self._run, self._step, self._over = run, 0, threading.Event()
+        self.seen: dict[int, Seen] = defaultdict(Seen)
+        self._known: tuple[float, dict[int, str]] = 0.0, {}
+        self._threads = [threading.Thread(target=self._host), threading.Thread(target=self._gpu)]
+        for thread in self._threads:
+            thread.start()
+
+    def step(self, run: Watched) -> None:
+        self._step = sum("time/step" in line for line in run.lines())
+
+    def close(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _gpu(self) -> None:
+        devices = range(torch.cuda.device_count())
+        while devices and not self._over.wait(LOOK_MS / 1000):
+            used = []
+            for device in devices:
+                free, total = torch.cuda.mem_get_info(device)
+                used.append((total - free) / MIB)
+            self.seen[self._step].gpu.append(max(used))
+
+    def _host(self) -> None:
+        while not self._over.wait(LOOK_MS / 1000):
+            seen, sizes = self.seen[self._step], self._private()
+            if sizes:
+                seen.host.append(sum(sizes.values()))
+                seen.processes = sizes
+                free = os.statvfs("/dev/shm")
+                seen.shared.append((free.f_blocks - free.f_bfree) * free.f_frsize / MIB)
+
+    def _private(self) -> dict[str, float]:
+        """MiB that each process has for itself, by pid and name."""
+        if time.monotonic() - self._known[0] > 1.0:
+            self._known = time.monotonic(), self._run.processes()
+        sizes = {}
+        for pid, name in self._known[1].items():
+            try:
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            except OSError:  # it has ended meanwhile
+                continue
+            kib = [int(line.split()[1]) for line in lines if line.startswith("RssAnon")]
+            sizes[f"{pid} {name[:60]}"] = sum(kib) / 1024
+        return sizes
+
+
+def slope(values: list[float]) -> float:
+    """MiB a step of a straight line through them."""
+    if len(values) < 2:
+        return float("nan")
+    return float(np.polyfit(np.arange(len(values)), values, 1)[0])
+
+
+def settings(args: argparse.Namespace) -> list[str]:
+    common = [
+        *(f"backend.name={args.backend}", f"run.steps={args.steps}", "weights.verify_every=1", "eval.every=0"),
+        *("weights.transport=ipc", "cluster.offload=always", "checkpoint.every=0", "checkpoint.export=false"),
+        *("roles.actor.ranks=1", "rollout.replicas=1"),
+    ]
+    if args.tiny:
+        return [*common, "cluster.device=cpu", "rollout.prompts=8", *args.set]
+    engine = sglang(memory=0.2, attention_backend=os.environ.get("ATTENTION", "triton"))
+    return [*common, "cluster.device=cuda", "train.precision=bfloat16", *SHAPE, *engine, *args.set]
+
+
+def report(args: argparse.Namespace, ended: Ended, seen: dict[int, Seen], command: str) -> Report:
+    steps = len(ended.steps)
+    warm = min(WARM, steps // 3)
+    counted = [seen[step] for step in range(warm, steps) if seen[step].host]
+    rows = []
+    for what, part in (("GPU", "gpu"), ("host, all processes", "host"), ("/dev/shm", "shared")):
+        of_steps = [values for each in counted if (values := getattr(each, part))]
+        for name, pick in (("largest", max), ("smallest", min)):
+            values = [pick(each) for each in of_steps]
+            if values:
+                rows.append(Number(what=f"{what}: {name} of each step", values=values, unit="MiB"))
+                rows.append(Number(what="its growth a step", values=[slope(values)], unit="MiB", target=TARGET))
+    if counted:
+        first, last = counted[0].processes, counted[-1].processes
+        grown = sorted(((last[name] - first[name], name) for name in first.keys() & last.keys()), reverse=True)
+        rows += [Number(what=f"grew since step {warm}: {name}", values=[size], unit="MiB") for size, name in grown[:5]]
+    verified = 0 if UNTOLD in " ".join(ended.output.split()) else steps + 1  # one before the first step
+    rows.append(Number(what="steps done", values=[steps], unit="steps"))
+    rows.append(Number(what="updates whose weights were verified in the engine", values=[verified], unit="updates"))
+    rows.append(Number(what="seconds a step", values=[step["time/step"] for step in ended.steps[warm:]], unit="s"))
+    return Report(
+        name="steady",
+        size=f"{steps} colocated steps, {args.backend}, {'a CPU' if args.tiny else 'one GPU'}",
+        numbers=rows,
+        note=f"`{command}`. Growth over the last {len(counted)} steps. A run whose engine holds other weights than it "
+        "was sent ends; this one " + ("ended well." if ended.status == 0 else f"ended with {ended.status}."),
+    )
+
+
+def main() -> int:
+    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_argument("--backend", default="fsdp")
+    command.add_argument("--steps", type=int, default=50)
+    command.add_argument("--deadline", type=float, default=400.0, help="seconds, the start included")
+    command.add_argument("--set", nargs="*", default=[], help="more settings of the run")
+    command.add_argument("--tiny", action="store_true", help="on a CPU")
+    command.add_argument("--output", help="a JSON file; without it a table is printed")
+    args = command.parse_args()
+    with (
+        tempfile.TemporaryDirectory(prefix="steady-") as directory,
+        Watched(*settings(args), directory=Path(directory)) as run,
+    ):
+        looking = Looking(run)
+        try:
+            ended = run.wait(args.deadline, looking.step)
+        finally:
+            looking.close()
+        if ended.status != 0:
+            print(f"the run ended with {ended.status} after {len(ended.steps)} steps:\n{ended.output[-4000:]}")
+        finish(report(args, ended, looking.seen, run.command), args.output)
+    return 0 if ended.status == 0 and len(ended.steps) == args.steps else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,156 @@
+"""Which replica draws which rows of a request: even shares, and what a replica has read already goes to it again."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from corerl.rollout.engine import GenerateRequest, Generation
+from corerl.rollout.partial import split
+from corerl.types import IntArray
+
+SLACK = 1.5  # times its even share that a replica is given at most, of rows that it has read the beginning of
+REMEMBERED = 2**17  # beginnings; where weights do not change nothing else would end their number
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, its bits all over it: powers of it make a row's prefixes differ
+
+
+class Shares:
+    """Of one fleet's replicas. Its methods may be called from several threads.
+
+    A replica keeps keys and values of what it has read and drawn until its weights change. So rows of one prompt stay
+    together, where that leaves shares even to within a prompt; and a row that begins with a prompt, or with a prompt
+    and its response, that a replica has had before goes to that one again, as the next turn of a conversation does.
+    Even is counted in rows, those that are still being drawn included.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._busy: Counter[int] = Counter()  # rows that each replica is drawing
+        self._homes: dict[tuple[int, int], int] = {}  # (tokens, hash) of a beginning: who has read it
+        self._lengths: set[int] = set()  # of beginnings
+
+    def divide(self, request: GenerateRequest, replicas: Sequence[int]) -> dict[int, IntArray]:
+        """The rows [n] of each replica that has any, in ascending order."""
+        if len(replicas) == 1:
+            return {replicas[0]: np.arange(len(request))}
+        hashes, lengths = _prefix_hashes(request), np.diff(request.offsets)
+        whole = [(int(size), int(row[-1])) if size else (0, 0) for size, row in zip(lengths, hashes, strict=True)]
+        with self._lock:
+            load = [self._busy[replica] for replica in replicas]
+            even = -(-(len(request) + sum(load)) // len(replicas))
+            given: list[list[int]] = [[] for _ in replicas]
+            left: list[int] = []
+            place = {replica: i for i, replica in enumerate(replicas)}
+            known = sorted(self._lengths, reverse=True)
+            for row in range(len(request)):
+                i = place.get(self._home(hashes[row], known), -1)
+                if i >= 0 and load[i] + 1 <= SLACK * even:
+                    given[i].append(row)
+                    load[i] += 1
+                else:
+                    left.append(row)
+        prompts, room = [whole[row] for row in left], _fill(load, len(left))
+        start = ideal = 0
+        for rows, more in zip(given, room, strict=True):
+            ideal += more
+            stop = max(start, _between(prompts, ideal, even))
+            rows += left[start:stop]
+            start = stop
+        return {replica: np.array(sorted(rows)) for replica, rows in zip(replicas, given, strict=True) if rows}
+
+    @contextmanager
+    def drawing(self, rows: Mapping[int, int]) -> Iterator[None]:
+        """Inside, these replicas draw so many rows."""
+        with self._lock:
+            self._busy.update(rows)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy.subtract(rows)
+
+    def drew(self, replica: int, request: GenerateRequest, generation: Generation) -> None:
+        """Remember what the replica has read, and drawn, of each row."""
+        responses = np.split(generation.tokens, generation.offsets[1:-1])
+        rows = [np.concatenate(pair) for pair in zip(request.split(), responses, strict=True)]
+        samples = GenerateRequest(
+            tokens=np.concatenate(rows),
+            offsets=np.cumsum([0, *map(len, rows)]),
+            noise_keys=request.noise_keys,
+            params=request.params,
+        )
+        beginnings: dict[tuple[int, int], int] = {}
+        for hashes, prompt in zip(_prefix_hashes(samples), np.diff(request.offsets), strict=True):
+            beginnings |= {(size, int(hashes[size - 1])): replica for size in (int(prompt), len(hashes)) if size}
+        with self._lock:
+            if len(self._homes) + len(beginnings) > REMEMBERED:
+                self._forget()
+            self._homes |= beginnings
+            self._lengths |= {size for size, _ in beginnings}
+
+    def forget(self) -> None:
+        """Nothing that was read is of use any more: weights have changed."""
+        with self._lock:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._homes.clear()
+        self._lengths.clear()
+
+    def _home(self, hashes: IntArray, known: Sequence[int]) -> int:
+        """Who has read the longest beginning of a row, of which the prefixes' hashes are given; -1 for nobody. `known`
+        are the lengths of beginnings, longest first."""
+        for size in known:
+            if size <= len(hashes) and (home := self._homes.get((size, int(hashes[size - 1])))) is not None:
+                return home
+        return -1
+
+
+def in_order(request: GenerateRequest, parts: Sequence[tuple[IntArray, Generation]]) -> Generation:
+    """The rows of the whole request, of which each part answers those that it names."""
+    rows = np.concatenate([named for named, _ in parts])
+    together = Generation.concatenate([part for _, part in parts])
+    if np.array_equal(rows, np.arange(len(rows))):
+        return together
+    single = split(together, [request.rows(row, row + 1) for row in rows])
+    return Generation.concatenate([single[place] for place in np.argsort(rows)])
+
+
+def _fill(load: Sequence[int], rows: int) -> list[int]:
+    """How many of so many rows each takes, for loads to be as even as they can."""
+    heap = [(each, i) for i, each in enumerate(load)]
+    heapq.heapify(heap)
+    taken = [0] * len(load)
+    for _ in range(rows):
+        each, i = heap[0]
+        heapq.heapreplace(heap, (each + 1, i))
+        taken[i] += 1
+    return taken
+
+
+def _between(prompts: Sequence[tuple[int, int]], at: int, share: int) -> int:
+    """Where to cut so that no prompt's rows are parted: the place nearest to `at`, unless a prompt has more rows than a
+    share."""
+    low = high = at
+    while 0 < low < len(prompts) and prompts[low] == prompts[low - 1]:
+        low -= 1
+    while 0 < high < len(prompts) and prompts[high] == prompts[high - 1]:
+        high += 1
+    if high - low > share:
+        return at
+    return low if at - low <= high - at else high
+
+
+def _prefix_hashes(request: GenerateRequest) -> list[IntArray]:
+    """Of each row, the hash of each of its prefixes [n], from its first token to all of them."""
+    lengths, starts = np.diff(request.offsets), request.offsets[:-1]
+    within = np.arange(len(request.tokens)) - np.repeat(starts, lengths)
+    powers = np.cumprod(np.full(int(lengths.max(initial=0)) + 1, MULTIPLIER))
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum((request.tokens + 1).astype(np.uint64) * powers[within])])
+    before = np.repeat(sums[starts], lengths)
+    return np.split(sums[1:] - before, request.offsets[1:-1])

@@ -1,0 +1,207 @@
+"""What a rank's model holds, of models that fuse, cut, repeat and pad as SGLang's do, in plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import pytest
+import torch
+
+from corerl.errors import EngineFailed
+from corerl.weights.manifest import Manifest, build_manifest
+from corerl.weights.verify import bit_sums
+from corerl_sglang.held import Held, whole_sums
+
+HIDDEN, HEAD, HEADS, KV, FFN, EXPERTS, VOCAB = 8, 4, 4, 2, 12, 3, 10
+SHAPES = {
+    "model.embed_tokens.weight": (VOCAB, HIDDEN),
+    "model.norm.weight": (HIDDEN,),
+    "q_proj.weight": (HEADS * HEAD, HIDDEN),
+    "k_proj.weight": (KV * HEAD, HIDDEN),
+    "v_proj.weight": (KV * HEAD, HIDDEN),
+    "k_proj.bias": (KV * HEAD,),
+    "o_proj.weight": (HIDDEN, HEADS * HEAD),
+    "gate.weight": (EXPERTS, HIDDEN),
+    "scale": (1,),
+    **{
+        f"experts.{expert}.{name}.weight": (HIDDEN, FFN) if name == "down_proj" else (FFN, HIDDEN)
+        for expert in range(EXPERTS)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    },
+}
+
+
+class Rank:
+    """One rank of `tp`: q, k and v in one parameter, k and v repeated where there are more ranks than heads of them;
+    the vocabulary padded to a multiple of 8; gates and ups of all experts in one parameter, downs in another one,
+    transposed."""
+
+    def __init__(self, tp: int, rank: int, *, tied: bool, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.tp, self.rank, self.tied = tp, rank, tied
+        self.heads, self.kv, self.ffn = HEADS * HEAD // tp, max(1, KV // tp) * HEAD, FFN // tp
+        self.rows = math.ceil(VOCAB / 8 / tp) * 8
+        shapes = {
+            "embed": (self.rows, HIDDEN),
+            "norm": (HIDDEN,),
+            "qkv": (self.heads + 2 * self.kv, HIDDEN),
+            "qkv_bias": (self.heads + 2 * self.kv,),
+            "o": (HIDDEN, self.heads),
+            "gate": (EXPERTS, HIDDEN),
+            "scale": (1,),
+            "w13": (EXPERTS, 2 * self.ffn, HIDDEN),
+            "w2": (EXPERTS, self.ffn, HIDDEN),
+        } | ({} if tied else {"head": (self.rows, HIDDEN)})
+        self.parameters = {
+            # Norms in a precision of their own.
+            name: torch.nn.Parameter(torch.randn(shape).to(torch.float32 if name == "norm" else dtype), False)
+            for name, shape in shapes.items()
+        }
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.parameters.items())
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        given = self.parameters
+        for name, tensor in weights:
+            words = name.split(".")
+            if name == "model.embed_tokens.weight":
+                self.vocabulary(given["embed"], tensor)
+            elif name == "lm_head.weight":
+                self.vocabulary(given["head"], tensor)
+            elif name == "model.norm.weight":
+                given["norm"].data.copy_(tensor)
+            elif words[0] in ("q_proj", "k_proj", "v_proj"):
+                self.heads_of(words[0], given["qkv" if words[1] == "weight" else "qkv_bias"], tensor)
+            elif words[0] == "o_proj":
+                given["o"].data.copy_(tensor.narrow(1, self.rank * self.heads, self.heads))
+            elif name == "gate.weight":
+                given["gate"].data.copy_(tensor)
+            elif name == "scale":
+                given["scale"].data.fill_(tensor.item())
+            else:
+                self.expert(int(words[1]), words[2], tensor)
+
+    def vocabulary(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+        start = min(self.rank * self.rows, VOCAB)
+        part = tensor.narrow(0, start, min(self.rows, VOCAB - start))
+        parameter[: part.shape[0]].data.copy_(part)
+        parameter[part.shape[0] :].data.fill_(0)
+
+    def heads_of(self, which: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+        size = self.heads if which == "q_proj" else self.kv
+        at = {"q_proj": 0, "k_proj": self.heads, "v_proj": self.heads + self.kv}[which]
+        of = self.rank if which == "q_proj" else self.rank * KV // max(self.tp, KV)
+        parameter.data.narrow(0, at, size).copy_(tensor.narrow(0, of * size, size))
+
+    def expert(self, expert: int, which: str, tensor: torch.Tensor) -> None:
+        if which == "down_proj":
+            part = tensor.narrow(1, self.rank * self.ffn, self.ffn)
+            self.parameters["w2"].data[expert].copy_(part.T.contiguous().to(torch.bfloat16))
+        else:
+            part = tensor.narrow(0, self.rank * self.ffn, self.ffn)
+            at = 0 if which == "gate_proj" else self.ffn
+            self.parameters["w13"].data[expert].narrow(0, at, self.ffn).copy_(part)
+
+
+def stream(tied: bool, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = SHAPES if tied else {**SHAPES, "lm_head.weight": (VOCAB, HIDDEN)}
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+
+
+def manifest_of(tensors: Mapping[str, torch.Tensor]) -> Manifest:
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    return build_manifest(shapes, dtype="bfloat16", bucket_bytes=600)
+
+
+def update(ranks: list[Held], tensors: Mapping[str, torch.Tensor]) -> None:
+    """As SGLang calls the loader, from a buffer of which the bucket is a part."""
+    for bucket in manifest_of(tensors).buckets:
+        room = torch.cat([torch.zeros(5).bfloat16(), *(tensors[entry.name].flatten() for entry in bucket.entries)])
+        with torch.inference_mode():
+            for held in ranks:
+                held.load(bucket, room[5:])
+
+
+def sums(ranks: list[Held], tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return whole_sums("engine-0", shapes, [held.sums("bfloat16") for held in ranks])
+
+
+@pytest.mark.parametrize(("tp", "tied"), [(1, True), (1, False), (2, False), (4, True)])
+def test_sums_of_fused_cut_repeated_and_padded_tensors_are_those_of_the_stream(tp: int, tied: bool) -> None:
+    ranks = [Held(Rank(tp, rank, tied=tied)) for rank in range(tp)]
+    for seed in (1, 2):  # seen loading once, read again after another update
+        tensors = stream(tied, seed)
+        update(ranks, tensors)
+        wanted = bit_sums(tensors)
+        del wanted["scale"]  # which is not copied
+        assert sums(ranks, tensors) == wanted
+
+
+@pytest.mark.parametrize(
+    ("parameter", "element", "wrong"),
+    [
+        ("embed", (1, 3), "model.embed_tokens.weight"),
+        ("qkv", (0, 0), "q_proj.weight"),
+        ("qkv", (-1, -1), "v_proj.weight"),
+        ("qkv_bias", (9,), "k_proj.bias"),
+        ("o", (2, 3), "o_proj.weight"),
+        ("w13", (1, 0, 0), "experts.1.gate_proj.weight"),
+        ("w13", (2, -1, -1), "experts.2.up_proj.weight"),
+        ("w2", (0, 3, 2), "experts.0.down_proj.weight"),
+    ],
+)
+def test_one_element_that_is_wrong_in_one_rank_shows_in_its_tensor_alone(
+    parameter: str, element: tuple[int, ...], wrong: str
+) -> None:
+    ranks = [Held(Rank(2, rank, tied=True)) for rank in range(2)]
+    tensors = stream(True, 3)
+    update(ranks, tensors)
+    model = ranks[1].model if parameter != "embed" else ranks[0].model
+    assert isinstance(model, Rank)
+    bits = model.parameters[parameter].data.view(torch.int16)
+    bits[element] ^= 1
+    sent, loaded = bit_sums(tensors), sums(ranks, tensors)
+    assert {name for name in loaded if loaded[name] != sent[name]} == {wrong}
+
+
+def test_an_element_that_is_wrong_in_one_copy_of_several_is_told() -> None:
+    ranks = [Held(Rank(4, rank, tied=True)) for rank in range(4)]  # two ranks have the same head of keys
+    tensors = stream(True, 3)
+    update(ranks, tensors)
+    model = ranks[3].model
+    assert isinstance(model, Rank)
+    model.parameters["qkv"].data[model.heads, 0] += 1.0
+    with pytest.raises(
+        EngineFailed, match=r"copies of 'k_proj\.weight' that differ: rank 3's bits sum to .*loads weights"
+    ):
+        sums(ranks, tensors)
+
+
+def test_what_was_written_over_by_another_tensor_shows() -> None:
+    class Confused(Rank):
+        def heads_of(self, which: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+            super().heads_of("k_proj" if which == "v_proj" else which, parameter, tensor)
+
+    ranks = [Held(Confused(1, 0, tied=True))]
+    tensors = stream(True, 4)
+    update(ranks, tensors)
+    sent, loaded = bit_sums(tensors), sums(ranks, tensors)
+    assert {name for name in loaded if loaded[name] != sent[name]} == {"k_proj.weight"}
+
+
+def test_nothing_is_said_of_a_tensor_that_has_moved_or_lies_here_in_part() -> None:
+    first, second = (Held(Rank(2, rank, tied=True)) for rank in range(2))
+    tensors = stream(True, 5)
+    update([first, second], tensors)
+    assert "q_proj.weight" not in sums([first], tensors)  # the other half is in the other rank
+    model = second.model
+    assert isinstance(model, Rank)
+    model.parameters["qkv"].data = model.parameters["qkv"].data.clone()
+    left = sums([first, second], tensors)
+    assert left.keys() == tensors.keys() - {"scale", "q_proj.weight", "k_proj.weight", "v_proj.weight"}
