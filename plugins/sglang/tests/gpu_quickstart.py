@@ -30,7 +30,7 @@ from attrs import frozen
 from benchmarks.runs import Ended, Watched, sglang
 from benchmarks.steady import SHAPE
 
-OUT = Path(os.environ.get("OUT", ".")).absolute() / "gpu_quickstart"
+OUT = Path(os.environ.get("OUT", "runs")).absolute() / "gpu_quickstart"
 PROMPTS, SAMPLES = 64, 8
 BOUND = 0.02  # of the mean |log-prob difference| over all steps
 WARM = 3  # steps that are left out of the seconds
