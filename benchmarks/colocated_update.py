@@ -1,9 +1,11 @@
-"""One weight update from ranks to engines on the same GPUs, by CUDA IPC, beside the engine's own load of ready buckets.
+"""One weight update from ranks to engines: on the same GPUs by CUDA IPC, beside the engine's own load of ready buckets,
+or on other GPUs by NCCL, beside a broadcast of the bytes.
 
 python -m benchmarks.colocated_update 0.6b 8b                               # one GPU
 python -m benchmarks.colocated_update 8b --bucket-mib 256 --backend megatron
 python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.colocated_update 8b          # 4 engines
 python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.colocated_update 8b --split  # one over 4
+torchrun --standalone --nproc-per-node 2 -m benchmarks.colocated_update 8b --apart                         # on 2 others
 python -m benchmarks.colocated_update 0.6b --tiny                           # on a CPU: does it run?
 
 An engine is a process with the model's parameters in bfloat16. The update is what a run does from the call of
@@ -11,18 +13,22 @@ An engine is a process with the model's parameters in bfloat16. The update is wh
 own parameters, a checksum on either side, the engine's copy into its parameters, its acknowledgement. The other side is
 that copy alone, in the engine, out of a buffer of a bucket's size that lies there: no other process, no checksum. On
 several ranks it is that and an all-gather of as many bytes. Parameters alone are resident: no moments, no gradients.
+
+With `--apart` each rank's engine is on a GPU of its own, the first rank sends all, and the other side is a broadcast of
+a buffer that lies there, bucket after bucket, from a process on the first rank's GPU to the engines' processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
@@ -30,6 +36,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from attrs import evolve
 
 from benchmarks.report import Comparison, Number, Report, finish, in_turns, table
 from benchmarks.steps import QWEN3_8B, TINY, QuickWeights
@@ -53,7 +60,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     },
     "8b": QWEN3_8B,
 }
-TARGET = 1.5
+TARGET, TARGET_APART = 1.5, 1.4
 ENGINE = "--engine"  # how this program starts itself as an engine
 TIMEOUT = 300.0  # seconds that one side waits for the other
 
@@ -64,9 +71,9 @@ TIMEOUT = 300.0  # seconds that one side waits for the other
 def serve(pipe: Connection) -> None:
     """An engine's process: it is told what it is, and then answers each order with its seconds. With more than one of
     `parts` it holds its part of each tensor's first axis."""
-    manifest, address, index, parts = pipe.recv()
+    manifest, address, index, parts, gpu = pipe.recv()
     if address.device == "cuda":
-        torch.cuda.set_device(index)
+        torch.cuda.set_device(gpu)
     device, dtype = torch.device(address.device), getattr(torch, manifest.dtype)
     own = {entry.name: part_of(torch.empty(entry.shape, device="meta"), index, parts) for entry in entries(manifest)}
     weights = {name: torch.zeros(each.shape, dtype=dtype, device=device) for name, each in own.items()}
@@ -89,6 +96,18 @@ def serve(pipe: Connection) -> None:
             load(bucket, ready[: bucket.numel])
         synchronize(device)
 
+    @torch.no_grad()
+    def broadcast() -> float:
+        """Seconds of a broadcast of all buckets from the first of the members, which have met."""
+        ready = torch.zeros(largest, dtype=dtype, device=device)
+        dist.barrier()
+        synchronize(device)
+        began = time.perf_counter()
+        for bucket in manifest.buckets:
+            dist.broadcast(ready[: bucket.numel], src=0)
+        synchronize(device)
+        return time.perf_counter() - began
+
     pipe.send("there")
     while (order := pipe.recv()) is not None:
         if order == "load":
@@ -98,6 +117,11 @@ def serve(pipe: Connection) -> None:
             load_ready(ready)
             pipe.send(time.perf_counter() - began)
             del ready
+        elif isinstance(order, dict):  # whom to broadcast with
+            dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", **order)
+            pipe.send("met")
+        elif order == "broadcast":
+            pipe.send(broadcast())
         else:
             began = time.perf_counter()
             receive(int(order))
@@ -160,28 +184,66 @@ def started(shape: str, backend: str, bucket_mib: float, *, tiny: bool) -> Worke
     return worker
 
 
-def measure(shape: str, *, backend: str, rounds: int, bucket_mib: float, split: bool, tiny: bool) -> Report:
+class Peer:
+    """A process that is an engine, or one that only broadcasts to engines."""
+
+    def __init__(self, manifest: Manifest, address: Address, *, index: int, parts: int, gpu: int) -> None:
+        with Listener(family="AF_UNIX") as listener:
+            started = [sys.executable, "-m", "benchmarks.colocated_update", ENGINE, str(listener.address)]
+            # Else it would take the launcher's store for its own.
+            environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+            self._process = subprocess.Popen(started, env=environment)
+            self.pipe = listener.accept()
+        self.pipe.send((manifest, address, index, parts, gpu))
+        assert self.pipe.recv() == "there"
+
+    def ask(self, order: Any) -> Any:
+        self.pipe.send(order)
+        return self.pipe.recv()
+
+    def close(self) -> None:
+        self.pipe.send(None)
+        self._process.wait()
+
+
+def address_of(engines: tuple[str, ...], *, apart: bool, device: str) -> Address:
+    """Called on every rank: where ranks and engines meet."""
+    rank, listening = dist.get_rank(), None
+    if apart and rank == 0:
+        listening = socket.create_server(("127.0.0.1", 0))
+    said = [(uuid.uuid4().hex, listening.getsockname()[1] if listening else 0)]
+    dist.broadcast_object_list(said, src=0)
+    token, port = said[0]
+    return Address(
+        transport="collective" if apart else "ipc",
+        engines=engines,
+        host="127.0.0.1" if apart else "",
+        port=port,
+        listening=listening.detach() if listening else None,
+        token=token,
+        senders=() if apart else tuple(range(len(engines))),
+        device=device,
+        timeout=TIMEOUT,
+    )
+
+
+def measure(
+    shape: str, *, backend: str, rounds: int, bucket_mib: float, split: bool, apart: bool, tiny: bool
+) -> Report:
     """Called on every rank; the report is the first one's."""
     worker = started(shape, backend, bucket_mib, tiny=tiny)
     rank, world = dist.get_rank(), dist.get_world_size()
     manifest = worker.manifest()
     device = torch.device("cpu" if tiny else "cuda")
-    token = [uuid.uuid4().hex]
-    dist.broadcast_object_list(token, src=0)
     engines = ("engine-0",) * world if split else tuple(f"engine-{index}" for index in range(world))
-    address = Address(
-        transport="ipc",
-        engines=engines,
-        token=token[0],
-        senders=tuple(range(world)),
-        device=device.type,
-        timeout=TIMEOUT,
-    )
-    with Listener(family="AF_UNIX") as listener:
-        engine = subprocess.Popen([sys.executable, "-m", "benchmarks.colocated_update", ENGINE, str(listener.address)])
-        pipe = listener.accept()
-    pipe.send((manifest, address, rank, world if split else 1))
-    assert pipe.recv() == "there"
+    address = address_of(engines, apart=apart, device=device.type)
+    peers = [
+        Peer(
+            manifest, evolve(address, listening=None), index=rank, parts=world if split else 1, gpu=rank + apart * world
+        )
+    ]
+    if apart and rank == 0:  # the one that broadcasts to engines, where the sender is
+        peers.append(Peer(manifest, evolve(address, listening=None), index=rank, parts=1, gpu=0))
     spans = Spans()
     worker.trace(spans)
     version, sent = 0, 0
@@ -189,17 +251,23 @@ def measure(shape: str, *, backend: str, rounds: int, bucket_mib: float, split: 
     def update(_: int) -> float:
         nonlocal version, sent
         version += 1
-        pipe.send(version)
+        peers[0].pipe.send(version)
         spans.seconds.clear()
         took, result = together(lambda: worker.update_weights(address, version), device)
-        pipe.recv()
+        peers[0].pipe.recv()
         assert not any(result.engines.values()), result.engines
         sent = result.bytes
         return took
 
     def limit(_: int) -> float:
-        pipe.send("load")
-        return slowest(pipe.recv()) + (gathering(manifest, world, device) if world > 1 else 0.0)
+        if apart:
+            for peer in peers:
+                peer.pipe.send("broadcast")
+            return slowest(max(peer.pipe.recv() for peer in peers))
+        return slowest(peers[0].ask("load")) + (gathering(manifest, world, device) if world > 1 else 0.0)
+
+    if apart:
+        meet(peers, rank, world)
 
     update(0)
     limit(0)
@@ -212,22 +280,25 @@ def measure(shape: str, *, backend: str, rounds: int, bucket_mib: float, split: 
         return took
 
     seconds, others = in_turns(rounds, ours, limit)
-    pipe.send(None)
-    engine.wait()
+    for peer in peers:
+        peer.close()
     worker.shutdown("measured")
     gib = sent / 2**30
     return Report(
         name="colocated_update",
         size=f"{'tiny ' if tiny else ''}{shape} shape, {gib:.3g} GiB in bfloat16, {len(manifest.buckets)} buckets of "
         f"at most {bucket_mib:g} MiB on both sides, {world} {backend} rank{'s' * (world > 1)}, "
-        f"{'one engine over all of them' if split else 'an engine on each'}",
+        f"{'one engine over all of them' if split else 'an engine ' + ('for' if apart else 'on') + ' each'}"
+        f"{', on GPUs of their own' if apart else ''}",
         comparisons=[
             Comparison(
                 what="one update",
-                against="the engine's load of ready buckets" + (" and an all-gather of the bytes" if world > 1 else ""),
+                against="a broadcast of the bytes"
+                if apart
+                else "the engine's load of ready buckets" + (" and an all-gather of the bytes" if world > 1 else ""),
                 ours=seconds,
                 other=others,
-                target=TARGET,
+                target=TARGET_APART if apart else TARGET,
             )
         ],
         numbers=[
@@ -236,6 +307,17 @@ def measure(shape: str, *, backend: str, rounds: int, bucket_mib: float, split: 
         ],
         note="Parts are of the first rank, which goes on while its engine loads.",
     )
+
+
+def meet(peers: Sequence[Peer], rank: int, world: int) -> None:
+    """Called on every rank: engines, and the process that broadcasts to them, form a group."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = [free.getsockname()[1]]
+    dist.broadcast_object_list(port, src=0)
+    for peer, member in zip(peers, (1 + rank, 0), strict=False):
+        where = {"init_method": f"tcp://127.0.0.1:{port[0]}", "rank": member, "world_size": 1 + world}
+        peer.pipe.send(where)
+    assert all(peer.pipe.recv() == "met" for peer in peers)
 
 
 def together(call: Callable[[], UpdateResult], device: torch.device) -> tuple[float, UpdateResult]:
@@ -278,6 +360,7 @@ def main() -> None:
     command.add_argument("--rounds", type=int, default=7)
     command.add_argument("--bucket-mib", type=float, nargs="+", default=[1024.0], help="one table row each")
     command.add_argument("--split", action="store_true", help="one engine over all ranks, each holding its part")
+    command.add_argument("--apart", action="store_true", help="engines on GPUs of their own, which follow the ranks'")
     command.add_argument("--tiny", action="store_true", help="a few parameters, on a CPU")
     command.add_argument("--output", help="a JSON file, for a single shape and size; without it tables are printed")
     args = command.parse_args()
@@ -292,7 +375,13 @@ def main() -> None:
     for shape in args.shapes:
         for bucket_mib in args.bucket_mib:
             report = measure(
-                shape, backend=args.backend, rounds=args.rounds, bucket_mib=bucket_mib, split=args.split, tiny=args.tiny
+                shape,
+                backend=args.backend,
+                rounds=args.rounds,
+                bucket_mib=bucket_mib,
+                split=args.split,
+                apart=args.apart,
+                tiny=args.tiny,
             )
             if dist.get_rank() == 0:
                 print(f"{report.size}\n")

@@ -1,4 +1,4 @@
-"""The benchmark of colocated updates on a CPU: every byte is sent, and an engine over two ranks takes from both."""
+"""The benchmark of updates on a CPU: every byte is sent, and an engine over two ranks takes from both."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def parameters(fields: dict[str, object]) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def report(split: bool) -> Report:
-    return measure("0.6b", backend="fsdp", rounds=2, bucket_mib=0.02, split=split, tiny=True)
+def report(split: bool, apart: bool = False) -> Report:
+    return measure("0.6b", backend="fsdp", rounds=2, bucket_mib=0.02, split=split, apart=apart, tiny=True)
 
 
 def test_shapes_have_the_sizes_that_they_are_named_by() -> None:
@@ -43,3 +43,15 @@ def test_an_update_sends_all_parameters_and_stands_beside_the_engines_load(
     assert {"in it: gather", "in it: send", "in it: wait for room"} < parts.keys()
     for number, took in enumerate(comparison.ours):
         assert math.fsum(values[number] for values in parts.values()) <= took
+
+
+def test_an_update_of_engines_elsewhere_stands_beside_a_broadcast_of_as_many_bytes(rank_pool: RankPool) -> None:
+    found, other = rank_pool.run(report, False, True)
+    (comparison,) = found.comparisons
+    assert (comparison.against, comparison.target) == ("a broadcast of the bytes", 1.4)
+    rates = next(number.values for number in found.numbers if number.unit == "GB/s")
+    sent = 2 * parameters({**SHAPES["0.6b"], **TINY})
+    assert rates == pytest.approx([sent / seconds / 1e9 for seconds in comparison.ours])
+    assert all(took > 0 for took in comparison.other)
+    # The second rank has gathered, and sent nothing.
+    assert next(number.values for number in other.numbers if number.unit == "GB/s") == [0.0, 0.0]
