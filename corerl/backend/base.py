@@ -211,21 +211,8 @@ class Backend(BackendBase, ABC):
             with self.span("meet engines"):
                 sender.begin(stream, version)
         chunks = self.local_state(StateKey.PARAM)
-        for bucket, as_sent, root in zip(self.manifest.buckets, stream.buckets, roots, strict=True):
-            out: torch.Tensor | None = None
-            if root in (None, self.layout.rank):
-                direct = stream is self.manifest
-                out = self._room(sender, bucket, self.manifest) if direct else self._memory(bucket, self.manifest)
-            with self.span("gather"):
-                self.gather(bucket, out, chunks=chunks, root=root)
-            if out is not None:
-                if stream is not self.manifest:
-                    flat, out = out, self._room(sender, as_sent, stream)
-                    with self.span("quantise"):
-                        quantize(bucket, flat, as_sent, out)
-                with self.span("send"):
-                    sender.send(as_sent, out)
-                sent += out.numel() * out.element_size()
+        for bucket, root in zip(self.manifest.buckets, roots, strict=True):
+            sent += self._send(sender, bucket, stream, chunks=chunks, root=root)
         self._gather_plan.release()
         engines: Mapping[str, str] = {}
         if sends:
@@ -324,6 +311,28 @@ class Backend(BackendBase, ABC):
                 yield
         finally:
             self.after_load({StateKey.PARAM}, None)
+
+    def _send(
+        self, sender: WeightSender, bucket: Bucket, stream: Manifest, *, chunks: Sequence[Chunk], root: int | None
+    ) -> int:
+        """Gather a bucket on every rank, and send it, in the form of `stream`, where `root` is this rank or None; bytes
+        sent. Nothing is left that holds the sender's memory."""
+        holds, direct = root in (None, self.layout.rank), stream is self.manifest
+        out: torch.Tensor | None = None
+        if holds:
+            out = self._room(sender, bucket, self.manifest) if direct else self._memory(bucket, self.manifest)
+        with self.span("gather"):
+            self.gather(bucket, out, chunks=chunks, root=root)
+        if out is None:
+            return 0
+        as_sent = stream.buckets[bucket.index]
+        if not direct:
+            flat, out = out, self._room(sender, as_sent, stream)
+            with self.span("quantise"):
+                quantize(bucket, flat, as_sent, out)
+        with self.span("send"):
+            sender.send(as_sent, out)
+        return out.numel() * out.element_size()
 
     def _room(self, sender: WeightSender, bucket: Bucket, manifest: Manifest) -> torch.Tensor:
         """Where to write a bucket of `manifest`, [bucket.numel]: the sender's memory, or this rank's."""

@@ -363,6 +363,7 @@ class IpcReceiver(WeightReceiver):
         self._asked = self._joined = None
         closed = list(self._opened)
         if self._address.device != "cpu":  # the sender takes this memory back
+            torch.cuda.synchronize()  # a load that failed may have left copies under way
             self._opened = {}
         if joined:
             self._tell({"is": "done", "version": version, "error": error, "opened": closed})
