@@ -18,6 +18,7 @@ SMALL = ["run.steps=2", "eval.every=1", "data.held_out=8", "checkpoint.export=fa
 EXAMPLES = {
     "quickstart.toml": ["rollout.prompts=8", "rollout.samples=4"],
     "quickstart-ppo.toml": ["rollout.prompts=16"],
+    "two_turn_tool.toml": ["rollout.prompts=8", "rollout.samples=4"],
     "gsm8k-qwen3-0.6b.toml": [
         *("cluster.device=cpu", "train.precision=float32", "rollout.prompts=4", "rollout.samples=4"),
         *("rollout.max_tokens=6", "model.path=model", "data.source=rows.parquet"),
