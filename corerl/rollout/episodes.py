@@ -153,7 +153,8 @@ class EpisodeSampler(Sampler):
         request = self.request(prompts, rollout_step=rollout_step, samples=samples, params=params, attempt=attempt)
         group, sample = rows_of(len(prompts), samples)
         seats = [
-            Seat(prompt=prompts[index], key=int(key)) for index, key in zip(group, request.noise_keys, strict=True)
+            Seat(number=number, prompt=prompts[index], key=int(key))
+            for number, (index, key) in enumerate(zip(group, request.noise_keys, strict=True))
         ]
         Play(
             seats,
@@ -187,6 +188,7 @@ class Turn:
 class Seat:
     """One episode of a batch, as far as it is played."""
 
+    number: int  # in the batch
     prompt: Prompt
     key: int  # of its noise
     conversation: Conversation = field(factory=Conversation)
@@ -284,7 +286,8 @@ class Play:
             ready = min(self._first + GATHER, self._last + QUIET)
             if self._all_wait or now >= ready:
                 alike: dict[SamplingParams, Turns] = {}
-                for seat in self._waiting:
+                # In the batch's order, not in that of their coming: engines round otherwise where rows lie otherwise.
+                for seat in sorted(self._waiting, key=lambda each: each.number):
                     assert seat.turn is not None
                     alike.setdefault(seat.turn.request.params, []).append((seat, seat.turn))
                 self._gathered.extend(alike.values())

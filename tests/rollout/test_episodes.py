@@ -142,6 +142,21 @@ def test_what_is_drawn_depends_neither_on_time_nor_on_what_is_drawn_together(pla
     assert reference.outcomes == [float(len(text)) for text in reference.texts]
 
 
+def test_rows_are_asked_for_in_the_order_of_the_batch_whichever_comes_first(play: Play) -> None:
+    plain, oracle = Oracle(), Oracle()
+    Sampler(tokenizer=TOKENIZER, generate=plain, seed=7).sample(PROMPTS, rollout_step=5, samples=4, params=PARAMS)
+
+    def last_first(episode: Episode) -> None:
+        time.sleep(0.02 * (episode.prompt.index == PROMPTS[0].index))
+        single(episode)
+
+    play(last_first, generate=oracle)
+    order = plain.requests[0].noise_keys.tolist()
+    asked = [[order.index(key) for key in request.noise_keys.tolist()] for request in oracle.requests]
+    assert sorted(row for call in asked for row in call) == list(range(8))
+    assert all(call == sorted(call) for call in asked)  # of those that came together, which is all, unless time flew
+
+
 def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
     rollout = play(two_turns)
     plain = Sampler(tokenizer=TOKENIZER, generate=Oracle(), seed=7)
