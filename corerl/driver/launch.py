@@ -41,10 +41,11 @@ from corerl.plugin.options import merge_environments, notes
 from corerl.plugin.registry import Kind, one_line
 from corerl.rollout.asynchronous import Asynchronous
 from corerl.rollout.engine import EngineContext
-from corerl.rollout.episodes import EpisodeSampler, EpisodeScorer
+from corerl.rollout.episodes import EpisodeScorer
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.front import Front
 from corerl.rollout.one_step_off import OneStepOff
+from corerl.rollout.play import EpisodeSampler
 from corerl.rollout.postprocess import Postprocessed
 from corerl.rollout.reward_pool import scorer
 from corerl.rollout.rewards import InTurn, Scorer
