@@ -47,11 +47,6 @@ def _source(config: Config) -> Iterator[str]:
         )
     if rollout.episodes != EpisodesConfig() and not rollout.function:
         yield "rollout.episodes: set, and rollout.function is empty; give a function, or remove the table"
-    if rollout.function and rollout.source == "asynchronous":
-        yield (
-            "rollout.source: 'asynchronous' draws single responses, and rollout.function plays episodes of several; "
-            "set it to 'one-step-off' or 'synchronous'"
-        )
     if rollout.source == "synchronous" or config.run.mode == "eval":
         return
     if config.run.mode != "train":

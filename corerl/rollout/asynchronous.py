@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from corerl.errors import RewardError
 from corerl.rollout.engine import GenerateRequest, Generation
 from corerl.rollout.partial import continued, joined, split
 from corerl.rollout.rewards import Scores
-from corerl.rollout.sampler import Rollout
+from corerl.rollout.sampler import Errand, Rollout
 from corerl.rollout.sources import Draws, Refill, Scored, Source, exact_share
 from corerl.types import BoolArray, FloatArray
 
@@ -35,35 +35,47 @@ class Engines(Protocol):
     def mend(self) -> None: ...
 
 
-@frozen(kw_only=True, eq=False)
+@define(kw_only=True, eq=False)
 class Group:
-    """The samples of one prompt, as far as they are drawn."""
+    """The samples of one prompt, from when they are begun until they are handed out."""
 
     number: int  # in the order in which they were begun
     prompt: Prompt
     request: GenerateRequest  # of all samples, from their beginning
-    drawn: Generation
-    # Once it is finished and scored:
+    tokens: int = 0  # that were drawn
+    oldest: int | None = None  # the version of the weights that drew the oldest of these
+    # Once all is drawn and scored:
     rollout: Rollout | None = None
     rewards: FloatArray = field(factory=lambda: np.zeros(0, np.float32))  # [G]
     failed: BoolArray = field(factory=lambda: np.zeros(0, np.bool_))  # [G] has no reward of its own
+
+    def drew(self, generation: Generation) -> None:
+        if len(generation.tokens):
+            versions = [generation.versions.min()] if self.oldest is None else [self.oldest, generation.versions.min()]
+            self.tokens, self.oldest = self.tokens + len(generation.tokens), int(min(versions))
+
+
+@frozen(kw_only=True, eq=False)
+class Part:
+    """Rows that engines are asked for at once: all of a group, or one turn of an episode; as far as they are drawn."""
+
+    group: Group
+    request: GenerateRequest  # from their beginning
+    drawn: Generation
+    told: Callable[[Generation], None]  # what was drawn, once it is finished
 
     @property
     def rest(self) -> GenerateRequest:
         """What is still to be drawn."""
         return continued(self.request, self.drawn)
 
-    def followed_by(self, more: Generation) -> Group:
+    def followed_by(self, more: Generation) -> Part:
+        self.group.drew(more)
         return evolve(self, drawn=joined(self.request, self.drawn, more))
 
     @property
     def finished(self) -> bool:
         return not self.drawn.unfinished.any()
-
-    @property
-    def oldest(self) -> int | None:
-        """The version of the weights that drew its oldest token; None before the first."""
-        return int(self.drawn.versions.min()) if len(self.drawn.versions) else None
 
 
 @define(kw_only=True)
@@ -78,7 +90,7 @@ class Tally:
 
     def give_up(self, group: Group) -> None:
         self.stale_samples += len(group.request)
-        self.stale_tokens += len(group.drawn.tokens)
+        self.stale_tokens += group.tokens
 
     def score(self, scores: Scores) -> None:
         self.failures.update(scores.failures)
@@ -114,12 +126,15 @@ class Asynchronous(Source):
     No sample is handed out whose oldest token is more than `max_staleness` versions behind the weights that it will be
     trained with. A prompt of which one sample can no longer meet that is given back and drawn anew, with other noise.
 
+    Where samples are episodes each turn is drawn by the weights that there are when it is asked for, and an update that
+    comes between two turns, or amid one, takes nothing from it: what was said stays, and functions go on meanwhile.
+
     Of the prompts that are begun, at most max_staleness + 1 batches are not handed out: more could not all be trained
     on in time. What is handed out is finished, and the oldest of that. A resumed run begins those prompts again that
     were not handed out, and nothing else is lost; it is not repeatable, as no run is whose engines race with its ranks.
 
-    Its threads: `calls` for each replica, which wait for that engine, and one that scores. All that they share changes
-    under `_state`, and each change is told to all who wait for one.
+    Its threads: `calls` for each replica, which wait for that engine, one that scores, and one for what plays episodes.
+    All that they share changes under `_state`, and each change is told to all who wait for one.
     """
 
     def __init__(self, draws: Draws, engines: Engines, *, steps: int, max_staleness: int, calls: int = 1) -> None:
@@ -129,19 +144,22 @@ class Asynchronous(Source):
         self._steps = steps  # rollout steps in all, those before a resume included
         self._max_staleness = max_staleness
         self._calls = calls
-        self._share = max(1, draws.prompts // (len(engines) * calls))  # groups of one call
+        self._share = max(1, draws.prompts // (len(engines) * calls)) * draws.samples  # rows of one call
         self._step = 0  # the next one
         self._begun = 0  # groups in all
         self._version = 0  # of the weights that what is handed out next will be trained with
 
         self._state = threading.Condition()
         self._threads: list[threading.Thread] = []
-        self._groups: dict[int, Prompt] = {}  # begun and neither handed out nor given up, by number
-        self._waiting: deque[Group] = deque()  # for an engine
-        self._unscored: list[Group] = []
+        self._background = draws.sampler.background(draws.params, self._state)
+        self._groups: dict[int, Group] = {}  # begun and neither handed out nor given up, by number
+        self._waiting: deque[Part] = deque()  # for an engine
+        self._unscored: list[tuple[Group, Callable[[], Rollout]]] = []
         self._ready: list[Group] = []
         self._dull: list[Group] = []  # without spread, given up unless too few have some
         self._calling = 0  # engines' answers that are waited for
+        self._idle = [0] * len(engines)  # of each replica, threads that could wait for another one
+        self._homes: dict[int, int] = {}  # noise key -> the replica that has read an episode so far
         self._held = False  # no engine is called
         self._closed = False
         self._failure: BaseException | None = None
@@ -193,7 +211,8 @@ class Asynchronous(Source):
         return ready >= self._draws.prompts
 
     def _hand_out(self) -> list[Group]:
-        self._ready.sort(key=lambda group: (group.oldest, group.number))
+        # Where nothing was drawn, as where a function has failed at once, nothing ages.
+        self._ready.sort(key=lambda group: (self._version if group.oldest is None else group.oldest, group.number))
         groups, self._ready = self._ready[: self._draws.prompts], self._ready[self._draws.prompts :]
         for group in groups:
             del self._groups[group.number]
@@ -215,26 +234,36 @@ class Asynchronous(Source):
                 params=self._draws.params,
                 attempt=self._begun,  # no two groups of a run draw with the same noise
             )
-            group = Group(number=self._begun, prompt=prompt, request=request, drawn=Generation.nothing(request))
-            self._groups[group.number] = prompt
-            self._waiting.append(group)
+            group = Group(number=self._begun, prompt=prompt, request=request)
+            self._groups[group.number] = group
             self._begun += 1
+            self._background.begin(
+                Errand(
+                    number=group.number,
+                    prompt=prompt,
+                    request=request,
+                    ask=functools.partial(self._ask, group),
+                    done=functools.partial(self._drawn, group),
+                )
+            )
 
     def _give_up_stale(self) -> None:
-        self._waiting = deque(self._fresh(self._waiting))
-        self._unscored, self._ready = self._fresh(self._unscored), self._fresh(self._ready)
-        self._dull = self._fresh(self._dull)
+        """What may not be trained on any more, wherever it is; the prompts are given back."""
+        for group in [each for each in self._groups.values() if not self._fresh(each)]:
+            del self._groups[group.number]
+            self._background.give_up(group.number)
+            self._draws.stream.give_back(group.prompt)
+            self._tally.give_up(group)
+        self._waiting = deque(part for part in self._waiting if self._wanted(part.group))
+        self._unscored = [(group, rollout) for group, rollout in self._unscored if self._wanted(group)]
+        self._ready = [group for group in self._ready if self._wanted(group)]
+        self._dull = [group for group in self._dull if self._fresh(group)]
 
-    def _fresh(self, groups: Iterable[Group]) -> list[Group]:
-        """Those that may still be trained on; the prompts of the others are given back."""
-        kept = []
-        for group in groups:
-            if group.oldest is None or self._version - group.oldest <= self._max_staleness:
-                kept.append(group)
-            elif self._groups.pop(group.number, None):  # a dull one is given up already
-                self._draws.stream.give_back(group.prompt)
-                self._tally.give_up(group)
-        return kept
+    def _fresh(self, group: Group) -> bool:
+        return group.oldest is None or self._version - group.oldest <= self._max_staleness
+
+    def _wanted(self, group: Group) -> bool:
+        return group.number in self._groups
 
     @contextlib.contextmanager
     def updating(self, version: int) -> Iterator[None]:
@@ -249,6 +278,7 @@ class Asynchronous(Source):
         yield
         with self._state:
             self._version = version
+            self._homes.clear()  # what was read is of no use to other weights
             self._give_up_stale()
         if self._threads:
             self._engines.resume()
@@ -273,7 +303,7 @@ class Asynchronous(Source):
         """The next rollout step; the prompts, those given back that were begun and not handed out; how many were begun,
         lest another group draw with the same noise."""
         with self._state:
-            prompts = self._draws.stream.position_without(self._groups.values())
+            prompts = self._draws.stream.position_without(group.prompt for group in self._groups.values())
             return {"rollout_step": self._step, "prompts": prompts, "begun": self._begun}
 
     def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
@@ -284,7 +314,7 @@ class Asynchronous(Source):
     # ---- in threads of their own ------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        works: list[tuple[str, Callable[[], None]]] = [("scoring", self._score)]
+        works: list[tuple[str, Callable[[], None]]] = [("scoring", self._score), ("background", self._attend)]
         for replica in range(len(self._engines)):
             works += [(f"engine-{replica}", functools.partial(self._draw, replica))] * self._calls
         # No one waits for them at the end of the program: an engine may be gone, a reward may take for ever.
@@ -307,42 +337,84 @@ class Asynchronous(Source):
     def _ending(self) -> bool:
         return self._closed or self._failure is not None
 
+    def _attend(self) -> None:
+        self._background.attend(lambda: self._ending)
+
+    def _ask(self, group: Group, request: GenerateRequest, told: Callable[[Generation], None]) -> None:
+        with self._state:
+            if self._wanted(group):
+                part = Part(group=group, request=request, drawn=Generation.nothing(request), told=told)
+                self._waiting.append(part)
+                self._state.notify_all()
+
     def _draw(self, replica: int) -> None:
-        while groups := self._to_draw(replica):
-            requests = [group.rest for group in groups]
+        while parts := self._to_draw(replica):
+            requests = [part.rest for part in parts]
             generation = self._engines.draw(replica, GenerateRequest.concatenate(requests))
             with self._state:
                 self._calling -= 1
-                if generation is None:
-                    self._waiting.extendleft(reversed(groups))
-                else:
+                if generation is not None:
                     more = split(generation, requests)
-                    drawn = [group.followed_by(part) for group, part in zip(groups, more, strict=True)]
-                    self._unscored += [group for group in drawn if group.finished]
-                    self._waiting.extendleft(group for group in reversed(drawn) if not group.finished)
+                    parts = [part.followed_by(drawn) for part, drawn in zip(parts, more, strict=True)]
+                unfinished = [part for part in parts if not part.finished and self._wanted(part.group)]
+                self._waiting.extendleft(reversed(unfinished))
                 self._state.notify_all()
+            for part in parts:
+                if part.finished:
+                    part.told(part.drawn)
 
-    def _to_draw(self, replica: int) -> list[Group]:
+    def _to_draw(self, replica: int) -> list[Part]:
         """Waits for something to do; nothing at the end."""
         with self._state:
-            self._state.wait_for(
-                lambda: self._ending or (self._waiting and not self._held and self._engines.serves(replica))
-            )
-            if self._ending:
-                return []
-            self._calling += 1
-            return [self._waiting.popleft() for _ in range(min(self._share, len(self._waiting)))]
+            self._idle[replica] += 1
+            self._state.wait_for(lambda: self._ending or self._for(replica))
+            parts = [] if self._ending else self._share_of(self._for(replica))
+            self._idle[replica] -= 1
+            taken = set(map(id, parts))
+            self._waiting = deque(part for part in self._waiting if id(part) not in taken)
+            self._homes |= {int(key): replica for part in parts for key in part.request.noise_keys}
+            self._calling += bool(parts)
+            if self._waiting:  # which others may draw that have left it to this one
+                self._state.notify_all()
+            return parts
+
+    def _for(self, replica: int) -> list[Part]:
+        """What it may draw: a turn of which another one has read the beginning only where that one is busy, or gone."""
+        if not self._waiting or self._held or not self._engines.serves(replica):
+            return []
+        away = {each for each, idle in enumerate(self._idle) if each != replica and idle and self._engines.serves(each)}
+        return [part for part in self._waiting if self._homes.get(int(part.request.noise_keys[0])) not in away]
+
+    def _share_of(self, waiting: Sequence[Part]) -> list[Part]:
+        """The first of these, and others with its parameters: as many rows as are a call's share, or fewer where other
+        threads are idle too."""
+        room = min(self._share, -(-sum(len(part.request) for part in waiting) // sum(self._idle)))
+        taken: list[Part] = []
+        for part in waiting:
+            fits = not taken or len(part.request) <= room
+            if fits and part.request.params == waiting[0].request.params:
+                taken.append(part)
+                room -= len(part.request)
+        return taken
+
+    def _drawn(self, group: Group, rollout: Callable[[], Rollout]) -> None:
+        with self._state:
+            if self._wanted(group):
+                self._unscored.append((group, rollout))
+                self._state.notify_all()
 
     def _score(self) -> None:
-        while groups := self._to_score():
-            rollouts = [self._draws.sampler.rollout([group.prompt], group.request, group.drawn) for group in groups]
+        while drawn := self._to_score():
+            groups, rollouts = [group for group, _ in drawn], [rollout() for _, rollout in drawn]
             scores = self._draws.reward.score(Rollout.concatenate(rollouts), part=True)
             ends = np.cumsum([len(rollout.batch) for rollout in rollouts])[:-1]
             rewards, failed = np.split(scores.rewards, ends), np.split(scores.failed, ends)
             with self._state:
                 self._tally.score(scores)
                 for group, rollout, reward, none in zip(groups, rollouts, rewards, failed, strict=True):
-                    self._keep(evolve(group, rollout=rollout, rewards=reward, failed=none))
+                    group.rollout, group.rewards, group.failed = rollout, reward, none
+                    if self._wanted(group):
+                        self._keep(group)
                 self._state.notify_all()
 
     def _keep(self, group: Group) -> None:
@@ -355,8 +427,8 @@ class Asynchronous(Source):
         self._tally.dull += 1
         del self._groups[group.number]
 
-    def _to_score(self) -> list[Group]:
+    def _to_score(self) -> list[tuple[Group, Callable[[], Rollout]]]:
         with self._state:
             self._state.wait_for(lambda: self._ending or self._unscored)
-            groups, self._unscored = self._unscored, []
-            return [] if self._ending else groups
+            drawn, self._unscored = self._unscored, []
+            return [] if self._ending else drawn

@@ -1,36 +1,29 @@
-"""Play a batch of episodes side by side, and answer what they ask of the policy together."""
+"""A sampler whose samples are episodes: a batch that is waited for, or those of prompts in the background."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from attrs import define, evolve, field, frozen
 
 from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
-from corerl.rollout.conversation import Asked, Conversation, Refused, Renderer
+from corerl.rollout.conversation import Conversation
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
-from corerl.rollout.episodes import Episode, EpisodeFunction
+from corerl.rollout.episodes import EpisodeFunction
 from corerl.rollout.fleet import NoneLeft
-from corerl.rollout.front import ChatAnswer, ChatRequest, Front
+from corerl.rollout.front import Front
 from corerl.rollout.partial import split
-from corerl.rollout.rewards import Failure
-from corerl.rollout.sampler import Rollout, Sampler, require_finished, rows_of, stop_token
+from corerl.rollout.sampler import Background, Errand, Rollout, Sampler, require_finished, rows_of
+from corerl.rollout.table import Seat, Table, Turns
 from corerl.types import Array, IntArray, Output, SampleBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-QUIET = 0.05  # seconds without another request after which those that wait are answered
-GATHER = 0.5  # seconds that a request waits for others at most
 
 
 class EpisodeSampler(Sampler):
@@ -68,93 +61,52 @@ class EpisodeSampler(Sampler):
         """As every sampler's; in the thread that calls it engines are asked, and functions run in others. A function
         that fails is in the rollout's `outcomes`, with what was sampled until then."""
         request = self.request(prompts, rollout_step=rollout_step, samples=samples, params=params, attempt=attempt)
-        group, sample = rows_of(len(prompts), samples)
-        seats = [
-            Seat(number=number, prompt=prompts[index], key=int(key))
-            for number, (index, key) in enumerate(zip(group, request.noise_keys, strict=True))
-        ]
+        seats = seats_of(prompts, request)
+        state = threading.Condition()
+        table = self._table(params, state)
+        table.seat(seats)
         Play(
-            seats,
-            front=self._front,
-            tokenizer=self._tokenizer,
+            table,
+            state,
             generate=self._generate,
-            params=params,
-            function=self._function,
-            config=self._config,
             aside=self._aside if self._calls > 1 else None,
             calls=self._calls,
         ).run()
-        return Rollout(
-            batch=_batch(seats, request.split(), params.temperature).with_rows(group=group, sample=sample),
-            prompts=tuple(prompts),
-            texts=[seat.conversation.text for seat in seats],
-            outcomes=[seat.outcome for seat in seats],
+        return played(prompts, request, seats)
+
+    def background(self, params: SamplingParams, state: threading.Condition) -> Background:
+        return Episodes(self._table(params, state), state)
+
+    def _table(self, params: SamplingParams, state: threading.Condition) -> Table:
+        return Table(
+            front=self._front,
+            tokenizer=self._tokenizer,
+            params=params,
+            function=self._function,
+            config=self._config,
+            state=state,
         )
 
 
-@frozen(kw_only=True, eq=False)
-class Turn:
-    """A request that waits for its answer."""
-
-    asked: Asked
-    request: GenerateRequest  # of one row
-    answer: Future[tuple[str, Generation]] = field(factory=Future)
-
-
-@define(kw_only=True, eq=False)
-class Seat:
-    """One episode of a batch, as far as it is played."""
-
-    number: int  # in the batch
-    prompt: Prompt
-    key: int  # of its noise
-    conversation: Conversation = field(factory=Conversation)
-    truncated: bool = False  # rollout.max_tokens has ended it, or would have
-    outcome: float | Failure | None = None
-    # While it is played:
-    ended: bool = False
-    deadline: float = 0.0
-    base_url: str = ""
-    turn: Turn | None = None  # that waits
-    told_full: bool = False  # that there is no room for another answer
-
-
-Turns = list[tuple[Seat, Turn]]
-
-
 class Play:
-    """The episodes of one batch: as many side by side as the config allows, their requests answered together.
+    """Of the episodes at a table, to their end: what is asked for together is drawn together.
 
-    Each function runs in a thread of its own, and each request in one of the server's. Whoever calls `run` asks the
-    engines, or, where they answer several calls side by side, has threads ask them `aside`. What all of them share
-    changes under `_state`.
+    Whoever calls `run` asks the engines; or, where they answer several calls side by side, has threads ask them aside.
+    What these share changes under the table's `state`.
     """
 
     def __init__(
         self,
-        seats: Iterable[Seat],
+        table: Table,
+        state: threading.Condition,
         *,
-        front: Front,
-        tokenizer: PreTrainedTokenizerBase,
         generate: Callable[[GenerateRequest], Generation],
-        params: SamplingParams,
-        function: EpisodeFunction,
-        config: EpisodesConfig,
         aside: Callable[[GenerateRequest], Generation] | None = None,
         calls: int = 1,
     ) -> None:
-        self._front = front
-        self._tokenizer = tokenizer
-        self._renderer = Renderer(tokenizer)
+        self._table = table
+        self._state = state
         self._generate = generate
-        self._params = params
-        self._function = function
-        self._config = config
-        self._state = threading.Condition()
-        self._to_begin = iter(seats)
-        self._playing: dict[int, Seat] = {}  # by identity, the oldest first
-        self._waiting: list[Seat] = []  # whose turns no engine has been asked for
-        self._first, self._last = 0.0, 0.0  # when the first and the last of these came
         self._gathered: deque[Turns] = deque()  # to be asked for, each in one call
         self._aside = aside
         self._calls = calls
@@ -173,11 +125,7 @@ class Play:
                 work = functools.partial(self._ask_aside, self._aside, turns)
                 threading.Thread(target=work, name="rollout call", daemon=True).start()
         finally:
-            with self._state:
-                for seat in list(self._playing.values()):
-                    self._end(seat, None)
-
-    # ---- in the thread that calls `run` -----------------------------------------------------------------------------
+            self._table.close()
 
     def _next(self) -> Turns:
         """What engines are asked for next: the requests of all that are being played, or of those that ask soon.
@@ -186,68 +134,20 @@ class Play:
             while True:
                 if self._failure is not None:
                     raise self._failure
-                now = time.monotonic()
-                self._give_up(now)
-                self._begin(now)
-                until = self._gather(now)
+                gathered, seconds = self._table.look(free=self._calling < self._calls)
+                self._gathered.extend(gathered)
                 if self._gathered and self._calling < self._calls:
                     return self._gathered.popleft()
-                if not self._playing and not self._calling:
+                if self._table.over and not self._calling:
                     return []
-                self._state.wait(None if until is None else until - now)
-
-    def _gather(self, now: float) -> float | None:
-        """Where it is time for it and engines are free, what waits is to be asked for. When to look again."""
-        until = [seat.deadline for seat in itertools.islice(self._playing.values(), 1)]
-        if self._waiting and self._calling < self._calls:
-            ready = min(self._first + GATHER, self._last + QUIET)
-            if self._all_wait or now >= ready:
-                alike: dict[SamplingParams, Turns] = {}
-                # In the batch's order, not in that of their coming: engines round otherwise where rows lie otherwise.
-                for seat in sorted(self._waiting, key=lambda each: each.number):
-                    assert seat.turn is not None
-                    alike.setdefault(seat.turn.request.params, []).append((seat, seat.turn))
-                self._gathered.extend(alike.values())
-                self._waiting = []
-            else:
-                until.append(ready)
-        return min(until, default=None)
-
-    @property
-    def _all_wait(self) -> bool:
-        return all(seat.turn is not None for seat in self._playing.values())
-
-    def _begin(self, now: float) -> None:
-        for seat in itertools.islice(self._to_begin, self._config.concurrency - len(self._playing)):
-            seat.deadline = now + self._config.timeout
-            seat.base_url = self._front.open(functools.partial(self._answer, seat))
-            self._playing[id(seat)] = seat
-            threading.Thread(target=self._play, args=(seat,), name="rollout episode", daemon=True).start()
-
-    def _give_up(self, now: float) -> None:
-        late = f"took longer than rollout.episodes.timeout={self._config.timeout:g} seconds"
-        for seat in [each for each in self._playing.values() if each.deadline <= now]:
-            self._end(seat, self._function.failure("timeout", late, seat.prompt))
+                self._state.wait(seconds)
 
     def _ask(self, generate: Callable[[GenerateRequest], Generation], turns: Turns) -> None:
         requests = [turn.request for _, turn in turns]
         generation = generate(GenerateRequest.concatenate(requests))
         require_finished(generation)
         for (seat, turn), drawn in zip(turns, split(generation, requests), strict=True):
-            self._tell(seat, turn, drawn)
-
-    def _tell(self, seat: Seat, turn: Turn, drawn: Generation) -> None:
-        """The answer becomes part of the conversation, unless its episode has ended meanwhile."""
-        text = self._renderer.text(drawn.tokens, turn.request.params.stop_tokens)
-        with self._state:
-            if seat.ended:
-                return
-            seat.conversation = seat.conversation.answered(turn.asked, text, drawn)
-            seat.truncated = bool(drawn.truncated[0]) and seat.conversation.begun >= self._params.max_tokens
-            seat.turn = None
-        turn.answer.set_result((text, drawn))
-
-    # ---- in threads of their own ------------------------------------------------------------------------------------
+            self._table.tell(seat, turn, drawn)
 
     def _ask_aside(self, generate: Callable[[GenerateRequest], Generation], turns: Turns) -> None:
         try:
@@ -264,91 +164,65 @@ class Play:
                 self._calling -= 1
                 self._state.notify_all()
 
-    def _play(self, seat: Seat) -> None:
-        episode = Episode(prompt=seat.prompt, base_url=seat.base_url, client=self._front.client)
-        outcome = self._function.play(episode, self._config.timeout)
-        with self._state:
-            if not seat.conversation.turns and not isinstance(outcome, Failure):
-                outcome = self._function.failure("silent", "asked the policy for nothing", seat.prompt)
-            self._end(seat, outcome)
 
-    def _answer(self, seat: Seat, request: ChatRequest) -> ChatAnswer:
-        conversation = seat.conversation
-        asked = self._renderer.ask(conversation, request.messages, request.tools)
-        tokens = np.concatenate([conversation.tokens, asked.tokens])
-        begun = len(tokens) - (conversation.prompt_length or len(asked.tokens))
-        if begun >= self._params.max_tokens:
-            return self._no_room(seat, len(tokens))
-        turn = Turn(asked=asked, request=self._request(seat, tokens, begun, request))
-        with self._state:
-            if seat.ended:
-                raise _over()
-            if seat.turn is not None or seat.conversation is not conversation:
-                raise Refused("another request of this episode is being answered; ask one after the other")
-            seat.turn = turn
-            self._last = time.monotonic()
-            if not self._waiting:
-                self._first = self._last
-            self._waiting.append(seat)
-            if len(self._waiting) == 1 or self._all_wait:  # the others change nothing for who gathers them
-                self._state.notify_all()
-        text, drawn = turn.answer.result()
-        return ChatAnswer(
-            text=text,
-            finish_reason="length" if drawn.truncated[0] else "stop",
-            prompt_tokens=len(tokens),
-            tokens=self._tokenizer.convert_ids_to_tokens(drawn.tokens.tolist()),
-            logprobs=drawn.logprobs.tolist(),
-        )
+class Episodes:
+    """Those of prompts that come one after the other, for a source that has engines asked."""
 
-    def _request(self, seat: Seat, tokens: IntArray, begun: int, request: ChatRequest) -> GenerateRequest:
-        """The next part of the episode's one response."""
-        params = self._params
+    def __init__(self, table: Table, state: threading.Condition) -> None:
+        self._table = table
+        self._state = state
+        self._open: dict[int, tuple[Errand, list[Seat]]] = {}  # by the errand's number
+
+    def begin(self, errand: Errand) -> None:
+        with self._state:
+            seats = seats_of([errand.prompt], errand.request, first=errand.number)
+            self._open[errand.number] = errand, seats
+            self._table.seat(seats)
+
+    def give_up(self, number: int) -> None:
+        """Functions that still play are refused what they ask for."""
+        with self._state:
+            if number in self._open:
+                self._table.end(self._open.pop(number)[1])
+
+    def attend(self, ending: Callable[[], bool]) -> None:
         try:
-            stops = [stop_token(text, self._tokenizer) for text in request.stop]
-        except ValueError as error:
-            raise Refused(f"stop: {error}") from error
-        if stops:
-            params = evolve(params, stop_tokens=tuple(dict.fromkeys([*params.stop_tokens, *stops])))
-        if request.max_tokens is not None:
-            params = evolve(params, max_tokens=min(begun + request.max_tokens, params.max_tokens))
-        return GenerateRequest(
-            tokens=tokens,
-            offsets=np.array([0, len(tokens)]),
-            noise_keys=np.array([seat.key]),
-            params=params,
-            begun=np.array([begun]),
-        )
+            with self._state:
+                while not ending():
+                    gathered, seconds = self._table.look()
+                    for seat, turn in (each for turns in gathered for each in turns):
+                        errand, _ = self._open[seat.group]
+                        errand.ask(turn.request, functools.partial(self._table.tell, seat, turn))
+                    self._tell_done()
+                    self._state.wait(seconds)
+        finally:
+            self._table.close()
 
-    def _no_room(self, seat: Seat, prompt_tokens: int) -> ChatAnswer:
-        """An empty answer, cut before its first token; but to a function that goes on after it."""
-        with self._state:
-            if seat.told_full:
-                raise Refused(
-                    f"the episode has used up its rollout.max_tokens={self._params.max_tokens}; end it where an answer "
-                    "has finish_reason='length'",
-                    code="context_length_exceeded",
-                )
-            seat.truncated = seat.told_full = True
-        return ChatAnswer(text="", finish_reason="length", prompt_tokens=prompt_tokens, tokens=(), logprobs=())
-
-    # ---- in any thread, under `_state` ------------------------------------------------------------------------------
-
-    def _end(self, seat: Seat, outcome: float | Failure | None) -> None:
-        """Once; what it asks for from now on is refused."""
-        if seat.ended:
-            return
-        seat.ended, seat.outcome = True, outcome
-        self._front.shut(seat.base_url)
-        del self._playing[id(seat)]
-        if seat.turn is not None:
-            self._waiting = [each for each in self._waiting if each is not seat]
-            seat.turn.answer.set_exception(_over())
-        self._state.notify_all()
+    def _tell_done(self) -> None:
+        for number, (errand, seats) in list(self._open.items()):
+            if all(seat.ended for seat in seats):
+                del self._open[number]
+                errand.done(functools.partial(played, [errand.prompt], errand.request, seats))
 
 
-def _over() -> Refused:
-    return Refused("the episode is over, and nothing is served for it any more", status=410, code="episode_over")
+def seats_of(prompts: Sequence[Prompt], request: GenerateRequest, *, first: int = 0) -> list[Seat]:
+    """One for each sample that `request` begins, the groups numbered from `first`."""
+    group, _ = rows_of(len(prompts), samples := len(request) // len(prompts))
+    return [
+        Seat(number=number, group=first + index, prompt=prompts[index], key=int(key))
+        for number, (index, key) in enumerate(zip(group, request.noise_keys, strict=True), first * samples)
+    ]
+
+
+def played(prompts: Sequence[Prompt], request: GenerateRequest, seats: Sequence[Seat]) -> Rollout:
+    """What was said at these seats, which have ended."""
+    group, sample = rows_of(len(prompts), len(request) // len(prompts))
+    return Rollout(
+        batch=_batch(seats, request.split(), request.params.temperature).with_rows(group=group, sample=sample),
+        prompts=tuple(prompts),
+        texts=[seat.conversation.text for seat in seats],
+        outcomes=[seat.outcome for seat in seats],
+    )
 
 
 def _batch(seats: Sequence[Seat], prompts: Sequence[IntArray], temperature: float) -> SampleBatch:

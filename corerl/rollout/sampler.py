@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from attrs import field, frozen
@@ -57,12 +59,57 @@ class Rollout:
         """The prompts of several rollouts, one after the other."""
         firsts = np.cumsum([0, *(len(part.prompts) for part in parts)])
         group = [part.batch.rows["group"] + first for part, first in zip(parts, firsts, strict=False)]
+        batches = _with_experts([part.batch for part in parts])
         return cls(
-            batch=SampleBatch.concatenate([part.batch for part in parts]).with_rows(group=np.concatenate(group)),
+            batch=SampleBatch.concatenate(batches).with_rows(group=np.concatenate(group)),
             prompts=tuple(prompt for part in parts for prompt in part.prompts),
             texts=[text for part in parts for text in part.texts],
             outcomes=[outcome for part in parts for outcome in part.outcomes],
         )
+
+
+@frozen(kw_only=True, eq=False)
+class Errand:
+    """The samples of one prompt, for who has engines asked and does not wait for these alone. None of what is called
+    here waits."""
+
+    number: int  # lower ones were begun before
+    prompt: Prompt
+    request: GenerateRequest  # of all samples, as they begin
+    # Has rows drawn, and then calls, in any thread, with all that was drawn for them.
+    ask: Callable[[GenerateRequest, Callable[[Generation], None]], None]
+    done: Callable[[Callable[[], Rollout]], None]  # once, with what makes the rollout
+
+
+class Background(Protocol):
+    """Draws the samples of prompts while nobody waits for them."""
+
+    def begin(self, errand: Errand) -> None: ...
+
+    def give_up(self, number: int) -> None:
+        """What is drawn for this errand is not wanted any more; also where it is done, or was never begun."""
+
+    def attend(self, ending: Callable[[], bool]) -> None:
+        """In a thread of its own, until `ending`, which is asked at each change of the state that is shared."""
+
+
+class Singles:
+    """Samples that are one response each: all that is to be drawn for a prompt is known at once."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def begin(self, errand: Errand) -> None:
+        def drawn(generation: Generation) -> None:
+            errand.done(functools.partial(self._sampler.rollout, [errand.prompt], errand.request, generation))
+
+        errand.ask(errand.request, drawn)
+
+    def give_up(self, number: int) -> None:
+        pass
+
+    def attend(self, ending: Callable[[], bool]) -> None:
+        pass
 
 
 class Sampler:
@@ -91,6 +138,10 @@ class Sampler:
         """
         request = self.request(prompts, rollout_step=rollout_step, samples=samples, params=params, attempt=attempt)
         return self.rollout(prompts, request, self._generate(request))
+
+    def background(self, params: SamplingParams, state: threading.Condition) -> Background:
+        """Draws the same without waiting. What it shares with others changes under `state`, and they are told."""
+        return Singles(self)
 
     def request(
         self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
@@ -196,6 +247,20 @@ def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:
         },
         temperature=request.params.temperature,
     )
+
+
+def _with_experts(batches: Sequence[SampleBatch]) -> Sequence[SampleBatch]:
+    """Where some of them tell experts all do: -1, which is none, where episodes had nothing drawn for them."""
+    name = Output.ROUTED_EXPERTS.value
+    told = next((batch.columns[name] for batch in batches if name in batch.columns), None)
+    if told is None:
+        return batches
+    return [
+        batch
+        if name in batch.columns
+        else batch.with_columns(**{name: np.full((len(batch.tokens), *told.shape[1:]), -1, told.dtype)})
+        for batch in batches
+    ]
 
 
 def rows_of(prompts: int, samples: int) -> tuple[IntArray, IntArray]:

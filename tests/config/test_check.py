@@ -310,16 +310,11 @@ def test_resources_that_no_machine_of_its_own_has_want_an_address() -> None:
     assert line.startswith("cluster.resources: h200 asked for")
 
 
-def test_episodes_are_played_by_a_function_and_not_asynchronously() -> None:
+def test_episodes_are_played_by_a_function_from_any_source() -> None:
     play = RolloutConfig(function="mine:play", episodes=EpisodesConfig(concurrency=8))
     assert problems(evolve(VALID, rollout=play)) == []
     assert problems(evolve(VALID, rollout=evolve(play, source="one-step-off"))) == []
-    assert problems(evolve(VALID, rollout=evolve(play, source="asynchronous"))) == [
-        (
-            "rollout.source: 'asynchronous' draws single responses, and rollout.function plays episodes of several; "
-            "set it to 'one-step-off' or 'synchronous'"
-        )
-    ]
+    assert problems(evolve(VALID, rollout=evolve(play, source="asynchronous"))) == []
     assert problems(evolve(VALID, rollout=evolve(play, function=""))) == [
         "rollout.episodes: set, and rollout.function is empty; give a function, or remove the table"
     ]

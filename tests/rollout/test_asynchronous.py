@@ -1,27 +1,35 @@
-"""Batches of what is finished first: by engines whose pace the test sets, and in a whole run in this process."""
+"""Batches of what is finished first, single responses and episodes: by engines whose pace the test sets, and in a whole
+run in this process."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from corerl.algorithms.advantages import spread
+from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt, PromptStream, SortDigits
 from corerl.errors import EngineFailed, RewardError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.ops.noise import hash_keys
 from corerl.rollout.asynchronous import Asynchronous
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
+from corerl.rollout.episodes import Episode, EpisodeFunction, EpisodeScorer
+from corerl.rollout.front import Front
+from corerl.rollout.play import EpisodeSampler
 from corerl.rollout.rewards import Reward, Scorer, resolve_reward
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.saved import Kept
 from corerl.rollout.sources import Draws, Refill, Source
+from corerl.types import FloatArray, IntArray
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
 
@@ -34,13 +42,15 @@ LIMIT = 60.0  # seconds, against hangs
 
 class Engines:
     """Replicas that answer at once. Before version `until` they are slow with two calls at any time: these get a token
-    for each row, another one under the next weights, and the rest as soon as they are too old. Tokens are a function of
-    the row's noise and of their place."""
+    for each row, and the rest under the next weights; or, half of them, another token under each version and the rest
+    once they are too old. Tokens are a function of the row's noise and of their place, log-probs of token and version.
+    """
 
     def __init__(self, replicas: int = 1, *, until: int = 0, max_staleness: int = 0) -> None:
         self.replicas = replicas
         self.version = 0
         self.keys: list[int] = []  # of all rows that were begun
+        self.asked: list[tuple[int, int, int]] = []  # replica, noise of a row, tokens of its response so far
         self.dead: set[int] = set()
         self.deaths = 0  # of those that are called next
         self.mended = 0
@@ -79,11 +89,13 @@ class Engines:
                 self.dead.add(replica)
                 return None
             self.keys += request.noise_keys[request.begun == 0].tolist()
+            rows = zip(request.noise_keys.tolist(), request.begun.tolist(), strict=True)
+            self.asked += [(replica, key, begun) for key, begun in rows]
             key = int(request.noise_keys[0])
             asked_for = [each for each in self._slow.values() if self.version - each <= self._max_staleness]
-            too_old = self.version - self._slow.get(key, self.version) > self._max_staleness
-            if self.version >= self._until or too_old or (key not in self._slow and len(asked_for) >= 2):
-                return self._drawn(request, PARAMS.max_tokens)
+            enough = self.version - self._slow.get(key, self.version) > (self._max_staleness if key % 2 else 0)
+            if self.version >= self._until or enough or (key not in self._slow and len(asked_for) >= 2):
+                return self._drawn(request, request.params.max_tokens)
             self._slow.setdefault(key, self.version)
             drawn = self._drawn(request, 1)
             if drawn.unfinished.any():
@@ -95,23 +107,43 @@ class Engines:
     def _drawn(self, request: GenerateRequest, most: int) -> Generation:
         tokens: list[int] = []
         sizes, stopped = [], []
-        for key, begun in zip(request.noise_keys, request.begun, strict=True):
+        for key, begun, left in zip(request.noise_keys, request.begun, request.left, strict=True):
             row: list[int] = []
-            while len(row) < min(most, PARAMS.max_tokens - begun) and row[-1:] != [2]:
+            while len(row) < min(most, left) and row[-1:] != [2]:
                 drawn = int(hash_keys(key, begun + len(row))[0] % 16)
                 row.append(drawn if drawn not in (0, 1, 3) else 9)
             tokens += row
             sizes.append(len(row))
             stopped.append(row[-1:] == [2])
-        whole = (np.array(sizes) + request.begun == PARAMS.max_tokens) & ~np.array(stopped)
+        whole = (np.array(sizes) == request.left) & ~np.array(stopped)
         return Generation(
             tokens=np.array(tokens),
             offsets=np.cumsum([0, *sizes]),
-            logprobs=np.zeros(len(tokens), dtype=np.float32),
+            logprobs=logprobs(np.array(tokens), np.full(len(tokens), self.version)),
             versions=np.full(len(tokens), self.version),
             truncated=whole,
             unfinished=~whole & ~np.array(stopped),
         )
+
+
+def logprobs(tokens: IntArray, versions: IntArray) -> FloatArray:
+    return -(tokens + versions / 64).astype(np.float32)
+
+
+def two_turns(episode: Episode) -> float | None:
+    """Two tokens at most, then those that the tool's leave: worth what the first answer is, if it is a number."""
+    messages = episode.messages
+    call = episode.chat(messages, max_tokens=2)["message"]
+    messages += [call, {"role": "tool", "content": "9>"}]
+    episode.chat(messages)
+    return float(call["content"]) if call["content"].isdigit() else None
+
+
+@pytest.fixture
+def front() -> Iterator[Front]:
+    made = Front(temperature=1.0, top_p=1.0)
+    yield made
+    made.close()
 
 
 def asynchronous(
@@ -122,12 +154,28 @@ def asynchronous(
     calls: int = 12,
     reward: Scorer = REWARD,
     refill: Refill | None = None,
+    function: Callable[..., Any] | None = None,
+    front: Front | None = None,
+    **config: Any,
 ) -> Asynchronous:
+    """Of single responses, or of episodes that `function` plays."""
+    sampler = Sampler(tokenizer=TOKENIZER, generate=Generation.nothing, seed=7)
+    params = PARAMS
+    if function is not None and front is not None:
+        sampler = EpisodeSampler(
+            tokenizer=TOKENIZER,
+            generate=Generation.nothing,
+            seed=7,
+            function=EpisodeFunction(name="mine:play", function=function),
+            front=front,
+            config=EpisodesConfig(**config),
+        )
+        params, reward = evolve(PARAMS, max_tokens=10), EpisodeScorer(reward, failed_value=-1.0)
     draws = Draws(
         stream=PromptStream(SortDigits(held_out=10, seed=7), seed=7),
-        sampler=Sampler(tokenizer=TOKENIZER, generate=lambda request: Generation.nothing(request), seed=7),
+        sampler=sampler,
         reward=reward,
-        params=PARAMS,
+        params=params,
         prompts=PROMPTS,
         samples=SAMPLES,
         refill=refill,
@@ -159,12 +207,14 @@ def upcoming(count: int) -> list[int]:
     return [prompt.index for prompt in PromptStream(SortDigits(held_out=10, seed=7), seed=7).take(count)]
 
 
-@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("max_staleness", "function"), [(1, None), (2, None), (3, None), (1, two_turns), (3, two_turns)]
+)
 def test_no_token_that_is_trained_on_is_staler_than_allowed_however_slow_engines_are(
-    max_staleness: int, tmp_path: Path
+    max_staleness: int, function: Callable[..., Any] | None, front: Front, tmp_path: Path
 ) -> None:
     engines = Engines(until=10, max_staleness=max_staleness)
-    source = asynchronous(engines, max_staleness=max_staleness, steps=14)
+    source = asynchronous(engines, max_staleness=max_staleness, steps=14, function=function, front=front)
     counts = [scored.counts for scored in trained_on(Kept(source, tmp_path), engines)]
 
     # Counted again from what was written down: the batch of step n was trained on under version n.
@@ -172,9 +222,11 @@ def test_no_token_that_is_trained_on_is_staler_than_allowed_however_slow_engines
     for step, path in enumerate(sorted(tmp_path.iterdir())):
         with np.load(path) as file:
             versions, mask, offsets = file["columns/versions"], file["columns/loss_mask"], file["offsets"]
+            told = np.where(mask, logprobs(file["tokens"], versions), 0)
+            np.testing.assert_array_equal(file["columns/rollout_logprobs"], told)  # each of the weights that drew it
             for sample in range(PROMPTS * SAMPLES):
                 drawn = versions[offsets[sample] : offsets[sample + 1]][mask[offsets[sample] : offsets[sample + 1]]]
-                assert (np.diff(drawn) >= 0).all() and 1 <= len(drawn) <= PARAMS.max_tokens
+                assert (np.diff(drawn) >= 0).all() and 1 <= len(drawn) <= (8 if function else 6)
                 oldest.append(step - drawn.min())
                 continued += len(set(drawn)) > 1
     assert max(oldest) == max_staleness and min(oldest) >= 0
@@ -204,9 +256,12 @@ def test_prompts_come_once_each_in_batches_of_whole_groups_that_are_scored(tmp_p
     assert sorted(prompt.index for scored in steps for prompt in scored.rollout.prompts) == sorted(upcoming(18))
 
 
-def test_a_resumed_run_begins_again_what_was_not_handed_out_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", [None, two_turns])
+def test_a_resumed_run_begins_again_what_was_not_handed_out_and_nothing_else(
+    function: Callable[..., Any] | None, front: Front
+) -> None:
     engines = Engines(until=9, max_staleness=2)
-    source = asynchronous(engines, max_staleness=2)
+    source = asynchronous(engines, max_staleness=2, function=function, front=front)
     first = []
     for scored in trained_on(source, engines):
         first += [prompt.index for prompt in scored.rollout.prompts]
@@ -217,7 +272,7 @@ def test_a_resumed_run_begins_again_what_was_not_handed_out_and_nothing_else(tmp
     engines.pause()
     resumed_engines = Engines()
     resumed_engines.version = 3
-    resumed = asynchronous(resumed_engines, max_staleness=2)
+    resumed = asynchronous(resumed_engines, max_staleness=2, function=function, front=front)
     resumed.restore(position)
     with resumed.updating(3):
         pass
@@ -249,6 +304,160 @@ def test_groups_that_teach_nothing_are_replaced_as_often_as_is_allowed() -> None
     for scored in trained_on(never, engines):
         assert scored.counts["groups_missing"] == PROMPTS == len(scored.rollout.prompts)
         assert scored.counts["groups_without_spread"] >= 2 * PROMPTS
+
+
+# ---- episodes --------------------------------------------------------------------------------------------------------
+
+
+def test_an_episode_spans_updates_and_what_it_said_before_them_stays(front: Front) -> None:
+    asked, updated = threading.Event(), threading.Event()
+    first = upcoming(1)[0]
+
+    def waits(episode: Episode) -> float | None:
+        if episode.prompt.index != first:
+            return two_turns(episode)
+        messages = episode.messages
+        messages += [episode.chat(messages, max_tokens=1)["message"], {"role": "tool", "content": "9>"}]
+        asked.set()
+        assert updated.wait(LIMIT)
+        episode.chat(messages)
+        return 0.0
+
+    engines = Engines()
+    source = asynchronous(engines, function=waits, front=front, steps=3, max_staleness=2)
+    for scored in trained_on(source, engines):
+        if scored.step == 1:
+            assert asked.wait(LIMIT)
+            updated.set()
+        of = [prompt.index for prompt in scored.rollout.prompts]
+        if first in of:
+            break
+    source.close()
+    assert scored.step == 2  # not before: it waited while steps 0 and 1 were trained on
+    batch, rows = scored.rollout.batch, np.flatnonzero(scored.rollout.batch.rows["group"] == of.index(first))
+    for row in rows:
+        span = slice(*batch.offsets[row : row + 2])
+        sampled = batch.columns["loss_mask"][span]
+        versions = batch.columns["versions"][span][sampled]
+        assert versions[0] == 0 and set(versions[1:].tolist()) <= {1, 2} and len(versions) > 1
+        np.testing.assert_array_equal(
+            batch.columns["rollout_logprobs"][span][sampled], logprobs(batch.tokens[span][sampled], versions)
+        )
+
+
+def test_an_episode_that_has_grown_too_old_is_refused_and_its_prompt_drawn_anew(front: Front) -> None:
+    stale = threading.Event()
+    first, told, begun = upcoming(1)[0], [], []
+
+    def waits(episode: Episode) -> float | None:
+        if episode.prompt.index != first or len(begun) == SAMPLES:
+            return two_turns(episode)
+        begun.append(episode)
+        messages = episode.messages
+        messages += [episode.chat(messages, max_tokens=1)["message"], {"role": "tool", "content": "9>"}]
+        assert stale.wait(LIMIT)
+        try:
+            episode.chat(messages)
+        except RuntimeError as error:
+            told.append(str(error))
+        return 5.0
+
+    engines = Engines()
+    source = asynchronous(engines, function=waits, front=front, steps=6, max_staleness=1)
+    trained, stale_samples = [], 0
+    for scored in trained_on(source, engines):
+        trained += [(prompt.index, scored.step) for prompt in scored.rollout.prompts]
+        stale_samples += scored.counts["stale_samples"]
+        if stale_samples:  # the engines have had version 2 for a while
+            stale.set()
+        assert 5.0 not in scored.rewards
+    assert stale_samples == SAMPLES
+    assert len({index for index, _ in trained}) == len(trained) == 6 * PROMPTS
+    ((step,),) = [[step for index, step in trained if index == first]]
+    assert step >= 2
+    assert_soon(lambda: len(told) == SAMPLES)
+    assert all("nothing is served" in line for line in told)
+
+
+def test_functions_that_fail_or_never_end_cost_their_own_episodes_alone(front: Front) -> None:
+    over = threading.Event()
+    raises, hangs, silent = upcoming(3)
+
+    def some(episode: Episode) -> float | None:
+        if episode.prompt.index == silent:
+            return 1.0
+        if episode.prompt.index == raises:
+            episode.chat(episode.messages)
+            raise KeyError("no such drawer")
+        if episode.prompt.index == hangs:
+            over.wait(LIMIT)
+        return two_turns(episode)
+
+    engines = Engines()
+    source = asynchronous(engines, function=some, front=front, steps=3, max_staleness=2, timeout=0.5, concurrency=4)
+    scored = list(trained_on(source, engines))
+    over.set()
+    assert sum((Counter(each.failures) for each in scored), Counter()) == Counter(raised=2, timeout=2, silent=2)
+    for each in scored:
+        for group, prompt in enumerate(each.rollout.prompts):
+            rewards = each.rewards[each.rollout.batch.rows["group"] == group]
+            assert (prompt.index in (raises, hangs, silent)) == (rewards == -1.0).all()
+    assert sorted(prompt.index for each in scored for prompt in each.rollout.prompts) == sorted(upcoming(9))
+
+    def never(episode: Episode) -> None:
+        raise KeyError("no such drawer")
+
+    source = asynchronous(Engines(), function=never, front=front)
+    with pytest.raises(RewardError, match=r"^rollout.function 'mine:play' raised KeyError: .*; and fails on all 6 sa"):
+        next(source)
+    source.close()
+
+
+def test_turns_of_a_dying_replica_are_drawn_by_others_and_by_new_ones_where_none_is_left(front: Front) -> None:
+    for deaths, mended in ((1, 0), (2, 1)):
+        engines = Engines(2)
+        engines.deaths = deaths
+        source = asynchronous(engines, steps=1, calls=1, function=two_turns, front=front)
+        rollout = next(source).rollout
+        assert rollout.batch.rows["turns"].tolist() == [2] * PROMPTS * SAMPLES and engines.mended == mended
+        assert sorted(prompt.index for prompt in rollout.prompts) == sorted(upcoming(PROMPTS))
+        source.close()
+
+
+def test_a_turn_goes_where_the_episode_was_read_before(front: Front) -> None:
+    engines = Engines(3)
+    source = asynchronous(engines, calls=12, function=two_turns, front=front)
+    next(source)
+    source.close()
+    replicas: dict[int, set[int]] = {}
+    for replica, key, _ in engines.asked:
+        replicas.setdefault(key, set()).add(replica)
+    assert {len(each) for each in replicas.values()} == {1}
+    assert sum(begun > 0 for _, _, begun in engines.asked) >= PROMPTS * SAMPLES
+
+
+def test_functions_that_wait_for_an_answer_are_released_at_the_end(front: Front) -> None:
+    engines, told = Engines(), []
+
+    def asks(episode: Episode) -> None:
+        try:
+            episode.chat(episode.messages)
+        except RuntimeError as error:
+            told.append(str(error))
+
+    source = asynchronous(engines, function=asks, front=front)
+    engines.failure = EngineFailed("engine-0 is broken")
+    with pytest.raises(EngineFailed, match="^engine-0 is broken$"):
+        next(source)
+    assert_soon(lambda: len(told) == 2 * PROMPTS * SAMPLES)
+    assert len(set(told)) <= 2 and all("nothing is served" in line for line in told)
+
+
+def assert_soon(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,260 @@
+"""Episodes side by side: their functions and requests run in threads, and what they ask of the policy is gathered."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import numpy as np
+from attrs import define, evolve, field, frozen
+
+from corerl.config.schema import EpisodesConfig
+from corerl.data.prompts import Prompt
+from corerl.rollout.conversation import Asked, Conversation, Refused, Renderer
+from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
+from corerl.rollout.episodes import Episode, EpisodeFunction
+from corerl.rollout.front import ChatAnswer, ChatRequest, Front
+from corerl.rollout.rewards import Failure
+from corerl.rollout.sampler import stop_token
+from corerl.types import IntArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+QUIET = 0.05  # seconds without another request after which those that wait are answered
+GATHER = 0.5  # seconds that a request waits for others at most
+
+
+@frozen(kw_only=True, eq=False)
+class Turn:
+    """A request that waits for its answer."""
+
+    asked: Asked
+    request: GenerateRequest  # of one row
+    answer: Future[tuple[str, Generation]] = field(factory=Future)
+
+
+@define(kw_only=True, eq=False)
+class Seat:
+    """One episode, as far as it is played."""
+
+    number: int  # lower ones are begun before, and stand before it where they are asked for together
+    group: int  # of the samples of its prompt
+    prompt: Prompt
+    key: int  # of its noise
+    conversation: Conversation = field(factory=Conversation)
+    truncated: bool = False  # rollout.max_tokens has ended it, or would have
+    outcome: float | Failure | None = None
+    ended: bool = False
+    # While it is played:
+    deadline: float = 0.0
+    base_url: str = ""
+    turn: Turn | None = None  # that waits
+    told_full: bool = False  # that there is no room for another answer
+
+
+Turns = list[tuple[Seat, Turn]]
+
+
+class Table:
+    """Where episodes are played, as many side by side as the config allows.
+
+    Each function runs in a thread of its own, and each request in one of the server's. Who has engines asked waits for
+    changes of `state`, under which all that they share changes, `look`s at each, and `tell`s what was drawn.
+    """
+
+    def __init__(
+        self,
+        *,
+        front: Front,
+        tokenizer: PreTrainedTokenizerBase,
+        params: SamplingParams,
+        function: EpisodeFunction,
+        config: EpisodesConfig,
+        state: threading.Condition,
+    ) -> None:
+        self._front = front
+        self._tokenizer = tokenizer
+        self._renderer = Renderer(tokenizer)
+        self._params = params
+        self._function = function
+        self._config = config
+        self._state = state
+        self._to_begin: deque[Seat] = deque()
+        self._playing: dict[int, Seat] = {}  # by identity, the oldest first
+        self._waiting: list[Seat] = []  # whose turns nobody has been asked for
+        self._first, self._last = 0.0, 0.0  # when the first and the last of these came
+
+    # ---- for who has engines asked ----------------------------------------------------------------------------------
+
+    def seat(self, seats: Iterable[Seat]) -> None:
+        """To be begun as soon as there is room."""
+        with self._state:
+            self._to_begin.extend(seats)
+            self._state.notify_all()
+
+    @property
+    def over(self) -> bool:
+        """Whether all have ended."""
+        return not self._playing and not self._to_begin
+
+    def look(self, *, free: bool = True) -> tuple[list[Turns], float | None]:
+        """Ends episodes that are late, and begins others. Where engines are `free`, and all that are played wait, or no
+        other has asked for a while, gives what they ask for: lists whose parameters are alike. And the seconds after
+        which to look again; None where only a change can bring something."""
+        with self._state:
+            now = time.monotonic()
+            self._give_up(now)
+            self._begin(now)
+            until = [seat.deadline for seat in list(self._playing.values())[:1]]
+            gathered: list[Turns] = []
+            if self._waiting and free:
+                ready = min(self._first + GATHER, self._last + QUIET)
+                if self._all_wait or now >= ready:
+                    gathered = self._gathered()
+                else:
+                    until.append(ready)
+            return gathered, min(until) - now if until else None
+
+    def tell(self, seat: Seat, turn: Turn, drawn: Generation) -> None:
+        """The answer becomes part of the conversation, unless its episode has ended meanwhile."""
+        text = self._renderer.text(drawn.tokens, turn.request.params.stop_tokens)
+        with self._state:
+            if seat.ended:
+                return
+            seat.conversation = seat.conversation.answered(turn.asked, text, drawn)
+            seat.truncated = bool(drawn.truncated[0]) and seat.conversation.begun >= self._params.max_tokens
+            seat.turn = None
+        turn.answer.set_result((text, drawn))
+
+    def end(self, seats: Iterable[Seat]) -> None:
+        """Without an outcome, where they have not ended yet, or not begun."""
+        with self._state:
+            for seat in seats:
+                self._end(seat, None)
+
+    def close(self) -> None:
+        """End all: nothing is answered any more."""
+        with self._state:
+            self.end([*self._playing.values(), *self._to_begin])
+
+    # ---- in any thread, under `state` -------------------------------------------------------------------------------
+
+    def _begin(self, now: float) -> None:
+        while self._to_begin and len(self._playing) < self._config.concurrency:
+            seat = self._to_begin.popleft()
+            if seat.ended:
+                continue
+            seat.deadline = now + self._config.timeout
+            seat.base_url = self._front.open(functools.partial(self._answer, seat))
+            self._playing[id(seat)] = seat
+            threading.Thread(target=self._play, args=(seat,), name="rollout episode", daemon=True).start()
+
+    def _give_up(self, now: float) -> None:
+        late = f"took longer than rollout.episodes.timeout={self._config.timeout:g} seconds"
+        for seat in [each for each in self._playing.values() if each.deadline <= now]:
+            self._end(seat, self._function.failure("timeout", late, seat.prompt))
+
+    @property
+    def _all_wait(self) -> bool:
+        return all(seat.turn is not None for seat in self._playing.values())
+
+    def _gathered(self) -> list[Turns]:
+        alike: dict[SamplingParams, Turns] = {}
+        # By number, not in the order of their coming: engines round otherwise where rows lie otherwise.
+        for seat in sorted(self._waiting, key=lambda each: each.number):
+            assert seat.turn is not None
+            alike.setdefault(seat.turn.request.params, []).append((seat, seat.turn))
+        self._waiting = []
+        return list(alike.values())
+
+    def _end(self, seat: Seat, outcome: float | Failure | None) -> None:
+        """Once; what it asks for from now on is refused."""
+        if seat.ended:
+            return
+        seat.ended, seat.outcome = True, outcome
+        if self._playing.pop(id(seat), None):
+            self._front.shut(seat.base_url)
+        if seat.turn is not None:
+            self._waiting = [each for each in self._waiting if each is not seat]
+            seat.turn.answer.set_exception(_over())
+        self._state.notify_all()
+
+    # ---- in threads of their own -------------------------------------------------------------------------------------
+
+    def _play(self, seat: Seat) -> None:
+        episode = Episode(prompt=seat.prompt, base_url=seat.base_url, client=self._front.client)
+        outcome = self._function.play(episode, self._config.timeout)
+        with self._state:
+            if not seat.conversation.turns and not isinstance(outcome, Failure):
+                outcome = self._function.failure("silent", "asked the policy for nothing", seat.prompt)
+            self._end(seat, outcome)
+
+    def _answer(self, seat: Seat, request: ChatRequest) -> ChatAnswer:
+        conversation = seat.conversation
+        asked = self._renderer.ask(conversation, request.messages, request.tools)
+        tokens = np.concatenate([conversation.tokens, asked.tokens])
+        begun = len(tokens) - (conversation.prompt_length or len(asked.tokens))
+        if begun >= self._params.max_tokens:
+            return self._no_room(seat, len(tokens))
+        turn = Turn(asked=asked, request=self._request(seat, tokens, begun, request))
+        with self._state:
+            if seat.ended:
+                raise _over()
+            if seat.turn is not None or seat.conversation is not conversation:
+                raise Refused("another request of this episode is being answered; ask one after the other")
+            seat.turn = turn
+            self._last = time.monotonic()
+            if not self._waiting:
+                self._first = self._last
+            self._waiting.append(seat)
+            if len(self._waiting) == 1 or self._all_wait:  # the others change nothing for who gathers them
+                self._state.notify_all()
+        text, drawn = turn.answer.result()
+        return ChatAnswer(
+            text=text,
+            finish_reason="length" if drawn.truncated[0] else "stop",
+            prompt_tokens=len(tokens),
+            tokens=self._tokenizer.convert_ids_to_tokens(drawn.tokens.tolist()),
+            logprobs=drawn.logprobs.tolist(),
+        )
+
+    def _request(self, seat: Seat, tokens: IntArray, begun: int, request: ChatRequest) -> GenerateRequest:
+        """The next part of the episode's one response."""
+        params = self._params
+        try:
+            stops = [stop_token(text, self._tokenizer) for text in request.stop]
+        except ValueError as error:
+            raise Refused(f"stop: {error}") from error
+        if stops:
+            params = evolve(params, stop_tokens=tuple(dict.fromkeys([*params.stop_tokens, *stops])))
+        if request.max_tokens is not None:
+            params = evolve(params, max_tokens=min(begun + request.max_tokens, params.max_tokens))
+        return GenerateRequest(
+            tokens=tokens,
+            offsets=np.array([0, len(tokens)]),
+            noise_keys=np.array([seat.key]),
+            params=params,
+            begun=np.array([begun]),
+        )
+
+    def _no_room(self, seat: Seat, prompt_tokens: int) -> ChatAnswer:
+        """An empty answer, cut before its first token; but to a function that goes on after it."""
+        with self._state:
+            if seat.told_full:
+                raise Refused(
+                    f"the episode has used up its rollout.max_tokens={self._params.max_tokens}; end it where an answer "
+                    "has finish_reason='length'",
+                    code="context_length_exceeded",
+                )
+            seat.truncated = seat.told_full = True
+        return ChatAnswer(text="", finish_reason="length", prompt_tokens=prompt_tokens, tokens=(), logprobs=())
+
+
+def _over() -> Refused:
+    return Refused("the episode is over, and nothing is served for it any more", status=410, code="episode_over")
