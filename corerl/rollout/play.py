@@ -189,8 +189,9 @@ class Episodes:
         try:
             with self._state:
                 while not ending():
-                    gathered, seconds = self._table.look()
-                    for seat, turn in (each for turns in gathered for each in turns):
+                    # What comes while all engines are busy waits for them together.
+                    waiting, seconds = self._table.look(gather=False)
+                    for seat, turn in (each for turns in waiting for each in turns):
                         errand, _ = self._open[seat.group]
                         errand.ask(turn.request, functools.partial(self._table.tell, seat, turn))
                     self._tell_done()

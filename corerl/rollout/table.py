@@ -103,10 +103,10 @@ class Table:
         """Whether all have ended."""
         return not self._playing and not self._to_begin
 
-    def look(self, *, free: bool = True) -> tuple[list[Turns], float | None]:
-        """Ends episodes that are late, and begins others. Where engines are `free`, and all that are played wait, or no
-        other has asked for a while, gives what they ask for: lists whose parameters are alike. And the seconds after
-        which to look again; None where only a change can bring something."""
+    def look(self, *, free: bool = True, gather: bool = True) -> tuple[list[Turns], float | None]:
+        """Ends episodes that are late, and begins others. Where engines are `free`, gives what they are asked for: lists
+        whose parameters are alike; to `gather` more, only once all that are played wait, or no other has asked for a
+        while. And the seconds after which to look again; None where only a change can bring something."""
         with self._state:
             now = time.monotonic()
             self._give_up(now)
@@ -115,7 +115,7 @@ class Table:
             gathered: list[Turns] = []
             if self._waiting and free:
                 ready = min(self._first + GATHER, self._last + QUIET)
-                if self._all_wait or now >= ready:
+                if not gather or self._all_wait or now >= ready:
                     gathered = self._gathered()
                 else:
                     until.append(ready)
