@@ -355,6 +355,11 @@ class EpisodesConfig:
         default=256,
         validator=at_least(1),
     )
+    tool_calls: Literal["auto", "hermes", "llama-json", "none"] = option(
+        "how the policy writes calls of a request's tools, to be read out of its answers: hermes as Qwen 2.5 and 3 do, "
+        "llama-json as Llama 3.1; auto: as the chat template teaches; none: they stay text",
+        default="auto",
+    )
     timeout: float = option(
         "seconds for one episode; one that takes longer gets reward.failed_value", default=600.0, validator=above(0)
     )

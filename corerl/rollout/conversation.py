@@ -11,6 +11,7 @@ from attrs import field, frozen
 from jinja2 import TemplateError
 
 from corerl.rollout.engine import Generation
+from corerl.rollout.tool_calls import CallFormat, as_told, meant
 from corerl.types import Array, BoolArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -31,11 +32,26 @@ def _empty(dtype: type) -> Any:
     return field(factory=lambda: np.zeros(0, dtype=dtype))
 
 
+@frozen(kw_only=True)
+class Answer:
+    """What the policy said."""
+
+    text: str  # all of it, without special tokens
+    content: str  # what is told as text: the same, but for `calls`
+    calls: tuple[Mapping[str, Any], ...] = ()  # of tools, as OpenAI's `message.tool_calls`
+
+    @property
+    def message(self) -> dict[str, Any]:
+        calls = {"tool_calls": list(self.calls)} if self.calls else {}
+        return {"role": "assistant", "content": self.content, **calls}
+
+
 @frozen(kw_only=True, eq=False)
 class Conversation:
     """What has been said, ending with an answer; at first nothing. Never changed: an answer makes another one."""
 
-    messages: tuple[Message, ...] = ()  # each with text as its content
+    messages: tuple[Message, ...] = ()  # each with text as its content; answers as they were told
+    text: str = ""  # the last answer's, calls of tools included
     answers: frozenset[int] = frozenset()  # which of them were sampled
     tools: tuple[Mapping[str, Any], ...] = ()  # that the first request offered
     prompt_length: int = 0  # tokens of the first request
@@ -66,12 +82,7 @@ class Conversation:
     def turns(self) -> int:
         return len(self.answers)
 
-    @property
-    def text(self) -> str:
-        """The last answer's."""
-        return str(self.messages[-1]["content"]) if self.messages else ""
-
-    def answered(self, asked: Asked, text: str, generation: Generation) -> Conversation:
+    def answered(self, asked: Asked, answer: Answer, generation: Generation) -> Conversation:
         """With what `asked` adds, and the one row of `generation` behind it. Tokens keep the log-prob, the version and
         the experts of when they were drawn; experts that were not known by then are those of when they were read."""
         said, new = len(generation.tokens), len(asked.tokens)
@@ -85,7 +96,8 @@ class Conversation:
             experts = experts.copy()
             experts[known] = self.routed_experts[known]
         return Conversation(
-            messages=(*asked.messages, {"role": "assistant", "content": text}),
+            messages=(*asked.messages, answer.message),
+            text=answer.text,
             answers=self.answers | {len(asked.messages)},
             tools=asked.tools,
             prompt_length=self.prompt_length or new,
@@ -110,8 +122,10 @@ class Renderer:
     """From new messages to new tokens, by the tokenizer's chat template. Without one the texts of messages stand one
     behind the other, the first request behind the tokenizer's own special tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, calls: CallFormat | None = None) -> None:
+        """`calls`: how answers to requests with tools call these; None where calls are left in the text."""
         self._tokenizer = tokenizer
+        self._calls = calls
 
     def ask(
         self, conversation: Conversation, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -128,7 +142,10 @@ class Renderer:
         tokens = self._tokens(conversation, read, tools)
         if not len(tokens) and not conversation.turns:
             raise Refused("messages: they have no tokens; there is nothing to continue")
-        return Asked(messages=read, tools=tuple(tools), tokens=np.asarray(tokens, dtype=np.int64))
+        new = read[len(conversation.messages) :]
+        return Asked(
+            messages=(*conversation.messages, *new), tools=tuple(tools), tokens=np.asarray(tokens, dtype=np.int64)
+        )
 
     def _tokens(
         self, conversation: Conversation, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
@@ -144,7 +161,12 @@ class Renderer:
             return self._encoded(self._rendered(messages, tools), special=False)
         # What the template writes behind the last answer, whatever that is, and however it would write it.
         mark = uuid.uuid4().hex
-        marked = [*messages[: said - 1], {"role": "assistant", "content": mark}, *messages[said:]]
+        # Answers as mere texts: a template may refuse calls that the policy has made, such as two at once.
+        texts = [
+            {"role": message["role"], "content": message["content"]} if number in conversation.answers else message
+            for number, message in enumerate(messages)
+        ]
+        marked = [*texts[: said - 1], {"role": "assistant", "content": mark}, *texts[said:]]
         _, found, behind = self._rendered(marked, tools).rpartition(mark)
         if not found:
             raise Refused("messages: the chat template leaves out the last answer, so that nothing can follow it")
@@ -171,10 +193,20 @@ class Renderer:
             ) from error
         return str(text)
 
-    def text(self, tokens: IntArray, stop_tokens: Sequence[int]) -> str:
-        """An answer without the token that ended it and without special tokens."""
-        said = tokens[:-1] if len(tokens) and tokens[-1] in stop_tokens else tokens
-        return str(self._tokenizer.decode(said.tolist(), skip_special_tokens=True))
+    def answer(self, asked: Asked, tokens: IntArray, stop_tokens: Sequence[int]) -> Answer:
+        """An answer without the token that ended it. Calls of tools are read out of one that has ended, where the
+        request has tools; malformed ones stay text."""
+        ended = bool(len(tokens)) and int(tokens[-1]) in stop_tokens
+        said = (tokens[:-1] if ended else tokens).tolist()
+        text = str(self._tokenizer.decode(said, skip_special_tokens=True))
+        if self._calls is not None and asked.tools and ended:
+            # Some tokenizers have the marks of a call among their special tokens, and others what is to be left out.
+            for written in (text, str(self._tokenizer.decode(said, skip_special_tokens=False))):
+                if (read := self._calls.read(written)) is not None:
+                    content, calls = read
+                    told = as_told(calls, number=len(asked.messages))
+                    return Answer(text=text, content=content, calls=tuple(told))
+        return Answer(text=text, content=text)
 
 
 def _read(number: int, message: Any) -> Message:
@@ -197,9 +229,10 @@ def _require_continued(conversation: Conversation, messages: Sequence[Message]) 
     advice = "an episode is one conversation, in which messages are appended and none is changed"
     for number, (had, got) in enumerate(zip(conversation.messages, messages, strict=False)):
         # Of an answer a client may add more than it was given, such as the calls that it has read out of it.
-        keys = {"role", "content"} if number in conversation.answers else {*had, *got}
-        for key in sorted(keys):
-            if had.get(key) != got.get(key):
+        answer = number in conversation.answers
+        for key in sorted(had if answer else {*had, *got}):
+            of = meant if answer and key == "tool_calls" else _as_is
+            if of(had.get(key)) != of(got.get(key)):
                 raise Refused(
                     f"messages[{number}].{key}: got {_short(got.get(key))}, and the episode has "
                     f"{_short(had.get(key))} there; {advice}",
@@ -211,6 +244,10 @@ def _require_continued(conversation: Conversation, messages: Sequence[Message]) 
             f"answer; send all of these and a new one: {advice}",
             code="history_changed",
         )
+
+
+def _as_is(value: Any) -> Any:
+    return value
 
 
 def _short(value: Any) -> str:

@@ -40,7 +40,8 @@ class ChatAnswer:
     """What is said to it."""
 
     text: str
-    finish_reason: str  # stop or length
+    tool_calls: Sequence[Mapping[str, Any]] = ()  # in OpenAI's shape
+    finish_reason: str  # stop, tool_calls or length
     prompt_tokens: int  # that stood there before
     tokens: Sequence[str]  # [m] as texts
     logprobs: Sequence[float]  # [m]
@@ -119,7 +120,8 @@ class Front:
 
     def _require_harmless(self, rest: Mapping[str, Any]) -> None:
         """Raises Refused for a parameter that would change what is sampled or how it is sent, rather than ignore it."""
-        same = {"stream": False, "n": 1, "tool_choice": "auto", "top_logprobs": 0, **self._sampling}
+        same: dict[str, Any] = {"stream": False, "n": 1, "top_logprobs": 0, **self._sampling}
+        same |= {"tool_choice": "auto", "parallel_tool_calls": True}
         for name, value in rest.items():
             if name in self._sampling and value != same[name]:
                 raise Refused(
@@ -149,6 +151,7 @@ def _completion(answer: ChatAnswer, *, number: int, told: bool) -> dict[str, Any
         for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
     ]
     said = len(answer.tokens)
+    calls = {"tool_calls": list(answer.tool_calls)} if answer.tool_calls else {}
     return {
         "id": f"chatcmpl-{number}",
         "object": "chat.completion",
@@ -157,7 +160,7 @@ def _completion(answer: ChatAnswer, *, number: int, told: bool) -> dict[str, Any
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": answer.text},
+                "message": {"role": "assistant", "content": answer.text or (None if calls else ""), **calls},
                 "finish_reason": answer.finish_reason,
                 "logprobs": {"content": logprobs} if told else None,
             }

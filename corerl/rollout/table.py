@@ -15,12 +15,13 @@ from attrs import define, evolve, field, frozen
 
 from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
-from corerl.rollout.conversation import Asked, Conversation, Refused, Renderer
+from corerl.rollout.conversation import Answer, Asked, Conversation, Refused, Renderer
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.episodes import Episode, EpisodeFunction
 from corerl.rollout.front import ChatAnswer, ChatRequest, Front
 from corerl.rollout.rewards import Failure
 from corerl.rollout.sampler import stop_token
+from corerl.rollout.tool_calls import format_of
 from corerl.types import IntArray
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Turn:
 
     asked: Asked
     request: GenerateRequest  # of one row
-    answer: Future[tuple[str, Generation]] = field(factory=Future)
+    answer: Future[tuple[Answer, Generation]] = field(factory=Future)
 
 
 @define(kw_only=True, eq=False)
@@ -80,7 +81,7 @@ class Table:
     ) -> None:
         self._front = front
         self._tokenizer = tokenizer
-        self._renderer = Renderer(tokenizer)
+        self._renderer = Renderer(tokenizer, format_of(config.tool_calls, tokenizer.chat_template))
         self._params = params
         self._function = function
         self._config = config
@@ -104,7 +105,7 @@ class Table:
         return not self._playing and not self._to_begin
 
     def look(self, *, free: bool = True, gather: bool = True) -> tuple[list[Turns], float | None]:
-        """Ends episodes that are late, and begins others. Where engines are `free`, gives what they are asked for: lists
+        """Ends episodes that are late, and begins others. Where engines are `free`, gives what waits for them: lists
         whose parameters are alike; to `gather` more, only once all that are played wait, or no other has asked for a
         while. And the seconds after which to look again; None where only a change can bring something."""
         with self._state:
@@ -123,14 +124,14 @@ class Table:
 
     def tell(self, seat: Seat, turn: Turn, drawn: Generation) -> None:
         """The answer becomes part of the conversation, unless its episode has ended meanwhile."""
-        text = self._renderer.text(drawn.tokens, turn.request.params.stop_tokens)
+        answer = self._renderer.answer(turn.asked, drawn.tokens, turn.request.params.stop_tokens)
         with self._state:
             if seat.ended:
                 return
-            seat.conversation = seat.conversation.answered(turn.asked, text, drawn)
+            seat.conversation = seat.conversation.answered(turn.asked, answer, drawn)
             seat.truncated = bool(drawn.truncated[0]) and seat.conversation.begun >= self._params.max_tokens
             seat.turn = None
-        turn.answer.set_result((text, drawn))
+        turn.answer.set_result((answer, drawn))
 
     def end(self, seats: Iterable[Seat]) -> None:
         """Without an outcome, where they have not ended yet, or not begun."""
@@ -215,10 +216,11 @@ class Table:
             self._waiting.append(seat)
             if len(self._waiting) == 1 or self._all_wait:  # the others change nothing for who gathers them
                 self._state.notify_all()
-        text, drawn = turn.answer.result()
+        answer, drawn = turn.answer.result()
         return ChatAnswer(
-            text=text,
-            finish_reason="length" if drawn.truncated[0] else "stop",
+            text=answer.content,
+            tool_calls=answer.calls,
+            finish_reason="length" if drawn.truncated[0] else "tool_calls" if answer.calls else "stop",
             prompt_tokens=len(tokens),
             tokens=self._tokenizer.convert_ids_to_tokens(drawn.tokens.tolist()),
             logprobs=drawn.logprobs.tolist(),

@@ -11,6 +11,7 @@ from corerl.data.prompts import Prompt
 from corerl.rollout.conversation import Refused
 from corerl.rollout.episodes import Episode
 from corerl.rollout.front import ChatAnswer, ChatRequest, Front
+from corerl.rollout.tool_calls import as_told, format_of
 
 
 @frozen(kw_only=True)
@@ -23,21 +24,32 @@ class Scripted:
     @property
     def asked(self) -> list[list[str]]:
         """Of each request the texts of its messages."""
-        return [[str(message["content"]) for message in request.messages] for request in self.requests]
+        return [[str(message.get("content") or "") for message in request.messages] for request in self.requests]
 
 
 @contextmanager
-def scripted(prompt: Prompt, answers: Sequence[str]) -> Iterator[Scripted]:
-    """One answer after the other; a request beyond the last one is refused."""
+def scripted(prompt: Prompt, answers: Sequence[str], *, tool_calls: str = "hermes") -> Iterator[Scripted]:
+    """One answer after the other; a request beyond the last one is refused. Where a request has tools, calls of these
+    are read as `rollout.episodes.tool_calls` says."""
     front = Front(temperature=1.0, top_p=1.0)
     left = iter(answers)
+    calling = format_of(tool_calls, "")
 
     def answer(request: ChatRequest) -> ChatAnswer:
         script.requests.append(request)
         text = next(left, None)
         if text is None:
             raise Refused(f"the script has {len(answers)} answers, and one more is asked for")
-        return ChatAnswer(text=text, finish_reason="stop", prompt_tokens=0, tokens=(), logprobs=())
+        read = calling.read(text) if calling is not None and request.tools else None
+        content, calls = read if read is not None else (text, [])
+        return ChatAnswer(
+            text=content,
+            tool_calls=as_told(calls, number=len(request.messages)),
+            finish_reason="tool_calls" if calls else "stop",
+            prompt_tokens=0,
+            tokens=(),
+            logprobs=(),
+        )
 
     script = Scripted(episode=Episode(prompt=prompt, base_url=front.open(answer), client=front.client))
     try:

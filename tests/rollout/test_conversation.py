@@ -1,5 +1,6 @@
 """Tokens are compared with rows put together by hand, and with the tokenizer and its template called by themselves."""
 
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.conversation import Conversation, Refused, Renderer
+from corerl.rollout.conversation import Answer, Asked, Conversation, Refused, Renderer
 from corerl.rollout.engine import Generation
+from corerl.rollout.tool_calls import FORMATS
 
 STOP = "<eos>"
 # Ends each turn as Qwen's and Llama's do, and writes an answer that is not the last one in other words than its own.
@@ -47,9 +49,9 @@ def answered(
     renderer: Renderer, conversation: Conversation, messages: list[dict[str, Any]], tokens: Sequence[int], **told: Any
 ) -> Conversation:
     asked = renderer.ask(conversation, messages)
-    text = renderer.text(np.array(tokens), [2])
-    messages.append({"role": "assistant", "content": text})
-    return conversation.answered(asked, text, drawn(tokens, **told))
+    answer = renderer.answer(asked, np.array(tokens), [2])
+    messages.append(answer.message)
+    return conversation.answered(asked, answer, drawn(tokens, **told))
 
 
 def test_the_row_of_two_turns_is_what_was_sampled_with_the_templates_words_between() -> None:
@@ -108,7 +110,7 @@ def test_tools_are_shown_once_and_stay_the_same() -> None:
     renderer = Renderer(ours)
     asked = renderer.ask(Conversation(), [USER], [{"name": "stu"}])
     assert ours.decode(asked.tokens) == "<bos>stuu:12<eos>;a:"
-    conversation = Conversation().answered(asked, "3", drawn(ours.encode("3<eos>")[1:]))
+    conversation = Conversation().answered(asked, Answer(text="3", content="3"), drawn(ours.encode("3<eos>")[1:]))
     messages = [USER, {"role": "assistant", "content": "3"}, TOOL]
     assert ours.decode(renderer.ask(conversation, messages, [{"name": "stu"}]).tokens) == ";t:45<eos>;a:"
     with pytest.raises(Refused, match="^tools: others than in the episode's first request"):
@@ -122,6 +124,74 @@ def test_messages_come_back_as_clients_write_them() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}], "name": None}
     plain = renderer.ask(conversation, [*messages, TOOL]).tokens
     np.testing.assert_array_equal(renderer.ask(conversation, [parts, back, TOOL]).tokens, plain)
+
+
+# Refuses two calls at once, as Llama 3.1's does, and writes calls out of `tool_calls` in words of its own.
+CALLING = TEMPLATE.replace(
+    "{{ message['content'] }}",
+    "{% if message['tool_calls'] | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}{{ call['function']['name'] }}{% endfor %}{{ message['content'] }}",
+)
+CALLS = '1<tool_call>{"name":"t","arguments":{"a":"5"}}</tool_call><tool_call>{"name":"u","arguments":{}}</tool_call>'
+
+
+def calling() -> tuple[Renderer, PreTrainedTokenizerBase]:
+    ours = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} ", path="")
+    ours.chat_template = CALLING
+    return Renderer(ours, FORMATS["hermes"]), ours
+
+
+def test_an_answer_with_calls_is_known_again_and_stays_as_it_was_sampled() -> None:
+    renderer, ours = calling()
+    tools = [{"name": "t"}]
+    said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
+    asked = renderer.ask(Conversation(), [USER], tools)
+    answer = renderer.answer(asked, said, [2])
+    assert (answer.text, answer.content) == (CALLS, "1")
+    assert [call["function"]["name"] for call in answer.calls] == ["t", "u"]
+    conversation = Conversation().answered(asked, answer, drawn(said.tolist()))
+    assert conversation.text == CALLS
+
+    back = {"role": "assistant", "content": "1", "refusal": None, "tool_calls": [dict(call) for call in answer.calls]}
+    back["tool_calls"][0]["function"] = {"name": "t", "arguments": '{ "a" : "5" }'}
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "9"} for call in answer.calls]
+    more = renderer.ask(conversation, [USER, back, *results], tools)
+    assert ours.decode(more.tokens) == ";t:9<eos>;t:9<eos>;a:"
+    again = conversation.answered(more, Answer(text="5", content="5"), drawn([9, 2], version=2))
+    assert ours.decode(again.tokens) == f"<bos>tu:12<eos>;a:{CALLS}<eos>;t:9<eos>;t:9<eos>;a:{ours.decode([9])}<eos>"
+    np.testing.assert_array_equal(again.tokens[: len(conversation.tokens)], conversation.tokens)
+    # An answer of before, in whatever words, is compared with what was told of it.
+    renderer.ask(again, [USER, back, *results, {"role": "assistant", "content": "5"}, USER], tools)
+
+    changed = {**back, "tool_calls": [{**back["tool_calls"][0], "function": {"name": "t", "arguments": "{}"}}]}
+    for wrong in (changed, {"role": "assistant", "content": "1"}, {"role": "assistant", "content": CALLS}):
+        with pytest.raises(Refused, match=r"^messages\[1\].(tool_calls|content): got"):
+            renderer.ask(conversation, [USER, wrong, *results], tools)
+
+
+def test_calls_stay_text_without_tools_where_they_are_cut_and_where_they_are_malformed() -> None:
+    renderer, ours = calling()
+    without, with_tools = (renderer.ask(Conversation(), [USER], tools) for tools in ([], [{"name": "t"}]))
+
+    def read(asked: Asked, text: str, *end: int) -> Answer:
+        return renderer.answer(asked, np.array([*ours.encode(text, add_special_tokens=False), *end]), [2])
+
+    assert read(with_tools, CALLS, 2).calls
+    malformed = CALLS.replace('"5"', '"5')
+    for asked, text, *end in ((without, CALLS, 2), (with_tools, CALLS), (with_tools, malformed, 2)):
+        assert read(asked, text, *end) == Answer(text=text, content=text)
+    said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
+    assert not Renderer(ours).answer(with_tools, said, [2]).calls
+
+
+def test_marks_of_a_call_may_be_special_tokens() -> None:
+    _, ours = calling()
+    ours.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    renderer = Renderer(ours, FORMATS["hermes"])
+    said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
+    answer = renderer.answer(renderer.ask(Conversation(), [USER], [{"name": "t"}]), said, [2])
+    assert answer.content == "1" and len(answer.calls) == 2
+    assert "tool_call" not in answer.text
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,21 @@ class Desk:
     def __init__(self) -> None:
         self.requests: list[ChatRequest] = []
         self.refuses = False
+        self.tool_calls: list[dict[str, Any]] = []
 
     def __call__(self, request: ChatRequest) -> ChatAnswer:
         self.requests.append(request)
         if self.refuses:
             raise Refused("not now", status=410, code="episode_over")
+        if self.tool_calls:
+            return ChatAnswer(
+                text="",
+                tool_calls=self.tool_calls,
+                finish_reason="tool_calls",
+                prompt_tokens=5,
+                tokens=["x"],
+                logprobs=[-1.0],
+            )
         return ChatAnswer(
             text="hi ü", finish_reason="stop", prompt_tokens=5, tokens=["hi", "ü", "<eos>"], logprobs=[-1.0, -0.5, 0.0]
         )
@@ -71,6 +81,15 @@ def test_an_answer_has_the_shape_of_a_chat_completion(front: Front) -> None:
     assert (list(request.messages), list(request.tools)) == ([USER], [{"type": "function"}])
     assert post(url, {"messages": [USER], "presence_penalty": 0.0, "stop": None})[1]["choices"][0]["logprobs"] is None
     assert (desk.requests[1].max_tokens, list(desk.requests[1].stop)) == (None, [])
+
+
+def test_calls_of_tools_stand_beside_the_text_which_is_null_where_there_is_none(front: Front) -> None:
+    desk = Desk()
+    desk.tool_calls = [{"id": "call00100", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    body = {"messages": [USER], "tools": [{"type": "function"}], "parallel_tool_calls": True, "tool_choice": "auto"}
+    (choice,) = post(front.open(desk) + "/chat/completions", body)[1]["choices"]
+    assert choice["message"] == {"role": "assistant", "content": None, "tool_calls": desk.tool_calls}
+    assert choice["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize(

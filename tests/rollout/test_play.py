@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import string
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -327,6 +329,57 @@ def test_tokens_of_the_request_end_an_answer_and_are_no_part_of_its_text(play: P
     assert isinstance(first, Failure) and "stop: '12' is 2 tokens of this tokenizer" in first.message
 
 
+def test_calls_of_tools_are_told_and_come_back_without_changing_a_token(front: Front) -> None:
+    tokenizer = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} ", path="")
+    tokenizer.chat_template = (
+        '{# <tool_call>{"name" #}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}'
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    says = ['I add.<tool_call>{"name": "add", "arguments": {"a":2}}</tool_call>', "5"]
+    drawn = [[*tokenizer.encode(text, add_special_tokens=False), 2] for text in says]
+    turns: list[Any] = []
+
+    def generate(request: GenerateRequest) -> Generation:
+        tokens = np.array(drawn[int(request.begun[0] > 0)])
+        return Generation(
+            tokens=tokens,
+            offsets=np.array([0, len(tokens)]),
+            logprobs=-tokens.astype(np.float32),
+            versions=np.full(len(tokens), 3),
+            truncated=np.zeros(1, dtype=np.bool_),
+        )
+
+    def calls(episode: Episode) -> float:
+        tools = [{"type": "function", "function": {"name": "add"}}]
+        messages = episode.messages
+        choice = episode.chat(messages, tools=tools)
+        (call,) = choice["message"]["tool_calls"]
+        again = json.dumps(json.loads(call["function"]["arguments"]), indent=1)  # as a client's own types write it
+        message = {**choice["message"], "tool_calls": [{**call, "function": {"name": "add", "arguments": again}}]}
+        messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "5"}]
+        turns.extend([choice, episode.chat(messages, tools=tools)])
+        return 1.0
+
+    sampler = EpisodeSampler(
+        tokenizer=tokenizer,
+        generate=generate,
+        seed=7,
+        function=EpisodeFunction(name="mine:play", function=calls),
+        front=front,
+        config=EpisodesConfig(),
+    )
+    params = SamplingParams(max_tokens=200, stop_tokens=(2,))
+    prompt = Prompt(index=1, text="2+3", answer="5")
+    rollout = sampler.sample([prompt], rollout_step=0, samples=1, params=params)
+    assert rollout.outcomes == [1.0] and rollout.texts == ["5"]
+    assert [choice["finish_reason"] for choice in turns] == ["tool_calls", "stop"]
+    assert turns[0]["message"]["content"] == "I add." and turns[1]["message"] == {"role": "assistant", "content": "5"}
+    said = ["u:2+3<eos>a:", f"{says[0]}<eos>", "t:5<eos>a:", "5<eos>"]
+    assert tokenizer.decode(rollout.batch.tokens) == "".join(said)
+    sampled = np.split(rollout.batch.tokens[rollout.batch.columns["loss_mask"]], [len(drawn[0])])
+    assert [part.tolist() for part in sampled] == drawn
+
+
 def test_one_request_of_an_episode_is_answered_at_a_time(play: Play) -> None:
     errors: list[str] = []
 
@@ -435,9 +488,17 @@ def test_experts_come_with_the_samples_where_the_engine_tells_them(play: Play) -
         if episode.prompt.index == 40:
             two_turns(episode)
 
-    batch = play(first_only, generate=telling, samples=1).batch
-    lengths = batch.lengths
-    assert batch.columns["routed_experts"].ravel().tolist() == [*range(lengths[0] - 1), -1, *[-1] * lengths[1]]
+    rollout = play(first_only, generate=telling, samples=1)
+    lengths = rollout.batch.lengths
+    expected = [*range(lengths[0] - 1), -1, *[-1] * lengths[1]]
+    assert rollout.batch.columns["routed_experts"].ravel().tolist() == expected
+
+    # Batches of which one has nothing drawn go together too, in either order.
+    nothing = play(lambda episode: None, generate=telling, samples=1, prompts=PROMPTS[:1])
+    assert "routed_experts" not in nothing.batch.columns
+    none = [-1] * len(nothing.batch.tokens)
+    for parts, told in (([rollout, nothing], [*expected, *none]), ([nothing, rollout], [*none, *expected])):
+        assert Rollout.concatenate(parts).batch.columns["routed_experts"].ravel().tolist() == told
 
 
 def test_functions_say_what_episodes_are_worth_and_the_reward_scores_the_others(play: Play) -> None:
