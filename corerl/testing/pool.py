@@ -111,7 +111,7 @@ class RankPool:
         from torch.distributed import TCPStore
 
         # What is preloaded may touch CUDA as it is imported, and that does not survive a fork.
-        context = multiprocessing.get_context("forkserver" if self.device == "cpu" else "spawn")
+        context: Any = multiprocessing.get_context("forkserver" if self.device == "cpu" else "spawn")
         if self.device == "cpu":
             context.set_forkserver_preload(PRELOAD)
         # It listens before any rank is started: no other process can have taken the port by then.
