@@ -11,6 +11,8 @@ import json
 import sys
 from pathlib import Path
 
+from corerl.errors import ConfigError
+from corerl_sglang.fp8 import for_device
 from corerl_sglang.parent import end_with_parent
 
 
@@ -18,6 +20,7 @@ def main() -> None:
     """Returns when the server has ended. Exits with one line where an argument is none that this SGLang knows."""
     file = Path(sys.argv[1])
     end_with_parent(file.parent)
+    import torch
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
@@ -27,6 +30,11 @@ def main() -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             sys.exit(f"SGLang's server has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    if arguments.get("quantization"):
+        try:
+            arguments = for_device(arguments, torch.cuda.get_device_capability())
+        except ConfigError as refused:
+            sys.exit(refused.message)
     run_server(ServerArgs(**arguments))
 
 
