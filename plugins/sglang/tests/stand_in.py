@@ -72,6 +72,9 @@ class Rank:
     def named_buffers(self) -> Iterator[tuple[str, Any]]:
         return iter(self.model.named_buffers())
 
+    def modules(self) -> Iterator[Any]:
+        return self.model.modules()
+
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         for name, tensor in weights:
             held = self.blocks.get(name, self.views.get(name))

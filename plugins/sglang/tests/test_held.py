@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +65,9 @@ class Rank:
         return iter(self.parameters.items())
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
+    def modules(self) -> Iterator[Any]:
         return iter(())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -227,6 +232,7 @@ class Blocks(Rank):
         }
         tensors = {**values, **scales, "norm": torch.zeros(256)}
         self.parameters = {name: torch.nn.Parameter(tensor, False) for name, tensor in tensors.items()}
+        self.attention: list[Any] = []
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
@@ -242,6 +248,9 @@ class Blocks(Rank):
             at = size if part == "up" else 0
             into = self.parameters[f"{held}{scale}"].data.narrow(axis, at, size)
             into.copy_(tensor.narrow(axis, self.rank * size, size))
+
+    def modules(self) -> Iterator[Any]:
+        return iter([self, *self.attention])
 
 
 def send_in_blocks(ranks: list[Held], seed: int) -> dict[str, torch.Tensor]:
@@ -301,3 +310,14 @@ def test_a_model_that_passes_over_scales_is_refused() -> None:
     del model.parameters["down_scale_inv"]
     with pytest.raises(EngineFailed, match=r"down_proj.weight' is loaded and its scales are not: .*quantize='none'$"):
         send_in_blocks([Held(model)], 1)
+
+
+def test_keys_and_values_are_not_scaled_whatever_a_sleep_left_there() -> None:
+    model = Blocks(0)
+    scales = {name: torch.nn.Parameter(torch.tensor(float("nan")), False) for name in ("k_scale", "v_scale")}
+    model.attention = [SimpleNamespace(k_scale=None), SimpleNamespace(**scales, k_scale_float=1.0, v_scale_float=1.0)]
+    send_in_blocks([Held(model)], 1)
+    assert [float(scale) for scale in scales.values()] == [1.0, 1.0]
+    model.attention[1].v_scale_float = 2e-4
+    with pytest.raises(EngineFailed, match=r"multiplies keys and values by 0.0002, wanted 1.0: .*quantize='none'$"):
+        send_in_blocks([Held(model)], 2)

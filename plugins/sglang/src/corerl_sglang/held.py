@@ -33,6 +33,7 @@ class Model(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]: ...
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def modules(self) -> Iterator[Any]: ...
 
 
 @frozen
@@ -125,13 +126,16 @@ class Held:
 
     def load(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Into the model, and see where it goes, where that is not known yet."""
+        quantized = any(entry.dtype for entry in bucket.entries)
         weights = list(bucket.views(flat).items())
+        if quantized and bucket.index == 0:
+            _keys_as_they_are(self.model)
         if all(name in self._parts for name, _ in weights):
             self.model.load_weights(weights)
             return
         with Watch(self.model, bucket, flat) as watch:
             self.model.load_weights(weights)
-        if any(entry.dtype for entry in bucket.entries):
+        if quantized:
             _require_form(watch.parts, _tensors(self.model))
         self._parts |= watch.parts
 
@@ -200,6 +204,24 @@ def _require_form(parts: Mapping[str, Sequence[Part]], tensors: Mapping[str, tor
                 f"{name!r} is loaded and its scales are not: SGLang does not read them for this kind of model; set "
                 "weights.quantize='none'"
             )
+
+
+def _keys_as_they_are(model: Model) -> None:
+    """In FP8 a layer of attention has scales of its keys and values, which are in no stream: 1, as where a checkpoint
+    has none. A sleep takes away their memory. Raises EngineFailed where SGLang, which writes random numbers to all
+    parameters as it starts and reads these scales then, has got another one, which kernels may have been told for good.
+    """
+    for module in model.modules():
+        for name in ("k_scale", "v_scale"):
+            told = getattr(module, f"{name}_float", None)
+            if told is None:
+                continue
+            if told != 1.0:
+                raise EngineFailed(
+                    f"SGLang multiplies keys and values by {told}, wanted 1.0: it draws scales at random as it starts, "
+                    "which the versions that CoreRL knows then pass over; set weights.quantize='none'"
+                )
+            getattr(module, name).data.fill_(told)
 
 
 def _word(dtype: torch.dtype) -> str:
