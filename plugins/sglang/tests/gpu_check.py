@@ -96,6 +96,7 @@ QUICK = {  # what makes a server start sooner
     "grammar_backend": "none",
     "disable_prefill_cuda_graph": True,
     "cuda_graph_max_bs_decode": 32,
+    "max_total_tokens": 2**17,  # of the KV cache, so that others find room on the same GPU
 }
 
 
@@ -170,7 +171,7 @@ def engine(
     attention = os.environ.get("ATTENTION", "triton") if precision == "bfloat16" else "torch_native"
     server = {**QUICK, **options.pop("server", {})}
     config = SglangConfig(
-        tensor_parallel=ranks, memory=0.3, attention_backend=attention, start_timeout=500.0, server=server, **options
+        tensor_parallel=ranks, memory=0.5, attention_backend=attention, start_timeout=500.0, server=server, **options
     )
     context = EngineContext(
         name="engine-0",
