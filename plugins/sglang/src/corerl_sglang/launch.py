@@ -20,7 +20,6 @@ def main() -> None:
     """Returns when the server has ended. Exits with one line where an argument is none that this SGLang knows."""
     file = Path(sys.argv[1])
     end_with_parent(file.parent)
-    import torch
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
@@ -31,6 +30,8 @@ def main() -> None:
             near = difflib.get_close_matches(name, known, n=1)
             sys.exit(f"SGLang's server has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     if arguments.get("quantization"):
+        import torch
+
         try:
             arguments = for_device(arguments, torch.cuda.get_device_capability())
         except ConfigError as refused:
