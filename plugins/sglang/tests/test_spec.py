@@ -14,6 +14,7 @@ import torch
 
 from corerl.config.schema import ClusterInfo, TrainConfig, WeightsConfig
 from corerl.doctor.plugins import look_named
+from corerl.driver.prepare import prepare
 from corerl.errors import ConfigError
 from corerl.plugin.spec import Finding, Level
 from corerl.rollout.engine import EngineContext
@@ -25,6 +26,7 @@ from corerl_sglang.fp8 import BLOCK as FP8_BLOCK
 from corerl_sglang.fp8 import KERNELS, for_device, quantization
 from corerl_sglang.probe import END, OLDEST
 from plugins.sglang.tests.stand_in import KNOWN
+from tests.driver.saved import make_config
 
 PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 LATER = {"grpc_port", "smg_grpc_mode", "weight_cache_mode"}  # arguments that 0.5.17 has and 0.5.15 does not
@@ -143,6 +145,20 @@ def test_what_cannot_be_served_in_fp8_is_told_before_any_server_starts() -> None
     }
     told = problems_in_fp8(QWEN3, server={"fp8_gemm_runner_backend": "cutlass", "moe_a2a_backend": "deepep"})
     assert list(told) == ["server.fp8_gemm_runner_backend", "server.moe_a2a_backend"]
+
+
+def test_a_run_hears_of_it_with_the_setting_that_is_its_own(tmp_path: Path) -> None:
+    run = make_config(run={"dir": str(tmp_path)}, rollout={"engine": "sglang"}, weights={"quantize": "fp8"})
+    with pytest.raises(ConfigError) as caught:
+        prepare(run)
+    assert [line.partition(": ")[0] for line in caught.value.message.splitlines()] == [
+        "weights.quantize",
+        "train.precision",
+        "model.config.hidden_size",
+        "model.config.num_attention_heads",
+        "model.config.num_key_value_heads",
+        "model.config.intermediate_size",
+    ]
 
 
 def test_blocks_are_not_cut() -> None:
