@@ -11,6 +11,8 @@ import json
 import sys
 from pathlib import Path
 
+from corerl.errors import ConfigError
+from corerl_sglang.fp8 import for_device
 from corerl_sglang.parent import end_with_parent
 
 
@@ -27,6 +29,13 @@ def main() -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             sys.exit(f"SGLang's server has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    if arguments.get("quantization"):
+        import torch
+
+        try:
+            arguments = for_device(arguments, torch.cuda.get_device_capability())
+        except ConfigError as refused:
+            sys.exit(refused.message)
     run_server(ServerArgs(**arguments))
 
 
