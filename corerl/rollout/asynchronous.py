@@ -51,8 +51,9 @@ class Group:
 
     def drew(self, generation: Generation) -> None:
         if len(generation.tokens):
-            versions = [generation.versions.min()] if self.oldest is None else [self.oldest, generation.versions.min()]
-            self.tokens, self.oldest = self.tokens + len(generation.tokens), int(min(versions))
+            oldest = int(generation.versions.min())
+            self.oldest = oldest if self.oldest is None else min(oldest, self.oldest)
+            self.tokens += len(generation.tokens)
 
 
 @frozen(kw_only=True, eq=False)
@@ -126,8 +127,8 @@ class Asynchronous(Source):
     No sample is handed out whose oldest token is more than `max_staleness` versions behind the weights that it will be
     trained with. A prompt of which one sample can no longer meet that is given back and drawn anew, with other noise.
 
-    Where samples are episodes each turn is drawn by the weights that there are when it is asked for, and an update that
-    comes between two turns, or amid one, takes nothing from it: what was said stays, and functions go on meanwhile.
+    An episode may be of several versions too: an update between two of its turns, or amid one, takes nothing away that
+    was said, and its function goes on meanwhile.
 
     Of the prompts that are begun, at most max_staleness + 1 batches are not handed out: more could not all be trained
     on in time. What is handed out is finished, and the oldest of that. A resumed run begins those prompts again that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import time
 from collections import deque
@@ -112,7 +113,7 @@ class Table:
             now = time.monotonic()
             self._give_up(now)
             self._begin(now)
-            until = [seat.deadline for seat in list(self._playing.values())[:1]]
+            until = [seat.deadline for seat in itertools.islice(self._playing.values(), 1)]
             gathered: list[Turns] = []
             if self._waiting and free:
                 ready = min(self._first + GATHER, self._last + QUIET)
