@@ -450,7 +450,7 @@ def test_functions_that_wait_for_an_answer_are_released_at_the_end(front: Front)
     with pytest.raises(EngineFailed, match="^engine-0 is broken$"):
         next(source)
     assert_soon(lambda: len(told) == 2 * PROMPTS * SAMPLES)
-    assert len(set(told)) <= 2 and all("nothing is served" in line for line in told)
+    assert all("nothing is served" in line for line in told)
 
 
 def assert_soon(true: Callable[[], bool]) -> None:
