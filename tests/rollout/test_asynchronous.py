@@ -394,7 +394,7 @@ def test_functions_that_fail_or_never_end_cost_their_own_episodes_alone(front: F
         return two_turns(episode)
 
     engines = Engines()
-    source = asynchronous(engines, function=some, front=front, steps=3, max_staleness=2, timeout=0.5, concurrency=4)
+    source = asynchronous(engines, function=some, front=front, steps=3, max_staleness=2, timeout=3.0, concurrency=4)
     scored = list(trained_on(source, engines))
     over.set()
     assert sum((Counter(each.failures) for each in scored), Counter()) == Counter(raised=2, timeout=2, silent=2)
