@@ -143,6 +143,7 @@ def two_turns(episode: Episode) -> float | None:
 def front() -> Iterator[Front]:
     made = Front(temperature=1.0, top_p=1.0)
     yield made
+    assert_soon(lambda: all(thread.name != "rollout episode" for thread in threading.enumerate()))  # which may ask
     made.close()
 
 
