@@ -110,8 +110,10 @@ class RankPool:
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        # What is preloaded may touch CUDA as it is imported, and that does not survive a fork.
+        context: Any = multiprocessing.get_context("forkserver" if self.device == "cpu" else "spawn")
+        if self.device == "cpu":
+            context.set_forkserver_preload(PRELOAD)
         # It listens before any rank is started: no other process can have taken the port by then.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
