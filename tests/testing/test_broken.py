@@ -33,14 +33,11 @@ def backend_name(request):
 CONFTEST = """
 import functools
 import gc
-import multiprocessing
 
 from corerl.plugin import registry
 from corerl.plugin.capabilities import Capability
 from corerl.testing.marks import check_of
-from corerl.testing.pool import PRELOAD
 
-multiprocessing.set_forkserver_preload(PRELOAD)  # torch is imported once for all processes that checks start
 # What is installed stays so, and each of some thousand workers would look for it again.
 registry.scan = functools.cache(registry.scan)
 
