@@ -64,8 +64,8 @@ class OneRank:
 
 
 def fork_server() -> ForkServerContext:
-    """Where every process of a check comes from, ranks and others. What a process has imported is decided when the first
-    of them is started; a preload that is named after that is silently ignored."""
+    """Where every process of a check comes from, ranks and others. What they have imported is decided when the first of
+    them is started; a preload that is named after that is silently ignored."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
