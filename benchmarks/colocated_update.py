@@ -2,6 +2,7 @@
 or on other GPUs by NCCL, beside a broadcast of the bytes.
 
 python -m benchmarks.colocated_update 0.6b 8b                               # one GPU
+python -m benchmarks.colocated_update 0.6b 8b --engine sglang               # the same, with engines that are SGLang
 python -m benchmarks.colocated_update 8b --bucket-mib 256 --backend megatron
 python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.colocated_update 8b          # 4 engines
 python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.colocated_update 8b --split  # one over 4
@@ -9,10 +10,16 @@ torchrun --standalone --nproc-per-node 2 -m benchmarks.colocated_update 8b --apa
 python -m benchmarks.colocated_update 0.6b --tiny                           # on a CPU: does it run?
 
 An engine is a process with the model's parameters in bfloat16. The update is what a run does from the call of
-`update_weights` on the ranks until it returns: meeting the engine, gathering each bucket in bfloat16 from the backend's
-own parameters, a checksum on either side, the engine's copy into its parameters, its acknowledgement. The other side is
-that copy alone, in the engine, out of a buffer of a bucket's size that lies there: no other process, no checksum. On
-several ranks it is that and an all-gather of as many bytes. Parameters alone are resident: no moments, no gradients.
+`update_weights` on the ranks and of `receive` in the engine until both return: meeting, gathering each bucket in
+bfloat16 from the backend's own parameters, a checksum on either side, the engine's copy into its parameters, its
+acknowledgement. The other side is that copy alone, in the engine, out of a buffer of a bucket's size that lies there:
+no other process, no checksum. On several ranks it is that and an all-gather of as many bytes. Parameters alone are
+resident: no moments, no gradients.
+
+With `--engine sglang` an engine is CoreRL's for SGLang, in a process of its own, with its server; the other side is a
+second SGLang on the same GPUs, `sglang.Engine`, that is handed flattened buckets of the same tensors, which lie there.
+In the end each is asked whether it holds what it was given. One GPU then has a shape's bytes three times beside the
+ranks' own parameters: the 8B shape wants one of 141 GB.
 
 With `--apart` each rank's engine is on a GPU of its own, the first rank sends all, and the other side is a broadcast of
 a buffer that lies there, bucket after bucket, from a process on the first rank's GPU to the engines' processes.
@@ -61,14 +68,15 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "8b": QWEN3_8B,
 }
 TARGET, TARGET_APART = 1.5, 1.4
-ENGINE = "--engine"  # how this program starts itself as an engine
+BARE = "--bare"  # how this program starts itself as an engine
+DIFFERENT = "THE ENGINES DO NOT HOLD WHAT THEY WERE GIVEN, and the ratio says nothing:"
 TIMEOUT = 300.0  # seconds that one side waits for the other
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------
 
 
-def serve(pipe: Connection) -> None:
+def serve_bare(pipe: Connection) -> None:
     """An engine's process: it is told what it is, and then answers each order with its seconds. With more than one of
     `parts` it holds its part of each tensor's first axis."""
     manifest, address, index, parts, gpu = pipe.recv()
@@ -162,13 +170,16 @@ class Spans:
         self.seconds[name] += time.perf_counter() - began
 
 
+def fields_of(shape: str, tiny: bool) -> dict[str, Any]:
+    return {**SHAPES[shape], **(TINY if tiny else {})}
+
+
 def started(shape: str, backend: str, bucket_mib: float, *, tiny: bool) -> Worker:
     """A rank with the shape's parameters."""
-    fields = {**SHAPES[shape], **(TINY if tiny else {})}
     setup = Setup(
         backend=backend,
         model="",
-        fields=fields,
+        fields=fields_of(shape, tiny),
         train=TrainConfig(precision="bfloat16"),
         weights=WeightsConfig(bucket_bytes=int(bucket_mib * 2**20), dtype="bfloat16"),
         device="cpu" if tiny else "cuda",
@@ -187,14 +198,15 @@ def started(shape: str, backend: str, bucket_mib: float, *, tiny: bool) -> Worke
 class Peer:
     """A process that is an engine, or one that only broadcasts to engines."""
 
-    def __init__(self, manifest: Manifest, address: Address, *, index: int, parts: int, gpu: int) -> None:
+    def __init__(self, *program: str, told: tuple[Any, ...], environment: Mapping[str, str] | None = None) -> None:
+        """`program`: a module, and words for it. Returns when it is there."""
         with Listener(family="AF_UNIX") as listener:
-            started = [sys.executable, "-m", "benchmarks.colocated_update", ENGINE, str(listener.address)]
+            started = [sys.executable, "-m", *program, str(listener.address)]
             # Else it would take the launcher's store for its own.
-            environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-            self._process = subprocess.Popen(started, env=environment)
+            inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+            self._process = subprocess.Popen(started, env={**inherited, **(environment or {})})
             self.pipe = listener.accept()
-        self.pipe.send((manifest, address, index, parts, gpu))
+        self.pipe.send(told)
         assert self.pipe.recv() == "there"
 
     def ask(self, order: Any) -> Any:
@@ -204,6 +216,110 @@ class Peer:
     def close(self) -> None:
         self.pipe.send(None)
         self._process.wait()
+
+
+class Bare:
+    """The engines' processes that this rank has: that of its own engine or part, and where engines are apart, on the
+    first rank, one that broadcasts to engines."""
+
+    name = ""
+    what = "the engine's load of ready buckets"
+
+    def __init__(self, manifest: Manifest, address: Address, *, rank: int, world: int, split: bool, apart: bool):
+        self._apart = apart
+        parts = world if split else 1
+
+        def peer(parts: int, gpu: int) -> Peer:
+            return Peer("benchmarks.colocated_update", BARE, told=(manifest, address, rank, parts, gpu))
+
+        self._peers = [peer(parts, rank + apart * world)]
+        if apart:
+            self.what = "a broadcast of the bytes"
+            if rank == 0:  # where the sender is
+                self._peers.append(peer(1, 0))
+            meet(self._peers, rank, world)
+
+    def begin(self, version: int) -> None:
+        self._peers[0].pipe.send(version)
+
+    def end(self) -> None:
+        """Returns when the engine has the version that it was begun with."""
+        self._peers[0].pipe.recv()
+
+    def limit(self) -> float:
+        """Seconds of the other side, on this rank."""
+        if not self._apart:
+            return float(self._peers[0].ask("load"))
+        for peer in self._peers:
+            peer.pipe.send("broadcast")
+        return max(peer.pipe.recv() for peer in self._peers)
+
+    def verified(self, sent: Mapping[str, int]) -> list[str]:
+        """How engines differ from what was `sent`: these cannot tell."""
+        return []
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()
+
+
+class Sglang:
+    """The same with engines that are SGLang, CoreRL's and another one; the first rank has an engine over all."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        address: Address,
+        fields: Mapping[str, Any],
+        *,
+        rank: int,
+        world: int,
+        split: bool,
+        tiny: bool,
+    ):
+        from benchmarks.sglang_sides import Replica  # its plugin is installed where this is asked for
+
+        self.name = "a stand-in for SGLang" if tiny else "SGLang"
+        self.what = f"{'the stand-in' if tiny else 'SGLang'}'s load of ready buckets"
+        self._peers: list[Peer] = []
+        if split and rank > 0:
+            return
+        on_one = () if tiny or world == 1 else (rank,)
+        replica = Replica(
+            fields={**fields, "max_position_embeddings": 4096, "pad_token_id": 0},
+            index=rank,
+            gpus=world if split else 1,
+            devices=() if split else on_one,
+            tiny=tiny,
+        )
+        told = (replica, manifest, address)
+        # One after the other: each looks how much memory there is.
+        for side in ("corerl", "alone"):
+            self._peers.append(Peer("benchmarks.sglang_sides", side, told=told, environment=replica.environment))
+
+    def begin(self, version: int) -> None:
+        for peer in self._peers[:1]:
+            peer.pipe.send(version)
+
+    def end(self) -> None:
+        for peer in self._peers[:1]:
+            if error := peer.pipe.recv():
+                raise AssertionError(error)
+
+    def limit(self) -> float:
+        return max((float(peer.ask("load")) for peer in self._peers[1:]), default=0.0)
+
+    def verified(self, sent: Mapping[str, int]) -> list[str]:
+        from benchmarks.sglang_sides import differences
+
+        if not self._peers:
+            return []
+        engine, other = self._peers
+        return [each for each in (differences(sent, engine.ask("sums")), other.ask("held")) if each]
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()
 
 
 def address_of(engines: tuple[str, ...], *, apart: bool, device: str) -> Address:
@@ -228,7 +344,15 @@ def address_of(engines: tuple[str, ...], *, apart: bool, device: str) -> Address
 
 
 def measure(
-    shape: str, *, backend: str, rounds: int, bucket_mib: float, split: bool, apart: bool, tiny: bool
+    shape: str,
+    *,
+    backend: str,
+    engine: str,
+    rounds: int,
+    bucket_mib: float,
+    split: bool,
+    apart: bool,
+    tiny: bool,
 ) -> Report:
     """Called on every rank; the report is the first one's."""
     worker = started(shape, backend, bucket_mib, tiny=tiny)
@@ -237,65 +361,68 @@ def measure(
     device = torch.device("cpu" if tiny else "cuda")
     engines = ("engine-0",) * world if split else tuple(f"engine-{index}" for index in range(world))
     address = address_of(engines, apart=apart, device=device.type)
-    peers = [
-        Peer(
-            manifest, evolve(address, listening=None), index=rank, parts=world if split else 1, gpu=rank + apart * world
-        )
-    ]
-    if apart and rank == 0:  # the one that broadcasts to engines, where the sender is
-        peers.append(Peer(manifest, evolve(address, listening=None), index=rank, parts=1, gpu=0))
+    theirs = evolve(address, listening=None)
+    sides: Bare | Sglang
+    if engine == "sglang":
+        worker.clear_memory()
+        sides = Sglang(manifest, theirs, fields_of(shape, tiny), rank=rank, world=world, split=split, tiny=tiny)
+    else:
+        sides = Bare(manifest, theirs, rank=rank, world=world, split=split, apart=apart)
     spans = Spans()
     worker.trace(spans)
-    version, sent = 0, 0
+    version = 0
 
-    def update(_: int) -> float:
-        nonlocal version, sent
+    def update(verify: bool = False) -> tuple[float, UpdateResult]:
+        nonlocal version
         version += 1
-        peers[0].pipe.send(version)
         spans.seconds.clear()
-        took, result = together(lambda: worker.update_weights(address, version), device)
-        peers[0].pipe.recv()
+
+        def both() -> UpdateResult:
+            sides.begin(version)
+            result = worker.update_weights(address, version, verify)
+            sides.end()
+            return result
+
+        took, result = together(both, device)
         assert not any(result.engines.values()), result.engines
-        sent = result.bytes
-        return took
+        return took, result
 
     def limit(_: int) -> float:
-        if apart:
-            for peer in peers:
-                peer.pipe.send("broadcast")
-            return slowest(max(peer.pipe.recv() for peer in peers))
-        return slowest(peers[0].ask("load")) + (gathering(manifest, world, device) if world > 1 else 0.0)
+        took = slowest(sides.limit())
+        return took + (gathering(manifest, world, device) if world > 1 and not apart else 0.0)
 
-    if apart:
-        meet(peers, rank, world)
-
-    update(0)
+    update()
     limit(0)
     parts_of: dict[str, list[float]] = defaultdict(list)
 
-    def ours(number: int) -> float:
-        took = update(number)
+    def ours(_: int) -> float:
+        took, _result = update()
         for name, seconds in spans.seconds.items():
             parts_of[name].append(seconds)
         return took
 
     seconds, others = in_turns(rounds, ours, limit)
-    for peer in peers:
-        peer.close()
+    _, result = update(verify=engine == "sglang")
+    sums: list[Mapping[str, int]] = [result.sums]
+    dist.broadcast_object_list(sums, src=0)  # those of the first alone are told
+    wrong: list[list[str]] = [[]] * world
+    dist.all_gather_object(wrong, sides.verified(sums[0]))
+    sides.close()
     worker.shutdown("measured")
-    gib = sent / 2**30
+    sent = result.bytes
+    held = "Both sides' engines held what they were given." if engine == "sglang" else ""
+    if found := [each for every in wrong for each in every]:
+        held = f"{DIFFERENT} {'; '.join(found)}."
     return Report(
         name="colocated_update",
-        size=f"{'tiny ' if tiny else ''}{shape} shape, {gib:.3g} GiB in bfloat16, {len(manifest.buckets)} buckets of "
-        f"at most {bucket_mib:g} MiB on both sides, {world} {backend} rank{'s' * (world > 1)}, "
+        size=f"{'tiny ' if tiny else ''}{shape} shape, {sent / 2**30:.3g} GiB in bfloat16, {len(manifest.buckets)} "
+        f"buckets of at most {bucket_mib:g} MiB on both sides, {world} {backend} rank{'s' * (world > 1)}, "
         f"{'one engine over all of them' if split else 'an engine ' + ('for' if apart else 'on') + ' each'}"
-        f"{', on GPUs of their own' if apart else ''}",
+        f"{', on GPUs of their own' if apart else ''}{', of ' + sides.name if sides.name else ''}",
         comparisons=[
             Comparison(
                 what="one update",
-                against="a broadcast of the bytes"
-                if apart
-                else "the engine's load of ready buckets" + (" and an all-gather of the bytes" if world > 1 else ""),
+                against=sides.what + (" and an all-gather of the bytes" if world > 1 and not apart else ""),
                 ours=seconds,
                 other=others,
                 target=TARGET_APART if apart else TARGET,
@@ -305,7 +432,7 @@ def measure(
             Number(what="bytes a second", values=[sent / each / 1e9 for each in seconds], unit="GB/s"),
             *(Number(what=f"in it: {name}", values=values, unit="s") for name, values in sorted(parts_of.items())),
         ],
-        note="Parts are of the first rank, which goes on while its engine loads.",
+        note=f"Parts are of the first rank, which goes on while its engine loads. {held}".strip(),
     )
 
 
@@ -357,6 +484,7 @@ def main() -> None:
     command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_argument("shapes", nargs="+", choices=SHAPES)
     command.add_argument("--backend", default="fsdp")
+    command.add_argument("--engine", choices=("bare", "sglang"), default="bare", help="what takes the update")
     command.add_argument("--rounds", type=int, default=7)
     command.add_argument("--bucket-mib", type=float, nargs="+", default=[1024.0], help="one table row each")
     command.add_argument("--split", action="store_true", help="one engine over all ranks, each holding its part")
@@ -364,6 +492,8 @@ def main() -> None:
     command.add_argument("--tiny", action="store_true", help="a few parameters, on a CPU")
     command.add_argument("--output", help="a JSON file, for a single shape and size; without it tables are printed")
     args = command.parse_args()
+    if args.apart and args.engine != "bare":
+        command.error(f"--engine {args.engine}: its engines are on the ranks' GPUs; leave out --apart")
     if "RANK" in os.environ:
         if not args.tiny:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -377,6 +507,7 @@ def main() -> None:
             report = measure(
                 shape,
                 backend=args.backend,
+                engine=args.engine,
                 rounds=args.rounds,
                 bucket_mib=bucket_mib,
                 split=args.split,
@@ -385,14 +516,14 @@ def main() -> None:
             )
             if dist.get_rank() == 0:
                 print(f"{report.size}\n")
-                print(table([report]), flush=True)
+                print(f"{table([report])}\n\n{report.note}\n", flush=True)
                 if args.output:
                     finish(report, args.output)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == ENGINE:
-        serve(Client(sys.argv[2]))
+    if sys.argv[1] == BARE:
+        serve_bare(Client(sys.argv[2]))
     else:
         main()

@@ -207,10 +207,10 @@ class Backend(BackendBase, ABC):
         roots = [sender.sender_of(bucket) for bucket in self.manifest.buckets]
         sends = None in roots or self.layout.rank in roots
         sent, stream = 0, self.stream
+        chunks = self.local_state(StateKey.PARAM)  # while the engines are on their way
         if sends:
             with self.span("meet engines"):
                 sender.begin(stream, version)
-        chunks = self.local_state(StateKey.PARAM)
         for bucket, root in zip(self.manifest.buckets, roots, strict=True):
             sent += self._send(sender, bucket, stream, chunks=chunks, root=root)
         self._gather_plan.release()
@@ -342,9 +342,8 @@ class Backend(BackendBase, ABC):
 
     def _memory(self, bucket: Bucket, manifest: Manifest) -> torch.Tensor:
         """Of this rank, [bucket.numel], for all buckets of `manifest`: new memory costs more than writing to it."""
-        largest = max(each.numel for each in manifest.buckets)
         use, dtype = f"bucket of {manifest.dtype}", getattr(torch, manifest.dtype)
-        return self._gather_plan.memory(use, largest, dtype, self.device)[: bucket.numel]
+        return self._gather_plan.memory(use, manifest.largest, dtype, self.device)[: bucket.numel]
 
     def on_device(self, kind: MemoryKind) -> list[torch.Tensor]:
         """Of `tensors(kind)` those that take memory on the role's device."""

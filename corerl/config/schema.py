@@ -549,3 +549,4 @@ class ClusterInfo:
     # Fields of the Hugging Face config, plain data; empty where no model is known yet: say nothing of it then.
     model: Mapping[str, Any] = field(factory=dict)
     train: TrainConfig | None = None  # what the role is trained with; None where no run is known
+    weights: WeightsConfig | None = None  # of an engine: how its weights travel; None where no run is known

@@ -457,6 +457,7 @@ def make_fleet(prepared: Prepared, seats: list[Seat], **watched: Any) -> EngineF
                 bundles=prepared.seating.widths.get(ENGINES, 1),
                 devices=seat.devices,
                 run_dir=str(prepared.run_dir),
+                weights=config.weights,
             ),
         )
         for index, seat in enumerate(seats)

@@ -231,7 +231,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         clusters = {
             role: cluster_of(role, config, device=device, model=fields.get(role)) for role in config.chosen_roles
         }
-        engines = evolve(clusters[ACTOR], ranks=config.rollout.replicas)
+        engines = evolve(clusters[ACTOR], ranks=config.rollout.replicas, weights=config.weights)
         with problems.stage("weights.transport"):
             widths = {ENGINES: engine.spec.bundles(config.engines[engine.name], engines)} if config.run.samples else {}
             seats = arrange(groups, apart=apart, widths=widths, cpus=1.0, gpus=0.0)

@@ -160,7 +160,9 @@ def _place(problem: Problem, own: str, config: Config | None, role: str) -> str:
     if not problem.path.startswith("."):
         return f"{own}.{problem.path}" if problem.path else own
     table, _, setting = problem.path[1:].partition(".")
-    if table == "train":
+    if table == "weights":
+        place = "weights"
+    elif table == "train":
         place = config.train_table_of(role) if config else "train"
     else:
         place = config.model_table_of(role) if config else "model"

@@ -27,10 +27,10 @@ class Problem:
 
     `path` is a setting of the plugin's own table, or "" for the table. With a dot before it, it is the role's:
     ".model.FIELD" of its model's Hugging Face config, ".train.SETTING" of what it is trained with, or ".model" or
-    ".train" as a whole, wherever in the config these stand.
+    ".train" as a whole, wherever in the config these stand. An engine may also name ".weights.SETTING".
     """
 
-    path: str = field(validator=matches_re(r"|[^.].*|\.(model|train)(\..+)?"))
+    path: str = field(validator=matches_re(r"|[^.].*|\.(model|train)(\..+)?|\.weights\..+"))
     text: str
 
 

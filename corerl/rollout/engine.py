@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from attrs import Factory, field, frozen
 
-from corerl.config.schema import ModelConfig
+from corerl.config.schema import ModelConfig, WeightsConfig
 from corerl.types import Array, BoolArray, FloatArray, IntArray, MemoryKind
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
@@ -157,6 +157,7 @@ class EngineContext:
     bundles: int = 1  # that the replica takes
     devices: tuple[int, ...] = ()  # the GPUs of these, as the machine numbers them; the process itself sees the first
     run_dir: str = ""  # where it may leave a log; empty where no run is known
+    weights: WeightsConfig = field(factory=WeightsConfig)  # how they will come: in which form, above all
 
     @property
     def receivers(self) -> range:

@@ -119,7 +119,8 @@ class RankPool:
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
-        context = fork_server()
+        # What is preloaded may touch CUDA as it is imported, and that does not survive a fork.
+        context: Any = fork_server() if self.device == "cpu" else multiprocessing.get_context("spawn")
         # It listens before any rank is started: no other process can have taken the port by then.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):

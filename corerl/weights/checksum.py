@@ -22,6 +22,32 @@ def checksum(flat: torch.Tensor) -> int:
     return int(device_sum(data).item())
 
 
+class Digest:
+    """A checksum that is on its way: nothing is waited for before it is asked for."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._done: torch.cuda.Event | None = None
+        if flat.device.type == "cpu":
+            self._found = torch.tensor(checksum(flat))
+            return
+        found = device_sum(flat.detach().reshape(-1).view(torch.uint8))
+        self._found = torch.empty((), dtype=torch.int64, pin_memory=True)
+        self._found.copy_(found, non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is there, and with it what was to be written to `flat` before."""
+        return self._done is None or self._done.query()
+
+    def value(self) -> int:
+        """As `checksum` gives it."""
+        if self._done is not None:
+            self._done.synchronize()
+        return int(self._found)
+
+
 def device_sum(data: torch.Tensor) -> torch.Tensor:
     """A sum over the bytes `data` that flipped bits and exchanged words change; an int64 scalar on its device.
 

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -44,7 +45,7 @@ class Bucket:
     entries: tuple[Entry, ...]
     sender: int = 0  # the trainer's rank that its tensors lie nearest to: the first of their pipeline stage
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of its buffer."""
         return max((entry.start + entry.length for entry in self.entries), default=0)
@@ -68,6 +69,11 @@ class Manifest:
 
     dtype: str  # of every bucket, as torch names it: float32, bfloat16; uint8 where tensors have their own
     buckets: tuple[Bucket, ...]
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest bucket."""
+        return max((bucket.numel for bucket in self.buckets), default=0)
 
     @property
     def names(self) -> list[str]:

@@ -21,9 +21,9 @@ LARGEST = torch.finfo(FP8).max  # 448
 SCALE = "_scale_inv"  # what the name of a weight's scales ends in
 ALIGNMENT = 16  # bytes: each tensor begins where any dtype may
 # Linear layers are the matrices inside layers: embeddings and head are outside. A router stays as it is, as it does in
-# the checkpoints.
+# the checkpoints; so does the one row that weighs a shared expert.
 LINEAR = re.compile(r"(^|\.)layers\.\d+\..*\.weight$")
-ROUTER = re.compile(r"\.gate\.weight$")
+ROUTER = re.compile(r"\.(gate|shared_expert_gate)\.weight$")
 
 
 def is_quantized(name: str, shape: tuple[int, ...], left_out: Sequence[str] = ()) -> bool:
@@ -32,14 +32,25 @@ def is_quantized(name: str, shape: tuple[int, ...], left_out: Sequence[str] = ()
     return linear and not any(part in name for part in left_out)
 
 
+def as_sent(
+    name: str, shape: tuple[int, ...], dtype: str, left_out: Sequence[str] = ()
+) -> list[tuple[str, tuple[int, ...], str]]:
+    """Name, shape and dtype of each tensor as which this HF tensor travels: in `dtype` where it is not quantised."""
+    if not is_quantized(name, shape, left_out):
+        return [(name, shape, dtype)]
+    rows, columns = shape
+    return [(name, shape, "float8_e4m3fn"), (name + SCALE, (-(-rows // BLOCK), -(-columns // BLOCK)), "float32")]
+
+
 def quantized(manifest: Manifest, left_out: Sequence[str] = ()) -> Manifest:
     """The same tensors as they travel: bucket by bucket, in bytes, each tensor with a dtype of its own."""
     buckets = []
     for bucket in manifest.buckets:
         entries: list[Entry] = []
-        for name, shape, dtype in _as_sent(bucket, manifest.dtype, left_out):
-            end = entries[-1].start + entries[-1].length if entries else 0
-            entries.append(Entry(name, shape, -(-end // ALIGNMENT) * ALIGNMENT, dtype))
+        for entry in bucket.entries:
+            for name, shape, dtype in as_sent(entry.name, entry.shape, manifest.dtype, left_out):
+                end = entries[-1].start + entries[-1].length if entries else 0
+                entries.append(Entry(name, shape, -(-end // ALIGNMENT) * ALIGNMENT, dtype))
         buckets.append(Bucket(bucket.index, tuple(entries), bucket.sender))
     return Manifest("uint8", tuple(buckets))
 
@@ -71,16 +82,3 @@ def to_blocks(weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) 
         scales_into.copy_(torch.where(scale == 0, 1.0, scale))
         divided = (padded / scales_into[:, None, :, None]).view(-1, across * BLOCK)
         into.copy_(divided[: len(strip), :columns])
-
-
-def _as_sent(bucket: Bucket, dtype: str, left_out: Sequence[str]) -> list[tuple[str, tuple[int, ...], str]]:
-    """Name, shape and dtype of each tensor of which the bucket is made."""
-    found: list[tuple[str, tuple[int, ...], str]] = []
-    for entry in bucket.entries:
-        if is_quantized(entry.name, entry.shape, left_out):
-            rows, columns = entry.shape
-            blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
-            found += [(entry.name, entry.shape, "float8_e4m3fn"), (entry.name + SCALE, blocks, "float32")]
-        else:
-            found.append((entry.name, entry.shape, dtype))
-    return found

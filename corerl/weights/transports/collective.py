@@ -11,6 +11,9 @@ part in an update, which rank 0 decides for all, and how it went. For update `v`
     v/done/i    engine -> rank 0         "" or why it did not commit
     broken/g    a sender -> all others   why it has left its group: who waits in a broadcast of it waits in vain
 
+Both ends have two buffers, the trainer's on GPUs alone: while one bucket is broadcast, the next one is gathered at this
+end, and the one before is loaded at that.
+
 An engine that does not join is left out and the group rebuilt without it; it is asked again at the next update. Nobody
 blocks in a broadcast: both ends look whether it is done, whether the time is up, and whether the other end still lives.
 NCCL alone would wait for a peer that has died until its watchdog ends the process.
@@ -23,18 +26,21 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from attrs import define, field, frozen
 
 from corerl.errors import WeightUpdateError
-from corerl.weights.checksum import checksum
+from corerl.weights.checksum import checksum, device_sum
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address, WeightReceiver, WeightSender
 
+BUFFERS = 2  # at each end
 # Waiting gives up before NCCL's own timeout, which is of no use here.
 WATCHDOG_MARGIN = 60.0
 # What torch reads when a group of NCCL's is made: with "0" its watchdog leaves a failed collective to whoever waits for
@@ -88,12 +94,16 @@ class _Group:
         self._backend.broadcast(torch.zeros(1, dtype=torch.uint8, device="cuda"), 0).wait()
         torch.cuda.current_stream().synchronize()
 
-    def broadcast(self, tensor: torch.Tensor, broken: Callable[[], str]) -> None:
-        """From rank 0 to all, in place. Raises what the library raises of a lost peer, and WeightUpdateError once
-        `broken`, which is asked all the while, has an answer, or the time is up."""
-        work = self._backend.broadcast(tensor.view(torch.uint8), 0)
-        self._wait(work.is_completed, broken, "broadcast")
-        work.wait(self._timeout)
+    def start(self, *tensors: torch.Tensor) -> list[Any]:
+        """Broadcasts from rank 0 to all, in place and in this order; to `finish`."""
+        return [self._backend.broadcast(tensor.view(torch.uint8), 0) for tensor in tensors]
+
+    def finish(self, works: Sequence[Any], broken: Callable[[], str]) -> None:
+        """Raises what the library raises of a lost peer, and WeightUpdateError once `broken`, which is asked all the
+        while, has an answer, or the time is up."""
+        for work in works:
+            self._wait(work.is_completed, broken, "broadcast")
+            work.wait(self._timeout)
 
     def _wait(self, done: Callable[[], bool], broken: Callable[[], str], what: str) -> None:
         began = time.monotonic()
@@ -120,6 +130,31 @@ def _abort(backend: Any) -> None:
         backend.abort()
 
 
+@define(eq=False)
+class _Room:
+    """Memory that is sent from, and what still reads it."""
+
+    memory: torch.Tensor
+    works: list[Any] = field(factory=list)
+
+
+@frozen(eq=False)
+class _Coming:
+    """A bucket that a receiver waits for."""
+
+    bucket: Bucket
+    flat: torch.Tensor  # [bucket.numel]
+    digest: torch.Tensor  # [1] int64
+    works: list[Any]
+
+
+def _digest(flat: torch.Tensor) -> torch.Tensor:
+    """The checksum, [1] int64 on the device of `flat`, where nothing waits for it."""
+    if flat.device.type == "cpu":
+        return torch.tensor([checksum(flat)])
+    return device_sum(flat.view(torch.uint8)).reshape(1)
+
+
 def _group_name(generation: int, sender: int) -> str:
     return f"{generation}/{sender}"
 
@@ -143,9 +178,13 @@ class CollectiveSender(WeightSender):
         self._errors: dict[str, str] = {}
         self._broken = ""
         self._lost: dict[str, str] = {}  # by engine: why it is not waited for, said by another thread
+        # On the host a GPU's tensors would be gathered one by one, and through memory that is not pinned.
+        self._has_rooms = address.device != "cpu"
+        self._rooms: deque[_Room] = deque()  # the next one first
+        self._largest = 0  # elements of a bucket of this update
 
     def begin(self, manifest: Manifest, version: int) -> None:
-        self._errors, self._broken = {}, ""
+        self._errors, self._broken, self._largest = {}, "", manifest.largest
         try:
             store = self._open_store()
             self._others = tuple(rank for rank in manifest.senders if rank != self._rank)
@@ -158,24 +197,55 @@ class CollectiveSender(WeightSender):
         except Exception as error:
             self._break(error)
 
+    def room(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        if self._group is None or not self._has_rooms:
+            return None
+        if len(self._rooms) < BUFFERS or self._rooms[0].memory.dtype != dtype:
+            self._settle()
+            self._rooms = deque(
+                _Room(torch.empty(max(self._largest, numel), dtype=dtype, device=self._address.device))
+                for _ in range(BUFFERS)
+            )
+        self._finish(self._rooms[0])
+        return self._rooms[0].memory[:numel] if self._group is not None else None
+
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         if self._group is None:
             return
-        # Where trainer and engine share a GPU, NCCL cannot join them, and the buffers of the wire are on the CPU.
-        flat = flat.to(self._address.device).contiguous()
-        digest = torch.tensor([checksum(flat)], dtype=torch.int64, device=flat.device)
+        room = next((each for each in self._rooms if each.memory.data_ptr() == flat.data_ptr()), None)
         try:
-            self.transmit(flat, digest)
+            if room is not None:
+                room.works = self.transmit(flat, _digest(flat))
+                self._rooms.rotate(-1)
+                return
+            # Where trainer and engine share a GPU, NCCL cannot join them, and the buffers of the wire are on the CPU.
+            flat = flat.to(self._address.device).contiguous()
+            self._group.finish(self.transmit(flat, _digest(flat)), self._lost_member)
         except Exception as error:
             self._break(error)
 
-    def transmit(self, flat: torch.Tensor, digest: torch.Tensor) -> None:
-        """Put one bucket and its checksum [1] on the wire."""
+    def transmit(self, flat: torch.Tensor, digest: torch.Tensor) -> list[Any]:
+        """Put one bucket and its checksum [1] on the wire; what is to be waited for before their memory is free."""
         assert self._group is not None
-        self._group.broadcast(flat, self._lost_member)
-        self._group.broadcast(digest, self._lost_member)
+        return self._group.start(flat, digest)
+
+    def _finish(self, room: _Room) -> None:
+        works, room.works = room.works, []
+        if self._group is None:
+            return
+        try:
+            self._group.finish(works, self._lost_member)
+        except Exception as error:
+            self._break(error)
+
+    def _settle(self) -> None:
+        """All that was sent is out."""
+        for room in self._rooms:
+            self._finish(room)
 
     def commit(self, version: int) -> Mapping[str, str]:
+        self._settle()
+        self._rooms.clear()  # whoever sleeps on this device, or steps there, needs it
         if self._rank != 0:  # engines tell rank 0, also of what did not arrive from here
             return {}
         if self._store is not None:
@@ -324,8 +394,9 @@ class CollectiveReceiver(WeightReceiver):
         self._joined: int | None = None  # version that it does take part in
         self._generation = 0  # of the groups that it is in, or joins
         self._asked_store = 0.0  # time.monotonic() when it was last asked whether a group is broken
-        self._rest: Iterator[Bucket] = iter(())  # that senders will still broadcast
-        self._buffer = torch.empty(0)  # for every bucket: new memory costs more than what is written to it
+        self._rest: Iterator[Bucket] = iter(())  # that senders will broadcast, and that are not awaited yet
+        self._coming: deque[_Coming] = deque()  # in their order
+        self._buffers: deque[torch.Tensor] = deque()  # new memory costs more than what is written to it
 
     def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
         try:
@@ -334,20 +405,27 @@ class CollectiveReceiver(WeightReceiver):
             raise
         except Exception as error:
             raise WeightUpdateError(f"cannot join the update to version {version}: {_first_line(error)}") from error
-        largest = max(bucket.numel for bucket in manifest.buckets)
         dtype, device = getattr(torch, manifest.dtype), self._address.device
-        if self._buffer.numel() < largest or self._buffer.dtype != dtype:
-            self._buffer = torch.empty(largest, dtype=dtype, device=device)
+        buffers = 1 if device == "cpu" else BUFFERS
+        if (
+            len(self._buffers) < buffers
+            or self._buffers[0].numel() < manifest.largest
+            or self._buffers[0].dtype != dtype
+        ):
+            self._buffers = deque(torch.empty(manifest.largest, dtype=dtype, device=device) for _ in range(buffers))
         self._rest = iter(manifest.buckets)
-        for bucket in self._rest:
-            flat, sent = self._receive(bucket, version)
-            got = checksum(flat)
+        for _ in range(buffers - 1):
+            self._expect(version)
+        for _ in manifest.buckets:
+            self._expect(version)  # into the buffer whose bucket was loaded last, in the order of the stream
+            came, sent = self._receive(version)
+            got = checksum(came.flat)
             if got != sent:
                 raise WeightUpdateError(
-                    f"bucket {bucket.index} of version {version} was damaged on its way: checksum {got:#x}, "
+                    f"bucket {came.bucket.index} of version {version} was damaged on its way: checksum {got:#x}, "
                     f"sent with {sent:#x}; the update is refused"
                 )
-            yield bucket, flat
+            yield came.bucket, came.flat
 
     def acknowledge(self, version: int, error: str) -> None:
         asked, joined = self._asked == version, self._joined == version
@@ -358,12 +436,12 @@ class CollectiveReceiver(WeightReceiver):
             return
         # Whoever stops early still takes part in the remaining broadcasts: the other engines need them.
         try:
-            for bucket in self._rest:
-                self._receive(bucket, version)
+            while self._expect(version) or self._coming:
+                self._receive(version)
         except WeightUpdateError as failure:
             error = error or failure.message
-        if self._buffer.device.type != "cpu":  # whoever sleeps on this device needs it
-            self._buffer = torch.empty(0)
+        if self._address.device != "cpu":  # whoever sleeps on this device needs it
+            self._buffers.clear()
         self._tell(f"{version}/done/{self._index}", error)
 
     def close(self) -> None:
@@ -387,6 +465,7 @@ class CollectiveReceiver(WeightReceiver):
     def _join(self, manifest: Manifest, version: int) -> None:
         store = self._open_store()
         self._rest = iter(())
+        self._coming.clear()
         self._asked = version
         current = self._generation if self._groups else 0
         _put(store, f"{version}/ready/{self._index}", {"digest": manifest.digest, "generation": current})
@@ -413,22 +492,38 @@ class CollectiveReceiver(WeightReceiver):
                 broken=self._left_by_sender,
             )
 
-    def _receive(self, bucket: Bucket, version: int) -> tuple[torch.Tensor, int]:
-        """One bucket [bucket.numel] and the checksum it was sent with."""
-        flat = self._buffer[: bucket.numel]
+    def _expect(self, version: int) -> bool:
+        """Have the next bucket come; whether there was one."""
+        bucket = next(self._rest, None)
+        if bucket is None:
+            return False
+        flat = self._buffers[0][: bucket.numel]
+        self._buffers.rotate(-1)
         digest = torch.empty(1, dtype=torch.int64, device=self._address.device)
         try:
             if bucket.sender not in self._groups:
                 raise WeightUpdateError("the group is closed")
-            self._groups[bucket.sender].broadcast(flat, self._left_by_sender)
-            self._groups[bucket.sender].broadcast(digest, self._left_by_sender)
+            works = self._groups[bucket.sender].start(flat, digest)
         except Exception as error:
-            self._drop_groups()
-            self._rest = iter(())
-            raise WeightUpdateError(
-                f"bucket {bucket.index} of version {version} did not arrive: {_first_line(error)}"
-            ) from error
-        return flat, int(digest.item())
+            raise self._missed(bucket, version, error) from error
+        self._coming.append(_Coming(bucket, flat, digest, works))
+        return True
+
+    def _receive(self, version: int) -> tuple[_Coming, int]:
+        """The first of those that come, and the checksum it was sent with."""
+        came = self._coming.popleft()
+        try:
+            self._groups[came.bucket.sender].finish(came.works, self._left_by_sender)
+            return came, int(came.digest.item())
+        except Exception as error:
+            raise self._missed(came.bucket, version, error) from error
+
+    def _missed(self, bucket: Bucket, version: int, error: Exception) -> WeightUpdateError:
+        """Nothing more comes in this update."""
+        self._drop_groups()
+        self._rest = iter(())
+        self._coming.clear()
+        return WeightUpdateError(f"bucket {bucket.index} of version {version} did not arrive: {_first_line(error)}")
 
     def _left_by_sender(self) -> str:
         """Why a sender has left its group; "" as long as none has, which the store is asked now and then."""

@@ -11,7 +11,9 @@ Messages are JSON, one a packet, each with the version that it belongs to:
     receiver -> sender   done: "" or why it did not commit
 
 There are `BUFFERS` buffers: one is gathered into while engines load the other. A buffer is used again when every
-receiver has freed it. The end of a connection is the end of that engine's update, at once and of no other's.
+receiver has freed it. On a GPU a bucket's checksum is not waited for before the next one is begun, and the bucket is
+handed over then: the device has always something to do. The end of a connection is the end of that engine's update, at
+once and of no other's.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 
 from corerl.errors import WeightUpdateError
-from corerl.weights.checksum import checksum
+from corerl.weights.checksum import Digest, checksum
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.shared import Handle, Shared, opened, share
 from corerl.weights.transport import Address, WeightReceiver, WeightSender
@@ -69,6 +71,16 @@ class _Buffer:
     bucket: int = -1  # the one that was sent from it last
 
 
+@frozen(eq=False)
+class _Pending:
+    """A bucket that is gathered, or will be once the device gets there, and that no engine has been told of."""
+
+    bucket: Bucket
+    flat: torch.Tensor
+    buffer: int
+    digest: Digest
+
+
 class IpcSender(WeightSender):
     """One rank's end. Those with no receiver on their device gather along, and send nothing."""
 
@@ -84,6 +96,7 @@ class IpcSender(WeightSender):
         self._peers: dict[int, _Peer] = {}  # by receiver index
         self._buffers: list[_Buffer] = []
         self._turn = 0
+        self._pending: _Pending | None = None
         self._errors: dict[int, str] = {}  # by receiver index, of this update
         self._done: dict[int, str] = {}
         self._lost: dict[str, str] = {}  # by engine: why it is not waited for, said by another thread
@@ -95,7 +108,7 @@ class IpcSender(WeightSender):
 
     def begin(self, manifest: Manifest, version: int) -> None:
         self._errors, self._done, self._version, self._manifest = {}, {}, version, manifest
-        self._turn = 0
+        self._turn, self._pending = 0, None
         for peer in self._peers.values():
             peer.taking = False
             peer.loading.clear()
@@ -133,19 +146,19 @@ class IpcSender(WeightSender):
                 return
             room.copy_(flat)
             flat, buffer = room, self._buffers[self._turn]
-        digest = checksum(flat)
-        if flat.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # who opens the handle waits for no stream of this process
-        self.transmit(flat)
+        self._hand_over_pending()
+        index = self._buffers.index(buffer)
         buffer.bucket = bucket.index
-        for index in self._taking:
-            self._hand_over(index, bucket, digest, self._buffers.index(buffer))
-        self._turn = (self._buffers.index(buffer) + 1) % BUFFERS
+        self._pending = _Pending(bucket, flat, index, Digest(flat))
+        self._turn = (index + 1) % BUFFERS
+        if self._pending.digest.ready:
+            self._hand_over_pending()
 
     def transmit(self, flat: torch.Tensor) -> None:
         """The moment between the checksum and the engines' reading: nothing happens to `flat`."""
 
     def commit(self, version: int) -> Mapping[str, str]:
+        self._hand_over_pending()
         self._wait(lambda: not self._taking)
         for index in self._taking:
             self._drop(index, f"did not commit version {version}: no answer within {self._address.timeout:g} s")
@@ -272,6 +285,16 @@ class IpcSender(WeightSender):
             peer.taking = True
             self._tell(index, {"is": "go", "version": version, "error": ""})
 
+    def _hand_over_pending(self) -> None:
+        """Who opens a handle waits for no stream of this process: what it finds there is written by now."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        digest = pending.digest.value()
+        self.transmit(pending.flat)
+        for index in self._taking:
+            self._hand_over(index, pending.bucket, digest, pending.buffer)
+
     def _hand_over(self, index: int, bucket: Bucket, digest: int, buffer: int) -> None:
         peer = self._peers[index]
         message: dict[str, Any] = {"is": "bucket", "version": self._version, "bucket": bucket.index, "buffer": buffer}
@@ -306,19 +329,25 @@ class IpcSender(WeightSender):
     def _next(self, nbytes: int) -> _Buffer | None:
         """The buffer whose turn it is, once nobody reads it any more; None where nobody is left."""
         assert self._manifest is not None
-        largest = max(bucket.numel for bucket in self._manifest.buckets)
-        largest *= getattr(torch, self._manifest.dtype).itemsize
+        largest = self._manifest.largest * getattr(torch, self._manifest.dtype).itemsize
         if self._buffers and self._buffers[0].shared.bytes.numel() < max(largest, nbytes):
+            self._hand_over_pending()
             self._wait(lambda: not any(peer.loading for peer in self._peers.values()))
             self._release()
         if len(self._buffers) <= self._turn:
             self._buffers.append(_Buffer(share(max(largest, nbytes), torch.device(self._address.device))))
         buffer = self._buffers[self._turn]
-        self._wait(lambda: not any(buffer.bucket in peer.loading for peer in self._peers.values()))
+        if self._pending is not None and (self._pending.digest.ready or self._is_read(buffer)):
+            self._hand_over_pending()  # there is nothing better to do than to wait for it
+        self._wait(lambda: not self._is_read(buffer))
         for index in self._taking:
             if buffer.bucket in self._peers[index].loading:
                 self._drop(index, f"did not load bucket {buffer.bucket} within {self._address.timeout:g} s")
         return buffer if self._taking else None
+
+    def _is_read(self, buffer: _Buffer) -> bool:
+        """Whether an engine still loads what was sent from it."""
+        return any(buffer.bucket in peer.loading for peer in self._peers.values())
 
     def _release(self) -> None:
         for peer in self._peers.values():

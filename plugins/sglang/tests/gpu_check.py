@@ -9,6 +9,7 @@ be. `ATTENTION` names SGLang's attention in bfloat16; in float32 it is torch's o
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -28,13 +29,14 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from corerl.config.schema import ModelConfig
+from corerl.config.schema import ModelConfig, WeightsConfig
 from corerl.errors import WorkerDied
 from corerl.models.config import hf_config
 from corerl.models.names import hf_boxes
 from corerl.rollout.engine import EngineContext, GenerateRequest, Generation, SamplingParams
 from corerl.types import MemoryKind
 from corerl.weights.manifest import build_manifest
+from corerl.weights.quantize import BLOCK, SCALE, is_quantized, quantize, quantized, to_blocks
 from corerl.weights.transport import Address
 from corerl.weights.transports import open_sender
 from corerl.weights.verify import bit_sums
@@ -57,7 +59,7 @@ TINY = {
     "head_dim": 64,
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
-    "initializer_range": 0.08,  # some tokens are then much likelier than others
+    "initializer_range": 0.06,  # some tokens are then much likelier than others
 }
 QUICKSTART = {**TINY, "vocab_size": 16, "rope_theta": 10000.0}  # that of gpu_quickstart
 EXPERTS = {
@@ -83,11 +85,18 @@ QWEN3_06B = {
     "initializer_range": 0.02,
 }
 LIMITS = {"bfloat16": 0.02, "float32": 1e-3}  # of the mean absolute difference to transformers' log-probs
+PLAIN = WeightsConfig()
+SAMPLING = {
+    "greedy": SamplingParams(max_tokens=64, greedy=True),
+    "sampled, temperature 0.7": SamplingParams(max_tokens=64, temperature=0.7),
+    "sampled, temperature 1.3, top_p 0.8": SamplingParams(max_tokens=64, temperature=1.3, top_p=0.8),
+}
 QUICK = {  # what makes a server start sooner
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "disable_prefill_cuda_graph": True,
     "cuda_graph_max_bs_decode": 32,
+    "max_total_tokens": 2**17,  # of the KV cache, so that others find room on the same GPU
 }
 
 
@@ -118,6 +127,12 @@ def hf_tensors(model: Any) -> dict[str, torch.Tensor]:
     return {box.name: box.view(parameter.data) for name, parameter in model.named_parameters() for box in boxes[name]}
 
 
+def devices() -> tuple[int, ...]:
+    """What the driver calls the GPUs that this process sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(map(int, visible.split(","))) if visible else tuple(range(torch.cuda.device_count()))
+
+
 def request(rows: int, vocabulary: int, params: SamplingParams, length: int = 32) -> GenerateRequest:
     generator = np.random.default_rng(rows)
     return GenerateRequest(
@@ -128,8 +143,8 @@ def request(rows: int, vocabulary: int, params: SamplingParams, length: int = 32
     )
 
 
-def difference(model: Any, asked: GenerateRequest, drawn: Generation) -> tuple[float, float]:
-    """Mean and largest absolute difference of log-probs to those of transformers for the same tokens."""
+def logprobs(model: Any, asked: GenerateRequest, drawn: Generation) -> np.ndarray[Any, Any]:
+    """Of the tokens that were drawn, end to end, by transformers."""
     divisor = 1.0 if asked.params.greedy else asked.params.temperature
     found = []
     for row in range(len(asked)):
@@ -139,19 +154,30 @@ def difference(model: Any, asked: GenerateRequest, drawn: Generation) -> tuple[f
         with torch.inference_mode():
             logits = model(input_ids=tokens[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
         plain = torch.log_softmax(logits / divisor, dim=-1).gather(1, tokens[len(prompt) :, None])[:, 0]
-        found.append(plain.cpu().numpy() - drawn.logprobs[low:high])
-    all_found = np.abs(np.concatenate(found))
-    return float(all_found.mean()), float(all_found.max())
+        found.append(plain.cpu().numpy())
+    return np.concatenate(found)
+
+
+def difference(model: Any, asked: GenerateRequest, drawn: Generation) -> tuple[float, float, float]:
+    """Mean, median and largest absolute difference of log-probs to those of transformers for the same tokens."""
+    found = np.abs(logprobs(model, asked, drawn) - drawn.logprobs)
+    return float(found.mean()), float(np.median(found)), float(found.max())
 
 
 @contextmanager
 def engine(
-    findings: Findings, fields: Mapping[str, Any], precision: str, *, ranks: int = 1, **options: Any
+    findings: Findings,
+    fields: Mapping[str, Any],
+    precision: str,
+    *,
+    ranks: int = 1,
+    weights: WeightsConfig = PLAIN,
+    **options: Any,
 ) -> Iterator[SglangEngine]:
     attention = os.environ.get("ATTENTION", "triton") if precision == "bfloat16" else "torch_native"
     server = {**QUICK, **options.pop("server", {})}
     config = SglangConfig(
-        tensor_parallel=ranks, memory=0.3, attention_backend=attention, start_timeout=500.0, server=server, **options
+        tensor_parallel=ranks, memory=0.5, attention_backend=attention, start_timeout=500.0, server=server, **options
     )
     context = EngineContext(
         name="engine-0",
@@ -159,8 +185,9 @@ def engine(
         device="cuda",
         precision=precision,
         bundles=ranks,
-        devices=tuple(range(ranks)) if ranks > 1 else (),
+        devices=devices()[:ranks] if ranks > 1 else (),
         run_dir=str(OUT / findings.piece),
+        weights=weights,
     )
     started = time.perf_counter()
     served = SglangEngine(ModelConfig(config=dict(fields)), config, context)
@@ -172,7 +199,14 @@ def engine(
 
 
 def push(
-    served: SglangEngine, model: Any, version: int, transport: str, *, ranks: int = 1, device: str = "cpu"
+    served: SglangEngine,
+    model: Any,
+    version: int,
+    transport: str,
+    *,
+    ranks: int = 1,
+    device: str = "cpu",
+    weights: WeightsConfig = PLAIN,
 ) -> tuple[str, float]:
     """What went wrong, or "", and the seconds that one update took from beginning to end. By ipc each device has a
     sender, in a thread of its own, as each has a rank in a run."""
@@ -196,19 +230,23 @@ def push(
     shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
     (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     manifest = build_manifest(shapes, dtype=dtype, bucket_bytes=256 * 2**20)
+    stream = quantized(manifest, weights.unquantized) if weights.quantize == "fp8" else manifest
     started = time.perf_counter()
     errors: list[str] = []
-    receiving = threading.Thread(target=lambda: errors.append(served.receive(manifest, version, address).error))
+    receiving = threading.Thread(target=lambda: errors.append(served.receive(stream, version, address).error))
     receiving.start()
     told: dict[str, str] = {}
 
     def send(rank: int) -> None:
         torch.cuda.set_device(rank if transport == "ipc" else model.device)
         sender = open_sender(address, rank=rank)
-        sender.begin(manifest, version)
-        for bucket in manifest.buckets:
+        sender.begin(stream, version)
+        for bucket, as_sent in zip(manifest.buckets, stream.buckets, strict=True):
             flat = torch.cat([tensors[entry.name].flatten() for entry in bucket.entries])
-            sender.send(bucket, flat.cuda() if transport == "ipc" else flat)
+            if stream is not manifest:
+                plain, flat = flat, torch.empty(as_sent.numel, dtype=torch.uint8, device=flat.device)
+                quantize(bucket, plain, as_sent, flat)
+            sender.send(as_sent, flat.cuda() if transport == "ipc" else flat)
         told.update(sender.commit(version))
         sender.close()
 
@@ -219,29 +257,34 @@ def push(
 
 
 def compare(
-    findings: Findings, served: SglangEngine, model: Any, precision: str, version: int, *, rows: int = 16
+    findings: Findings,
+    served: SglangEngine,
+    model: Any,
+    precision: str,
+    version: int,
+    *,
+    rows: int = 16,
+    routed: bool = False,
 ) -> None:
+    """With `routed` the median alone has a limit: where routers of low precision choose other experts, a token's
+    log-prob is another, and so are those after it."""
     vocabulary = model.config.vocab_size
-    for name, params in {
-        "greedy": SamplingParams(max_tokens=64, greedy=True),
-        "sampled, temperature 0.7": SamplingParams(max_tokens=64, temperature=0.7),
-        "sampled, temperature 1.3, top_p 0.8": SamplingParams(max_tokens=64, temperature=1.3, top_p=0.8),
-    }.items():
+    for name, params in SAMPLING.items():
         asked = request(rows, vocabulary, params)
         drawn = served.generate(asked)
-        mean, largest = difference(model, asked, drawn)
-        findings.tell(f"{name}: |log-prob difference|, mean", mean, mean < LIMITS[precision])
+        mean, median, largest = difference(model, asked, drawn)
+        findings.tell(f"{name}: |log-prob difference|, mean", mean, routed or mean < LIMITS[precision])
+        findings.tell(f"{name}: |log-prob difference|, median", median, median < LIMITS[precision])
         findings.tell(f"{name}: |log-prob difference|, largest", largest)
         findings.tell(f"{name}: versions", sorted(set(drawn.versions.tolist())), set(drawn.versions) == {version})
 
 
-def told_sums(findings: Findings, served: SglangEngine, model: Any) -> None:
+def told_sums(findings: Findings, served: SglangEngine, tensors: Mapping[str, torch.Tensor]) -> None:
     """What the ranks say that they hold, beside what was sent."""
-    tensors = hf_tensors(model)
-    (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     sent = bit_sums(tensors)
     started = time.perf_counter()
-    sums = served.weight_sums(dtype) or {}
+    sums = served.weight_sums(dtypes.pop() if len(dtypes) == 1 else "uint8") or {}
     findings.tell("seconds to tell what is held", round(time.perf_counter() - started, 3))
     untold = sorted(sent.keys() - sums.keys())
     findings.tell(f"tensors of {len(sent)} that are not told", untold[:5], not untold)
@@ -264,7 +307,7 @@ def small(findings: Findings, precision: str) -> None:
             if error:
                 findings.tell(f"update by {transport}", error, good=False)
             compare(findings, served, model, precision, version)
-            told_sums(findings, served, model)
+            told_sums(findings, served, hf_tensors(model))
         error, _ = push(served, second, 2, "disk")
         findings.tell("an old version is refused", error, "is not above 2" in error)
         asked = request(8, 512, SamplingParams(max_tokens=64, greedy=True))
@@ -302,7 +345,7 @@ def qwen3(findings: Findings) -> None:
         error, seconds = push(served, model, 0, "disk")
         findings.tell("update by disk, seconds", round(seconds, 3), not error)
         compare(findings, served, model, "bfloat16", 0)
-        told_sums(findings, served, model)
+        told_sums(findings, served, hf_tensors(model))
         asked = request(256, 151936, SamplingParams(max_tokens=256), length=64)
         for _ in range(2):
             started = time.perf_counter()
@@ -364,8 +407,8 @@ def experts(findings: Findings) -> None:
     with engine(findings, EXPERTS, "bfloat16", routed_experts=True) as served:
         error, _ = push(served, model, 0, "collective")
         findings.tell("update", error or "committed", not error)
-        compare(findings, served, model, "bfloat16", 0)
-        told_sums(findings, served, model)
+        compare(findings, served, model, "bfloat16", 0, routed=True)
+        told_sums(findings, served, hf_tensors(model))
         asked = request(4, 512, SamplingParams(max_tokens=16, greedy=True, routed_experts=True))
         drawn = served.generate(asked)
         assert drawn.routed_experts is not None
@@ -390,6 +433,99 @@ def experts(findings: Findings) -> None:
         findings.tell("of the last token", told[-1].tolist(), bool((told[-1] == -1).all()))
 
 
+def in_blocks(model: Any, weights: WeightsConfig) -> dict[str, torch.Tensor]:
+    """The model's tensors as they are sent, which here are quantised one by one."""
+    sent: dict[str, torch.Tensor] = {}
+    for name, tensor in hf_tensors(model).items():
+        if not is_quantized(name, tuple(tensor.shape), weights.unquantized):
+            sent[name] = tensor
+            continue
+        blocks = [-(-size // BLOCK) for size in tensor.shape]
+        sent[name] = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn, device=tensor.device)
+        sent[name + SCALE] = torch.empty(blocks, dtype=torch.float32, device=tensor.device)
+        to_blocks(tensor, sent[name], sent[name + SCALE])
+    return sent
+
+
+def put_together(model: Any, sent: Mapping[str, torch.Tensor]) -> Any:
+    """A model of the weights that an engine has when it is sent these."""
+    copied = copy.deepcopy(model)
+    for name, tensor in hf_tensors(copied).items():
+        if name + SCALE in sent:
+            spread = sent[name + SCALE].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            tensor.copy_(sent[name].float() * spread[: tensor.shape[0], : tensor.shape[1]])
+    return copied
+
+
+@contextmanager
+def activations_in_fp8(model: Any, sent: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """What goes into the linear layers that are quantised is rounded as SGLang's kernels round it: each token's, in
+    groups of 128 columns. Of experts that is what goes into them, and nothing inside."""
+
+    def rounded(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        groups = args[0].float().unflatten(-1, (-1, BLOCK))
+        scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / torch.finfo(torch.float8_e4m3fn).max
+        return (((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(args[0].dtype), *args[1:])
+
+    handles = [
+        module.register_forward_pre_hook(rounded)
+        for name, module in model.named_modules()
+        if f"{name}.weight{SCALE}" in sent or name.endswith(".experts")
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def fp8(findings: Findings, fields: Mapping[str, Any], kernels: str) -> None:
+    """Weights in blocks of FP8, other ones with each update, by broadcast and by handle, before and after a sleep.
+
+    Beside them stands transformers in bfloat16 with the weights that the blocks say. SGLang quantises what goes into
+    linear layers too. How much that changes is measured in transformers, and SGLang's log-probs may be twice as far
+    away: not token by token, since the least difference rounds to other numbers of FP8, but on average.
+    """
+    weights = WeightsConfig(quantize="fp8")
+    models = [random_model(fields, "bfloat16", seed) for seed in (1, 2)]
+    server = {"fp8_gemm_runner_backend": kernels}
+    with engine(findings, fields, "bfloat16", weights=weights, server=server) as served:
+        findings.tell("GiB of weights", round(served._bytes["weights"] / 2**30, 3))
+        for version, transport in enumerate(["collective", "collective", "ipc", "ipc"]):
+            model = models[version % 2]
+            if version == 3:
+                served.sleep(PARAM)
+                served.wake_up(PARAM)
+            device = "cuda" if transport == "ipc" else "cpu"
+            error, seconds = push(served, model, version, transport, device=device, weights=weights)
+            findings.tell(f"update by {transport}, seconds", round(seconds, 3), not error)
+            if error:
+                findings.tell(f"update by {transport}", error, good=False)
+                return
+            sent = in_blocks(model, weights)
+            told_sums(findings, served, sent)
+            compare_fp8(findings, served, put_together(model, sent), sent, version)
+        error, _ = push(served, models[0], 4, "disk")
+        findings.tell("weights that are not quantised are refused", error, "are not sent, the first is" in error)
+
+
+def compare_fp8(
+    findings: Findings, served: SglangEngine, reference: Any, sent: Mapping[str, torch.Tensor], version: int
+) -> None:
+    for name, params in SAMPLING.items():
+        asked = request(16, reference.config.vocab_size, params)
+        drawn = served.generate(asked)
+        findings.tell(f"{name}: versions", sorted(set(drawn.versions.tolist())), set(drawn.versions) == {version})
+        plain = logprobs(reference, asked, drawn)
+        found = np.abs(plain - drawn.logprobs)
+        with activations_in_fp8(reference, sent):
+            caused = float(np.abs(plain - logprobs(reference, asked, drawn)).mean())
+        findings.tell(f"{name}: |log-prob difference| that activations in FP8 make in transformers, mean", caused)
+        mean = float(found.mean())
+        findings.tell(f"{name}: |log-prob difference|, mean", mean, mean < 2 * caused)
+        findings.tell(f"{name}: |log-prob difference|, largest", float(found.max()))
+
+
 def two_ranks(findings: Findings) -> None:
     """One replica over two devices, each of its ranks with a receiver."""
     model = random_model(TINY, "bfloat16", 1)
@@ -402,7 +538,7 @@ def two_ranks(findings: Findings) -> None:
                 findings.tell(f"update by {transport}", error, good=False)
                 return
             compare(findings, served, model, "bfloat16", version)
-            told_sums(findings, served, model)
+            told_sums(findings, served, hf_tensors(model))
 
 
 def quickstart(findings: Findings) -> None:
@@ -412,7 +548,7 @@ def quickstart(findings: Findings) -> None:
         error, _ = push(served, model, 0, "disk")
         findings.tell("update", error or "committed", not error)
         compare(findings, served, model, "bfloat16", 0)
-        told_sums(findings, served, model)
+        told_sums(findings, served, hf_tensors(model))
 
 
 def nccl(findings: Findings) -> None:
@@ -435,6 +571,10 @@ PIECES: dict[str, tuple[int, Callable[[Findings], None]]] = {  # devices that ea
     "qwen3-0.6b": (1, qwen3),
     "repeated": (1, repeated),
     "experts": (1, experts),
+    # Triton's kernels start at once; DeepGEMM's, which are SGLang's own choice on Hopper, are compiled for minutes.
+    "fp8": (1, lambda findings: fp8(findings, QWEN3_06B, "triton")),
+    "fp8-experts": (1, lambda findings: fp8(findings, EXPERTS, "triton")),
+    "fp8-auto": (1, lambda findings: fp8(findings, QWEN3_06B, "auto")),
     "two-ranks": (2, two_ranks),
     "nccl": (2, nccl),
 }

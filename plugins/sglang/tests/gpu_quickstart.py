@@ -97,7 +97,13 @@ def settings(scenario: Scenario, *, steps: int, tiny: bool) -> list[str]:
         engine = sglang(launcher=STAND_IN, tensor_parallel=scenario.tensor_parallel, requests=4)
         return [*common, "cluster.device=cpu", "rollout.prompts=4", "cluster.offload=auto", "data.held_out=8", *engine]
     attention = os.environ.get("ATTENTION", "triton")
-    engine = sglang(tensor_parallel=scenario.tensor_parallel, memory=0.2, attention_backend=attention)
+    # A small KV cache, so that several scenarios find room on the same GPU.
+    engine = sglang(
+        tensor_parallel=scenario.tensor_parallel,
+        memory=0.5,
+        attention_backend=attention,
+        server={"max_total_tokens": 2**17},
+    )
     return [*common, "cluster.device=cuda", "train.precision=bfloat16", *SHAPE, *engine]
 
 

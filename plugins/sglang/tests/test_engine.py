@@ -15,13 +15,14 @@ import pytest
 import torch
 from attrs import evolve
 
-from corerl.config.schema import ModelConfig
+from corerl.config.schema import ModelConfig, WeightsConfig
 from corerl.errors import ConfigError, EngineFailed, WorkerDied
 from corerl.rollout.engine import GenerateRequest, Generation, Received, SamplingParams
 from corerl.rollout.engines import TransformersConfig
-from corerl.rollout.transformers_engine import TransformersEngine
+from corerl.rollout.transformers_engine import TransformersEngine, named_views
 from corerl.types import MemoryKind
 from corerl.weights.manifest import Bucket, build_manifest
+from corerl.weights.quantize import quantize, quantized, to_blocks
 from corerl.weights.transport import Address
 from corerl.weights.transports import open_sender
 from corerl.weights.verify import bit_sums, difference
@@ -37,6 +38,8 @@ REQUEST = GenerateRequest(
     noise_keys=np.array([11, -12, 13, 14, 15]),
     params=SamplingParams(max_tokens=6, stop_tokens=(9,), greedy=True),
 )
+PLAIN = WeightsConfig()
+BLOCKS = {**MOE, "hidden_size": 144, "head_dim": 40, "moe_intermediate_size": 136, "initializer_range": 0.1}
 Start = Callable[..., SglangEngine]
 
 
@@ -45,11 +48,18 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Engines that are closed at the end."""
     engines = []
 
-    def started(fields: Mapping[str, Any], *, ranks: int = 1, stand_in: Mapping[str, Any] = {}, **more: Any) -> Any:
+    def started(
+        fields: Mapping[str, Any],
+        *,
+        ranks: int = 1,
+        weights: WeightsConfig = PLAIN,
+        stand_in: Mapping[str, Any] = {},
+        **more: Any,
+    ) -> Any:
         options = SglangConfig(
             launcher=STAND_IN, tensor_parallel=ranks, requests=2, server={"stand_in": dict(stand_in)}, **more
         )
-        given = evolve(context(), bundles=ranks, run_dir=str(tmp_path_factory.mktemp("run")))
+        given = evolve(context(), bundles=ranks, weights=weights, run_dir=str(tmp_path_factory.mktemp("run")))
         engines.append(SglangEngine(ModelConfig(config=fields), options, given))
         return engines[-1]
 
@@ -64,19 +74,24 @@ def push(
     version: int,
     address: Address,
     *,
+    weights: WeightsConfig = PLAIN,
     sent: Callable[[Bucket, torch.Tensor], torch.Tensor] = lambda bucket, flat: flat,
 ) -> tuple[Received, dict[str, str]]:
     """What the engine and what the sender say of one update. `sent` may do something to each bucket's buffer."""
     shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
     manifest = build_manifest(shapes, dtype="float32", bucket_bytes=8192)
+    stream = quantized(manifest, weights.unquantized) if weights.quantize == "fp8" else manifest
     received: list[Received] = []
-    thread = threading.Thread(target=lambda: received.append(engine.receive(manifest, version, address)))
+    thread = threading.Thread(target=lambda: received.append(engine.receive(stream, version, address)))
     thread.start()
     sender = open_sender(address)
-    sender.begin(manifest, version)
-    for bucket in manifest.buckets:
+    sender.begin(stream, version)
+    for bucket, as_sent in zip(manifest.buckets, stream.buckets, strict=True):
         flat = torch.cat([tensors[entry.name].flatten() for entry in bucket.entries])
-        sender.send(bucket, sent(bucket, flat))
+        if stream is not manifest:
+            plain, flat = flat, torch.empty(as_sent.numel, dtype=torch.uint8)
+            quantize(bucket, plain, as_sent, flat)
+        sender.send(as_sent, sent(as_sent, flat))
     told = dict(sender.commit(version))
     thread.join()
     sender.close()
@@ -268,6 +283,41 @@ def test_what_a_rank_loads_wrongly_shows_in_its_sums(start: Start, tmp_path: Pat
     os.kill(engine._server.pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match="its server was ended by SIGKILL"):
         engine.weight_sums("float32")
+
+
+def test_weights_in_fp8_are_held_as_they_came_and_computed_with(start: Start, tmp_path: Path) -> None:
+    """Twice, with blocks that are whole and blocks that are not; one kind of layer stays as it is."""
+    weights = WeightsConfig(quantize="fp8", unquantized=("o_proj",))
+    engine = start(BLOCKS, ranks=2, weights=weights)
+    for version, address in enumerate([on_disk(tmp_path / "weights", 2), by_collective(2)]):
+        model = random_model(BLOCKS, seed=version)
+        tensors = hf_tensors(model, tmp_path / f"{version}")
+        received, told = push(engine, tensors, version, address, weights=weights)
+        assert (received.error, told) == ("", {"engine-0 rank 0": "", "engine-0 rank 1": ""})
+
+        sent: dict[str, torch.Tensor] = {}
+        for name, view in named_views(model).items():
+            if "layers" not in name or view.ndim < 2 or name.endswith(("mlp.gate.weight", "o_proj.weight")):
+                sent[name] = tensors[name]
+                continue
+            scales = torch.empty([-(-size // 128) for size in view.shape])
+            values = torch.empty(view.shape, dtype=torch.float8_e4m3fn)
+            to_blocks(tensors[name], values, scales)
+            sent |= {name: values, f"{name}_scale_inv": scales}
+            spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: view.shape[0], : view.shape[1]]
+            view.copy_(values.float() * spread)
+            # Half of the last of 3 bits of mantissa; the smallest numbers are 2**-9 apart.
+            assert ((view - tensors[name]).abs() <= torch.maximum(tensors[name].abs() * 2**-4, spread * 2**-10)).all()
+        assert len(sent) == len(tensors) + 2 * (3 + 3 * 4)  # scales of q, k, v and of 4 experts, in two layers
+        assert received.bytes < 0.5 * sum(tensor.nbytes for tensor in tensors.values())
+        assert engine.weight_sums("uint8") == bit_sums(sent)
+        drawn = engine.generate(REQUEST)
+        assert set(drawn.versions) == {version}
+        check_greedy(model, drawn)  # of the weights that blocks make
+
+    received, _ = push(engine, tensors, 2, on_disk(tmp_path / "weights", 2))
+    first = "model.layers.0.mlp.experts.0.down_proj.weight_scale_inv"
+    assert received.error == f"30 of the model's {len(sent)} tensors are not sent, the first is {first!r}"
 
 
 def responses(drawn: Generation) -> list[list[int]]:

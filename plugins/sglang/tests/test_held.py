@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from corerl.errors import EngineFailed
 from corerl.weights.manifest import Manifest, build_manifest
+from corerl.weights.quantize import FP8, quantize, quantized
 from corerl.weights.verify import bit_sums
 from corerl_sglang.held import Held, whole_sums
 
@@ -62,6 +65,9 @@ class Rank:
         return iter(self.parameters.items())
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
+    def modules(self) -> Iterator[Any]:
         return iter(())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -129,7 +135,7 @@ def update(ranks: list[Held], tensors: Mapping[str, torch.Tensor]) -> None:
 
 def sums(ranks: list[Held], tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return whole_sums("engine-0", shapes, [held.sums("bfloat16") for held in ranks])
+    return whole_sums("engine-0", shapes, [held.sums() for held in ranks])
 
 
 @pytest.mark.parametrize(("tp", "tied"), [(1, True), (1, False), (2, False), (4, True)])
@@ -205,3 +211,113 @@ def test_nothing_is_said_of_a_tensor_that_has_moved_or_lies_here_in_part() -> No
     model.parameters["qkv"].data = model.parameters["qkv"].data.clone()
     left = sums([first, second], tensors)
     assert left.keys() == tensors.keys() - {"scale", "q_proj.weight", "k_proj.weight", "v_proj.weight"}
+
+
+MLP = "model.layers.0.mlp"
+IN_BLOCKS = build_manifest(
+    [(f"{MLP}.{part}_proj.weight", (256, 256)) for part in ("gate", "up", "down")] + [("model.norm.weight", (256,))],
+    dtype="bfloat16",
+    bucket_bytes=2**20,
+)
+
+
+class Blocks(Rank):
+    """One rank of two whose layers hold FP8 and scales: gate and up in one parameter, down cut by columns."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        scales = {"gate_up_scale_inv": torch.zeros(2, 2), "down_scale_inv": torch.zeros(2, 1)}
+        values = {
+            name: torch.zeros(shape).to(FP8) for name, shape in {"gate_up": (256, 256), "down": (256, 128)}.items()
+        }
+        tensors = {**values, **scales, "norm": torch.zeros(256)}
+        self.parameters = {name: torch.nn.Parameter(tensor, False) for name, tensor in tensors.items()}
+        self.attention: list[Any] = []
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "model.norm.weight":
+                self.parameters["norm"].data.copy_(tensor)
+                continue
+            part = name.removeprefix(f"{MLP}.").partition("_")[0]
+            scale = "_scale_inv" * name.endswith("_scale_inv")
+            axis, held = (1, "down") if part == "down" else (0, "gate_up")
+            if f"{held}{scale}" not in self.parameters:
+                continue  # as SGLang passes over what it does not know
+            size = tensor.shape[axis] // 2
+            at = size if part == "up" else 0
+            into = self.parameters[f"{held}{scale}"].data.narrow(axis, at, size)
+            into.copy_(tensor.narrow(axis, self.rank * size, size))
+
+    def modules(self) -> Iterator[Any]:
+        return iter([self, *self.attention])
+
+
+def send_in_blocks(ranks: list[Held], seed: int) -> dict[str, torch.Tensor]:
+    """The tensors of one update, which is loaded from a buffer of which the bucket is a part."""
+    tensors = {
+        name: torch.randn(shape, generator=torch.Generator().manual_seed(seed + number)).bfloat16()
+        for number, (name, shape) in enumerate(IN_BLOCKS.shapes.items())
+    }
+    (plain,), (bucket,) = IN_BLOCKS.buckets, quantized(IN_BLOCKS).buckets
+    room = torch.zeros(32 + bucket.numel, dtype=torch.uint8)
+    quantize(plain, torch.cat([tensor.flatten() for tensor in tensors.values()]), bucket, room[32:])
+    with torch.inference_mode():
+        for held in ranks:
+            held.load(bucket, room[32:])
+    return bucket.views(room[32:])
+
+
+def test_sums_of_blocks_and_scales_are_those_of_the_quantised_stream() -> None:
+    ranks = [Held(Blocks(rank)) for rank in range(2)]
+    for seed in (1, 2):
+        sent = send_in_blocks(ranks, seed)
+        assert len(sent) == 7
+        assert sums(ranks, sent) == bit_sums(sent)
+    for parameter, wrong in {"gate_up_scale_inv": "up_proj.weight_scale_inv", "down": "down_proj.weight"}.items():
+        model = ranks[1].model
+        assert isinstance(model, Blocks)
+        bits = model.parameters[parameter].data.view(torch.uint8)
+        bits[-1, -1] ^= 1
+        loaded, wanted = sums(ranks, sent), bit_sums(sent)
+        assert {name for name in loaded if loaded[name] != wanted[name]} == {f"{MLP}.{wrong}"}
+        bits[-1, -1] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("parameter", "dtype", "wrong"),
+    [
+        (
+            "down",
+            torch.bfloat16,
+            r"'model.layers.0.mlp.down_proj.weight' comes as float8_e4m3fn and is held as bfloat16",
+        ),
+        ("gate_up_scale_inv", torch.int32, r"gate_proj.weight_scale_inv' comes as float32 and is held as int32"),
+        ("norm", FP8, r"'model.norm.weight' comes as bfloat16 and is held as float8_e4m3fn"),
+    ],
+)
+def test_a_parameter_of_another_form_than_what_is_copied_into_it_is_refused(
+    parameter: str, dtype: torch.dtype, wrong: str
+) -> None:
+    model = Blocks(0)
+    model.parameters[parameter] = torch.nn.Parameter(model.parameters[parameter].to(dtype), False)
+    with pytest.raises(EngineFailed, match=wrong):
+        send_in_blocks([Held(model)], 1)
+
+
+def test_a_model_that_passes_over_scales_is_refused() -> None:
+    model = Blocks(0)
+    del model.parameters["down_scale_inv"]
+    with pytest.raises(EngineFailed, match=r"down_proj.weight' is loaded and its scales are not: .*quantize='none'$"):
+        send_in_blocks([Held(model)], 1)
+
+
+def test_keys_and_values_are_not_scaled_whatever_a_sleep_left_there() -> None:
+    model = Blocks(0)
+    scales = {name: torch.nn.Parameter(torch.tensor(float("nan")), False) for name in ("k_scale", "v_scale")}
+    model.attention = [SimpleNamespace(k_scale=None), SimpleNamespace(**scales, k_scale_float=1.0, v_scale_float=1.0)]
+    send_in_blocks([Held(model)], 1)
+    assert [float(scale) for scale in scales.values()] == [1.0, 1.0]
+    model.attention[1].v_scale_float = 2e-4
+    with pytest.raises(EngineFailed, match=r"multiplies keys and values by 0.0002, wanted 1.0: .*quantize='none'$"):
+        send_in_blocks([Held(model)], 2)

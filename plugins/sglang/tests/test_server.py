@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -143,3 +144,42 @@ def test_sglang_is_started_with_its_own_arguments_and_one_that_it_does_not_know_
     assert raised.value.message.endswith(f"ServerArgs(model_path='m', host='127.0.0.1', port={server.port}, tp_size=2)")
     with pytest.raises(EngineFailed, match="no argument 'tp_sise'; did you mean 'tp_size'[?]"):
         start(servers, tmp_path, "corerl_sglang.launch", path, model_path="m", tp_sise=2).wait_ready(60.0)
+
+
+@pytest.mark.parametrize(("dtype", "used"), [("float32", "torch's own"), ("bfloat16", "a kernel")])
+def test_in_float32_ranks_use_torchs_own_operations_where_sglang_has_no_kernels(
+    servers: list[Server], tmp_path: Path, dtype: str, used: str
+) -> None:
+    package = tmp_path / "site" / "sglang"
+    operation = """class {}:
+    def forward_cuda(self): return "a kernel"
+    def forward_native(self): return "torch's own"
+"""
+    modules = {
+        "srt.layers.activation": operation.format("SiluAndMul"),
+        "srt.layers.layernorm": operation.format("RMSNorm"),
+        "srt.layers.rotary_embedding.base": operation.format("RotaryEmbedding"),
+        "srt.server_args": FAKE_ARGS + "    dtype: str = ''\n",
+        "rank": """from sglang.srt.layers import activation, layernorm
+from sglang.srt.layers.rotary_embedding import base
+def run(said):
+    each = activation.SiluAndMul(), layernorm.RMSNorm(), base.RotaryEmbedding()
+    said.put([operation.forward_cuda() for operation in each])
+""",
+        "launch_server": """import multiprocessing
+from sglang import rank
+def run_server(args):
+    context = multiprocessing.get_context("spawn")
+    said = context.Queue()
+    context.Process(target=rank.run, args=(said,)).start()
+    raise SystemExit(f"ranks use {said.get()}")
+""",
+    }
+    for name, code in modules.items():
+        file = package / (name.replace(".", "/") + ".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(code)
+    path = {"PYTHONPATH": os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])}
+    server = start(servers, tmp_path, "corerl_sglang.launch", path, model_path="m", tp_size=1, dtype=dtype)
+    with pytest.raises(EngineFailed, match=re.escape(f"ranks use {[used] * 3}")):
+        server.wait_ready(60.0)

@@ -12,15 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from corerl.config.schema import ClusterInfo
+from corerl.config.schema import ClusterInfo, TrainConfig, WeightsConfig
 from corerl.doctor.plugins import look_named
+from corerl.driver.prepare import prepare
+from corerl.errors import ConfigError
 from corerl.plugin.spec import Finding, Level
 from corerl.rollout.engine import EngineContext
+from corerl.weights.quantize import BLOCK
 from corerl_sglang import SPEC
 from corerl_sglang.arguments import ELSEWHERE, plain_allocator, server_arguments
 from corerl_sglang.config import SglangConfig
+from corerl_sglang.fp8 import BLOCK as FP8_BLOCK
+from corerl_sglang.fp8 import KERNELS, for_device, quantization
 from corerl_sglang.probe import END, OLDEST
 from plugins.sglang.tests.stand_in import KNOWN
+from tests.driver.saved import make_config
 
 PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 LATER = {"grpc_port", "smg_grpc_mode", "weight_cache_mode"}  # arguments that 0.5.17 has and 0.5.15 does not
@@ -92,6 +98,118 @@ def test_what_does_not_divide_is_told() -> None:
     assert list(problems(DENSE, routed_experts=True)) == ["routed_experts"]
     assert list(problems(deterministic=True, attention_backend="flashmla")) == ["attention_backend"]
     assert problems(EXPERTS, tensor_parallel=2, expert_parallel=2, routed_experts=True) == {}
+
+
+BFLOAT16 = TrainConfig(precision="bfloat16")
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+QWEN3_MOE = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 768, "intermediate_size": 7}
+
+
+def problems_in_fp8(
+    model: dict[str, Any],
+    *,
+    device: str = "cuda",
+    train: TrainConfig = BFLOAT16,
+    left_out: tuple[str, ...] = (),
+    **own: Any,
+) -> dict[str, str]:
+    cluster = ClusterInfo(
+        device=device,
+        ranks=1,
+        model=model,
+        train=train,
+        weights=WeightsConfig(quantize="fp8", unquantized=left_out),
+    )
+    assert SPEC.quantized(SglangConfig(**own), cluster) == "fp8"
+    return {problem.path: problem.text for problem in SPEC.check(SglangConfig(**own), cluster)}
+
+
+def test_what_cannot_be_served_in_fp8_is_told_before_any_server_starts() -> None:
+    assert SPEC.quantized(SglangConfig(), ClusterInfo(device="cuda", ranks=1)) == "none"
+    assert problems_in_fp8(QWEN3) == problems_in_fp8(QWEN3, tensor_parallel=8) == {}
+    assert problems_in_fp8(QWEN3, server={"fp8_gemm_runner_backend": "triton"}) == {}
+    assert problems_in_fp8(QWEN3_MOE) == problems_in_fp8(QWEN3_MOE, tensor_parallel=2) == {}
+    assert list(problems_in_fp8(QWEN3, device="cpu")) == [".weights.quantize"]
+    assert list(problems_in_fp8(QWEN3, train=TrainConfig(precision="float32"))) == [".train.precision"]
+    assert problems_in_fp8({**QWEN3, "model_type": "llama"}) == {
+        ".weights.quantize": "'fp8' is for models of type qwen2, qwen3, qwen3_moe, got 'llama', whose scales SGLang "
+        "may not read; set it to 'none'"
+    }
+    told = problems_in_fp8(QWEN3, server={"fp8_gemm_runner_backend": "cutlass", "moe_a2a_backend": "deepep"})
+    assert list(told) == ["server.fp8_gemm_runner_backend", "server.moe_a2a_backend"]
+
+
+def test_a_run_hears_of_it_with_the_setting_that_is_its_own(tmp_path: Path) -> None:
+    run = make_config(run={"dir": str(tmp_path)}, rollout={"engine": "sglang"}, weights={"quantize": "fp8"})
+    with pytest.raises(ConfigError) as caught:
+        prepare(run)
+    assert [line.partition(": ")[0] for line in caught.value.message.splitlines()] == [
+        "weights.quantize",
+        "train.precision",
+        "model.config.hidden_size",
+        "model.config.num_attention_heads",
+        "model.config.num_key_value_heads",
+        "model.config.intermediate_size",
+    ]
+
+
+def test_blocks_are_not_cut() -> None:
+    assert problems_in_fp8({**QWEN3, "hidden_size": 1000}) == {
+        ".model.hidden_size": "matrices of 1000 rows or columns on a device, of hidden_size, are not cut into FP8's "
+        "blocks of 128; set weights.quantize='none', or leave these layers out"
+    }
+    narrow = {**QWEN3, "head_dim": 64}
+    assert problems_in_fp8(narrow, tensor_parallel=4) == {}
+    assert problems_in_fp8(narrow, tensor_parallel=8) == {
+        "tensor_parallel": "matrices of 64 rows or columns on a device, of num_key_value_heads, are not cut into FP8's "
+        "blocks of 128; split it over fewer devices"
+    }
+    assert problems_in_fp8(narrow, tensor_parallel=8, data_parallel=2) == {}  # for attention over 4
+    # 4 heads of keys over 8 devices: each has one, of 128.
+    assert problems_in_fp8({**QWEN3, "num_key_value_heads": 4}, tensor_parallel=8) == {}
+    assert list(problems_in_fp8({**QWEN3, "intermediate_size": 3072 - 128}, tensor_parallel=2)) == ["tensor_parallel"]
+    # Experts are divided, or their matrices are; 768 / 4 is one block and a half.
+    assert list(problems_in_fp8(QWEN3_MOE, tensor_parallel=4)) == ["tensor_parallel"]
+    assert problems_in_fp8(QWEN3_MOE, tensor_parallel=4, expert_parallel=4) == {}
+    assert problems_in_fp8(QWEN3_MOE, tensor_parallel=4, left_out=("experts",)) == {}
+    assert list(problems_in_fp8({**QWEN3_MOE, "mlp_only_layers": [1]})) == [".model.intermediate_size"]
+
+
+def test_what_sglang_fuses_is_left_out_as_a_whole() -> None:
+    assert problems_in_fp8(QWEN3, left_out=("o_proj", "down_proj", "layers.1.")) == {}
+    assert problems_in_fp8(QWEN3, left_out=("q_proj",)) == {
+        ".weights.unquantized": "leaves out 'model.layers.0.self_attn.q_proj.weight' and not "
+        "'model.layers.0.self_attn.k_proj.weight', which SGLang holds in one parameter; leave out both or neither"
+    }
+    (told,) = problems_in_fp8(QWEN3_MOE, left_out=("experts.3.",)).values()
+    experts = "model.layers.0.mlp.experts"
+    assert told.startswith(f"leaves out '{experts}.3.gate_proj.weight' and not '{experts}.0.gate_proj.weight', which")
+
+
+def test_a_server_in_fp8_starts_where_its_device_has_it_and_keeps_parameters_as_they_come() -> None:
+    context = EngineContext(
+        name="e", index=0, device="cuda", precision="bfloat16", weights=WeightsConfig(quantize="fp8")
+    )
+    arguments = server_arguments(SglangConfig(), context, model=Path("m"))
+    assert arguments["quantization"] == "fp8" and arguments.keys() <= KNOWN
+    assert for_device(arguments, (9, 0)) == for_device(arguments, (8, 9)) == arguments
+    plain = {"fp8_gemm_runner_backend": "triton", "moe_runner_backend": "triton"}
+    assert for_device(arguments, (10, 0)) == {**arguments, **plain}
+    assert for_device({"dtype": "bfloat16"}, (8, 0)) == {"dtype": "bfloat16"}
+    with pytest.raises(ConfigError, match="8.9 or above, and this one has 8.0; set it to 'none'"):
+        for_device(arguments, (8, 0))
+    with pytest.raises(ConfigError, match="fp8_gemm_runner_backend: 'deep_gemm' holds .*; remove it, for 'triton'"):
+        for_device({**arguments, "fp8_gemm_runner_backend": "deep_gemm"}, (10, 3))
+    assert KERNELS.keys() <= KNOWN
+    assert (FP8_BLOCK, quantization([])["weight_block_size"]) == (BLOCK, [BLOCK, BLOCK])
 
 
 def test_the_spec_is_light() -> None:

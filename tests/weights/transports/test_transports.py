@@ -53,7 +53,8 @@ def push(sender: WeightSender, tensors: Mapping[str, torch.Tensor], version: int
     sender.begin(manifest, version)
     for bucket in manifest.buckets:
         flat = torch.cat([tensors[entry.name].reshape(-1) for entry in bucket.entries])
-        sender.send(bucket, flat)
+        room = sender.room(flat.numel(), flat.dtype)
+        sender.send(bucket, flat if room is None else room.copy_(flat))
     return sender.commit(version)
 
 
@@ -117,10 +118,10 @@ class FlipsCollective(CollectiveSender):
 
     flips = False
 
-    def transmit(self, flat: torch.Tensor, digest: torch.Tensor) -> None:
+    def transmit(self, flat: torch.Tensor, digest: torch.Tensor) -> list[Any]:
         if self.flips:
             flat.view(torch.int32)[1] ^= 1
-        super().transmit(flat, digest)
+        return super().transmit(flat, digest)
 
 
 class FlipsDisk(DiskSender):
@@ -180,11 +181,12 @@ def loopback() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["collective", "disk", "delta", "ipc"])
+@pytest.fixture(scope="module", params=["collective", "collective, from its own memory", "disk", "delta", "ipc"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, loopback: None) -> Iterator[Any]:
     """One run's address, sender and two engines, shared by the tests below: versions rise from test to test."""
+    transport, _, own_memory = request.param.partition(", ")
     address = Address(
-        transport=request.param,
+        transport=transport,
         engines=("engine-0", "engine-1"),
         host="127.0.0.1",
         port=free_port(),
@@ -197,6 +199,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     for peer in peers:
         peer.answer()
     sender = flipping(address)
+    if own_memory:  # as on GPUs
+        sender._has_rooms = True
     yield address, sender, peers
     for peer in peers:
         peer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -64,12 +65,17 @@ class DeepSpeedBackend(Backend):
     def local_state(self, key: StateKey) -> Sequence[Chunk]:
         state.release(self.model)
         if key is StateKey.PARAM:
-            # Whole on every rank, unless they are partitioned: the first rank saves and sends them.
-            replica = not self.partitioned and self.layout.rank > 0
-            return piece_chunks(self.working, self.model.boxes, replica=replica)
+            return self._weights
         if key is StateKey.MASTER:
             return piece_chunks([master.piece for master in self.masters], self.model.boxes)
         return piece_chunks([master.of(self._moment(master.flat, key)) for master in self.masters], self.model.boxes)
+
+    @cached_property
+    def _weights(self) -> Sequence[Chunk]:
+        """Cut once: `working` stays what it is, asleep too, and each weight update asks for all of it."""
+        # Whole on every rank, unless they are partitioned: the first rank saves and sends them.
+        replica = not self.partitioned and self.layout.rank > 0
+        return piece_chunks(self.working, self.model.boxes, replica=replica)
 
     def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
         state.release(self.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
+from functools import cached_property
 
 import torch
 
@@ -75,14 +76,20 @@ class FsdpBackend(Backend):
 
     def local_state(self, key: StateKey) -> Sequence[Chunk]:
         reshard(self.policy)
-        held = [name for name, shard in self.shards.local.items() if shard.numel()]
         if key in (StateKey.PARAM, StateKey.MASTER):
-            values = {name: self.shards.local[name] for name in held}
-        else:
-            values = {
-                name: moments(self.optimizer, self.shards.params[name], self.adam_step)[key.value] for name in held
-            }
+            return self._weights
+        values = {
+            name: moments(self.optimizer, self.shards.params[name], self.adam_step)[key.value]
+            for name, shard in self.shards.local.items()
+            if shard.numel()
+        }
         return shard_chunks(self.shards.dtensors, values, self.boxes)
+
+    @cached_property
+    def _weights(self) -> Sequence[Chunk]:
+        """Cut once: shards stay the tensors that they are, asleep too, and each weight update asks for all of them."""
+        held = {name: shard for name, shard in self.shards.local.items() if shard.numel()}
+        return shard_chunks(self.shards.dtensors, held, self.boxes)
 
     def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
         reshard(self.policy)

@@ -11,6 +11,7 @@ with warnings.catch_warnings():  # first of all: what is imported once warns no 
     import megatron.core.pipeline_parallel  # noqa: F401
 
 from collections.abc import Iterable, Iterator, Sequence, Set
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ class MegatronBackend(Backend):
     def local_state(self, key: StateKey) -> Sequence[Chunk]:
         self._finish_gathers()
         if key is StateKey.PARAM:
-            return [chunk for held in self.model.held for chunk in held.chunks(held.param.detach())]
+            return self._weights
         chunks: list[Chunk] = []
         for held in self.model.held:
             master = self.masters.get(held.param)
@@ -90,6 +91,11 @@ class MegatronBackend(Backend):
             values = master.tensor.detach() if key is StateKey.MASTER else master.moment(key.value)
             chunks += held.chunks(values, master.start)
         return chunks
+
+    @cached_property
+    def _weights(self) -> Sequence[Chunk]:
+        """Cut once: parameters stay where they are, asleep too, and each weight update asks for all of them."""
+        return [chunk for held in self.model.held for chunk in held.chunks(held.param.detach())]
 
     def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
         self._finish_gathers()

@@ -37,8 +37,10 @@ ELSEWHERE = {
     "weight_cache_mode": TRAINER,
     "checkpoint_engine_wait_weights_before_ready": TRAINER,
     "delete_ckpt_after_loading": TRAINER,
-    "quantization": f"{TRAINER}, and it sends none that are quantised",
-    "torchao_config": f"{TRAINER}, and it sends none that are quantised",
+    "quantization": "set weights.quantize",
+    "torchao_config": f"{TRAINER}, and it sends none that torchao quantises",
+    "modelopt_quant": f"{TRAINER}, and it sends none that ModelOpt quantises",
+    "quantize_and_serve": f"{TRAINER}, and it sends none that ModelOpt quantises",
     "speculative_algorithm": f"{TRAINER}, and it has none for a draft model",
     "enable_lora": f"{TRAINER}, and it has no adapters",
     "lora_paths": f"{TRAINER}, and it has no adapters",
@@ -102,6 +104,8 @@ def server_arguments(options: SglangConfig, context: EngineContext, *, model: Pa
         "enable_deterministic_inference": options.deterministic,
         "enable_return_routed_experts": options.routed_experts,
     }
+    if context.weights.quantize == "fp8":
+        arguments["quantization"] = "fp8"
     if options.data_parallel > 1:
         arguments |= {"dp_size": options.data_parallel, "enable_dp_attention": True}
     if options.memory:

@@ -32,9 +32,11 @@ from corerl.rollout.serving import Serving
 from corerl.rollout.transformers_engine import routers
 from corerl.types import Array, MemoryKind
 from corerl.weights.manifest import Manifest
+from corerl.weights.quantize import as_sent, is_quantized
 from corerl.weights.transport import Address
 from corerl_sglang.arguments import LOADER, plain_allocator, server_arguments
 from corerl_sglang.config import CALLS, SglangConfig
+from corerl_sglang.fp8 import quantization
 from corerl_sglang.held import whole_sums
 from corerl_sglang.instruction import Answer, Instruction, Question, name_for, read_answers, write_instruction
 from corerl_sglang.server import Server
@@ -54,7 +56,15 @@ class SglangEngine(Engine):
         self._layers = config.get_text_config().num_hidden_layers  # with experts or without
         self._chosen = getattr(config.get_text_config(), "num_experts_per_tok", 0)  # experts of a token
         built = build_on_meta(config, dtype=torch.float32, attention="eager")
-        self._shapes = {box.name: box.shape for boxes in hf_boxes(built).values() for box in boxes}
+        shapes = {box.name: box.shape for boxes in hf_boxes(built).values() for box in boxes}
+        self._shapes = shapes  # of what is sent to it
+        if context.weights.quantize == "fp8":
+            left_out = context.weights.unquantized
+            sent = [as_sent(name, shape, "", left_out) for name, shape in shapes.items()]
+            self._shapes = {name: shape for each in sent for name, shape, _ in each}
+            matrices = [name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")]
+            kept = [name for name in matrices if not is_quantized(name, shapes[name], left_out)]
+            config.quantization_config = quantization([name.removesuffix(".weight") for name in kept])
         self._expert_layers = layers_with_experts(built)
         # Others cannot write to it: ranks read instructions there.
         self._directory = Path(tempfile.mkdtemp(prefix="corerl-sglang-"))
@@ -258,9 +268,9 @@ class SglangEngine(Engine):
         return answers, failed or wrong or silence
 
     def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
-        """As each rank saw its tensors loaded for the first time: see `held`. What SGLang did not copy from a tensor
-        into a parameter, as a scalar or what it changes on the way, is left out."""
-        answers, failed = self._ask_ranks(Question(dtype=dtype))
+        """As each rank saw its tensors loaded for the first time, in the dtype in which each came: see `held`. What
+        SGLang did not copy from a tensor into a parameter, as a scalar or what it changes on the way, is left out."""
+        answers, failed = self._ask_ranks(Question())
         self._server.require_alive("weight_sums")
         if failed:
             raise EngineFailed(f"{self._context.name} cannot tell what it holds: {failed}")

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from corerl.errors import EngineFailed
 from corerl.weights.manifest import Bucket
+from corerl.weights.quantize import FP8, SCALE
 from corerl.weights.verify import bit_sums
 
 COPY = torch.ops.aten.copy_
@@ -32,6 +33,7 @@ class Model(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]: ...
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def modules(self) -> Iterator[Any]: ...
 
 
 @frozen
@@ -59,6 +61,7 @@ class Part:
     """A part of a tensor of the stream, and where it lies in this rank."""
 
     source: Region  # in the tensor
+    dtype: torch.dtype  # in which the tensor came
     parameter: str  # or a buffer
     address: int  # of its first element
     lies: Region  # in its storage
@@ -82,6 +85,7 @@ class Watch(TorchDispatchMode):
         self._owners = {_storage(tensor): (name, tensor) for name, tensor in _tensors(model).items()}
         self._bucket, self._flat = bucket, flat
         self._starts = [entry.start for entry in bucket.entries]
+        self._dtypes = {name: view.dtype for name, view in bucket.views(flat).items()}
         self._clones: dict[int, tuple[torch.Tensor, str, Region]] = {}  # by storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +95,8 @@ class Watch(TorchDispatchMode):
             owner, found = self._owners.get(_storage(args[0])), self._source(args[1])
             if owner and found:
                 (parameter, tensor), (name, source) = owner, found
-                self.parts[name].append(Part(source, parameter, tensor.data_ptr(), Region.of(args[0])))
+                dtype = self._dtypes[name]
+                self.parts[name].append(Part(source, dtype, parameter, tensor.data_ptr(), Region.of(args[0])))
         elif operator in CLONES and _storage(done) != _storage(args[0]) and (found := self._source(args[0])):
             self._clones[_storage(done)] = done, *found
         return done
@@ -101,11 +106,15 @@ class Watch(TorchDispatchMode):
         if clone := self._clones.get(_storage(tensor)):
             whole, name, source = clone
             return (name, source) if tensor.numel() == whole.numel() else None
-        if _storage(tensor) != _storage(self._flat) or tensor.dtype != self._flat.dtype:
+        if _storage(tensor) != _storage(self._flat):
             return None
-        begins = int(self._flat.storage_offset())
-        entry = self._bucket.entries[bisect_right(self._starts, tensor.storage_offset() - begins) - 1]
-        return entry.name, Region.of(tensor, begins + entry.start)
+        width, item = self._flat.element_size(), tensor.element_size()
+        begins = int(self._flat.storage_offset()) * width  # in bytes, as tensors of a bucket may differ in dtype
+        element = (int(tensor.storage_offset()) * item - begins) // width
+        entry = self._bucket.entries[bisect_right(self._starts, element) - 1]
+        if tensor.dtype != self._dtypes[entry.name]:
+            return None
+        return entry.name, Region.of(tensor, (begins + entry.start * width) // item)
 
 
 class Held:
@@ -117,18 +126,23 @@ class Held:
 
     def load(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Into the model, and see where it goes, where that is not known yet."""
+        quantized = any(entry.dtype for entry in bucket.entries)
         weights = list(bucket.views(flat).items())
+        if quantized and bucket.index == 0:
+            _keys_as_they_are(self.model)
         if all(name in self._parts for name, _ in weights):
             self.model.load_weights(weights)
             return
         with Watch(self.model, bucket, flat) as watch:
             self.model.load_weights(weights)
+        if quantized:
+            _require_form(watch.parts, _tensors(self.model))
         self._parts |= watch.parts
 
-    def sums(self, dtype: str) -> dict[str, list[Sum]]:
-        """Of each part of each tensor here, in `dtype`. A tensor of which a part has moved since it was seen is left
-        out."""
-        tensors, wanted = _tensors(self.model), getattr(torch, dtype)
+    def sums(self) -> dict[str, list[Sum]]:
+        """Of each part of each tensor here, in the dtype in which it came. A tensor of which a part has moved since it
+        was seen is left out."""
+        tensors = _tensors(self.model)
         views: dict[str, torch.Tensor] = {}
         known: list[tuple[str, str, Part]] = []
         for name, parts in self._parts.items():
@@ -140,10 +154,11 @@ class Held:
                 key, lies = f"{number} {name}", part.lies
                 known.append((name, key, part))
                 views[key] = tensors[part.parameter].data.as_strided(lies.shape, lies.strides, lies.offset)
-        same = {key: view for key, view in views.items() if view.dtype == wanted}
+        came = {key: part.dtype for _, key, part in known}
+        same = {key: view for key, view in views.items() if view.dtype == came[key]}
         bits = bit_sums(same)
         for key in views.keys() - same.keys():  # one at a time: a copy of each
-            bits |= bit_sums({key: views[key].to(wanted)})
+            bits |= bit_sums({key: views[key].to(came[key])})
         told: dict[str, list[Sum]] = {}
         for name, key, part in known:
             told.setdefault(name, []).append(Sum(part.source, bits[key]))
@@ -168,6 +183,49 @@ def whole_sums(
         if parts and sum(part.numel for part in parts) == math.prod(shape):
             sums[name] = (sum(parts.values()) + 2**63) % 2**64 - 2**63
     return sums
+
+
+def _require_form(parts: Mapping[str, Sequence[Part]], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises EngineFailed where tensors of a quantised bucket went to parameters of another form. A loader says nothing
+    of that: it converts bits, which without their scales are other numbers, and passes over scales that it has no
+    parameter for."""
+    for name, found in parts.items():
+        for part in found:
+            held = tensors[part.parameter].dtype
+            # Others, such as norms, may be held in a precision of their own.
+            if held != part.dtype and (FP8 in (held, part.dtype) or name.endswith(SCALE)):
+                raise EngineFailed(
+                    f"{name!r} comes as {_word(part.dtype)} and is held as {_word(held)}; either the server does not "
+                    "quantise this layer, then name it in weights.unquantized, or its kernels want a form of their "
+                    "own, then choose others (engines.sglang.server.fp8_gemm_runner_backend)"
+                )
+        if found and name + SCALE in parts and not parts[name + SCALE]:
+            raise EngineFailed(
+                f"{name!r} is loaded and its scales are not: SGLang does not read them for this kind of model; set "
+                "weights.quantize='none'"
+            )
+
+
+def _keys_as_they_are(model: Model) -> None:
+    """In FP8 a layer of attention has scales of its keys and values, which are in no stream: 1, as where a checkpoint
+    has none. A sleep takes away their memory. Raises EngineFailed where SGLang, which writes random numbers to all
+    parameters as it starts and reads these scales then, has got another one, which kernels may have been told for good.
+    """
+    for module in model.modules():
+        for name in ("k_scale", "v_scale"):
+            told = getattr(module, f"{name}_float", None)
+            if told is None:
+                continue
+            if told != 1.0:
+                raise EngineFailed(
+                    f"SGLang multiplies keys and values by {told}, wanted 1.0: it draws scales at random as it starts, "
+                    "which the versions that CoreRL knows then pass over; set weights.quantize='none'"
+                )
+            getattr(module, name).data.fill_(told)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _tensors(model: Model) -> dict[str, torch.Tensor]:

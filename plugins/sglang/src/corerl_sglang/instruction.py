@@ -38,8 +38,6 @@ class Instruction:
 class Question:
     """To all ranks of one replica: what do you hold?"""
 
-    dtype: str  # in which bits are summed
-
 
 @frozen(kw_only=True)
 class Answer:

@@ -11,6 +11,8 @@ import json
 import sys
 from pathlib import Path
 
+from corerl.errors import ConfigError
+from corerl_sglang.fp8 import for_device
 from corerl_sglang.parent import end_with_parent
 
 
@@ -27,8 +29,30 @@ def main() -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             sys.exit(f"SGLang's server has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    if arguments.get("quantization"):
+        import torch
+
+        try:
+            arguments = for_device(arguments, torch.cuda.get_device_capability())
+        except ConfigError as refused:
+            sys.exit(refused.message)
     run_server(ServerArgs(**arguments))
 
 
-if __name__ == "__main__":  # the ranks, which are spawned, import this module too
+def prepare_rank() -> None:
+    """In a process that the server has spawned, before it builds a model: in float32, norms, activations and rotary
+    embeddings work in torch's own form, since the kernels of SGLang for them take half precisions alone."""
+    if json.loads(Path(sys.argv[1]).read_text()).get("dtype") != "float32":
+        return
+    from sglang.srt.layers.activation import SiluAndMul
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    for operation in (RMSNorm, SiluAndMul, RotaryEmbedding):
+        operation.forward_cuda = operation.forward_native
+
+
+if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # what is spawned imports the module of who spawned it, with its arguments
+    prepare_rank()

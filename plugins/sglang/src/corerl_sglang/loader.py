@@ -29,7 +29,7 @@ def load(model: Model, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Non
         if isinstance(asked, Instruction):
             answer = _update(held, asked, rank)
         else:
-            answer = Answer(bytes=0, error="", sums=held.sums(asked.dtype))
+            answer = Answer(bytes=0, error="", sums=held.sums())
     except Exception as failure:
         answer = Answer(bytes=0, error=line(failure))
     write_answer(path, rank, answer)

@@ -7,6 +7,7 @@ from typing import Any
 
 from corerl.config.schema import ClusterInfo
 from corerl.plugin.spec import EngineSpec, Environment, Problem
+from corerl_sglang import fp8
 from corerl_sglang.arguments import contradictions
 from corerl_sglang.config import CALLS, SglangConfig
 from corerl_sglang.probe import probe
@@ -43,6 +44,13 @@ def check(config: SglangConfig, cluster: ClusterInfo) -> Iterable[Problem]:
         yield Problem(f"server.{name}", text)
     if cluster.model:
         yield from misfits(config, cluster.model)
+    if quantized(config, cluster) == "fp8":
+        yield from fp8.problems(config, cluster)
+
+
+def quantized(config: SglangConfig, cluster: ClusterInfo) -> str:
+    """Its server is started for the form in which weights come."""
+    return cluster.weights.quantize if cluster.weights else "none"
 
 
 def misfits(config: SglangConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
@@ -81,4 +89,5 @@ SPEC = EngineSpec(
     calls=calls,
     check=check,
     probe=probe,
+    quantized=quantized,
 )
