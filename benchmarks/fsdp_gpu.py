@@ -15,6 +15,7 @@ import argparse
 import itertools
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from corerl.types import MicroBatch, PackedBatch
 
 VARLEN = "bare_varlen"
 CHUNK = 2048  # tokens whose logits the bare loop holds at a time
+KERNELS = 30  # that are told of a step, the longest first
 
 
 @frozen(kw_only=True)
@@ -234,8 +236,18 @@ class Found:
             finish(self.report, self.output)
 
 
-def measure(case: Case, *, rounds: int, output: str | None = None) -> Report:
-    """In a process group of one. Two rounds warm up, and compile."""
+def kernels(device: torch.device, step: Callable[[], object]) -> str:
+    """What the device does in one step, the longest first, as a table."""
+    activity, on_gpu = torch.profiler.ProfilerActivity, device.type == "cuda"
+    by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as profile:
+        timed(device, step)
+    found: str = profile.key_averages().table(sort_by=by, row_limit=KERNELS, max_name_column_width=80)
+    return found
+
+
+def measure(case: Case, *, rounds: int, output: str | None = None, profile: bool = False) -> Report:
+    """In a process group of one. Two rounds warm up, and compile. With `profile`, prints what either side does."""
     device, loss = device_of(case), case.loss(entropy=False)
     plugin = Plugin("fsdp", case, {"compile": case.compile})
     bare = Bare(case, device)
@@ -249,6 +261,9 @@ def measure(case: Case, *, rounds: int, output: str | None = None) -> Report:
         return timed(device, lambda: found.norms[1].append(bare.train(batch)), found.peaks, "the bare loop")
 
     in_turns(2, ours, other)
+    if profile:
+        print(f"the plugin\n{kernels(device, lambda: plugin.train(batch, loss))}", flush=True)
+        print(f"the bare loop\n{kernels(device, lambda: bare.train(batch))}", flush=True)
     for number in range(rounds):
         mine, its = in_turns(1, ours, other) if number % 2 == 0 else in_turns(1, other, ours)[::-1]
         found.ours += mine
@@ -268,6 +283,7 @@ def main() -> None:
     )
     parser.add_argument("--eager", action="store_true", help="neither side compiles")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, to see that everything runs")
+    parser.add_argument("--profile", action="store_true", help="print what the device does in a step of each side")
     parser.add_argument("--output", help="a JSON file, written again after each round; without it a table is printed")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -282,7 +298,7 @@ def main() -> None:
     join(case)
     if args.output:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    report = measure(case, rounds=args.rounds, output=args.output)
+    report = measure(case, rounds=args.rounds, output=args.output, profile=args.profile)
     finish(report, None)
     dist.destroy_process_group()
     if DIFFERENT in report.note:

@@ -16,7 +16,7 @@ from corerl.weights.transports.inprocess import InProcessSender
 
 KINDS = frozenset(MemoryKind)
 # Sizes at which a model is most of what its process holds; about 0.4 GB in float32, its moments twice as much.
-SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}  # as many as there are stages
 FIELDS = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 8009}
 
 

@@ -21,7 +21,9 @@ def parameters(fields: dict[str, object]) -> int:
 
 
 def report(split: bool, apart: bool = False) -> Report:
-    return measure("0.6b", backend="fsdp", rounds=2, bucket_mib=0.02, split=split, apart=apart, tiny=True)
+    return measure(
+        "0.6b", backend="fsdp", engine="bare", rounds=2, bucket_mib=0.02, split=split, apart=apart, tiny=True
+    )
 
 
 def test_shapes_have_the_sizes_that_they_are_named_by() -> None:

@@ -483,8 +483,8 @@ def fp8(findings: Findings, fields: Mapping[str, Any], kernels: str) -> None:
     """Weights in blocks of FP8, other ones with each update, by broadcast and by handle, before and after a sleep.
 
     Beside them stands transformers in bfloat16 with the weights that the blocks say. SGLang quantises what goes into
-    linear layers too. How much that changes is measured in transformers, and SGLang's log-probs may be twice as far
-    away: not token by token, since the least difference rounds to other numbers of FP8, but on average.
+    linear layers too. How much that changes is measured in transformers, and SGLang's log-probs may be half as far
+    again: not token by token, since the least difference rounds to other numbers of FP8, but on average.
     """
     weights = WeightsConfig(quantize="fp8")
     models = [random_model(fields, "bfloat16", seed) for seed in (1, 2)]
@@ -522,7 +522,7 @@ def compare_fp8(
             caused = float(np.abs(plain - logprobs(reference, asked, drawn)).mean())
         findings.tell(f"{name}: |log-prob difference| that activations in FP8 make in transformers, mean", caused)
         mean = float(found.mean())
-        findings.tell(f"{name}: |log-prob difference|, mean", mean, mean < 2 * caused)
+        findings.tell(f"{name}: |log-prob difference|, mean", mean, mean < 1.5 * caused)
         findings.tell(f"{name}: |log-prob difference|, largest", float(found.max()))
 
 

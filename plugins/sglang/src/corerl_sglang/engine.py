@@ -180,9 +180,11 @@ class SglangEngine(Engine):
                 f"{self._context.name}: its server drew from weights {told['weight_version']!r}, wanted {version}; "
                 "someone else has changed them"
             )
-        if [token for _, token, *_ in triples] != tokens:
+        # Transposed in C: samples of one length end together, and then this is what their rollout waits for.
+        logprobs, named, *_ = zip(*triples, strict=True) if triples else ((), ())
+        if list(named) != tokens:
             raise EngineFailed(f"{self._context.name}: its server gave log-probs of other tokens than it drew")
-        return np.array(tokens, dtype=np.int64), np.array([logprob for logprob, *_ in triples], dtype=np.float32)
+        return np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32)
 
     def _routes(self, told: Mapping[str, Any], length: int) -> Array:
         """[length, layers of experts, k] of one row; SGLang tells all layers, and nothing of the last token."""
