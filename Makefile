@@ -5,7 +5,8 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints-cpu.txt
 TORCH_INDEX ?=
 ARGS ?=
-JOBS ?= 2
+# One more than a small machine has cores: a third of the time, a test waits for Ray or for processes that start.
+JOBS ?= 3
 
 BIN := $(VENV)/bin
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
@@ -56,7 +57,7 @@ $(OLDEST)/.installed: $(PROJECTS) $(CONSTRAINTS) constraints-oldest.txt
 	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	@awk -F== '!named[$$1]++' constraints-oldest.txt $(CONSTRAINTS) > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install -q --no-compile -c $(OLDEST)/constraints.txt $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
-	$(OLDEST)/bin/python -m pip install -q --no-compile -c $(OLDEST)/constraints.txt -e . -e plugins/fsdp pytest pytest-timeout
+	$(OLDEST)/bin/python -m pip install -q --no-compile -c $(OLDEST)/constraints.txt -e . -e plugins/fsdp pytest pytest-timeout pytest-xdist
 	@touch $@
 
 setup: $(DEV) ## create or update the environment with everything below in it
@@ -65,12 +66,10 @@ quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and 
 	$(BIN)/corerl train examples/quickstart.toml run.dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 test: $(DEV) ## the tests of core and plugins that pass without a GPU
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(or $(ARGS),--ignore tests/end_to_end)
-# Whole runs, of which each has as many processes as there is room for: one at a time.
-	$(if $(ARGS),,$(BIN)/python -m pytest tests/end_to_end)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-fsdp-oldest: $(OLDEST)/.installed ## the tests of models and of the FSDP plugin with the oldest transformers
-	$(OLDEST)/bin/python -m pytest -o corerl_level=1 plugins/fsdp/tests tests/models $(ARGS)
+	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -o corerl_level=1 plugins/fsdp/tests tests/models $(ARGS)
 
 lint: $(DEV) ## style, formatting and the borders between packages
 	$(BIN)/ruff check .

@@ -36,8 +36,14 @@ from corerl.types import FloatArray, Output, SampleBatch
 from corerl.weights.transport import Address
 
 ENGINE = "transformers"
-# torch reads the first when it is imported; Ray itself would make it 1, the CPUs that a process asks for.
-ENVIRONMENT = {"OMP_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+# torch reads the first when it is imported; Ray itself would make it 1, the CPUs that a process asks for. All ranks
+# have more such threads than there are cores: by the second they sleep while they wait, and take no core from others.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "2",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+}
 SEATED_WITHIN = 60.0  # seconds
 
 

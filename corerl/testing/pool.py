@@ -16,12 +16,13 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
 TIMEOUT_SECONDS = 240.0  # against hangs; no test should come near it
-# Imported once, before ranks are forked; between them they import all that any rank does.
+# Imported once, before processes are forked; between them they import all that any rank does but its own backend.
 PRELOAD = ["corerl.testing.scenarios.states", "corerl.testing.scenarios.training"]
 
 
@@ -60,6 +61,14 @@ class OneRank:
         finally:
             dist.destroy_process_group()
             self._modules = _pass_over_modules(self._modules)
+
+
+def fork_server() -> ForkServerContext:
+    """Where every process of a check comes from, ranks and others. What they have imported is decided when the first of
+    them is started; a preload that is named after that is silently ignored."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 class RankPool:
@@ -111,9 +120,7 @@ class RankPool:
         from torch.distributed import TCPStore
 
         # What is preloaded may touch CUDA as it is imported, and that does not survive a fork.
-        context: Any = multiprocessing.get_context("forkserver" if self.device == "cpu" else "spawn")
-        if self.device == "cpu":
-            context.set_forkserver_preload(PRELOAD)
+        context: Any = fork_server() if self.device == "cpu" else multiprocessing.get_context("spawn")
         # It listens before any rank is started: no other process can have taken the port by then.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):

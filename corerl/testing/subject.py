@@ -33,16 +33,16 @@ class Runs:
     def __init__(self, rank_sets: Mapping[int, Ranks], models: Mapping[str, Path]) -> None:
         self.rank_sets = rank_sets
         self.models = models
-        self._trained: dict[tuple[int, str], Trajectory] = {}
+        self._trained: dict[tuple[int, int, str], Trajectory] = {}
 
     def trained(self, backend: str, world_size: int, kind: str, packing: tuple[int, int]) -> Trajectory:
         """STEPS steps from the model's directory on."""
         return self.trained_as(world_size, self.setup(backend, kind, packing))
 
-    def trained_as(self, world_size: int, setup: Setup) -> Trajectory:
-        key = (world_size, repr(setup))
+    def trained_as(self, world_size: int, setup: Setup, steps: int = STEPS) -> Trajectory:
+        key = (world_size, steps, repr(setup))
         if key not in self._trained:
-            self._trained[key] = self.train(world_size, setup, range(STEPS))
+            self._trained[key] = self.train(world_size, setup, range(steps))
         return self._trained[key]
 
     def train(self, world_size: int, setup: Setup, numbers: Sequence[int], **saving: Any) -> Trajectory:
@@ -83,6 +83,10 @@ class Subject:
     def trained(self, kind: str, packing: str = "packed") -> Trajectory:
         """STEPS steps from the model's directory on, trained once for all checks."""
         return self.runs.trained_as(self.world_size, self.setup(kind, PACKINGS[packing]))
+
+    def undisturbed(self, setup: Setup, steps: int) -> Trajectory:
+        """The first steps and nothing besides, trained once for all checks that disturb them."""
+        return self.runs.trained_as(self.world_size, setup, steps)
 
     def model(self, kind: str) -> Path:
         return self.runs.models[kind]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,13 +39,26 @@ UNINTERRUPTED = [
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
-    directory = tmp_path_factory.mktemp("uninterrupted")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Made by the first process of pytest-xdist that asks for it, for all of them: nobody writes to it."""
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "uninterrupted"
+    directory.mkdir(exist_ok=True)
+    told = directory / "finished.pickle"
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not told.exists():
+            told.write_bytes(pickle.dumps(run_without_interruption(directory)))
+    finished: Finished = pickle.loads(told.read_bytes())
+    return finished
+
+
+def run_without_interruption(directory: Path) -> Finished:
     config, run_dir = write_small(directory), directory / "run"
     with Command("train", config, f"run.dir={run_dir}", *UNINTERRUPTED, logs=directory) as command:
         assert command.finish() == 0, command.err
         command.assert_nothing_is_left()
-        yield Finished(config=config, overrides=UNINTERRUPTED, run_dir=run_dir, out=command.out, err=command.err)
+        return Finished(config=config, overrides=UNINTERRUPTED, run_dir=run_dir, out=command.out, err=command.err)
 
 
 @pytest.fixture

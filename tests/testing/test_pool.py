@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from corerl.errors import Unsupported
-from corerl.testing.pool import OneRank, RankFailed, RankPool
+from corerl.testing.pool import PRELOAD, OneRank, RankFailed, RankPool, fork_server
 
 
 def summed(value: float) -> tuple[int, int, float]:
@@ -40,6 +42,10 @@ def die_on_one() -> None:
     dist.barrier()
 
 
+def tell_imported(pipe: Connection) -> None:
+    pipe.send([name for name in PRELOAD if name in sys.modules])
+
+
 def gone(pid: int, within: float = 20.0) -> bool:
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
@@ -49,6 +55,15 @@ def gone(pid: int, within: float = 20.0) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def test_a_process_apart_from_a_pool_has_imported_what_ranks_import() -> None:
+    context = fork_server()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=tell_imported, args=(theirs,))
+    process.start()
+    assert ours.recv() == PRELOAD
+    process.join()
 
 
 def test_ranks_live_on_between_runs_and_answer_in_rank_order(rank_pool: RankPool) -> None:

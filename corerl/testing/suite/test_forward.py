@@ -59,7 +59,7 @@ def test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_curren
     assert np.abs(logprobs("current") - logprobs("first")).max() > 1e-2
     after, before = whole([rank.after for rank in ranks]), whole([rank.before for rank in ranks])
     assert different(after, before, [*SAVED, "param"]) == []
-    undisturbed = subject.train(setup, range(4))
+    undisturbed = subject.undisturbed(setup, 4)
     assert loss_of([rank.then for rank in ranks]) == undisturbed.losses[3]
     for rank in ranks:  # which rank and hook it was stands in between
         kind, _, message = rank.dropped.partition(": ")

@@ -45,7 +45,7 @@ def test_sleep_frees_what_it_says_and_waking_restores_every_bit(
         assert {verb for verb, error in rank.refused.items() if not error.startswith("NotResident: ")} == set()
     after, before = whole([rank.after for rank in ranks]), whole([rank.before for rank in ranks])
     assert different(after, before, [*SAVED, "param"]) == []
-    awake = subject.train(setup, range(4))
+    awake = subject.undisturbed(setup, 4)
     steps = list(zip(*(rank.then for rank in ranks), strict=True))
     assert [loss_of(results) for results in steps] == awake.losses[2:]
     assert [grad_norm_of(results) for results in steps] == awake.grad_norms[2:]

@@ -69,7 +69,7 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trai
     assert not any(math.isfinite(rank.result.grad_norm) for rank in ranks)
     assert [(rank.steps_before, rank.steps_after) for rank in ranks] == [(2, 2)] * subject.world_size
     assert different(whole([rank.after for rank in ranks]), whole([rank.before for rank in ranks])) == []
-    undisturbed = subject.train(setup, [0, 1, 2])
+    undisturbed = subject.undisturbed(setup, 3)
     assert loss_of([rank.then for rank in ranks]) == undisturbed.losses[2]
     assert grad_norm_of([rank.then for rank in ranks]) == undisturbed.grad_norms[2]
     assert different(whole([rank.end for rank in ranks]), undisturbed.state) == []
