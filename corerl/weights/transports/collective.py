@@ -16,7 +16,9 @@ end, and the one before is loaded at that.
 
 An engine that does not join is left out and the group rebuilt without it; it is asked again at the next update. Nobody
 blocks in a broadcast: both ends look whether it is done, whether the time is up, and whether the other end still lives.
-NCCL alone would wait for a peer that has died until its watchdog ends the process.
+NCCL alone would wait for a peer that has died until its watchdog ends the process. (What no look reaches: a process
+that is inside a call of CUDA's which waits for the whole device, as when memory is given back under pressure, just when
+a peer dies in the broadcast beside it. Killing it is left.)
 """
 
 from __future__ import annotations
@@ -185,6 +187,7 @@ class CollectiveSender(WeightSender):
 
     def begin(self, manifest: Manifest, version: int) -> None:
         self._errors, self._broken, self._largest = {}, "", manifest.largest
+        self._rooms.clear()  # of an update that did not come to its end
         try:
             store = self._open_store()
             self._others = tuple(rank for rank in manifest.senders if rank != self._rank)
@@ -202,10 +205,12 @@ class CollectiveSender(WeightSender):
             return None
         if len(self._rooms) < BUFFERS or self._rooms[0].memory.dtype != dtype:
             self._settle()
-            self._rooms = deque(
-                _Room(torch.empty(max(self._largest, numel), dtype=dtype, device=self._address.device))
-                for _ in range(BUFFERS)
-            )
+            size = max(self._largest, numel)
+            try:
+                made = [torch.empty(size, dtype=dtype, device=self._address.device) for _ in range(BUFFERS)]
+            except RuntimeError:  # no memory for two: then each bucket is waited for
+                return None
+            self._rooms = deque(_Room(memory) for memory in made)
         self._finish(self._rooms[0])
         return self._rooms[0].memory[:numel] if self._group is not None else None
 
@@ -269,6 +274,7 @@ class CollectiveSender(WeightSender):
 
     def close(self) -> None:
         self._drop_group()
+        self._rooms.clear()
         self._store = None
 
     def _open_store(self) -> dist.Store:
@@ -394,30 +400,26 @@ class CollectiveReceiver(WeightReceiver):
         self._joined: int | None = None  # version that it does take part in
         self._generation = 0  # of the groups that it is in, or joins
         self._asked_store = 0.0  # time.monotonic() when it was last asked whether a group is broken
-        self._rest: Iterator[Bucket] = iter(())  # that senders will broadcast, and that are not awaited yet
+        self._rest: deque[Bucket] = deque()  # that senders will broadcast, and that are not awaited yet
         self._coming: deque[_Coming] = deque()  # in their order
         self._buffers: deque[torch.Tensor] = deque()  # new memory costs more than what is written to it
 
     def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        self._take_memory(manifest)  # where there is none this engine is left out, and nobody waits for it
         try:
             self._join(manifest, version)
         except WeightUpdateError:
             raise
         except Exception as error:
             raise WeightUpdateError(f"cannot join the update to version {version}: {_first_line(error)}") from error
-        dtype, device = getattr(torch, manifest.dtype), self._address.device
-        buffers = 1 if device == "cpu" else BUFFERS
-        if (
-            len(self._buffers) < buffers
-            or self._buffers[0].numel() < manifest.largest
-            or self._buffers[0].dtype != dtype
-        ):
-            self._buffers = deque(torch.empty(manifest.largest, dtype=dtype, device=device) for _ in range(buffers))
-        self._rest = iter(manifest.buckets)
-        for _ in range(buffers - 1):
-            self._expect(version)
-        for _ in manifest.buckets:
-            self._expect(version)  # into the buffer whose bucket was loaded last, in the order of the stream
+        self._rest = deque(manifest.buckets)
+        while self._rest or self._coming:
+            if not self._coming:
+                self._expect(version)
+            # The next one may come beside it. Not from another sender: two groups at work on one device could wait for
+            # each other, if devices began with another one each.
+            if self._rest and self._rest[0].sender == self._coming[-1].bucket.sender:
+                self._expect(version)
             came, sent = self._receive(version)
             got = checksum(came.flat)
             if got != sent:
@@ -431,17 +433,19 @@ class CollectiveReceiver(WeightReceiver):
         asked, joined = self._asked == version, self._joined == version
         self._asked = self._joined = None
         if not joined:
+            self._give_memory_back()
             if not asked:  # otherwise the sender knows: it has left this engine out
                 self._tell(f"{version}/ready/{self._index}", error or "did not read the update")
             return
         # Whoever stops early still takes part in the remaining broadcasts: the other engines need them.
         try:
-            while self._expect(version) or self._coming:
+            while self._rest or self._coming:
+                if not self._coming:
+                    self._expect(version)
                 self._receive(version)
         except WeightUpdateError as failure:
             error = error or failure.message
-        if self._address.device != "cpu":  # whoever sleeps on this device needs it
-            self._buffers.clear()
+        self._give_memory_back()
         self._tell(f"{version}/done/{self._index}", error)
 
     def close(self) -> None:
@@ -462,9 +466,24 @@ class CollectiveReceiver(WeightReceiver):
         except Exception as failure:
             raise WeightUpdateError(f"cannot report to the trainer: {_first_line(failure)}") from failure
 
+    def _take_memory(self, manifest: Manifest) -> None:
+        size, dtype, device = manifest.largest, getattr(torch, manifest.dtype), self._address.device
+        if self._buffers and self._buffers[0].numel() >= size and self._buffers[0].dtype == dtype:
+            return
+        self._buffers.clear()
+        try:
+            self._buffers.extend(torch.empty(size, dtype=dtype, device=device) for _ in range(BUFFERS))
+        except RuntimeError as error:
+            needs = f"{BUFFERS} buckets of {size * dtype.itemsize} bytes"
+            raise WeightUpdateError(f"no memory on {device} to receive {needs}: {_first_line(error)}") from error
+
+    def _give_memory_back(self) -> None:
+        if self._address.device != "cpu":  # whoever sleeps on this device needs it
+            self._buffers.clear()
+
     def _join(self, manifest: Manifest, version: int) -> None:
         store = self._open_store()
-        self._rest = iter(())
+        self._rest.clear()
         self._coming.clear()
         self._asked = version
         current = self._generation if self._groups else 0
@@ -483,20 +502,22 @@ class CollectiveReceiver(WeightReceiver):
         self._drop_groups()
         members: list[int] = answer["members"]
         self._generation = answer["generation"]
-        for sender in manifest.senders:
-            self._groups[sender] = _Group(
-                self._address,
-                name=_group_name(self._generation, sender),
-                rank=1 + members.index(self._index),
-                size=len(members) + 1,
-                broken=self._left_by_sender,
-            )
+        try:
+            for sender in manifest.senders:
+                self._groups[sender] = _Group(
+                    self._address,
+                    name=_group_name(self._generation, sender),
+                    rank=1 + members.index(self._index),
+                    size=len(members) + 1,
+                    broken=self._left_by_sender,
+                )
+        except BaseException:
+            self._drop_groups()  # else it would count as being in all of them
+            raise
 
-    def _expect(self, version: int) -> bool:
-        """Have the next bucket come; whether there was one."""
-        bucket = next(self._rest, None)
-        if bucket is None:
-            return False
+    def _expect(self, version: int) -> None:
+        """Have the next bucket come, into the buffer whose bucket was loaded last."""
+        bucket = self._rest.popleft()
         flat = self._buffers[0][: bucket.numel]
         self._buffers.rotate(-1)
         digest = torch.empty(1, dtype=torch.int64, device=self._address.device)
@@ -507,7 +528,6 @@ class CollectiveReceiver(WeightReceiver):
         except Exception as error:
             raise self._missed(bucket, version, error) from error
         self._coming.append(_Coming(bucket, flat, digest, works))
-        return True
 
     def _receive(self, version: int) -> tuple[_Coming, int]:
         """The first of those that come, and the checksum it was sent with."""
@@ -521,7 +541,7 @@ class CollectiveReceiver(WeightReceiver):
     def _missed(self, bucket: Bucket, version: int, error: Exception) -> WeightUpdateError:
         """Nothing more comes in this update."""
         self._drop_groups()
-        self._rest = iter(())
+        self._rest.clear()
         self._coming.clear()
         return WeightUpdateError(f"bucket {bucket.index} of version {version} did not arrive: {_first_line(error)}")
 

@@ -174,6 +174,7 @@ class IpcSender(WeightSender):
         self._lost[engine] = reason  # one assignment: no lock
 
     def close(self) -> None:
+        self._pending = None
         for index in list(self._peers):
             self._disconnect(index)
         if self._listener is not None:
@@ -210,12 +211,16 @@ class IpcSender(WeightSender):
             left = deadline - time.monotonic()
             if until() or left <= 0:
                 return
-            for key, _ in self._selector.select(min(LOOK_SECONDS, left)):
-                connection: Any = key.fileobj
-                if connection is self._listener:
-                    self._accept()
-                else:
-                    self._hear(connection)
+            self._hear_all(min(LOOK_SECONDS, left))
+
+    def _hear_all(self, seconds: float) -> None:
+        """What receivers have said; where they have not, what the first of them says in that time."""
+        for key, _ in self._selector.select(seconds):
+            connection: Any = key.fileobj
+            if connection is self._listener:
+                self._accept()
+            else:
+                self._hear(connection)
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -337,6 +342,7 @@ class IpcSender(WeightSender):
         if len(self._buffers) <= self._turn:
             self._buffers.append(_Buffer(share(max(largest, nbytes), torch.device(self._address.device))))
         buffer = self._buffers[self._turn]
+        self._hear_all(0.0)
         if self._pending is not None and (self._pending.digest.ready or self._is_read(buffer)):
             self._hand_over_pending()  # there is nothing better to do than to wait for it
         self._wait(lambda: not self._is_read(buffer))

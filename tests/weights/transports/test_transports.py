@@ -21,6 +21,7 @@ import torch
 
 import corerl
 from corerl.errors import ConfigError
+from corerl.weights.checksum import Digest
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
 from corerl.weights.transport import Address, WeightSender
 from corerl.weights.transports import open_receiver, open_sender
@@ -181,10 +182,13 @@ def loopback() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["collective", "collective, from its own memory", "disk", "delta", "ipc"])
+@pytest.fixture(
+    scope="module",
+    params=["collective", "collective, from its own memory", "disk", "delta", "ipc", "ipc, handed over late"],
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, loopback: None) -> Iterator[Any]:
     """One run's address, sender and two engines, shared by the tests below: versions rise from test to test."""
-    transport, _, own_memory = request.param.partition(", ")
+    transport, _, how = request.param.partition(", ")
     address = Address(
         transport=transport,
         engines=("engine-0", "engine-1"),
@@ -199,9 +203,12 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     for peer in peers:
         peer.answer()
     sender = flipping(address)
-    if own_memory:  # as on GPUs
-        sender._has_rooms = True
-    yield address, sender, peers
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "from its own memory":  # as on GPUs
+            sender._has_rooms = True
+        if how == "handed over late":  # as where a device has not come to the checksum yet
+            patch.setattr(Digest, "ready", property(lambda self: False))
+        yield address, sender, peers
     for peer in peers:
         peer.close()
     sender.close()
@@ -354,7 +361,9 @@ def push_from(senders: Mapping[int, CollectiveSender], tensors: Mapping[str, tor
         sender.begin(manifest, version)
         for bucket in manifest.buckets:
             if sender.sender_of(bucket) == rank:
-                sender.send(bucket, torch.cat([tensors[entry.name].reshape(-1) for entry in bucket.entries]))
+                flat = torch.cat([tensors[entry.name].reshape(-1) for entry in bucket.entries])
+                room = sender.room(flat.numel(), flat.dtype)
+                sender.send(bucket, flat if room is None else room.copy_(flat))
         return sender.commit(version)
 
     with ThreadPoolExecutor(len(senders)) as ranks:
@@ -367,6 +376,7 @@ def staged(loopback: None) -> Iterator[Any]:
     address = Address(transport="collective", engines=("a", "b"), host="127.0.0.1", port=free_port(), timeout=10.0)
     peers = [Peer(address, index) for index in range(2)]
     senders = {rank: FlipsCollective(address, rank) for rank in (0, 2)}
+    senders[2]._has_rooms = True  # as on GPUs
     for peer in peers:
         peer.answer()
     yield senders, peers
@@ -524,6 +534,39 @@ def test_a_store_that_cannot_be_opened_is_an_entry_for_every_engine_and_no_excep
         assert push(open_sender(address), weights(1), 1)["e"].startswith(
             f"the collective failed: port {address.port}, where weights are sent from, is in use: "
         )
+
+
+def test_memory_that_is_still_read_is_not_given_out_again() -> None:
+    class Wire:
+        """A group whose broadcasts are done when they are asked for."""
+
+        def __init__(self) -> None:
+            self.started = 0
+            self.finished: list[int] = []
+
+        def start(self, *tensors: torch.Tensor) -> list[int]:
+            self.started += 1
+            return [self.started]
+
+        def finish(self, works: list[int], broken: Any) -> None:
+            self.finished += works
+
+        def abort(self) -> None:
+            pass
+
+    sender = CollectiveSender(Address(transport="collective", engines=("a",)))
+    sender._has_rooms, sender._largest, sender._group = True, 4, (wire := Wire())
+    (bucket,) = build_manifest([("a", (4,))], dtype="float32", bucket_bytes=64).buckets
+    rooms = []
+    for number in range(5):
+        room = sender.room(4, torch.float32)
+        assert wire.finished == list(range(1, number))  # that of the bucket before may still be under way
+        assert room is not None
+        rooms.append(room.data_ptr())
+        sender.send(bucket, room.fill_(number))
+    assert rooms[0] != rooms[1] and rooms == [*rooms[:2], *rooms[:2], rooms[0]]
+    sender.commit(1)
+    assert sorted(wire.finished) == [1, 2, 3, 4, 5]
 
 
 def test_a_store_takes_over_the_socket_that_holds_its_port() -> None:
