@@ -514,8 +514,8 @@ def conversation() -> list[Conversation]:
     tokenizer = character_tokenizer("0123456789?uat:")
     tokenizer.chat_template = TEMPLATE
     renderer, turns, messages = Renderer(tokenizer), [Conversation()], []
-    for number, (asked, said) in enumerate(zip(ASKED, SAID, strict=True)):
-        messages.append(asked)
+    for number, (message, said) in enumerate(zip(ASKED, SAID, strict=True)):
+        messages.append(message)
         tokens = np.array(tokenizer.encode(said, add_special_tokens=False))
         generation = Generation(
             tokens=tokens,
@@ -524,9 +524,10 @@ def conversation() -> list[Conversation]:
             versions=np.full(len(tokens), number),
             truncated=np.zeros(1, dtype=np.bool_),
         )
-        text = renderer.text(tokens, [tokenizer.eos_token_id])
-        turns.append(turns[-1].answered(renderer.ask(turns[-1], messages), text, generation))
-        messages.append({"role": "assistant", "content": text})
+        asked = renderer.ask(turns[-1], messages)
+        answer = renderer.answer(asked, tokens, [tokenizer.eos_token_id])
+        turns.append(turns[-1].answered(asked, answer, generation))
+        messages.append(answer.message)
     return turns[1:]
 
 

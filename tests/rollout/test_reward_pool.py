@@ -115,6 +115,7 @@ def test_processes_that_cannot_import_the_reward_say_so(monkeypatch: pytest.Monk
 
 # Without torch, which takes its time: a rollout is what has samples.
 DRIVER = """
+import signal
 import sys
 from types import SimpleNamespace
 from corerl.config.schema import RewardConfig
@@ -123,6 +124,7 @@ from corerl.rollout.reward_pool import scorer
 from corerl.rollout.rewards import resolve_reward
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
     config = RewardConfig(name="tests.rollout.user_rewards:mark", options={"directory": sys.argv[1]}, timeout=600.0)
     prompts = (Prompt(index=0, text="p", answer=""),)
     rollout = SimpleNamespace(prompts=prompts, texts=["x", "x"], batch=SimpleNamespace(rows={"group": [0, 0]}))
