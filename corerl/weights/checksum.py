@@ -16,23 +16,28 @@ def checksum(flat: torch.Tensor) -> int:
     In host memory it is XXH3, which goes at the memory's speed; on a device it is `device_sum`, and eight bytes come to
     the host. So two digests can only be compared where both buffers were of one kind.
     """
+    return int(digest(flat))
+
+
+def digest(flat: torch.Tensor) -> torch.Tensor:
+    """The checksum as an int64 scalar where `flat` lies: on a device nothing waits for it."""
     data = flat.detach().reshape(-1).view(torch.uint8)
     if data.device.type == "cpu":
-        return int.from_bytes(xxhash.xxh3_64_digest(data.numpy().data), "big", signed=True)
-    return int(device_sum(data).item())
+        found = int.from_bytes(xxhash.xxh3_64_digest(data.numpy().data), "big", signed=True)
+        return torch.tensor(found, dtype=torch.int64)
+    return device_sum(data)
 
 
 class Digest:
-    """A checksum that is on its way: nothing is waited for before it is asked for."""
+    """A checksum on its way to the host: it is not waited for before it is asked for."""
 
     def __init__(self, flat: torch.Tensor) -> None:
+        self._found = digest(flat)
         self._done: torch.cuda.Event | None = None
         if flat.device.type == "cpu":
-            self._found = torch.tensor(checksum(flat))
             return
-        found = device_sum(flat.detach().reshape(-1).view(torch.uint8))
-        self._found = torch.empty((), dtype=torch.int64, pin_memory=True)
-        self._found.copy_(found, non_blocking=True)
+        on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
+        self._found = on_host.copy_(self._found, non_blocking=True)
         self._done = torch.cuda.Event()
         self._done.record()
 

@@ -25,11 +25,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -38,98 +36,14 @@ import torch.distributed as dist
 from attrs import define, field, frozen
 
 from corerl.errors import WeightUpdateError
-from corerl.weights.checksum import checksum, device_sum
+from corerl.weights.checksum import checksum, digest
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address, WeightReceiver, WeightSender
+from corerl.weights.transports.group import Group
 
 BUFFERS = 2  # at each end
-# Waiting gives up before NCCL's own timeout, which is of no use here.
-WATCHDOG_MARGIN = 60.0
-# What torch reads when a group of NCCL's is made: with "0" its watchdog leaves a failed collective to whoever waits for
-# it, and does not end the process.
-ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-SPIN_SECONDS = 2e-3  # in which a broadcast is looked at without a pause
-PAUSE_SECONDS = 5e-4  # between two looks after that
 ASK_SECONDS = 0.25  # between two questions to the store, which take a round trip
-LEAVE_SECONDS = 5.0  # that the end of a group is waited for
 BROKEN_GRACE = 10.0  # seconds for the engines' reports once the group is known to be broken: they see it as well
-
-
-class _Group:
-    """The process group of one sender, rank 0 in it, and one set of engines."""
-
-    def __init__(self, address: Address, *, name: str, rank: int, size: int, broken: Callable[[], str]) -> None:
-        """Meets the other members. Raises as `broadcast` does."""
-        self._name = name
-        self._seconds = address.timeout
-        self._timeout = timedelta(seconds=address.timeout)
-        self._backend: Any = None
-        failed: list[Exception] = []
-        device = torch.cuda.current_device() if address.device == "cuda" else None
-
-        def meet() -> None:
-            try:
-                self._meet(address, rank, size, device)
-            except Exception as error:  # raised below, in the thread that waits
-                failed.append(error)
-
-        # In a thread: where a member has died, neither library comes back from here before a timeout of its own.
-        meeting = threading.Thread(target=meet, daemon=True, name="weights: meet")
-        meeting.start()
-        self._wait(lambda: not meeting.is_alive(), broken, "meet")
-        if failed:
-            raise failed[0]
-
-    def _meet(self, address: Address, rank: int, size: int, device: int | None) -> None:
-        # A connection of its own: while one waits for a key, nobody else can ask through it.
-        store = dist.TCPStore(address.host, address.port, is_master=False, timeout=self._timeout)
-        prefixed = dist.PrefixStore(f"group/{self._name}", store)
-        if device is None:
-            self._backend = dist.ProcessGroupGloo(prefixed, rank, size, self._timeout)
-            return
-        torch.cuda.set_device(device)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=address.timeout + WATCHDOG_MARGIN)
-        with _environment(ERROR_HANDLING, "0"):
-            self._backend = dist.ProcessGroupNCCL(prefixed, rank, size, options)
-        # NCCL connects with the first collective.
-        self._backend.broadcast(torch.zeros(1, dtype=torch.uint8, device="cuda"), 0).wait()
-        torch.cuda.current_stream().synchronize()
-
-    def start(self, *tensors: torch.Tensor) -> list[Any]:
-        """Broadcasts from rank 0 to all, in place and in this order; to `finish`."""
-        return [self._backend.broadcast(tensor.view(torch.uint8), 0) for tensor in tensors]
-
-    def finish(self, works: Sequence[Any], broken: Callable[[], str]) -> None:
-        """Raises what the library raises of a lost peer, and WeightUpdateError once `broken`, which is asked all the
-        while, has an answer, or the time is up."""
-        for work in works:
-            self._wait(work.is_completed, broken, "broadcast")
-            work.wait(self._timeout)
-
-    def _wait(self, done: Callable[[], bool], broken: Callable[[], str], what: str) -> None:
-        began = time.monotonic()
-        while not done():
-            waited = time.monotonic() - began
-            if waited > SPIN_SECONDS:
-                if reason := broken():
-                    raise WeightUpdateError(reason)
-                if waited > self._seconds:
-                    raise WeightUpdateError(f"{what}: not done within {self._seconds:g} s")
-                time.sleep(PAUSE_SECONDS)
-
-    def abort(self) -> None:
-        """Leave without a word to the others, whose next broadcast fails."""
-        backend, self._backend = self._backend, None
-        leaving = threading.Thread(target=_abort, args=(backend,), daemon=True, name="weights: leave")
-        del backend  # gloo's end waits for what is under way in it: in that thread alone
-        leaving.start()
-        leaving.join(LEAVE_SECONDS)
-
-
-def _abort(backend: Any) -> None:
-    if backend is not None:
-        backend.abort()
 
 
 @define(eq=False)
@@ -150,13 +64,6 @@ class _Coming:
     works: list[Any]
 
 
-def _digest(flat: torch.Tensor) -> torch.Tensor:
-    """The checksum, [1] int64 on the device of `flat`, where nothing waits for it."""
-    if flat.device.type == "cpu":
-        return torch.tensor([checksum(flat)])
-    return device_sum(flat.view(torch.uint8)).reshape(1)
-
-
 def _group_name(generation: int, sender: int) -> str:
     return f"{generation}/{sender}"
 
@@ -172,7 +79,7 @@ class CollectiveSender(WeightSender):
         self._rank = rank
         self._listening = address.listening  # until the store takes it over
         self._store: dist.Store | None = None
-        self._group: _Group | None = None
+        self._group: Group | None = None
         self._generation = 0
         self._others: tuple[int, ...] = ()  # ranks that send as well
         self._asked_store = 0.0  # time.monotonic() when it was last asked whether another sender's group is broken
@@ -203,11 +110,9 @@ class CollectiveSender(WeightSender):
     def room(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         if self._group is None or not self._has_rooms:
             return None
-        if len(self._rooms) < BUFFERS or self._rooms[0].memory.dtype != dtype:
-            self._settle()
-            size = max(self._largest, numel)
+        if not self._rooms:
             try:
-                made = [torch.empty(size, dtype=dtype, device=self._address.device) for _ in range(BUFFERS)]
+                made = [torch.empty(self._largest, dtype=dtype, device=self._address.device) for _ in range(BUFFERS)]
             except RuntimeError:  # no memory for two: then each bucket is waited for
                 return None
             self._rooms = deque(_Room(memory) for memory in made)
@@ -220,12 +125,12 @@ class CollectiveSender(WeightSender):
         room = next((each for each in self._rooms if each.memory.data_ptr() == flat.data_ptr()), None)
         try:
             if room is not None:
-                room.works = self.transmit(flat, _digest(flat))
+                room.works = self.transmit(flat, digest(flat).reshape(1))
                 self._rooms.rotate(-1)
                 return
             # Where trainer and engine share a GPU, NCCL cannot join them, and the buffers of the wire are on the CPU.
             flat = flat.to(self._address.device).contiguous()
-            self._group.finish(self.transmit(flat, _digest(flat)), self._lost_member)
+            self._group.finish(self.transmit(flat, digest(flat).reshape(1)), self._lost_member)
         except Exception as error:
             self._break(error)
 
@@ -344,7 +249,7 @@ class CollectiveSender(WeightSender):
         self._drop_group()
         self._generation, self._members = generation, members
         if members:
-            self._group = _Group(
+            self._group = Group(
                 self._address,
                 name=_group_name(generation, self._rank),
                 rank=0,
@@ -395,7 +300,7 @@ class CollectiveReceiver(WeightReceiver):
         self._address = address
         self._index = index
         self._store: dist.Store | None = None
-        self._groups: dict[int, _Group] = {}  # by sender: all of one generation
+        self._groups: dict[int, Group] = {}  # by sender: all of one generation
         self._asked: int | None = None  # version that this engine asked to take part in
         self._joined: int | None = None  # version that it does take part in
         self._generation = 0  # of the groups that it is in, or joins
@@ -504,7 +409,7 @@ class CollectiveReceiver(WeightReceiver):
         self._generation = answer["generation"]
         try:
             for sender in manifest.senders:
-                self._groups[sender] = _Group(
+                self._groups[sender] = Group(
                     self._address,
                     name=_group_name(self._generation, sender),
                     rank=1 + members.index(self._index),
@@ -556,20 +461,6 @@ class CollectiveReceiver(WeightReceiver):
         for group in self._groups.values():
             group.abort()
         self._groups = {}
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """A variable of this process, for the moment."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _put(store: dist.Store, key: str, value: Mapping[str, Any]) -> None:
