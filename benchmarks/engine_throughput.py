@@ -212,7 +212,7 @@ def main() -> None:
     command.add_argument("--prompt", type=int, default=63, help="tokens of a prompt, without the first one")
     command.add_argument("--new", type=int, default=256, help="tokens that are drawn for each")
     command.add_argument("--rounds", type=int, default=7)
-    command.add_argument("--requests", type=int, default=64, help="engines.sglang.requests")
+    command.add_argument("--requests", type=int, default=SglangConfig().requests, help="engines.sglang.requests")
     command.add_argument(
         "--memory", type=float, default=0.35, help="share of what is free that each side's engine takes"
     )

@@ -170,7 +170,8 @@ class Sampler:
         return Rollout(
             batch=batch,
             prompts=tuple(prompts),
-            texts=self._tokenizer.batch_decode([ids.tolist() for ids in responses], skip_special_tokens=True),
+            # Arrays, which its annotation leaves out: of a list transformers looks at each token.
+            texts=self._tokenizer.batch_decode(responses, skip_special_tokens=True),  # type: ignore[arg-type]
         )
 
     def _encode(self, prompts: Sequence[Prompt]) -> tuple[IntArray, IntArray]:

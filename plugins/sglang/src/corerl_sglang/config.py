@@ -44,7 +44,7 @@ class SglangConfig:
         "tell through which experts each token went, for algorithm.routing_replay = 'engine'", default=False
     )
     requests: int = option(
-        "requests that a rollout step is divided into; all are sent at once", default=64, validator=at_least(1)
+        "requests that a rollout step is divided into; all are sent at once", default=8, validator=at_least(1)
     )
     start_timeout: float = option("seconds that a server has to start", default=900.0, validator=above(0))
     launcher: str = option(

@@ -109,7 +109,7 @@ class SglangEngine(Engine):
                 return self._nothing(request)
             self._resume({*CACHES})  # late: until now whoever shares the device may have had that memory
             # Not a request a row: SGLang takes all requests in one event loop, and each costs it there, however small.
-            # Not one for all rows either: what has come is read here while the rest is still being drawn.
+            # Not one for all rows either: what has come is read here while the server still writes the rest.
             parts = split(request, self._options.requests)
             with ThreadPoolExecutor(len(parts)) as threads:
                 futures = [threads.submit(self._generate, part, version) for part in parts]
