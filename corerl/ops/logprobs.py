@@ -107,26 +107,32 @@ class _TokenLogprobs(torch.autograd.Function):
         if shard.group is not None:
             here, mine = _mine(targets, shard, len(weight))
             d_chosen = d_logprobs * mine
+        # Factors of a token are put together here, so that its logits are passed over as few times as can be.
+        falls, d_chosen = -d_logprobs / ctx.temperature, d_chosen / ctx.temperature
+        if ctx.with_entropy:
+            slope = -d_entropy / ctx.temperature
+            falls = falls + slope * entropy
         for part in _chunks(len(hidden), ctx.chunk):
-            log_p = _logits(hidden[part], weight, bias, ctx.temperature, exact, shard).sub_(normalizer[part, None])
-            d_z = log_p.exp()  # p, and from here on the gradient
+            z = _logits(hidden[part], weight, bias, ctx.temperature, exact, shard)
+            log_p = torch.sub(z, normalizer[part, None], out=z if z.dtype == exact else None)
+            del z
             if ctx.with_entropy:
-                # -p (g + e (log p + H)), both gradients in one pass
-                log_p.add_(entropy[part, None]).mul_(d_entropy[part, None]).add_(d_logprobs[part, None])
-                d_z.mul_(log_p)
+                p = log_p.exp()
+                factor = torch.addcmul(falls[part, None], log_p, slope[part, None], out=log_p)
             else:
-                d_z.mul_(d_logprobs[part, None])
-            del log_p
-            d_z.neg_().scatter_add_(-1, here[part, None], d_chosen[part, None]).div_(ctx.temperature)
+                p, factor = log_p.exp_(), falls[part, None]
+            chosen = here[part, None]
+            # Rounded once: of a likely token, what falls and what rises almost cancel.
+            d_z_chosen = p.gather(-1, chosen) * factor.expand_as(p).gather(-1, chosen) + d_chosen[part, None]
+            d_z = torch.mul(p, factor, out=p if exact == hidden.dtype else torch.empty_like(p, dtype=hidden.dtype))
+            del log_p, p, factor
+            d_z.scatter_(-1, chosen, d_z_chosen.to(d_z.dtype))
             if d_bias is not None:
-                d_bias += d_z.sum(0)
-            d_z = d_z.to(hidden.dtype)
+                d_bias += d_z.sum(0, dtype=exact)
             if d_hidden is not None:
                 torch.mm(d_z, weight, out=d_hidden[part])
-            if d_weight is not None and d_weight.dtype == d_z.dtype:
-                d_weight.addmm_(d_z.t(), hidden[part])
-            elif d_weight is not None:
-                d_weight += d_z.t() @ hidden[part]
+            if d_weight is not None:
+                _add_product(d_weight, d_z.t(), hidden[part])
         d_weight = d_weight.to(weight.dtype) if d_weight is not None else None
         d_bias = d_bias.to(bias.dtype) if d_bias is not None else None
         return d_hidden, d_weight, d_bias, None, None, None, None, None
@@ -148,14 +154,14 @@ def _of_all_rows(
     normalizer = torch.empty_like(logprobs)
     entropy = torch.zeros_like(logprobs)
     for part in _chunks(len(hidden), chunk):
-        z = _logits(hidden[part], weight, bias, temperature, exact, shard)
-        norm = z.logsumexp(-1)
-        chosen = z.gather(-1, targets[part, None]).squeeze(-1)
-        normalizer[part] = norm
-        logprobs[part] = chosen - norm
+        z = _logits(hidden[part], weight, bias, temperature, exact, shard).to(exact)
+        log_p = z.log_softmax(-1)
+        logprobs[part] = log_p.gather(-1, targets[part, None]).squeeze(-1)
+        top = z.argmax(-1, keepdim=True)  # there log p is smallest, and least is lost in the difference
+        normalizer[part] = (z.gather(-1, top) - log_p.gather(-1, top)).squeeze(-1)
         if with_entropy:
-            log_p = z.sub_(norm[:, None])
-            entropy[part] = -log_p.exp().mul_(log_p).sum(-1)
+            log_p = torch.sub(z, normalizer[part, None], out=log_p)  # rounded as in the backward pass: there H + log p
+            entropy[part] = -torch.exp(log_p, out=z).mul_(log_p).sum(-1)
     return logprobs, normalizer, entropy
 
 
@@ -182,7 +188,7 @@ def _of_shared_rows(
     sums = peak.new_zeros((3, len(hidden)))
     total, spread, chosen = sums
     for part in _chunks(len(hidden), chunk):
-        z = _logits(hidden[part], weight, bias, temperature, exact, shard)
+        z = _logits(hidden[part], weight, bias, temperature, exact, shard).to(exact)
         peak[part] = z.amax(-1)
         chosen[part] = z.gather(-1, here[part, None]).squeeze(-1)
         z.sub_(peak[part, None])
@@ -219,12 +225,23 @@ def _chunks(tokens: int, chunk: int) -> list[slice]:
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype, shard: _Shard
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, exact: torch.dtype, shard: _Shard
 ) -> Tensor:
-    """[C, V] in `dtype`: the product in the model's own precision, as its head computes it, all else in `dtype`."""
-    z = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
+    """[C, V]: the product in the precision of the model, as its head computes it; in `exact` where more was done."""
+    z = torch.nn.functional.linear(hidden, weight, bias)
     if temperature != 1.0:
-        z.div_(temperature)
+        z = z.to(exact).div_(temperature)
     if shard.real < len(weight):
+        z = z.to(exact)
         z[:, shard.real :] = NEVER
     return z
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, the product in the dtype of `total` where the device can."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -75,6 +76,55 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
         return token_logprobs(hidden, weight, y, bias=bias, temperature=0.6, with_entropy=True, chunk_tokens=2)
 
     assert torch.autograd.gradcheck(function, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_of_a_likely_token_in_bfloat16_the_small_gradient_that_is_left_is_exact(with_entropy: bool) -> None:
+    # p = 1 / (1 + e^-7) = 0.99909; d log p / d z is 1 - p = 0.00091, less than bfloat16 tells 1 and p apart by
+    hidden = torch.ones(1, 1, dtype=torch.bfloat16)
+    weight = torch.tensor([[7.0], [0.0]], dtype=torch.bfloat16, requires_grad=True)
+    logprobs, _ = token_logprobs(hidden, weight, torch.zeros(1).long(), temperature=1.0, with_entropy=with_entropy)
+    logprobs.sum().backward()
+    assert weight.grad is not None
+    rest = 1 / (1 + math.exp(7.0))
+    torch.testing.assert_close(weight.grad.flatten().float(), torch.tensor([rest, -rest]), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_of_a_large_vocabulary_values_and_gradients_are_those_of_float64_of_the_same_logits(
+    with_entropy: bool, temperature: float, dtype: torch.dtype, device: str
+) -> None:
+    generator = torch.Generator(device).manual_seed(0)
+    tokens, vocab, width = 300, 5003, 64
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    hidden, weight, w = drawn(tokens, width).requires_grad_(), drawn(vocab, width).requires_grad_(), drawn(2, tokens)
+    y = torch.randint(0, vocab, (tokens,), generator=generator, device=device)
+    logprobs, entropy = token_logprobs(
+        hidden, weight, y, temperature=temperature, with_entropy=with_entropy, chunk_tokens=70
+    )
+    (logprobs @ w[0].float() + (entropy @ w[1].float() if entropy is not None else 0)).backward()
+
+    z = (hidden @ weight.t()).detach().double().requires_grad_()
+    log_p = (z / temperature).log_softmax(-1)
+    wanted, spread = log_p.gather(-1, y[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    (wanted @ w[0].double() + (spread @ w[1].double() if with_entropy else 0)).backward()
+    torch.testing.assert_close(logprobs.double(), wanted, rtol=1e-5, atol=1e-4)
+    if entropy is not None:
+        torch.testing.assert_close(entropy.double(), spread, rtol=1e-5, atol=1e-4)
+    assert z.grad is not None and hidden.grad is not None and weight.grad is not None
+    # Normalizers of 70 are exact to 4e-6; the product takes what `dtype` tells apart of the logits' gradient.
+    share = 1e-4 if dtype == torch.float32 else 2**-7
+    for grad, wanted_grad in ((hidden.grad, z.grad @ weight.double()), (weight.grad, z.grad.t() @ hidden.double())):
+        error, size = (grad.double() - wanted_grad).norm(dim=-1), wanted_grad.norm(dim=-1)
+        assert (error <= share * (size + size.mean())).all()
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
