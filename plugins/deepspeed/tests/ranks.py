@@ -27,7 +27,7 @@ from corerl.testing.harness import Setup, State, forward, running, samples_at, s
 from corerl.types import MemoryKind, UpdateResult
 from corerl.weights.chunks import TensorSource
 from corerl.weights.transport import WeightSender
-from corerl_deepspeed import SPEC, native
+from corerl_deepspeed import SPEC, native, state
 from corerl_deepspeed.backend import DeepSpeedBackend
 from corerl_deepspeed.runtime import calling_deepspeed
 
@@ -67,12 +67,21 @@ def held_after_passes(setup: Setup) -> list[int]:
 
 
 def memory(setup: Setup) -> Mapping[str, float]:
-    """Bytes of each kind after a step, for each parameter of the whole model."""
+    """Bytes for each parameter of the whole model: of each kind after a step, and of what the next one's gradients take
+    besides when all are there, which is before DeepSpeed steps."""
     with running(setup) as worker:
         train(worker, setup, 0)
         backend: Any = worker.backend
+        engine, gradients = backend.model.engine, list[int]()
         parameters = sum(getattr(param, "ds_numel", param.numel()) for param in backend.model.policy.parameters())
-        return {kind.value: resident_bytes(backend.tensors(kind)) / parameters for kind in MemoryKind}
+        held = {kind.value: resident_bytes(backend.tensors(kind)) / parameters for kind in MemoryKind}
+        step = engine.step
+        with (
+            Allocations() as found,
+            mock.patch.object(engine, "step", side_effect=lambda: [gradients.append(found.held), step()]),
+        ):
+            train(worker, setup, 1)
+        return {**held, "in a step": gradients[0] / parameters}
 
 
 def offloaded(setup: Setup) -> Mapping[str, bool]:
@@ -89,6 +98,28 @@ def offloaded(setup: Setup) -> Mapping[str, bool]:
                 getattr(param, "ds_secondary_tensor", None) is not None for param in model.policy.parameters()
             ),
         }
+
+
+@frozen(kw_only=True)
+class Settings:
+    """What an engine says of them, and a step with them."""
+
+    groups: int  # tensors that AdamW steps
+    max_live_parameters: int
+    memory_breakdown: bool
+    grad_norm: float
+
+
+def engine_settings(setup: Setup) -> Settings:
+    with running(setup) as worker:
+        norm = train(worker, setup, 0).grad_norm
+        model = worker.backend.model  # type: ignore[attr-defined]
+        return Settings(
+            groups=len(state.flats(model)),
+            max_live_parameters=model.engine.zero_max_live_parameters(),
+            memory_breakdown=model.engine.memory_breakdown(),
+            grad_norm=norm,
+        )
 
 
 @frozen(kw_only=True)

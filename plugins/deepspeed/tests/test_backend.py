@@ -32,11 +32,11 @@ def test_ranks_that_hold_nothing_of_a_parameter_train_save_and_resume(runs: Runs
 @pytest.mark.parametrize(
     ("options", "per_parameter"),
     [
-        # On two ranks, in bytes: DeepSpeed keeps a float32 copy of float32 weights too.
-        ({"stage": 1}, {"param": 4.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0}),
-        ({"stage": 2}, {"param": 4.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0}),
-        # Its bucket is as large as this model.
-        ({"stage": 3}, {"param": 2.0, "master": 2.0, "grad": 2.0 + 4.0, "optimizer": 4.0}),
+        # On two ranks, in bytes: DeepSpeed keeps a float32 copy of float32 weights too. A bucket is as large as this
+        # model: stage 1 has one in a step, stage 3 always.
+        ({"stage": 1}, {"param": 4.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0, "in a step": 4.0 + 4.0}),
+        ({"stage": 2}, {"param": 4.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0, "in a step": 2.0}),
+        ({"stage": 3}, {"param": 2.0, "master": 2.0, "grad": 2.0 + 4.0, "optimizer": 4.0, "in a step": 0.0}),
     ],
     ids=str,
 )
@@ -45,25 +45,39 @@ def test_a_rank_holds_what_its_stage_leaves_to_it(
 ) -> None:
     setup = evolve(runs.setup("deepspeed", "qwen3"), options=options)
     for found in rank_pool.run(ranks.memory, setup):
-        assert found == pytest.approx(per_parameter, rel=0.01)
+        assert found == pytest.approx(per_parameter, rel=0.01, abs=0.03)
+
+
+LARGEST = 97 * 64 / 136_000  # the embedding's share of this model's parameters
 
 
 @pytest.mark.parametrize(
     ("options", "per_parameter"),
     [
-        ({"stage": 1}, {"param": 2.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0}),
-        ({"stage": 2}, {"param": 2.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0}),
-        ({"stage": 3}, {"param": 1.0, "master": 2.0, "grad": 2.0 + 4.0, "optimizer": 4.0}),
+        ({"stage": 1}, {"param": 2.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0, "in a step": 4.0 + 4.0}),
+        ({"stage": 2}, {"param": 2.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0, "in a step": 2.0}),
+        ({"stage": 3}, {"param": 1.0, "master": 2.0, "grad": 2.0 + 4.0, "optimizer": 4.0, "in a step": 0.0}),
+        # Host memory counts too. In it are 18/n bytes: masters, moments, and of gradients a float32 copy and another in
+        # the weights' precision; and, there and on the device, a place for the largest parameter's on their way.
+        (
+            {"stage": 2, "offload": "optimizer"},
+            {"param": 2.0, "master": 2.0, "grad": 2.0 + 1.0 + 2 * 2 * LARGEST, "optimizer": 4.0, "in a step": 2.0},
+        ),
+        # 20/n: two float32 copies of gradients. The bucket is on the device.
+        (
+            {"stage": 3, "offload": "optimizer"},
+            {"param": 1.0, "master": 2.0, "grad": 2.0 + 2.0 + 4.0, "optimizer": 4.0, "in a step": 0.0},
+        ),
     ],
     ids=str,
 )
-def test_in_bfloat16_weights_alone_are_half_as_large(
+def test_in_bfloat16_a_rank_holds_what_the_page_says(
     runs: Runs, rank_pool: RankPool, options: Mapping[str, Any], per_parameter: Mapping[str, float]
 ) -> None:
     setup = evolve(runs.setup("deepspeed", "qwen3"), options=options)
     half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
     for found in rank_pool.run(ranks.memory, half):
-        assert found == pytest.approx(per_parameter, rel=0.01)
+        assert found == pytest.approx(per_parameter, rel=0.01, abs=0.03)
 
 
 @pytest.mark.parametrize(

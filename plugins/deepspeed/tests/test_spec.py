@@ -9,6 +9,7 @@ from attrs import evolve
 
 from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo, OptimizerConfig, TrainConfig
+from corerl.errors import ConfigError
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.settings import deepspeed_json
 from corerl_deepspeed.spec import SPEC, check
@@ -32,6 +33,7 @@ def settings(train: TrainConfig | None = None, **options: Any) -> dict[str, Any]
         {"stage": 2, "offload": "optimizer"},
         {"offload": "parameters", "node_shard_size": 2},
         {"raw": {"zero_optimization": {"overlap_comm": False, "sub_group_size": 1000}, "wall_clock_breakdown": True}},
+        {"stage": 2, "raw": {"zero_optimization": {"overlap_comm": True}}},
     ],
     ids=str,
 )
@@ -55,33 +57,10 @@ def test_what_fits_is_let_through(options: dict[str, Any]) -> None:
             "node_shard_size: 4 ranks do not make whole groups of 3; take a divisor of 4, or 1",
         ),
         (
-            {"raw": {"train_batch_size": 8}},
+            {"stage": 1, "raw": {"zero_optimization": {"overlap_comm": True}}},
             (
-                "raw.train_batch_size: has another place: CoreRL drives the loop: batches are made, and steps are "
-                "taken, outside of DeepSpeed; see rollout.prompts and train.mini_batches; remove it here"
-            ),
-        ),
-        (
-            {"raw": {"gradient_clipping": 1.0}},
-            "raw.gradient_clipping: has another place: set train.optimizer.clip_norm; remove it here",
-        ),
-        (
-            {"raw": {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}},
-            "raw.optimizer.type: has another place: set train.optimizer, which is AdamW; remove it here",
-        ),
-        (
-            {"raw": {"bf16": {"enabled": True}}},
-            "raw.bf16.enabled: has another place: set train.precision; remove it here",
-        ),
-        (
-            {"raw": {"zero_optimization": {"stage": 2}}},
-            "raw.zero_optimization.stage: has another place: set stage; remove it here",
-        ),
-        (
-            {"raw": {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/scratch"}}}},
-            (
-                "raw.zero_optimization.offload_optimizer.device: has another place: set offload='optimizer', which is "
-                "host memory; on NVMe neither sleep nor a checkpoint would find masters and moments; remove it here"
+                "raw.zero_optimization.overlap_comm: true with stage=1, which reduces gradients when there is no "
+                "computation left beside it; set stage=2, or remove it"
             ),
         ),
     ],
@@ -89,6 +68,15 @@ def test_what_fits_is_let_through(options: dict[str, Any]) -> None:
 )
 def test_what_contradicts_is_refused_under_the_setting_that_mends_it(options: dict[str, Any], line: str) -> None:
     assert line in told(**options)
+
+
+def test_nvme_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError) as raised:
+        structure({"offload": "nvme"}, DeepSpeedConfig, path="backends.deepspeed")
+    assert str(raised.value) == (
+        "backends.deepspeed.offload: 'nvme' is not supported, since neither sleep nor a checkpoint would find masters, "
+        "moments or weights in DeepSpeed's files; set 'optimizer' or 'parameters', which is host memory"
+    )
 
 
 def test_the_precision_that_would_be_wrong_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from attrs import frozen
+from attrs import Attribute, frozen
 
 from corerl.config.schema import at_least, option
 
@@ -14,15 +14,24 @@ from corerl.config.schema import at_least, option
 BUCKET = 3 * 2**24
 
 
+def not_nvme(_: Any, attribute: Attribute[Any], value: str) -> None:
+    if value == "nvme":
+        raise ValueError(
+            "'nvme' is not supported, since neither sleep nor a checkpoint would find masters, moments or weights in "
+            "DeepSpeed's files; set 'optimizer' or 'parameters', which is host memory"
+        )
+
+
 @frozen(kw_only=True)
 class DeepSpeedConfig:
     stage: Literal[1, 2, 3] = option(
         "what ZeRO shards over all ranks: 1 masters and moments, 2 gradients too, 3 parameters too", default=3
     )
-    offload: Literal["none", "optimizer", "parameters"] = option(
+    offload: Literal["none", "optimizer", "parameters", "nvme"] = option(
         "what stays in host memory: masters and moments, with the optimizer's step on the host; or parameters too, of "
-        "which each module's are copied to the device when it is its turn (stage 3)",
+        "which each module's are copied to the device when it is its turn (stage 3); nvme is refused with the reason",
         default="none",
+        validator=not_nvme,
     )
     node_shard_size: int = option(
         "ranks, those of one node, that hold a second copy of the parameters between them, so that backward passes "
@@ -47,6 +56,6 @@ class DeepSpeedConfig:
     )
     raw: Mapping[str, Any] = option(
         "more of DeepSpeed's own configuration, as its JSON has it, with tables inside: {zero_optimization = "
-        "{overlap_comm = false}}; what [train] or the options above say is refused",
+        "{overlap_comm = false}}; what [train] or the options above say is refused, and what DeepSpeed does not know",
         factory=dict,
     )

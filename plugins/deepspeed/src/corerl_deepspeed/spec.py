@@ -9,7 +9,7 @@ from corerl.plugin.capabilities import Capability, not_implemented
 from corerl.plugin.spec import BackendSpec, Environment, Problem
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.probe import probe
-from corerl_deepspeed.settings import contradictions
+from corerl_deepspeed.raw import ZERO, refusals
 
 NO_FLOAT16 = (
     "DeepSpeed raises its loss scale before it divides gradients by it, which halves them in that step, and there is "
@@ -34,8 +34,15 @@ def check(config: DeepSpeedConfig, cluster: ClusterInfo) -> Iterable[Problem]:
         yield Problem(
             "node_shard_size", f"{ranks} ranks do not make whole groups of {size}; take a divisor of {ranks}, or 1"
         )
-    for path, instead in contradictions(config.raw):
-        yield Problem(f"raw.{path}", f"has another place: {instead}; remove it here")
+    refused = dict(refusals(config.raw))
+    for path, text in refused.items():
+        yield Problem(f"raw.{path}", text)
+    if not refused and config.stage == 1 and config.raw.get(ZERO, {}).get("overlap_comm"):
+        yield Problem(
+            f"raw.{ZERO}.overlap_comm",
+            "true with stage=1, which reduces gradients when there is no computation left beside it; set stage=2, or "
+            "remove it",
+        )
     if cluster.train is not None:
         yield from precision_problems(cluster.train)
 

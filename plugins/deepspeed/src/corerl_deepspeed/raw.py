@@ -1,0 +1,243 @@
+"""Which of DeepSpeed's own settings a user's table of them may hold, and where the others are said.
+
+The names are those of DeepSpeed 0.19.8, written down: the driver asks before a device is taken, and imports neither
+torch nor DeepSpeed for that. A test compares them with all that the installed DeepSpeed reads, in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from attrs import Attribute, field, frozen, has
+
+from corerl.config.schema import at_least
+from corerl.config.structuring import attempt
+from corerl.config.words import class_fields, spell_value
+from corerl.plugin.registry import nearest
+
+ZERO = "zero_optimization"
+
+
+def whole(_: Any, attribute: Attribute[Any], value: float) -> None:
+    if value < 0 or value % 1:
+        raise ValueError(f"must be a whole number of at least 0, got {value!r}")
+
+
+def count() -> Any:
+    """A whole number that may be written as 1e9, as on DeepSpeed's pages."""
+    return field(default=0.0, validator=whole)
+
+
+# ---- what may be set, under DeepSpeed's names: no default here serves, the user's table is merged as it stands -------
+
+
+@frozen(kw_only=True)
+class LeafModule:
+    classes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    name_suffixes: tuple[str, ...] = ()
+
+
+@frozen(kw_only=True)
+class Zero:
+    contiguous_gradients: bool = True
+    reduce_scatter: bool = True
+    use_multi_rank_bucket_allreduce: bool = True
+    allgather_partitions: bool = True
+    overlap_comm: bool = False
+    sub_group_size: float = count()
+    stage3_param_persistence_threshold: float = count()
+    stage3_model_persistence_threshold: float = count()
+    stage3_max_live_parameters: float = count()
+    stage3_max_reuse_distance: float = count()
+    stage3_module_granularity_threshold: float = count()
+    stage3_use_all_reduce_for_fetch_params: bool = False
+    stage3_allgather_sequential: bool = False
+    ignore_unused_parameters: bool = True
+    parameter_alignment: bool = False
+    log_trace_cache_warnings: bool = False
+    enable_sanity_checks: bool = False
+    leaf_module: LeafModule = LeafModule()
+
+
+@frozen(kw_only=True)
+class CommsLogger:
+    enabled: bool = False
+    verbose: bool = False
+    prof_all: bool = True
+    debug: bool = False
+    prof_ops: tuple[str, ...] = ()
+
+
+@frozen(kw_only=True)
+class FlopsProfiler:
+    enabled: bool = False
+    recompute_fwd_factor: float = 0.0
+    profile_step: int = 1
+    module_depth: int = -1
+    top_modules: int = 1
+    detailed: bool = True
+    output_file: str = ""
+
+
+@frozen(kw_only=True)
+class ThroughputTimer:
+    enabled: bool = True
+    synchronized: bool = True
+
+
+@frozen(kw_only=True)
+class Timers:
+    throughput: ThroughputTimer = ThroughputTimer()
+
+
+@frozen(kw_only=True)
+class Settable:
+    zero_optimization: Zero = Zero()
+    communication_data_type: Literal["fp32", "bf16", "fp16"] = "fp32"
+    disable_python_gc: bool = False
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = "error"
+    steps_per_print: int = field(default=1, validator=at_least(1))
+    dump_state: bool = False
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    comms_logger: CommsLogger = CommsLogger()
+    flops_profiler: FlopsProfiler = FlopsProfiler()
+    timers: Timers = Timers()
+
+
+# ---- what may not, dotted: a table stands for all that is in it ------------------------------------------------------
+
+LOOP = "CoreRL drives the loop: batches are made, and steps are taken, outside of DeepSpeed"
+DENOMINATOR = "the tokens' weights hold the denominator, and DeepSpeed's average is undone"
+ADAMW = "the optimizer is torch's AdamW; set train.optimizer"
+EXPERTS = "this backend splits no experts over ranks; the backend megatron does"
+SEQUENCES = "this backend splits no sequences; the backend megatron does"
+CHECKPOINTS = "checkpoints are CoreRL's own, which every backend resumes; see [checkpoint]"
+NVME = "which is host memory; on NVMe neither sleep nor a checkpoint would find"
+OPTIMIZER = f"set offload='optimizer', {NVME} masters and moments"
+PARAMETERS = f"set offload='parameters', {NVME} weights"
+ROUNDED = "gathered weights would not be the trained ones, bit for bit"
+NOTHING = "it changes nothing that this backend uses"
+GONE = "DeepSpeed has it no more"
+
+ELSEWHERE = {
+    "train_batch_size": f"{LOOP}; see rollout.prompts and train.mini_batches",
+    "train_micro_batch_size_per_gpu": f"{LOOP}; set train.tokens_per_micro_batch",
+    "gradient_accumulation_steps": f"{LOOP}; set train.tokens_per_micro_batch",
+    "managed_gradient_accumulation": LOOP,
+    "data_efficiency": LOOP,
+    "dataloader_drop_last": LOOP,
+    "autotuning": "its launcher tunes, and there is none here",
+    "hybrid_engine": "engines sample; see [rollout]",
+    "gradient_clipping": "set train.optimizer.clip_norm",
+    "optimizer": "set train.optimizer, which is AdamW",
+    "zero_allow_untested_optimizer": ADAMW,
+    "zero_force_ds_cpu_optimizer": ADAMW,
+    "scheduler": "set train.schedule",
+    "fp16": "set train.precision",
+    "bf16": "set train.precision",
+    "bfloat16": "set train.precision",
+    "amp": "set train.precision",
+    "torch_autocast": "set train.precision",
+    "data_types": "set train.precision; gradients are summed in float32",
+    "weight_quantization": ROUNDED,
+    "prescale_gradients": DENOMINATOR,
+    "gradient_predivide_factor": DENOMINATOR,
+    "gradient_allreduce_op": DENOMINATOR,
+    "activation_checkpointing": "set train.recompute",
+    "tensor_parallel": "this backend splits no matrices (AutoTP); the backend megatron does",
+    "expert_parallel": EXPERTS,
+    "use_data_before_expert_parallelism": EXPERTS,
+    "sequence_parallel_size": f"{SEQUENCES}, and DeepSpeed's Ulysses drops the mask of packed ones",
+    "data_parallel_size": f"{SEQUENCES}; all ranks of the role are data-parallel",
+    "seq_parallel_communication_data_type": SEQUENCES,
+    "pipeline": "this backend splits no layers over ranks; the backend megatron does",
+    "compile": "DeepSpeed's compiler counts micro-batches itself, and CoreRL's steps vary in theirs",
+    "checkpoint": CHECKPOINTS,
+    "datastates_ckpt": CHECKPOINTS,
+    "tensorboard": "add an extension, such as tensorboard",
+    "wandb": "add an extension, such as wandb",
+    "comet": "add an extension, such as wandb",
+    "csv_monitor": "add an extension, such as jsonl",
+    "aio": "it is for NVMe, where neither sleep nor a checkpoint would find masters, moments or weights",
+    "disable_allgather": NOTHING,
+    "vocabulary_size": NOTHING,
+    f"{ZERO}.stage": "set stage",
+    f"{ZERO}.offload_optimizer": OPTIMIZER,
+    f"{ZERO}.cpu_offload": OPTIMIZER,
+    f"{ZERO}.offload_param": PARAMETERS,
+    f"{ZERO}.cpu_offload_param": PARAMETERS,
+    f"{ZERO}.cpu_offload_use_pin_memory": "set offload; what is offloaded from a GPU is pinned",
+    f"{ZERO}.zero_hpz_partition_size": "set node_shard_size",
+    f"{ZERO}.reduce_bucket_size": "set reduce_bucket",
+    f"{ZERO}.allgather_bucket_size": "set gather_bucket",
+    f"{ZERO}.stage3_prefetch_bucket_size": "set gather_bucket",
+    f"{ZERO}.prefetch_bucket_size": "set gather_bucket",
+    f"{ZERO}.compute_grad_norm": "each step reports it",
+    f"{ZERO}.zero_quantized_weights": ROUNDED,
+    f"{ZERO}.zero_quantized_nontrainable_weights": ROUNDED,
+    f"{ZERO}.zero_quantized_gradients": "gradients would be rounded to 4 bits",
+    f"{ZERO}.zenflow": "masters and moments would be where no checkpoint finds them",
+    f"{ZERO}.round_robin_gradients": "parameters would lie where no checkpoint finds them",
+    f"{ZERO}.save_muon_momentum_buffer_in_memory": ADAMW,
+    f"{ZERO}.elastic_checkpoint": CHECKPOINTS,
+    f"{ZERO}.load_from_fp32_weights": CHECKPOINTS,
+    f"{ZERO}.pipeline_loading_checkpoint": CHECKPOINTS,
+    f"{ZERO}.stage3_gather_16bit_weights_on_model_save": CHECKPOINTS,
+    f"{ZERO}.stage3_gather_fp16_weights_on_model_save": CHECKPOINTS,
+    f"{ZERO}.memory_efficient_linear": NOTHING,
+    f"{ZERO}.override_module_apply": NOTHING,
+    f"{ZERO}.legacy_stage1": GONE,
+    **dict.fromkeys(
+        (
+            "compression_training",
+            "curriculum_learning",
+            "eigenvalue",
+            "elasticity",
+            "graph_harvesting",
+            "nebula",
+            "progressive_layer_drop",
+            "quantize_training",
+            "sparse_attention",
+            "sparse_gradients",
+            f"{ZERO}.mics_hierarchical_params_gather",
+            f"{ZERO}.mics_shard_size",
+            f"{ZERO}.zeropp_loco_param",
+        ),
+        GONE,
+    ),
+}
+
+
+def settable(table: type = Settable, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of what may be set, tables before what is in them."""
+    for name, each in class_fields(table).items():
+        yield f"{prefix}{name}"
+        if isinstance(each.type, type) and has(each.type):
+            yield from settable(each.type, f"{prefix}{name}.")
+
+
+def refusals(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(dotted path, what is wrong with it) of each setting in the user's table that cannot stand there."""
+    known = {*settable(), *ELSEWHERE}
+    for problem in attempt(raw, Settable)[1]:
+        path = ".".join(map(str, problem.keys))
+        table, _, key = path.rpartition(".")
+        if path in ELSEWHERE:
+            yield path, f"{_got(raw, problem.keys)} cannot be set here: {ELSEWHERE[path]}; remove it here"
+        elif path not in known and (near := nearest(key, _names(known, table))):
+            yield path, f"unknown key; did you mean {near!r}?"
+        else:
+            yield path, problem.text
+
+
+def _names(paths: set[str], table: str) -> list[str]:
+    return sorted(name for path in paths for inside, _, name in [path.rpartition(".")] if inside == table)
+
+
+def _got(raw: Mapping[str, Any], keys: tuple[str | int, ...]) -> str:
+    value: Any = raw
+    for key in keys:
+        value = value[key]
+    return spell_value(value)
