@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -135,8 +136,8 @@ def measure(args: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory(prefix="throughput-") as directory:
         config = config_of(fields, args, f"{directory}/run")
         with launch(config) as run:
-            assert run.sampler is not None
-            sampler = run.sampler
+            assert run.sampler is not None and run.updates is not None
+            sampler, fleet = run.sampler, run.updates.fleet
             with run.training():
                 run.push_weights()
             with Listener(family="AF_UNIX") as listener:
@@ -147,16 +148,23 @@ def measure(args: argparse.Namespace) -> Report:
             pipe.send((arguments_of(config, Path(directory)), args.tiny))
             assert pipe.recv() == "there"
             tokens: set[int] = set()
+            stages: dict[str, list[float]] = {"prompts encoded": [], "engines asked": [], "laid out, decoded": []}
             step = 0
 
             def ours(_: int) -> float:
                 nonlocal step
                 step += 1
-                began = time.perf_counter()
-                rollout = sampler.sample(prompts, rollout_step=step, samples=1, params=params)
-                took = time.perf_counter() - began
+                times = [time.perf_counter()]  # around what `Sampler.sample` does
+                request = sampler.request(prompts, rollout_step=step, samples=1, params=params)
+                times.append(time.perf_counter())
+                generation = fleet.generate(request)
+                times.append(time.perf_counter())
+                rollout = sampler.rollout(prompts, request, generation)
+                times.append(time.perf_counter())
+                for taken, (start, end) in zip(stages.values(), pairwise(times), strict=True):
+                    taken.append(end - start)
                 tokens.add(int(rollout.batch.rows["response_length"].sum()))
-                return took
+                return times[-1] - times[0]
 
             def theirs(_: int) -> float:
                 request = sampler.request(prompts, rollout_step=step, samples=1, params=params)
@@ -166,6 +174,8 @@ def measure(args: argparse.Namespace) -> Report:
                 return float(took)
 
             ours(0), theirs(0)  # graphs, caches
+            for taken in stages.values():
+                taken.clear()
             took, others = in_turns(args.rounds, ours, theirs)
             pipe.send(None)
             other.wait()
@@ -189,6 +199,7 @@ def measure(args: argparse.Namespace) -> Report:
         numbers=[
             Number(what="CoreRL", values=[rows * new / each for each in took], unit="tokens/s"),
             Number(what="the other", values=[rows * new / each for each in others], unit="tokens/s"),
+            *(Number(what=f"of CoreRL's: {what}", values=values, unit="s") for what, values in stages.items()),
         ],
         note="The prompts are the same in each round, and both sides have seen them before the first one.",
     )

@@ -32,6 +32,7 @@ from corerl.backend.base import StateKey
 from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo, OptimizerConfig, TrainConfig, WeightsConfig
 from corerl.data.packing import pack
+from corerl.memory.communicators import lone_rank_options
 from corerl.plugin.registry import Kind, load
 from corerl.testing.harness import Setup, make_worker
 from corerl.types import IntArray, LossSpec, MicroBatch, Output, PackedBatch, Step
@@ -299,4 +300,5 @@ def join(work: Work) -> None:
         dist.init_process_group(backend, timeout=timeout)
     else:
         store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        options = lone_rank_options(timeout) if work.device == "cuda" else None  # as a run's worker
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, pg_options=options)

@@ -157,8 +157,10 @@ def _of_all_rows(
         z = _logits(hidden[part], weight, bias, temperature, exact, shard).to(exact)
         log_p = z.log_softmax(-1)
         logprobs[part] = log_p.gather(-1, targets[part, None]).squeeze(-1)
-        normalizer[part] = z.gather(-1, targets[part, None]).squeeze(-1) - logprobs[part]
+        top = z.argmax(-1, keepdim=True)  # there log p is smallest, and least is lost in the difference
+        normalizer[part] = (z.gather(-1, top) - log_p.gather(-1, top)).squeeze(-1)
         if with_entropy:
+            log_p = torch.sub(z, normalizer[part, None], out=log_p)  # rounded as in the backward pass: there H + log p
             entropy[part] = -torch.exp(log_p, out=z).mul_(log_p).sum(-1)
     return logprobs, normalizer, entropy
 

@@ -17,6 +17,7 @@ from corerl.config.load import structure
 from corerl.data.packing import pack
 from corerl.data.plan import StepPlan
 from corerl.errors import PluginError, WrongState
+from corerl.memory.communicators import lone_rank_options
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.fingerprint import fingerprint, require_same
 from corerl.plugin.host import PluginHost
@@ -248,22 +249,24 @@ class Worker:
                 )
             return
         timeout = timedelta(seconds=self.config.timeout)
-        if self.config.device == "cuda":
+        ranks, on_gpu = self.context.world_size, self.config.device == "cuda"
+        if on_gpu:
             torch.cuda.set_device(self.context.local_rank)
         store = dist.TCPStore(
             host,
             port,
-            world_size=self.context.world_size,
+            world_size=ranks,
             is_master=self.context.rank == 0,
             timeout=timeout,
             wait_for_workers=False,
             master_listen_fd=listening,
         )
         dist.init_process_group(
-            "gloo" if self.config.device == "cpu" else "cpu:gloo,cuda:nccl",
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=store,
             rank=self.context.rank,
-            world_size=self.context.world_size,
+            world_size=ranks,
             timeout=timeout,
+            pg_options=lone_rank_options(timeout) if on_gpu and ranks == 1 else None,
         )
         self._owns_process_group = True

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from corerl.memory.communicators import lone_rank_options
 from corerl.memory.measure import DeviceMeter
 from corerl.memory.pool import CudaPinning, PinnedPool
 from corerl.memory.storage import PACK, SMALL, StorageSleeper, resident_bytes
@@ -92,3 +95,23 @@ def test_device_memory_that_is_not_there_leaves_all_asleep(device: torch.device,
     assert resident_bytes(held) == 0
     sleeper.restore(MemoryKind.PARAM)
     assert all(torch.equal(a, b) for a, b in zip(held, expected, strict=True))
+
+
+def test_a_lone_ranks_communicator_holds_little_and_does_what_others_do(device: torch.device) -> None:
+    timeout = timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, timeout=timeout, pg_options=lone_rank_options(timeout)
+    )
+    try:
+        summed, found = torch.arange(2**20, device=device), torch.empty(2**20, dtype=torch.long, device=device)
+        dist.all_reduce(summed)  # the first also loads NCCL's kernels
+        second = dist.new_group([0], timeout=timeout, pg_options=lone_rank_options(timeout))
+        meter = DeviceMeter(device)
+        before = meter.held([]).used
+        dist.all_reduce(summed, group=second)
+        dist.reduce_scatter_tensor(found, summed, group=second)
+        assert torch.equal(found, torch.arange(2**20, device=device))
+        assert meter.held([]).used - before < 64 * 2**20
+    finally:
+        dist.destroy_process_group()

@@ -54,7 +54,7 @@ class MegatronBackend(Backend):
             raise Unsupported("float16 wants a loss scale, which this backend does not keep; take bfloat16")
         model = architecture(fields, value_head=config.value_head)
         with calling_megatron(self.device):
-            self.groups = make_groups(config.options, timeout=config.timeout)
+            self.groups = make_groups(config.options, timeout=config.timeout, device=self.device)
             self.model = build(config, model, self.groups, device=self.device)
             self.masters = masters(self.model)
         self.pipeline = Pipeline(

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch.distributed import ProcessGroup
 
+from corerl.memory.communicators import lone_rank_options
 from corerl.types import ParallelLayout
 from corerl_megatron.config import MegatronConfig
 
@@ -47,7 +48,7 @@ class Groups:
         return self.last_stage and self.tensor.rank() == 0 and self.context.rank() == 0
 
 
-def make_groups(options: MegatronConfig, *, timeout: float) -> Groups:
+def make_groups(options: MegatronConfig, *, timeout: float, device: torch.device) -> Groups:
     """Called on every rank. A process has one set of them, which `destroy_groups` ends."""
     parallel_state.destroy_model_parallel()
     world = torch.distributed.group.WORLD
@@ -57,6 +58,8 @@ def make_groups(options: MegatronConfig, *, timeout: float) -> Groups:
     def shared(ranks: Sequence[int], **kwargs: Any) -> Any:
         key = tuple(ranks)
         if key not in by_ranks:
+            if len(key) == 1 and device.type == "cuda":
+                kwargs["pg_options"] = lone_rank_options(kwargs["timeout"])
             by_ranks[key] = new_group(ranks, **kwargs)
         return by_ranks[key]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import os
 import pickle
 import re
@@ -37,6 +36,7 @@ from corerl.weights.transport import Address
 from corerl_sglang.arguments import LOADER, plain_allocator, server_arguments
 from corerl_sglang.config import CALLS, SglangConfig
 from corerl_sglang.fp8 import quantization
+from corerl_sglang.generated import Sample, Told, read_samples
 from corerl_sglang.held import whole_sums
 from corerl_sglang.instruction import Answer, Instruction, Question, name_for, read_answers, write_instruction
 from corerl_sglang.server import Server
@@ -133,14 +133,14 @@ class SglangEngine(Engine):
             "return_logprob": True,
             "return_routed_experts": request.params.routed_experts,
         }
-        answers = json.loads(self._server.post("/generate", body))
+        samples = read_samples(self._server.post("/generate", body))
         tokens, logprobs, routed = [], [], []
-        for prompt, answer in zip(prompts, answers, strict=True):
-            drawn, told = self._read(answer, request.params, version)
+        for prompt, sample in zip(prompts, samples, strict=True):
+            drawn, told = self._read(sample, request.params, version)
             tokens.append(drawn)
             logprobs.append(told)
             if request.params.routed_experts:
-                routed.append(self._routes(answer["meta_info"], len(prompt) + len(drawn)))
+                routed.append(self._routes(sample.meta_info, len(prompt) + len(drawn)))
         sizes = np.array([len(drawn) for drawn in tokens])
         stopped = np.array([bool(len(drawn)) and drawn[-1] in request.params.stop_tokens for drawn in tokens])
         return Generation(
@@ -166,33 +166,32 @@ class SglangEngine(Engine):
         seed = {"sampling_seed": key} if self._options.deterministic else {}
         return {**shape, **seed, "max_new_tokens": left, "stop_token_ids": list(params.stop_tokens)}
 
-    def _read(self, answer: Mapping[str, Any], params: SamplingParams, version: int) -> tuple[Array, Array]:
+    def _read(self, sample: Sample, params: SamplingParams, version: int) -> tuple[Array, Array]:
         """Tokens [m] and log-probs [m] of one row; of one that `pause` cut, what there is."""
-        told, tokens = answer["meta_info"], answer["output_ids"]
-        reason, triples = told["finish_reason"], told.get("output_token_logprobs", [])
+        told, tokens = sample.meta_info, sample.output_ids
+        reason = told.finish_reason
         stopped = bool(tokens) and tokens[-1] in params.stop_tokens
         cut = reason["type"] == "abort" and self._serving.paused
         ended = bool(tokens) and (reason["type"] == "length" or (reason["type"] == "stop" and stopped))
         if not (cut or ended):
             raise EngineFailed(f"{self._context.name}: its server ended a sample of {len(tokens)} tokens by {reason}")
-        if told["weight_version"] != str(version):
+        if told.weight_version != str(version):
             raise EngineFailed(
-                f"{self._context.name}: its server drew from weights {told['weight_version']!r}, wanted {version}; "
+                f"{self._context.name}: its server drew from weights {told.weight_version!r}, wanted {version}; "
                 "someone else has changed them"
             )
-        # Transposed in C: samples of one length end together, and then this is what their rollout waits for.
-        logprobs, named, *_ = zip(*triples, strict=True) if triples else ((), ())
-        if list(named) != tokens:
+        if [token.id for token in told.output_token_logprobs] != tokens:
             raise EngineFailed(f"{self._context.name}: its server gave log-probs of other tokens than it drew")
+        logprobs = [token.logprob for token in told.output_token_logprobs]
         return np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32)
 
-    def _routes(self, told: Mapping[str, Any], length: int) -> Array:
+    def _routes(self, told: Told, length: int) -> Array:
         """[length, layers of experts, k] of one row; SGLang tells all layers, and nothing of the last token."""
-        if told["finish_reason"]["type"] == "abort":  # it goes on, and those who train ask for the whole then
+        if told.finish_reason["type"] == "abort":  # it goes on, and those who train ask for the whole then
             return np.full((length, len(self._expert_layers), self._chosen), -1, dtype=np.int16)
-        if "routed_experts" not in told:
+        if told.routed_experts is None:
             raise EngineFailed(f"{self._context.name}: its server did not tell through which experts tokens went")
-        known = np.frombuffer(base64.b64decode(told["routed_experts"]), dtype=np.int32)
+        known = np.frombuffer(base64.b64decode(told.routed_experts), dtype=np.int32)
         layers = known.reshape(length - 1, self._layers, -1)[:, self._expert_layers].astype(np.int16)
         return np.concatenate([layers, np.full_like(layers[:1], -1)])
 

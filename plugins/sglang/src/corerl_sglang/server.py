@@ -16,6 +16,8 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from corerl.errors import EngineFailed, WorkerDied
 
 HOST = "127.0.0.1"
@@ -144,8 +146,8 @@ class Server:
         """Status and body of the answer. Without a timeout: SGLang ends itself where a batch hangs."""
         connection = HTTPConnection(HOST, self.port, timeout=timeout)
         try:
-            text = None if body is None else json.dumps(body)
-            connection.request(method, path, text, {"Content-Type": "application/json"})
+            content = None if body is None else msgspec.json.encode(body)
+            connection.request(method, path, content, {"Content-Type": "application/json"})
             response = connection.getresponse()
             return response.status, response.read()
         finally:

@@ -1,0 +1,34 @@
+"""An answer of `/generate` as SGLang 0.5.17 writes it, and what is made of it."""
+
+from __future__ import annotations
+
+import gc
+
+from corerl_sglang.generated import read_samples
+
+ANSWER = (
+    b'[{"output_ids":[7,151643],"meta_info":{"id":"6f","finish_reason":{"type":"length","length":2},"prompt_tokens":3,'
+    b'"weight_version":"4","num_retractions":0,"input_token_logprobs":[],"output_token_logprobs":'
+    b'[[-0.6931471824645996,7,null],[null,151643,null]],"output_token_logprobs_length":2,"routed_experts":"AAECAw==",'
+    b'"e2e_latency":0.5,"response_sent_to_client_ts":1763800000.25}},'
+    b'{"output_ids":[],"meta_info":{"id":"70","finish_reason":{"type":"abort","message":"Abort in waiting queue",'
+    b'"status_code":null},"prompt_tokens":3,"weight_version":"4"}}]'
+)
+
+
+def test_tokens_and_log_probs_are_read_and_what_else_is_told_is_passed_over() -> None:
+    drawn, cut = read_samples(ANSWER)
+    told = drawn.meta_info
+    assert drawn.output_ids == [7, 151643]
+    assert [token.id for token in told.output_token_logprobs] == [7, 151643]
+    assert [token.logprob for token in told.output_token_logprobs] == [-0.6931471824645996, None]
+    assert (told.finish_reason, told.weight_version) == ({"type": "length", "length": 2}, "4")
+    assert told.routed_experts == "AAECAw=="
+    assert (cut.output_ids, cut.meta_info.output_token_logprobs, cut.meta_info.routed_experts) == ([], [], None)
+    assert cut.meta_info.finish_reason["type"] == "abort"
+
+
+def test_the_garbage_collector_does_not_see_tokens() -> None:
+    """Were it to, it would go through the whole process while they are made."""
+    (drawn, _) = read_samples(ANSWER)
+    assert not any(map(gc.is_tracked, drawn.meta_info.output_token_logprobs))
