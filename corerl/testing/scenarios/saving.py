@@ -107,5 +107,8 @@ def save_and_be_held(setup: Setup, whole: str, cut: str, background: bool) -> St
         saving.join()
         worker.saved(True)
     elif not held.wait(HELD_SECONDS):
-        raise TimeoutError(f"the save was not held: the one before had opened {files[whole]} files, it {files[cut]}")
+        raise TimeoutError(
+            f"the save was not held within {HELD_SECONDS:.0f} s: the process had opened {files[whole]} files to write the "
+            f"one before, and {files[cut]} for this one; a save opens as many each time, at least one from Python"
+        )
     return at_save
