@@ -108,7 +108,7 @@ def save_and_be_held(setup: Setup, whole: str, cut: str, background: bool) -> St
         worker.saved(True)
     elif not held.wait(HELD_SECONDS):
         raise TimeoutError(
-            f"the save was not held within {HELD_SECONDS:.0f} s: the process had opened {files[whole]} files to write the "
-            f"one before, and {files[cut]} for this one; a save opens as many each time, at least one from Python"
+            f"the save was not held within {HELD_SECONDS:.0f} s: this process opened {files[whole]} files to write "
+            f"the one before, and {files[cut]} for this one; let each save open as many, and at least one from Python"
         )
     return at_save

@@ -1,5 +1,4 @@
-"""Layouts that the conformance suite does not take by itself: each gives transformers' log-probs, and trains as the plain
-backend does."""
+"""Layouts beyond the conformance suite: each gives transformers' log-probs, and trains as the plain backend does."""
 
 from __future__ import annotations
 
