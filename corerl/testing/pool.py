@@ -63,14 +63,6 @@ class OneRank:
             self._modules = _pass_over_modules(self._modules)
 
 
-def fork_server() -> ForkServerContext:
-    """Where every process of a check comes from, ranks and others. What they have imported is decided when the first of
-    them is started; a preload that is named after that is silently ignored."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    return context
-
-
 class RankPool:
     """`world_size` processes in one gloo group, started by the first `run`. A failure ends them all, unless all refuse
     what they are asked for; the next `run` starts new ones."""
@@ -109,6 +101,7 @@ class RankPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
+        """End all ranks by SIGKILL, whatever they are at."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -120,7 +113,7 @@ class RankPool:
         from torch.distributed import TCPStore
 
         # What is preloaded may touch CUDA as it is imported, and that does not survive a fork.
-        context: Any = fork_server() if self.device == "cpu" else multiprocessing.get_context("spawn")
+        context: Any = _fork_server() if self.device == "cpu" else multiprocessing.get_context("spawn")
         # It listens before any rank is started: no other process can have taken the port by then.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
@@ -160,6 +153,14 @@ class RankPool:
             if ok or not any(refusal in said for refusal in REFUSALS):
                 return False
         return True
+
+
+def _fork_server() -> ForkServerContext:
+    """What its processes have imported is decided when the first of them is started; a preload that is named after that
+    is silently ignored."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 def _serve(rank: int, world_size: int, port: int, device: str, pipe: Connection) -> None:

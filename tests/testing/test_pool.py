@@ -4,14 +4,13 @@ import os
 import signal
 import sys
 import time
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from corerl.errors import Unsupported
-from corerl.testing.pool import PRELOAD, OneRank, RankFailed, RankPool, fork_server
+from corerl.testing.pool import PRELOAD, OneRank, RankFailed, RankPool
 
 
 def summed(value: float) -> tuple[int, int, float]:
@@ -42,8 +41,8 @@ def die_on_one() -> None:
     dist.barrier()
 
 
-def tell_imported(pipe: Connection) -> None:
-    pipe.send([name for name in PRELOAD if name in sys.modules])
+def imported() -> list[str]:
+    return [name for name in PRELOAD if name in sys.modules]
 
 
 def gone(pid: int, within: float = 20.0) -> bool:
@@ -57,13 +56,12 @@ def gone(pid: int, within: float = 20.0) -> bool:
     return False
 
 
-def test_a_process_apart_from_a_pool_has_imported_what_ranks_import() -> None:
-    context = fork_server()
-    ours, theirs = context.Pipe()
-    process = context.Process(target=tell_imported, args=(theirs,))
-    process.start()
-    assert ours.recv() == PRELOAD
-    process.join()
+def test_a_rank_has_imported_what_ranks_need_before_it_is_told_anything() -> None:
+    pool = RankPool(1)
+    try:
+        assert pool.run(imported) == [PRELOAD]
+    finally:
+        pool.close()
 
 
 def test_ranks_live_on_between_runs_and_answer_in_rank_order(rank_pool: RankPool) -> None:

@@ -17,6 +17,7 @@ from corerl.backend.base import SAVED
 from corerl.checkpoint.format import tensor_file, write_index
 from corerl.checkpoint.writer import stage, write
 from corerl.config.schema import RoleConfig
+from corerl.errors import SaveFailed
 from corerl.plugin.context import Context
 from corerl.testing.plain.backend import PlainBackend
 from corerl.types import (
@@ -193,14 +194,22 @@ class ForgetsOptimizer(PlainBackend):
 
 class PartialCheckpoint(PlainBackend):
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
-        if background:
-            return super().save(path, step, background)
         staged = stage({key.value: self.local_state(key) for key in SAVED}, counters(self, step))
         directory, rank = Path(path), self.layout.rank
-        directory.mkdir(parents=True, exist_ok=True)
-        write_index(directory, rank, staged.index)
-        (directory / tensor_file(rank)).write_bytes(serialized(staged.tensors))
-        return SaveResult(path=path, bytes=staged.bytes, complete=True)
+
+        def index_first() -> None:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                write_index(directory, rank, staged.index)
+                (directory / tensor_file(rank)).write_bytes(serialized(staged.tensors))
+            except OSError as error:
+                raise SaveFailed(f"cannot write {directory}: {error}") from error
+
+        if background:
+            self._writer.submit(index_first)
+        else:
+            index_first()
+        return SaveResult(path=path, bytes=staged.bytes, complete=not background)
 
 
 class StagesTooLate(PlainBackend):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import resource
-import signal
+import os
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import torch
 from attrs import frozen
 
 from corerl.checkpoint.writer import BackgroundWriter
@@ -17,13 +18,13 @@ from corerl.testing.harness import (
     State,
     error_of,
     running,
+    start,
     state_of,
     step_at,
     train,
 )
-from corerl.testing.pool import OneRank
 
-HELD_SECONDS = 60.0  # against hangs: how long a held writer waits to be released
+HELD_SECONDS = 60.0  # against hangs: how long a held writer waits to be released, and how long until it is held
 
 
 @frozen(kw_only=True)
@@ -73,20 +74,41 @@ def fail_to_save_in_background(setup: Setup, directory: str) -> tuple[str, str]:
         return failure, error_of(lambda: worker.save(f"{directory}-elsewhere", step_at(0), False))
 
 
-def save_and_be_killed(setup: Setup, whole: str, cut: str, limit: int) -> None:
-    """One save, and another in which the process dies as soon as it has written `limit` bytes to a file."""
-    with running(setup) as worker:
-        train(worker, setup, 0)
-        worker.save(whole, step_at(1), False)
-        train(worker, setup, 1)
-        # The kernel ends the process inside write(), as SIGKILL would: Python is not asked.
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        worker.save(cut, step_at(2), False)
+def save_and_be_held(setup: Setup, whole: str, cut: str, background: bool) -> State:
+    """One save, and a second one that rank 0 never ends: whatever thread writes it is held when it has opened the last
+    of its files and written nothing to that one yet. Returns this rank's state of the first save; what comes next is
+    SIGKILL, from outside."""
+    files = Counter[str]()  # directory of a save -> how many files were opened there to be written
+    held = threading.Event()
 
+    def hold(event: str, args: tuple[Any, ...]) -> None:
+        if event != "open" or isinstance(args[0], int) or not args[2] & (os.O_WRONLY | os.O_RDWR):
+            return
+        path, _, flags = args
+        directory = next((each for each in (whole, cut) if Path(os.fsdecode(path)).is_relative_to(each)), "")
+        files[directory] += 1
+        if directory == cut and files[cut] == files[whole]:
+            os.close(os.open(path, flags, 0o666))  # what was asked for, since an audit hook is called before it is done
+            held.set()
+            threading.Event().wait()
 
-def alone(scenario: Callable[..., object], *arguments: object) -> None:
-    """In a process that was started for this one scenario."""
-    torch.set_num_threads(1)
-    OneRank().run(scenario, *arguments)
+    worker, _ = start(setup)  # and not shut down, which would wait for the writer
+    train(worker, setup, 0)
+    at_save = state_of(worker)
+    if worker.context.rank == 0:
+        sys.addaudithook(hold)
+    saved = worker.save(whole, step_at(1), background)
+    assert saved.complete is not background, saved
+    worker.saved(True)
+    train(worker, setup, 1)
+    saving = threading.Thread(target=worker.save, args=(cut, step_at(2), background), daemon=True)
+    saving.start()
+    if worker.context.rank > 0:
+        saving.join()
+        worker.saved(True)
+    elif not held.wait(HELD_SECONDS):
+        raise TimeoutError(
+            f"the save was not held within {HELD_SECONDS:.0f} s: this process opened {files[whole]} files to write "
+            f"the one before, and {files[cut]} for this one; let each save open as many, and at least one from Python"
+        )
+    return at_save

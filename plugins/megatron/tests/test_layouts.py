@@ -1,8 +1,9 @@
-"""Layouts that the conformance suite does not take by itself: each trains as the plain backend does."""
+"""Layouts beyond the conformance suite: each gives transformers' log-probs, and trains as the plain backend does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from attrs import evolve
 
 from corerl.testing.compare import assert_follows, assert_same_metrics, grad_norm_of, loss_of
 from corerl.testing.pool import RankPool
-from corerl.testing.subject import STEPS, Runs
+from corerl.testing.subject import STEPS, Runs, Subject
+from corerl.testing.suite import CHECKS
 from corerl.testing.tolerances import GRAD_NORM, LOSS
 from plugins.megatron.tests import ranks
 
@@ -77,6 +79,21 @@ def assert_trains_as_plain(
     wanted = runs.trained_as(1, evolve(runs.setup("plain", kind), value_head=value_head))
     assert_follows(found, wanted)
     assert_same_metrics(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "options"),
+    [
+        *(pytest.param(2, "qwen3", options, id=layout) for layout, options in TWO.items()),
+        *(pytest.param(2, "qwen3-moe", options, id=layout) for layout, options in EXPERTS.items()),
+        *(pytest.param(4, "qwen3-tied", options, id=layout) for layout, options in FOUR.items()),
+    ],
+)
+def test_forward_gives_what_transformers_gives_in_every_layout(
+    runs_of_four: Runs, tmp_path: Path, world_size: int, kind: str, options: Mapping[str, Any]
+) -> None:
+    subject = Subject(backend="megatron", world_size=world_size, runs=runs_of_four, directory=tmp_path, options=options)
+    CHECKS["test_forward_gives_what_transformers_gives_in_the_samples_order"](subject, kind, "packed")
 
 
 @pytest.mark.parametrize("layout", TWO)
