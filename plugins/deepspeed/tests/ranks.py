@@ -247,8 +247,7 @@ def train_and_skip(setup: Setup, skip: Skip, *, watched: bool = True) -> list[tu
 
 
 def norms_before_stepping(setup: Setup) -> list[tuple[float, float]]:
-    """Of three steps: the norm of what AdamW would read when DeepSpeed is told to step, and the step's own."""
-    found = []
+    """Of three steps: the gradient's norm, and that of what AdamW would read when DeepSpeed is told to step."""
     with running(setup) as worker:
         model = worker.backend.model  # type: ignore[attr-defined]
         step, there = model.engine.step, list[float]()
@@ -258,9 +257,8 @@ def norms_before_stepping(setup: Setup) -> list[tuple[float, float]]:
             step()
 
         with mock.patch.object(model.engine, "step", noted):
-            for number in range(3):
-                found.append((train(worker, setup, number).grad_norm, there[-1]))
-    return found
+            norms = [train(worker, setup, number).grad_norm for number in range(3)]
+    return list(zip(norms, there, strict=True))
 
 
 def start_with_copies(setup: Setup) -> None:

@@ -15,10 +15,10 @@ from corerl_deepspeed.config import DeepSpeedConfig
 class GradientWatch:
     """Sees which parameters get a gradient in a backward pass.
 
-    Under stage 3, and for an optimizer on the host, DeepSpeed writes a parameter's gradient into memory that stays, when
-    the gradient comes, and never clears that memory. Without one in a step's first micro-batch, in its last one, or in
-    all of them, the step before would be applied again, or a part of this one lost. A parameter that has had none yet is
-    no danger: its memory holds zeros.
+    Under stage 3, and for an optimizer on the host, DeepSpeed writes a gradient, when it comes, into memory that is
+    never cleared. Without one in a step's first micro-batch, in its last one, or in all of them, the step before would
+    be applied again, or a part of this one lost. A parameter that has had none yet is no danger: its memory holds
+    zeros.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], options: DeepSpeedConfig) -> None:
@@ -34,7 +34,7 @@ class GradientWatch:
                 param.register_post_accumulate_grad_hook(partial(self._note, name))
 
     def check(self) -> None:
-        """After each backward pass. Raises Unsupported for a parameter that got no gradient in it and had one before."""
+        """After each backward pass. Raises Unsupported for a parameter without a gradient that had one before."""
         missing = self._before - self._now
         if missing:
             name = next(name for name in self._names if name in missing)
