@@ -52,7 +52,7 @@ from corerl.backend.base import StateKey
 from corerl.config.schema import TrainConfig, WeightsConfig
 from corerl.testing.harness import Setup, make_worker
 from corerl.trainer.worker import Worker
-from corerl.types import UpdateResult
+from corerl.types import MemoryKind, UpdateResult
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import open_receiver
@@ -195,6 +195,7 @@ def started(shape: str, backend: str, bucket_mib: float, *, tiny: bool) -> Worke
 
     with mock.patch.object(worker.backend, "initial_weights", weights):
         worker.init("127.0.0.1", 0)
+    worker.sleep(frozenset(MemoryKind) - {MemoryKind.PARAM})  # masters and gradients, where a backend has them already
     return worker
 
 

@@ -74,6 +74,12 @@ def test_a_layout_that_divides_is_let_through(ranks: int, model: dict[str, Any],
         (1, QWEN3, {"sequence_parallel": True}, "sequence_parallel: true, and tensor_parallel is 1"),
         (1, QWEN3, {"overlap_param_gather": True}, "overlap_param_gather: true, which needs distributed_optimizer"),
         (1, QWEN3, {"fp8": "hybrid"}, "fp8: 'hybrid' needs TransformerEngine, which needs a GPU"),
+        (
+            2,
+            {**QWEN3, "intermediate_size": 208},
+            {"fp8": "e4m3", "tensor_parallel": 2},
+            "fp8: 'e4m3', and a rank multiplies matrices of 104 columns of the MLP; TransformerEngine wants",
+        ),
         (1, QWEN3, {"transformer": "transformer_engine"}, "transformer: 'transformer_engine' needs TransformerEngine"),
     ],
 )

@@ -62,7 +62,7 @@ class MegatronConfig:
     )
     recompute: Literal["full", "mlp"] = option(
         "what train.recompute='full' means here: whole layers, or their MLPs and experts, and no attention, which "
-        "costs most where sequences are long",
+        "costs most where sequences are long; without it this and the next two say nothing",
         default="full",
     )
     recompute_method: Literal["uniform", "block"] = option(
@@ -81,7 +81,8 @@ class MegatronConfig:
         default="none",
     )
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = option(
-        "how FP8 scales are found: from earlier steps, for each tensor, for each block of a tensor", default="blockwise"
+        "where fp8 is on, how its scales are found: from earlier steps, for each tensor, for each block of a tensor",
+        default="blockwise",
     )
     aux_loss_coef: float = option(
         "weight of the loss that balances the load of experts (Fedus et al. 2021, eq. 4); 0 leaves it out",

@@ -12,6 +12,8 @@ from corerl_megatron.config import MegatronConfig
 from corerl_megatron.families import experts_of, unsupported_by
 from corerl_megatron.probe import probe
 
+FP8_WIDTH = 16  # TransformerEngine's checks of a matrix that is multiplied in FP8
+
 
 def model_ranks(config: MegatronConfig) -> int:
     """Ranks that one copy of the model's dense part and one sequence are split over."""
@@ -131,6 +133,14 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
             f"{count} does not divide the {here} layers of a stage, or of an interleaved part of one; take a divisor "
             f"of {here}",
         )
+    if config.fp8 != "none":
+        for what, width in _widths(config, model).items():
+            if width % FP8_WIDTH:
+                yield Problem(
+                    "fp8",
+                    f"{config.fp8!r}, and a rank multiplies matrices of {width} {what}; TransformerEngine wants a "
+                    f"multiple of {FP8_WIDTH}: take fp8='none'{', or a smaller tensor_parallel' if tp > 1 else ''}",
+                )
     if config.expert_parallel > 1 and not experts:
         yield Problem("expert_parallel", f"{config.expert_parallel}, and the model has no experts; set it to 1")
     if config.aux_loss_coef and not experts:
@@ -140,6 +150,22 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
             "sequence_parallel",
             f"false, and experts with tensor_parallel={tp} are trained with it alone; set it to true",
         )
+
+
+def _widths(config: MegatronConfig, model: Mapping[str, Any]) -> Mapping[str, int]:
+    """Of the matrices that a rank multiplies, in a layer."""
+    tp, head = config.tensor_parallel, model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    widths = {
+        "hidden values": model["hidden_size"],
+        "values of queries": model["num_attention_heads"] * head // tp,
+        "values of keys": model["num_key_value_heads"] * head // tp,
+    }
+    if experts_of(model):
+        return {
+            **widths,
+            "columns of an expert": model["moe_intermediate_size"] // (config.expert_tensor_parallel or tp),
+        }
+    return {**widths, "columns of the MLP": model["intermediate_size"] // tp}
 
 
 SPEC = BackendSpec(
