@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # Of one chunk. Each reads the whole weight and adds to its whole gradient, which larger chunks do fewer times.
-LOGITS = {"cpu": 2**24, "cuda": 2**28}  # 64 MiB and 1 GiB in float32
+LOGITS = {"cpu": 2**24, "cuda": 2**28}  # 64 MiB and 1 GiB in float32; up to 2.5 times that at once
 NEVER = -1e30  # a padding row's logit: exp() makes it 0, and unlike -inf it stays no NaN when multiplied by that 0
 
 
@@ -157,10 +157,10 @@ def _of_all_rows(
         z = _logits(hidden[part], weight, bias, temperature, exact, shard).to(exact)
         log_p = z.log_softmax(-1)
         logprobs[part] = log_p.gather(-1, targets[part, None]).squeeze(-1)
-        top = z.argmax(-1, keepdim=True)  # there log p is smallest, and least is lost in the difference
+        top = z.argmax(-1, keepdim=True)  # where log p is nearest 0, so least is lost in the difference
         normalizer[part] = (z.gather(-1, top) - log_p.gather(-1, top)).squeeze(-1)
         if with_entropy:
-            log_p = torch.sub(z, normalizer[part, None], out=log_p)  # rounded as in the backward pass: there H + log p
+            log_p = torch.sub(z, normalizer[part, None], out=log_p)  # rounded as backward has it, for H + log p
             entropy[part] = -torch.exp(log_p, out=z).mul_(log_p).sum(-1)
     return logprobs, normalizer, entropy
 

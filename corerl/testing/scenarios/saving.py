@@ -76,10 +76,12 @@ def fail_to_save_in_background(setup: Setup, directory: str) -> tuple[str, str]:
 
 def save_and_be_held(setup: Setup, whole: str, cut: str, background: bool) -> State:
     """One save, and a second one that rank 0 never ends: whatever thread writes it is held when it has opened the last
-    of its files and written nothing to that one yet. Returns this rank's state of the first save; what comes next is
-    SIGKILL, from outside."""
+    of the files that Python opens for it (safetensors opens its own) and written nothing to that one yet. Returns this
+    rank's state of the first save; what comes next is SIGKILL, from outside."""
     files = Counter[str]()  # directory of a save -> how many files were opened there to be written
     held = threading.Event()
+    over = threading.Event()  # or else it has ended
+    failures: list[Exception] = []
 
     def hold(event: str, args: tuple[Any, ...]) -> None:
         if event != "open" or isinstance(args[0], int) or not args[2] & (os.O_WRONLY | os.O_RDWR):
@@ -90,7 +92,15 @@ def save_and_be_held(setup: Setup, whole: str, cut: str, background: bool) -> St
         if directory == cut and files[cut] == files[whole]:
             os.close(os.open(path, flags, 0o666))  # what was asked for, since an audit hook is called before it is done
             held.set()
+            over.set()
             threading.Event().wait()
+
+    def save() -> None:
+        try:
+            worker.save(cut, step_at(2), background)
+        except Exception as error:
+            failures.append(error)
+        over.set()
 
     worker, _ = start(setup)  # and not shut down, which would wait for the writer
     train(worker, setup, 0)
@@ -101,10 +111,11 @@ def save_and_be_held(setup: Setup, whole: str, cut: str, background: bool) -> St
     assert saved.complete is not background, saved
     worker.saved(True)
     train(worker, setup, 1)
-    saving = threading.Thread(target=worker.save, args=(cut, step_at(2), background), daemon=True)
-    saving.start()
+    threading.Thread(target=save, daemon=True).start()
+    over.wait(HELD_SECONDS)
+    if failures:
+        raise failures[0]
     if worker.context.rank > 0:
-        saving.join()
         worker.saved(True)
     elif not held.wait(HELD_SECONDS):
         raise TimeoutError(

@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -51,6 +52,7 @@ class Groups:
 def make_groups(options: MegatronConfig, *, timeout: float, device: torch.device) -> Groups:
     """Called on every rank. A process has one set of them, which `destroy_groups` ends."""
     parallel_state.destroy_model_parallel()
+    minutes = math.ceil(timeout / 60)
     world = torch.distributed.group.WORLD
     by_ranks: dict[tuple[int, ...], Any] = {tuple(range(torch.distributed.get_world_size())): world}
     new_group = torch.distributed.new_group
@@ -59,7 +61,7 @@ def make_groups(options: MegatronConfig, *, timeout: float, device: torch.device
         key = tuple(ranks)
         if key not in by_ranks:
             if len(key) == 1 and device.type == "cuda":
-                kwargs["pg_options"] = lone_rank_options(kwargs["timeout"])
+                kwargs["pg_options"] = lone_rank_options(timedelta(minutes=minutes))
             by_ranks[key] = new_group(ranks, **kwargs)
         return by_ranks[key]
 
@@ -74,7 +76,7 @@ def make_groups(options: MegatronConfig, *, timeout: float, device: torch.device
             context_parallel_size=options.context_parallel,
             expert_model_parallel_size=options.expert_parallel,
             expert_tensor_parallel_size=options.expert_tensor_parallel or options.tensor_parallel,
-            distributed_timeout_minutes=math.ceil(timeout / 60),
+            distributed_timeout_minutes=minutes,
             create_gloo_process_groups=False,
         )
     return Groups(

@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from attrs import evolve
@@ -133,7 +134,14 @@ class SglangEngine(Engine):
             "return_logprob": True,
             "return_routed_experts": request.params.routed_experts,
         }
-        samples = read_samples(self._server.post("/generate", body))
+        answer = self._server.post("/generate", body)
+        try:
+            samples = read_samples(answer)
+        except msgspec.DecodeError as error:
+            raise EngineFailed(
+                f"{self._context.name}: its server's answer to /generate cannot be read: {error}; take SGLang 0.5.15 "
+                "or later"
+            ) from error
         tokens, logprobs, routed = [], [], []
         for prompt, sample in zip(prompts, samples, strict=True):
             drawn, told = self._read(sample, request.params, version)
