@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,18 +17,30 @@ from attrs import evolve, frozen
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from corerl.backend.base import SAVED
 from corerl.errors import SaveFailed
 from corerl.memory.storage import resident_bytes
 from corerl.plugin.spec import BackendSpec
 from corerl.testing.allocations import Allocations
-from corerl.testing.harness import Setup, State, forward, running, samples_at, state_of, step_at, train
-from corerl.types import MemoryKind, UpdateResult
+from corerl.testing.harness import (
+    Setup,
+    State,
+    forward,
+    packed_for_training,
+    running,
+    samples_at,
+    state_of,
+    step_at,
+    train,
+)
+from corerl.types import MemoryKind, MicroBatch, PackedBatch, UpdateResult
 from corerl.weights.chunks import TensorSource
 from corerl.weights.transport import WeightSender
 from corerl_deepspeed import SPEC, native, state
 from corerl_deepspeed.backend import DeepSpeedBackend
+from corerl_deepspeed.gradients import GradientWatch
 from corerl_deepspeed.runtime import calling_deepspeed
 
 
@@ -68,18 +80,19 @@ def held_after_passes(setup: Setup) -> list[int]:
 
 def memory(setup: Setup) -> Mapping[str, float]:
     """Bytes for each parameter of the whole model: of each kind after a step, and of what the next one's gradients take
-    besides when all are there, which is before DeepSpeed steps."""
+    besides when all are there, which is before DeepSpeed steps, and under stage 1 before it reduces them."""
     with running(setup) as worker:
         train(worker, setup, 0)
         backend: Any = worker.backend
         engine, gradients = backend.model.engine, list[int]()
         parameters = sum(getattr(param, "ds_numel", param.numel()) for param in backend.model.policy.parameters())
         held = {kind.value: resident_bytes(backend.tensors(kind)) / parameters for kind in MemoryKind}
-        step = engine.step
-        with (
-            Allocations() as found,
-            mock.patch.object(engine, "step", side_effect=lambda: [gradients.append(found.held), step()]),
-        ):
+
+        def noting(function: Callable[..., None]) -> Callable[..., None]:
+            return lambda **given: [gradients.append(found.held), function(**given)][1]
+
+        where = (engine.optimizer, "reduce_gradients") if engine.zero_optimization_stage() == 1 else (engine, "step")
+        with Allocations() as found, mock.patch.object(*where, noting(getattr(*where))):
             train(worker, setup, 1)
         return {**held, "in a step": gradients[0] / parameters}
 
@@ -194,6 +207,58 @@ def largest_dropped(setup: Setup) -> tuple[int, int]:
     with Dropped() as found, running(setup) as worker:
         flats = list(worker.backend.tensors(MemoryKind.MASTER))
         return max(found.dropped), max(resident_bytes([flat]) for flat in flats)
+
+
+@frozen(kw_only=True)
+class Skip:
+    """The second layer has no part in some micro-batches of a step, as with layer drop."""
+
+    step: int
+    micro_batches: tuple[int, ...]  # -1 is the last one
+
+
+def train_and_skip(setup: Setup, skip: Skip, *, watched: bool = True) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of three steps."""
+    skipping = False
+    whole = Qwen3DecoderLayer.forward
+
+    def forward(layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if skipping and layer.self_attn.layer_idx == 1:
+            return hidden
+        found: torch.Tensor = whole(layer, hidden, *args, **kwargs)
+        return found
+
+    def drawn(batch: PackedBatch, number: int) -> Iterator[MicroBatch]:
+        nonlocal skipping
+        for at, micro in enumerate(batch.micro_batches):
+            skipping = number == skip.step and not {at, at - batch.count}.isdisjoint(skip.micro_batches)
+            yield micro
+
+    found = []
+    watch = nullcontext() if watched else mock.patch.object(GradientWatch, "check")
+    with mock.patch.object(Qwen3DecoderLayer, "forward", forward), watch, running(setup) as worker:
+        for number in range(3):
+            batch = packed_for_training(worker, setup, samples_at(number))
+            assert batch.count > 1
+            lazy = evolve(batch, micro_batches=drawn(batch, number))
+            result = worker.host.train(batch=lazy, loss=setup.loss, step=step_at(number))
+            found.append((result.metrics["loss"].value, result.grad_norm))
+    return found
+
+
+def norms_before_stepping(setup: Setup) -> list[tuple[float, float]]:
+    """Of three steps: the gradient's norm, and that of what AdamW would read when DeepSpeed is told to step."""
+    with running(setup) as worker:
+        model = worker.backend.model  # type: ignore[attr-defined]
+        step, there = model.engine.step, list[float]()
+
+        def noted() -> None:
+            there.append(float(torch.cat([flat.grad for flat in state.flats(model)]).norm()))
+            step()
+
+        with mock.patch.object(model.engine, "step", noted):
+            norms = [train(worker, setup, number).grad_norm for number in range(3)]
+    return list(zip(norms, there, strict=True))
 
 
 def start_with_copies(setup: Setup) -> None:

@@ -24,6 +24,7 @@ from corerl.models.build import build_on_meta, materialize, move_buffers, recomp
 from corerl.models.names import HFBox, hf_boxes
 from corerl.models.policy import CausalPolicy
 from corerl_deepspeed.config import DeepSpeedConfig
+from corerl_deepspeed.gradients import GradientWatch
 from corerl_deepspeed.settings import deepspeed_json
 
 
@@ -33,6 +34,7 @@ class Model:
     engine: DeepSpeedEngine
     optimizer: torch.optim.AdamW  # inside of the engine's own
     boxes: dict[str, list[HFBox]]  # by parameter
+    watch: GradientWatch
 
 
 def build_model(
@@ -69,7 +71,8 @@ def build_model(
         # The policy reads its head's weight itself, which belongs to another module.
         for param in policy.head.parameters(recurse=False):
             deepspeed.zero.register_external_parameter(policy, param)
-    return Model(policy=policy, engine=engine, optimizer=optimizer, boxes=boxes)
+    watch = GradientWatch(dict(policy.model.named_parameters()), options)
+    return Model(policy=policy, engine=engine, optimizer=optimizer, boxes=boxes, watch=watch)
 
 
 def unallocated(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

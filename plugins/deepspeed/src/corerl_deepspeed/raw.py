@@ -153,7 +153,7 @@ ELSEWHERE = {
     "data_parallel_size": f"{SEQUENCES}; all ranks of the role are data-parallel",
     "seq_parallel_communication_data_type": SEQUENCES,
     "pipeline": "this backend splits no layers over ranks; the backend megatron does",
-    "compile": "DeepSpeed's compiler counts micro-batches itself, and CoreRL's steps vary in theirs",
+    "compile": "nothing is compiled here, and DeepSpeed's compiler was not tried",
     "checkpoint": CHECKPOINTS,
     "datastates_ckpt": CHECKPOINTS,
     "tensorboard": "add an extension, such as tensorboard",

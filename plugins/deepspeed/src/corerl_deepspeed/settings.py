@@ -41,7 +41,6 @@ def deepspeed_json(
     own = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
         "gradient_clipping": train.optimizer.clip_norm,
         "steps_per_print": None,
         "zero_allow_untested_optimizer": True,
