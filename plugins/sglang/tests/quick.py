@@ -1,15 +1,23 @@
-"""What a server does as it starts, without a model: late, never well, or not at all. `python -m ... ARGUMENTS.json`"""
+"""What a server does without a model: late, never well, slow, silent, or not there. `python -m ... ARGUMENTS.json`"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from corerl_sglang.parent import end_with_parent
+
+
+def stop() -> None:
+    """All of the process, and never to return: this thread may have a moment until the signal has stopped it too."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -25,6 +33,19 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(400)
             self.end_headers()
             self.wfile.write(json.dumps({"error": {"message": "not so"}}).encode())
+        elif self.path.startswith("/slow"):
+            time.sleep(float(self.path.partition("=")[2]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"late")
+        elif self.path == "/stops":
+            stop()
+        elif self.path == "/stops_within":
+            self.send_response(200)
+            self.send_header("Content-Length", "10")
+            self.end_headers()
+            self.wfile.write(b"begun")
+            stop()
         else:
             self.connection.close()  # no answer, and it still runs
 
@@ -43,7 +64,7 @@ def main() -> None:
     print(f"rank {rank.pid}", flush=True)
     time.sleep(arguments.get("seconds", 0.0))
     Handler.status = 503 if arguments["mode"] == "never well" else 200
-    HTTPServer((arguments["host"], arguments["port"]), Handler).serve_forever()
+    ThreadingHTTPServer((arguments["host"], arguments["port"]), Handler).serve_forever()
 
 
 if __name__ == "__main__":

@@ -347,6 +347,8 @@ def handler(server: Server) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             if self.path == "/health":
                 self.answer(503 if server.misbehave.get("never_healthy") else 200, "")
+            elif self.path == "/ping":
+                self.answer(200, "")
             else:
                 self.answer(200, server.info()) if self.path == "/server_info" else self.answer(404, "no such path")
 

@@ -267,9 +267,11 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
     assert told == {"engine-0 rank 0": received.error}
 
 
-def test_what_a_rank_loads_wrongly_shows_in_its_sums(start: Start, tmp_path: Path) -> None:
+def test_what_a_rank_loads_wrongly_shows_in_its_sums_and_a_server_that_says_nothing_is_dead(
+    start: Start, tmp_path: Path
+) -> None:
     norm, experts = "model.norm.weight", "model.layers.1.mlp.experts.2.down_proj.weight"
-    engine = start(MOE, ranks=2, stand_in={"damage": norm})
+    engine = start(MOE, ranks=2, health_timeout=3.0, stand_in={"damage": norm, "held_at": 3})
     tensors = hf_tensors(random_model(MOE, seed=4), tmp_path / "model")
     for version in (0, 1):  # its parts are seen once, and read each time
         tensors = {name: tensor + version for name, tensor in tensors.items()}
@@ -280,8 +282,19 @@ def test_what_a_rank_loads_wrongly_shows_in_its_sums(start: Start, tmp_path: Pat
         assert {name for name in sent if sums[name] != sent[name]} == {norm}
         assert difference(sent, sums).startswith(f"{norm!r}, whose bits sum to ")
 
-    os.kill(engine._server.pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match="its server was ended by SIGKILL"):
+    # Stopped while it generates it lives and says nothing: a dead replica too.
+    def stop() -> None:
+        while not said(engine)["stand_in"]["holding"]:
+            time.sleep(0.05)
+        os.kill(engine._server.pid, signal.SIGSTOP)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(WorkerDied, match="engine-0: its server gave no sign of life for 3 s .* and was ended; its log"):
+        engine.generate(REQUEST)
+    thread.join()
+    assert not engine._server.alive
+    with pytest.raises(WorkerDied, match="its server gave no sign of life"):
         engine.weight_sums("float32")
 
 

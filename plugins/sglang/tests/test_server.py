@@ -44,12 +44,13 @@ def start(
     directory: Path,
     launcher: str = QUICK,
     environment: dict[str, str] | None = None,
+    health_timeout: float = 60.0,
     **given: Any,
 ) -> Server:
     log, own = directory / "logs" / "engine-0.log", directory / "own"
     own.mkdir(exist_ok=True)
     given = {"launcher": launcher, "arguments": given, "environment": environment or {}}
-    server = Server("engine-0", **given, directory=own, log=log)
+    server = Server("engine-0", **given, directory=own, log=log, health_timeout=health_timeout)
     servers.append(server)
     return server
 
@@ -91,6 +92,30 @@ def test_one_that_is_late_is_waited_for_and_ends_with_all_that_it_has_started(
     assert gone(rank) and not (tmp_path / "own").exists()
     with pytest.raises(WorkerDied, match=r"engine-0: its server was ended by SIGKILL; .* \(asked for /refuse\)"):
         server.post("/refuse")
+
+
+def test_one_that_is_slow_is_waited_for_beyond_the_limit_of_silence(servers: list[Server], tmp_path: Path) -> None:
+    server = start(servers, tmp_path, mode="well", health_timeout=2.0)
+    server.wait_ready(60.0)
+    assert server.post("/slow?seconds=3") == b"late"
+
+
+@pytest.mark.parametrize("when", ["before", "while it takes the request", "before its answer", "within its answer"])
+def test_one_that_lives_and_says_nothing_is_ended_with_all_that_it_has_started(
+    servers: list[Server], tmp_path: Path, when: str
+) -> None:
+    server = start(servers, tmp_path, mode="well", health_timeout=0.5)
+    server.wait_ready(60.0)
+    if when in ("before", "while it takes the request"):
+        os.kill(server.pid, signal.SIGSTOP)
+    path = {"before its answer": "/stops", "within its answer": "/stops_within"}.get(when, "/refuse")
+    body = {"large": "x" * (1 << 26 if when == "while it takes the request" else 1)}  # more than sockets buffer
+    silent = (
+        r"engine-0: its server gave no sign of life for 0.5 s \(engines.sglang.health_timeout\) and was ended; its log"
+    )
+    with pytest.raises(WorkerDied, match=rf"{silent} .* ends with: rank .* \(asked for {path}\)"):
+        server.post(path, body)
+    assert gone(server.pid) and gone(rank_of(tmp_path))
 
 
 def test_one_that_ends_as_it_starts_is_told_with_its_last_words(servers: list[Server], tmp_path: Path) -> None:

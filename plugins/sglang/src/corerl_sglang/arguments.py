@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from corerl_sglang.server import PING
+
 if TYPE_CHECKING:
     from corerl.rollout.engine import EngineContext
     from corerl_sglang.config import SglangConfig
@@ -103,6 +105,7 @@ def server_arguments(options: SglangConfig, context: EngineContext, *, model: Pa
         "enable_memory_saver": context.device == "cuda",
         "enable_deterministic_inference": options.deterministic,
         "enable_return_routed_experts": options.routed_experts,
+        "uvicorn_access_log_exclude_prefixes": [PING],  # an error tells the log's last lines
     }
     if context.weights.quantize == "fp8":
         arguments["quantization"] = "fp8"

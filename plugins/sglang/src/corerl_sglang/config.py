@@ -47,6 +47,12 @@ class SglangConfig:
         "requests that a rollout step is divided into; all are sent at once", default=8, validator=at_least(1)
     )
     start_timeout: float = option("seconds that a server has to start", default=900.0, validator=above(0))
+    health_timeout: float = option(
+        "seconds in which a server that owes an answer may say nothing at all, not even that it is there, before it is "
+        "ended and replaced",
+        default=120.0,
+        validator=above(0),
+    )
     launcher: str = option(
         "the module that starts the server, run with -m: one of your own may register a model before it calls "
         "corerl_sglang.launch.main",

@@ -81,6 +81,7 @@ class SglangEngine(Engine):
             environment={**plain_allocator(os.environ), **visible},
             directory=self._directory,
             log=log,
+            health_timeout=options.health_timeout,
         )
         try:
             self._server.wait_ready(options.start_timeout)

@@ -24,6 +24,10 @@ HOST = "127.0.0.1"
 LAST_LINES = 15  # of the log, in an error's message
 LOOK_SECONDS = 0.2  # between looks at a server that starts
 HEALTH_SECONDS = 30.0  # for one answer: SGLang generates a token before it says that it is well
+# Of SGLang's endpoints (0.5.15 and 0.5.17) one that its HTTP process answers by itself, whatever its ranks do: it
+# generates nothing, asks no scheduler, and is there while weights are loaded or memory is given back.
+PING = "/ping"
+LOOKS = 3  # in a row at which a server must be silent, so that a machine that stood still for a while ends none
 LAST_BREATH = 10.0  # seconds in which a server that does not answer may still turn out to have died
 
 
@@ -39,10 +43,12 @@ class Server:
         environment: Mapping[str, str],
         directory: Path,
         log: Path,
+        health_timeout: float,
     ) -> None:
         """Starts it, and returns at once; `wait_ready` follows. `directory` takes the file of its arguments, and is
-        removed when it ends."""
+        removed when it ends. `health_timeout`: seconds of silence after which a server that owes an answer is ended."""
         self._name, self._log, self._directory = name, log, directory
+        self._health_timeout = health_timeout
         self._died_of: tuple[str, str] | None = None  # in one line, and in more
         self._over = False  # its process group has been ended, and its number may be another's by now
         # Held until the server is gone: two sockets that both allow it may be bound to one port as long as only one
@@ -103,7 +109,8 @@ class Server:
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """What it answers. Raises WorkerDied where the server has died, before or in it, and EngineFailed where it
-        refuses, or does not answer and still runs."""
+        refuses, or hangs up and still runs. An answer may take as long as it likes. A server that meanwhile does not
+        even say that it is there is ended, and has died."""
         return self._answer("POST", path, body or {})
 
     def stop(self) -> None:
@@ -126,7 +133,10 @@ class Server:
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
         self.require_alive(path)
         try:
-            status, answer = self._ask(method, path, body, timeout=None)
+            status, answer = self._ask(method, path, body, timeout=self._health_timeout, watched=True)
+        except TimeoutError as silent:
+            self._end_silent()
+            raise self._died(path) from silent
         except (OSError, HTTPException) as error:
             try:
                 self._process.wait(LAST_BREATH)
@@ -141,17 +151,51 @@ class Server:
         return answer
 
     def _ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout: float | None
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout: float, watched: bool = False
     ) -> tuple[int, bytes]:
-        """Status and body of the answer. Without a timeout: SGLang ends itself where a batch hangs."""
+        """Status and body of the answer. Raises TimeoutError where the server does not take the request, begin its
+        answer or go on with it in `timeout` seconds each. If `watched`, the answer may begin as late as it likes while
+        the server answers others: SGLang ends itself where a batch hangs."""
         connection = HTTPConnection(HOST, self.port, timeout=timeout)
         try:
             content = None if body is None else msgspec.json.encode(body)
             connection.request(method, path, content, {"Content-Type": "application/json"})
+            if watched:
+                self._wait(connection.sock, timeout)
             response = connection.getresponse()
             return response.status, response.read()
         finally:
             connection.close()
+
+    def _wait(self, sock: socket.socket, limit: float) -> None:
+        """Returns when an answer begins, or the connection ends. Raises TimeoutError after `limit` seconds in which the
+        server answered no `PING` either. In the caller's thread, which has nothing else to do; looking at what has come
+        without taking it, since http.client cannot go on with an answer whose beginning it has timed out on."""
+        sock.settimeout(limit / (2 * LOOKS))
+        missed = 0
+        while missed < LOOKS:
+            try:
+                sock.recv(1, socket.MSG_PEEK)
+            except TimeoutError:
+                missed = 0 if self._is_there(limit / (2 * LOOKS)) else missed + 1
+            else:
+                sock.settimeout(limit)
+                return
+        raise TimeoutError
+
+    def _is_there(self, timeout: float) -> bool:
+        """Whether somebody is there; with which status, is all one."""
+        try:
+            self._ask("GET", PING, None, timeout=timeout)
+        except (OSError, HTTPException):
+            return False
+        return True
+
+    def _end_silent(self) -> None:
+        if self._died_of is None and self.alive:
+            what = f"gave no sign of life for {self._health_timeout:g} s (engines.sglang.health_timeout) and was ended"
+            self._died_of = f"{what}; {self._last_lines(1)}", self._last_lines()
+        self._end()
 
     def _died(self, during: str) -> WorkerDied:
         if self._died_of is None:
