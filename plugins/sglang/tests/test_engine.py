@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -140,6 +141,13 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
     assert received.bytes == sum(tensor.nbytes for tensor in tensors.values())
     # What it says of its weights is what was sent: all of it, and the whole of each tensor.
     assert engine.weight_sums("float32") == bit_sums(tensors)
+    with (
+        mock.patch.object(engine._server, "post", return_value=b'{"output_ids": [1]}'),
+        pytest.raises(
+            EngineFailed, match="engine-0: its server's answer to /generate cannot be read: Expected `array`"
+        ),
+    ):
+        engine.generate(REQUEST)
     drawn = engine.generate(REQUEST)
     reference = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
     push_to(reference, tensors, tmp_path / "reference")
