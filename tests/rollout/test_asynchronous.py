@@ -372,7 +372,8 @@ def test_an_episode_that_has_grown_too_old_is_refused_and_its_prompt_drawn_anew(
         if stale_samples:  # the engines have had version 2 for a while
             stale.set()
         assert 5.0 not in scored.rewards
-    assert stale_samples == SAMPLES
+    # On a machine with other work another prompt's episodes may grow too old as well; a prompt's do so together.
+    assert stale_samples >= SAMPLES and stale_samples % SAMPLES == 0
     assert len({index for index, _ in trained}) == len(trained) == 6 * PROMPTS
     ((step,),) = [[step for index, step in trained if index == first]]
     assert step >= 2
