@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from unittest import mock
 
 import pytest
@@ -16,8 +16,9 @@ from torch.distributed import checkpoint as torch_checkpoint
 
 from corerl.backend.base import SAVED
 from corerl.errors import SaveFailed
+from corerl.memory.storage import resident_bytes
 from corerl.testing.harness import Setup, State, packed_for_training, running, samples_at, state_of, step_at, train
-from corerl.types import TrainResult
+from corerl.types import MemoryKind, TrainResult
 from corerl_megatron import native
 from corerl_megatron.adam import fused_adam
 from corerl_megatron.backend import MegatronBackend
@@ -36,6 +37,15 @@ def padding_after_steps(setup: Setup, steps: int) -> list[tuple[int, float]]:
             if len(padding):
                 found.append((len(padding), float(padding.abs().max())))
         return found
+
+
+def memory(setup: Setup) -> dict[str, float]:
+    """Bytes of each kind after a step, for each parameter that this rank holds."""
+    with running(setup) as worker:
+        train(worker, setup, 0)
+        backend: Any = worker.backend
+        held = sum(each.param.numel() for each in backend.model.held)
+        return {kind.value: resident_bytes(backend.tensors(kind)) / held for kind in MemoryKind}
 
 
 def native_then_portable(setup: Setup, checkpoint: str) -> tuple[State, State]:

@@ -128,3 +128,26 @@ def test_layers_that_are_recomputed_train_as_others_do(runs: Runs, case: str) ->
     assert [loss_of(step) for step in steps] == pytest.approx(wanted.losses[:3], rel=LOSS.relative, abs=LOSS.absolute)
     assert [grad_norm_of(step) for step in steps] == pytest.approx(wanted.grad_norms[:3], rel=GRAD_NORM.relative)
     assert [found for _, found in reports] == [passes] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "copies"),
+    [
+        ({}, 2),
+        ({"tensor_parallel": 2}, 1),
+        ({"pipeline_parallel": 2}, 1),
+        ({"context_parallel": 2}, 2),
+        ({"distributed_optimizer": False}, 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_a_rank_holds_as_many_bytes_a_parameter_as_the_page_says(
+    runs: Runs, precision: Any, options: Mapping[str, Any], copies: int
+) -> None:
+    setup = evolve(runs.setup("megatron", "qwen3"), options=options)
+    setup = evolve(setup, train=evolve(setup.train, precision=precision))
+    weights, masters = (2, 4 / copies) if precision == "bfloat16" else (4, 0)
+    wanted = {"param": weights, "grad": 4, "master": masters, "optimizer": 8 / copies}
+    for found in runs.rank_sets[2].run(ranks.memory, setup):
+        assert found == pytest.approx(wanted, rel=0.02)
