@@ -47,7 +47,7 @@ import torch.distributed as dist
 from attrs import evolve
 
 from benchmarks.report import Comparison, Number, Report, finish, in_turns, table
-from benchmarks.steps import QWEN3_8B, TINY, QuickWeights
+from benchmarks.steps import QWEN3_8B, QWEN3_600M, TINY, QuickWeights
 from corerl.backend.base import StateKey
 from corerl.config.schema import TrainConfig, WeightsConfig
 from corerl.testing.harness import Setup, make_worker
@@ -58,14 +58,7 @@ from corerl.weights.transport import Address
 from corerl.weights.transports import open_receiver
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "0.6b": {
-        **QWEN3_8B,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
+    "0.6b": QWEN3_600M,
     "8b": QWEN3_8B,
 }
 TARGET, TARGET_APART = 1.5, 1.4

@@ -66,6 +66,7 @@ def offline(pipe: Connection) -> None:
         import sglang
 
         engine = sglang.Engine(**arguments)
+        engine.freeze_gc()  # as this side's server is told to
     pipe.send("there")
     while (request := pipe.recv()) is not None:
         began = time.perf_counter()

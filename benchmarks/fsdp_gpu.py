@@ -1,12 +1,14 @@
 """An optimizer step of the FSDP backend on one GPU, compiled, beside a bare compiled loop; tokens a second and MFU.
 
 python -m benchmarks.fsdp_gpu --output found/fsdp.json
+python -m benchmarks.fsdp_gpu 0.6b
 python -m benchmarks.fsdp_gpu --tiny
 
-8 layers of the Qwen3-8B shape, 2.79 B parameters, 16k tokens in packed sequences of 2k; bfloat16, with float32
-weights, gradients and moments. The bare loop is what one writes by hand: transformers' model, torch's varlen attention,
-each layer compiled and under `fully_shard`, fused AdamW. Both are on the GPU all the time: it wants 120 GiB. What FLOPs
-and MFU are, `steps` says.
+8 layers of the Qwen3-8B shape, 2.79 B parameters, 16k tokens in packed sequences of 2k; or the whole 0.6B shape, four
+times 16k tokens in sequences of 512, as a GRPO step has them. bfloat16, with float32 weights, gradients and moments.
+The bare loop is what one writes by hand: transformers' model, torch's varlen attention, each layer compiled and under
+`fully_shard`, fused AdamW. Both are on the GPU all the time: the slice wants 120 GiB. What FLOPs and MFU are, `steps`
+says.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from benchmarks.steps import (
     GIB,
     OPTIMIZER,
     PEAK,
+    QWEN3_600M,
     SLICE,
     TARGET,
     Plugin,
@@ -66,7 +69,10 @@ class Case(Work):
         return evolve(self, compile=False, **self.on_cpu())
 
 
-WHOLE = Case(what="8 layers of the 8B shape", fields=SLICE, tokens=16384, micro_batches=1)
+CASES = {
+    "slice": Case(what="8 layers of the 8B shape", fields=SLICE, tokens=16384, micro_batches=1),
+    "0.6b": Case(what="the 0.6B shape", fields=QWEN3_600M, sequence=512, tokens=16384, micro_batches=4),
+}
 
 
 class BareModel(nn.Module):
@@ -209,7 +215,7 @@ class Found:
         how = "compiled layers" if case.compile else "no compiling"
         return Report(
             name="fsdp_gpu",
-            size=f"{case.fields['num_hidden_layers']} layers, {case.micro_batches} x {case.tokens} tokens in sequences "
+            size=f"{case.what}, {case.micro_batches} x {case.tokens} tokens in sequences "
             f"of {case.sequence}, {how}, recompute {case.recompute}",
             comparisons=[
                 Comparison(
@@ -275,9 +281,10 @@ def measure(case: Case, *, rounds: int, output: str | None = None, profile: bool
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", nargs="?", choices=CASES, default="slice")
     parser.add_argument("--rounds", type=int, default=6, help="measured steps of each side, in turns (default: 6)")
-    parser.add_argument("--tokens", type=int, default=WHOLE.tokens, help="of a micro-batch (default: 16384)")
-    parser.add_argument("--micro-batches", type=int, default=1, help="of a step (default: 1)")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch (default: 16384)")
+    parser.add_argument("--micro-batches", type=int, help="of a step (default: 1, with 0.6b 4)")
     parser.add_argument(
         "--recompute", action="store_true", help="layers recomputed for the backward pass, on both sides"
     )
@@ -287,10 +294,11 @@ def main() -> None:
     parser.add_argument("--output", help="a JSON file, written again after each round; without it a table is printed")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    case = CASES[args.case]
     case = evolve(
-        WHOLE,
+        case,
         tokens=args.tokens,
-        micro_batches=args.micro_batches,
+        micro_batches=args.micro_batches or case.micro_batches,
         recompute="full" if args.recompute else "none",
         compile=not args.eager,
     )

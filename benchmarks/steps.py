@@ -64,6 +64,14 @@ QWEN3_8B = {
     "num_hidden_layers": 36,
     "num_key_value_heads": 8,
 }
+QWEN3_600M = {
+    **QWEN3_8B,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
 SLICE = {**QWEN3_8B, "num_hidden_layers": 8}  # 2.79 B parameters
 TINY = {
     "vocab_size": 97,

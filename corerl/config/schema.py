@@ -421,7 +421,11 @@ class WeightsConfig:
         default=1,
         validator=at_least(1),
     )
-    bucket_bytes: int = option("weights sent at once", default=256 * 2**20, validator=at_least(1))
+    bucket_bytes: int = option(
+        "weights sent at once, for which each rank takes memory twice; 0 is a sixteenth of all, from 256 MiB to 1 GiB",
+        default=0,
+        validator=at_least(0),
+    )
     dtype: Precision | Literal["model"] = option("sent as; model takes train.precision", default="model")
     quantize: Literal["none", "fp8"] = option(
         "fp8 sends the matrices of layers in 8 bits with a float32 scale for each block of 128 x 128, to an engine "

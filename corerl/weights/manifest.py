@@ -102,23 +102,31 @@ def build_manifest(
     shapes: Iterable[tuple[str, tuple[int, ...]]],
     *,
     dtype: str,
-    bucket_bytes: int,
+    bucket_bytes: int = 0,
     senders: Mapping[str, int] | None = None,
 ) -> Manifest:
     """Cut (name, shape) pairs, in their order, into buckets of at most `bucket_bytes`; a larger tensor gets its own.
+    0 takes a sixteenth of all of them, from 256 MiB to 1 GiB.
 
     With `senders`, by name, a bucket's tensors have one sender, and the senders' buckets take turns: one gathers its
     next while another sends.
     """
-    item = BYTES[dtype]
+    item, shapes = BYTES[dtype], list(shapes)
+    most = bucket_bytes or _proportionate(item * sum(math.prod(shape) for _, shape in shapes))
     by_sender: dict[int, list[list[Entry]]] = {}
     for name, shape in shapes:
         buckets = by_sender.setdefault(senders[name] if senders else 0, [[]])
         start = buckets[-1][-1].start + buckets[-1][-1].numel if buckets[-1] else 0
-        if buckets[-1] and (start + math.prod(shape)) * item > bucket_bytes:
+        if buckets[-1] and (start + math.prod(shape)) * item > most:
             buckets.append([])
             start = 0
         buckets[-1].append(Entry(name, tuple(shape), start))
     rounds = itertools.zip_longest(*([(sender, each) for each in own] for sender, own in by_sender.items()))
     in_turns = [turn for each in rounds for turn in each if turn is not None]
     return Manifest(dtype, tuple(Bucket(index, tuple(each), sender) for index, (sender, each) in enumerate(in_turns)))
+
+
+def _proportionate(total: int) -> int:
+    """Enough buckets that gathering one overlaps with loading another, and not so many that what an engine does for
+    each, however small, is most of the update."""
+    return min(max(total // 16, 256 * 2**20), 2**30)

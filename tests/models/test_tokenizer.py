@@ -19,7 +19,7 @@ def test_a_character_tokenizer_has_four_special_tokens_and_then_one_for_each_cha
     )
     assert tokenizer("350>s")["input_ids"] == [1, 7, 9, 4, 14, 15]
     assert tokenizer("350", add_special_tokens=False)["input_ids"] == [7, 9, 4]
-    assert tokenizer("3x")["input_ids"] == [1, 7, 3]
+    assert tokenizer("3xé日3")["input_ids"] == [1, 7, 3, 3, 3, 7]
 
 
 def test_characters_are_joined_without_spaces_when_decoded_and_special_tokens_can_be_left_out():

@@ -316,6 +316,10 @@ class Server:
         self.aborted.set()
         return 200, ""
 
+    def freeze(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.log.append("freeze")
+        return 200, "Garbage collection frozen.\n"
+
     def info(self) -> dict[str, Any]:
         weight = sum(view.nbytes for view in self.ranks[0].views.values()) / 2**30
         usage = {"weight": weight, "kvcache": 0.5, "token_capacity": 1000, "graph": {}}
@@ -339,6 +343,7 @@ def handler(server: Server) -> type[BaseHTTPRequestHandler]:
         "/release_memory_occupation": server.release,
         "/resume_memory_occupation": server.resume,
         "/abort_request": server.abort,
+        "/freeze_gc": server.freeze,
     }
 
     class Handler(BaseHTTPRequestHandler):

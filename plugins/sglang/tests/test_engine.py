@@ -129,6 +129,7 @@ def said(engine: SglangEngine) -> dict[str, Any]:
 def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Start, tmp_path: Path) -> None:
     """One server for all that does not end it: starting one takes seconds."""
     engine = start(TIED, deterministic=True, stand_in={"context_length": 64})
+    assert said(engine)["stand_in"]["log"] == ["freeze"]  # once, before it serves
     with pytest.raises(EngineFailed, match="no weights have arrived yet"):
         engine.generate(REQUEST)
 
