@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from transformers import PreTrainedConfig
 from corerl.errors import ModelError
 from corerl.ops.noise import hash_key, normal
 
-VALUES = 2**20  # drawn at once: the noise takes several int64 and float64 for each
+VALUES = 2**15  # drawn at once by a thread: what the noise takes for each stays in its cache, and torch adds no threads
 
 
 class RandomSource:
@@ -46,10 +48,14 @@ class RandomSource:
             indices = indices[..., None] + stride * torch.arange(offsets[dim], offsets[dim] + sizes[dim])
         row = math.prod(shape[1:])
         step = max(1, VALUES // max(1, indices.numel()))
-        for low in range(0, sizes[0], step):
+
+        def draw(low: int) -> None:
             rows = torch.arange(offsets[0] + low, offsets[0] + min(low + step, sizes[0]))
             counters = rows.view(-1, *(1,) * indices.dim()) * row + indices
             out[low : low + len(rows)] = normal(key, counters) * self._std
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            deque(threads.map(draw, range(0, sizes[0], step)), maxlen=0)  # raises what one of them has raised
         return out
 
 
