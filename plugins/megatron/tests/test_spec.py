@@ -99,20 +99,33 @@ def test_layers_are_recomputed_in_groups_that_divide_a_stages() -> None:
     assert told(2, QWEN3, **options) == []
 
 
+def test_transformer_engine_is_not_to_divide_contexts_in_float32() -> None:
+    options = {"context_parallel": 2, "transformer": "transformer_engine"}
+    (said,) = told(2, QWEN3, "cuda", **options)  # float32
+    assert said.startswith("transformer: 'transformer_engine', and TransformerEngine has no attention for context_par")
+    assert told(2, QWEN3, "cuda", train=evolve(TRAIN, precision="bfloat16"), **options) == []
+    assert told(2, QWEN3, "cuda", **{**options, "transformer": "auto"}) == []
+
+
 def test_transformer_engine_is_taken_where_it_is_there_and_asked_for_in_one_line_where_it_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert uses_transformer_engine(MegatronConfig(), gpu)
-    assert not uses_transformer_engine(MegatronConfig(), cpu)
-    assert not uses_transformer_engine(MegatronConfig(transformer="torch"), gpu)
+    assert uses_transformer_engine(MegatronConfig(), "bfloat16", gpu)
+    assert not uses_transformer_engine(MegatronConfig(), "bfloat16", cpu)
+    assert not uses_transformer_engine(MegatronConfig(transformer="torch"), "bfloat16", gpu)
+    divided = MegatronConfig(context_parallel=2)
+    assert uses_transformer_engine(divided, "bfloat16", gpu) and uses_transformer_engine(
+        MegatronConfig(), "float32", gpu
+    )
+    assert not uses_transformer_engine(divided, "float32", gpu)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not uses_transformer_engine(MegatronConfig(), gpu)
+    assert not uses_transformer_engine(MegatronConfig(), "bfloat16", gpu)
     for asked in ({"transformer": "transformer_engine"}, {"fp8": "e4m3"}):
         ((name, value),) = asked.items()
         with pytest.raises(PluginError) as raised:
-            uses_transformer_engine(MegatronConfig(**asked), gpu)  # type: ignore[arg-type]
+            uses_transformer_engine(MegatronConfig(**asked), "bfloat16", gpu)  # type: ignore[arg-type]
         assert raised.value.message.startswith(f"backends.megatron.{name}={value!r} needs TransformerEngine")
 
 

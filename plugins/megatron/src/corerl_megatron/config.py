@@ -73,7 +73,7 @@ class MegatronConfig:
     recompute_layers: int = option("see recompute_method", default=1, validator=at_least(1))
     transformer: Literal["auto", "torch", "transformer_engine"] = option(
         "what layers are made of: plain torch, or TransformerEngine; auto takes TransformerEngine where it is "
-        "installed and the device is a GPU",
+        "installed and the device is a GPU, but for context parallelism in float32, which it has no kernel for",
         default="auto",
     )
     fp8: Literal["none", "e4m3", "hybrid"] = option(
@@ -97,3 +97,8 @@ class MegatronConfig:
     nvls: bool = option(
         "let NCCL use NVLink multicast (NVLS); off where a container or a driver does not allow it", default=True
     )
+
+
+def too_precise(config: MegatronConfig, precision: str) -> bool:
+    """Whether TransformerEngine (2.20) has no attention for it: what several ranks compute together is in 16 bits."""
+    return config.context_parallel > 1 and precision == "float32"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from corerl.config.schema import RoleConfig
 from corerl.errors import PluginError
 from corerl.models.build import VALUE_HEAD
-from corerl_megatron.config import MegatronConfig
+from corerl_megatron.config import MegatronConfig, too_precise
 from corerl_megatron.families import Architecture
 from corerl_megatron.layers import engine_layers, torch_layers
 
@@ -64,14 +64,14 @@ class PackedModel(GPTModel):
 
 def stages(role: RoleConfig, architecture: Architecture, *, device: torch.device) -> list[PackedModel]:
     """This rank's stage, or its interleaved parts in order. Called inside `calling_megatron`; groups are there."""
-    engine = uses_transformer_engine(role.options, device)
+    engine = uses_transformer_engine(role.options, role.train.precision, device)
     config = transformer_config(role, architecture, engine=engine, device=device)
     virtual = role.options.virtual_pipeline
     parts: list[int | None] = list(range(virtual)) if virtual > 1 else [None]
     return [_stage(config, architecture, part, engine=engine, critic=role.value_head).to(device) for part in parts]
 
 
-def uses_transformer_engine(options: MegatronConfig, device: torch.device) -> bool:
+def uses_transformer_engine(options: MegatronConfig, precision: str, device: torch.device) -> bool:
     """Raises PluginError where it is asked for, and not installed."""
     installed = importlib.util.find_spec("transformer_engine") is not None
     asked = {"transformer": options.transformer == "transformer_engine", "fp8": options.fp8 != "none"}
@@ -80,7 +80,8 @@ def uses_transformer_engine(options: MegatronConfig, device: torch.device) -> bo
             f"backends.megatron.{name}={getattr(options, name)!r} needs TransformerEngine, which is not installed in "
             f"{sys.prefix}; remove the setting, or install it: corerl doctor megatron tells how"
         )
-    return any(asked.values()) or (options.transformer == "auto" and device.type == "cuda" and installed)
+    able = installed and device.type == "cuda" and not too_precise(options, precision)
+    return any(asked.values()) or (options.transformer == "auto" and able)
 
 
 def transformer_config(

@@ -8,7 +8,7 @@ from typing import Any
 from corerl.config.schema import ClusterInfo
 from corerl.plugin.capabilities import Capability, not_implemented
 from corerl.plugin.spec import BackendSpec, Environment, Problem
-from corerl_megatron.config import MegatronConfig
+from corerl_megatron.config import MegatronConfig, too_precise
 from corerl_megatron.families import experts_of, unsupported_by
 from corerl_megatron.probe import probe
 
@@ -94,6 +94,12 @@ def _switches(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]
                 name,
                 f"{getattr(config, name)!r} needs TransformerEngine, which needs a GPU, and the device is "
                 f"{cluster.device}; remove it",
+            )
+        elif wanted and cluster.train is not None and too_precise(config, cluster.train.precision):
+            yield Problem(
+                name,
+                f"{getattr(config, name)!r}, and TransformerEngine has no attention for context_parallel="
+                f"{config.context_parallel} in float32; take train.precision='bfloat16', or remove it",
             )
     if config.fp8 != "none" and config.transformer == "torch":
         yield Problem("fp8", f"{config.fp8!r} needs TransformerEngine, and transformer is 'torch'; set it to 'auto'")
