@@ -10,6 +10,7 @@ from attrs import field, frozen
 
 from corerl.algorithms.losses import LossInputs
 from corerl.ops.attention import PackedSequences
+from corerl.ops.upload import upload
 from corerl.types import Array, BoolArray, ForwardResult, IntArray, MicroBatch, Output
 
 
@@ -33,15 +34,11 @@ class DeviceBatch:
 
 def to_device(micro: MicroBatch, device: torch.device) -> DeviceBatch:
     """Copy a micro-batch to `device`; always a copy, since its arrays may be read-only views of the object store."""
-
-    def tensor(array: Array) -> torch.Tensor:
-        return torch.tensor(array, device=device)
-
     return DeviceBatch(
-        tokens=tensor(micro.tokens),
-        positions=tensor(micro.positions),
+        tokens=upload(micro.tokens, device),
+        positions=upload(micro.positions, device),
         packing=PackedSequences.of(micro.cu_seqlens, device),
-        columns={name: tensor(column) for name, column in micro.columns.items()},
+        columns={name: upload(column, device) for name, column in micro.columns.items()},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from corerl.ops.padding import Rectangles, rectangles
+from corerl.ops.upload import upload
 from corerl.types import IntArray
 
 
@@ -37,9 +39,9 @@ class PackedSequences:
         continues = np.ones(int(bounds[-1]), dtype=np.bool_)
         continues[bounds[:-1][np.diff(bounds) > 0]] = False
         return cls(
-            cu_seqlens=torch.as_tensor(bounds.astype(np.int32)).to(device),
+            cu_seqlens=upload(bounds.astype(np.int32), device),
             bounds=bounds,
-            continuations=torch.as_tensor(np.flatnonzero(continues)).to(device),
+            continuations=upload(np.flatnonzero(continues), device),
         )
 
     @property
@@ -59,7 +61,7 @@ class PackedSequences:
         if layout.in_place:
             return layout, None, None
         device = self.cu_seqlens.device
-        return layout, torch.as_tensor(layout.gather).to(device), torch.as_tensor(layout.scatter).to(device)
+        return layout, upload(layout.gather, device), upload(layout.scatter, device)
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None = None) -> Tensor:
@@ -81,14 +83,22 @@ def _packed_kernel(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, sc
     # A window that reaches back without end and 0 tokens ahead is causal attention.
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
     if k.shape[1] != q.shape[1]:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        if _groups_heads():
             options["enable_gqa"] = True
-        else:  # torch 2.11
+        else:
             k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     cu, longest = packing.cu_seqlens, packing.longest
     out = varlen_attn(q, k, v, cu, cu, longest, longest, **options)
     assert isinstance(out, Tensor)  # a pair only where the softmax's normaliser is asked for
     return out
+
+
+@functools.cache
+def _groups_heads() -> bool:
+    """torch 2.11's kernel does not. Asked once: each layer of each micro-batch wants to know."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from corerl.ops.attention import PackedSequences
+from corerl.ops.upload import upload
 from corerl.types import IntArray
 
 
@@ -33,7 +34,7 @@ class Split:
         order = np.concatenate(parts)
         restore = np.empty_like(order)
         restore[order] = np.arange(len(order))
-        return cls(torch.as_tensor(parts[rank]).to(device), torch.as_tensor(restore).to(device))
+        return cls(upload(parts[rank], device), upload(restore, device))
 
 
 def zigzag(bounds: IntArray, *, rank: int, ranks: int) -> IntArray:

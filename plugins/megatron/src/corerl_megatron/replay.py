@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from corerl.backend.batches import DeviceBatch, unpadded
 from corerl.errors import ModelError
+from corerl.ops.upload import upload
 from corerl.types import BoolArray, MicroBatch, Output
 from corerl_megatron.balance import Balance, Share, counted
 from corerl_megatron.packed import Split, all_gathered
@@ -172,7 +173,7 @@ class Routing:
 
     def _share(self, micro: MicroBatch, inputs: DeviceBatch, split: Split | None, step: Balance) -> Share:
         counts = counted(micro)
-        local = self._local(torch.as_tensor(counts).to(inputs.tokens.device), split)
+        local = self._local(upload(counts, inputs.tokens.device), split)
         return Share(counts=local[:, None], tokens=int(counts.sum()), group=self.groups.tokens, step=step)
 
     def _replayed(
@@ -182,7 +183,7 @@ class Routing:
         of this model."""
         free = self._free(micro)
         experts = self._local(inputs.columns[COLUMN], split).long()
-        alone = None if free is None else self._local(torch.as_tensor(free).to(experts.device), split)
+        alone = None if free is None else self._local(upload(free, experts.device), split)
         return {
             chooser.layer: (experts[:, chooser.layer], None if alone is None else alone[:, chooser.layer])
             for chooser in self.choosers[part]
