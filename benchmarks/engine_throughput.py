@@ -40,6 +40,9 @@ from corerl_sglang.config import SglangConfig
 TARGET = 1 / 0.97
 OFFLINE = "--offline"  # how this program starts itself as the other side
 STAND_IN = "plugins.sglang.tests.stand_in"
+# Rounds that do not count. After the first one prompts are in the caches; rows still begin in batches of other sizes
+# each time, for which a side may compile or load another kernel.
+WARM_UP = 5
 CHARACTERS = "0123456789>s"  # of the run's own prompts, which are not asked
 OWN = ("custom_weight_loader", "enable_memory_saver")  # arguments that the other side has no use for
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
@@ -174,7 +177,7 @@ def measure(args: argparse.Namespace) -> Report:
                 tokens.add(drawn)
                 return float(took)
 
-            ours(0), theirs(0)  # graphs, caches
+            in_turns(WARM_UP, ours, theirs)
             for taken in stages.values():
                 taken.clear()
             took, others = in_turns(args.rounds, ours, theirs)
