@@ -114,7 +114,7 @@ def main() -> int:
     command.add_argument("--samples", type=int, default=8)
     command.add_argument("--new", type=int, default=512, help="tokens of a sample")
     command.add_argument("--steps", type=int, default=5, help=f"that count, after {WARM} that do not")
-    command.add_argument("--bucket-mib", type=int, default=1024)
+    command.add_argument("--bucket-mib", type=int, default=0, help="0: as large as a run has them by itself")
     command.add_argument("--micro-batch", type=int, default=16384, help="tokens")
     command.add_argument("--memory", type=float, default=0.5, help="share of the GPU for weights and KV cache")
     command.add_argument("--limit", nargs="*", default=[], metavar="PHASE=SECONDS")

@@ -17,6 +17,6 @@ def upload(array: Array, device: torch.device | str) -> Tensor:
     """
     pinned = torch.device(device).type == "cuda"
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-    host = torch.empty(array.shape, dtype=dtype, pin_memory=pinned)
+    host = torch.empty(array.shape, dtype=dtype, device="cpu", pin_memory=pinned)
     np.copyto(host.numpy(), array)
     return host.to(device, non_blocking=pinned)

@@ -28,10 +28,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> lis
         texts = [_rendered(tokenizer, prompts[row]) if chat else prompts[row].text for row in rows]
         if texts:
             # A template writes its <bos> itself.
-            found = tokenizer(
-                texts, add_special_tokens=not chat, return_attention_mask=False, return_token_type_ids=False
-            )
-            tokens = found["input_ids"]
+            tokens = tokenizer(texts, add_special_tokens=not chat, return_attention_mask=False)["input_ids"]
             for row, ids in zip(rows, tokens, strict=True):
                 encoded[row] = ids
     for prompt, ids in zip(prompts, encoded, strict=True):

@@ -317,6 +317,8 @@ class Server:
         return 200, ""
 
     def freeze(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if self.misbehave.get("never_frozen"):
+            return 404, "Not Found"
         self.log.append("freeze")
         return 200, "Garbage collection frozen.\n"
 

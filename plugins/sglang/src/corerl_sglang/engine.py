@@ -85,8 +85,10 @@ class SglangEngine(Engine):
         )
         try:
             self._server.wait_ready(options.start_timeout)
-            # Of what it has by now, Python's garbage collector there need not look at anything again.
-            self._server.post("/freeze_gc")
+            # Of what it has by now, Python's garbage collector there need not look at anything again. One that refuses
+            # is as right without.
+            with contextlib.suppress(EngineFailed):
+                self._server.post("/freeze_gc")
             self._bytes = memory_of(self._server.get("/server_info"), context.bundles)
         except BaseException:
             self._server.stop()
