@@ -115,10 +115,9 @@ def test_transformer_engine_is_taken_where_it_is_there_and_asked_for_in_one_line
     assert uses_transformer_engine(MegatronConfig(), "bfloat16", gpu)
     assert not uses_transformer_engine(MegatronConfig(), "bfloat16", cpu)
     assert not uses_transformer_engine(MegatronConfig(transformer="torch"), "bfloat16", gpu)
+    assert uses_transformer_engine(MegatronConfig(), "float32", gpu)
     divided = MegatronConfig(context_parallel=2)
-    assert uses_transformer_engine(divided, "bfloat16", gpu) and uses_transformer_engine(
-        MegatronConfig(), "float32", gpu
-    )
+    assert uses_transformer_engine(divided, "bfloat16", gpu)
     assert not uses_transformer_engine(divided, "float32", gpu)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not uses_transformer_engine(MegatronConfig(), "bfloat16", gpu)
