@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import math
 import multiprocessing
@@ -10,15 +9,16 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
-from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from corerl.config.schema import RewardConfig
 from corerl.data.prompts import Prompt
-from corerl.errors import RewardError
+from corerl.errors import ConfigError, RewardError
 from corerl.rollout.rewards import Failure, Reward, Scorer, Scores, gathered, resolve_reward, samples_of
 
 if TYPE_CHECKING:
@@ -47,80 +47,153 @@ def scorer(reward: Reward, config: RewardConfig) -> Iterator[Scorer]:
 
 class RewardPool:
     """Processes that import the reward by its name, begun at once and not waited for. A sample on which it raises,
-    takes too long or ends its process is a failure among the scores; the others of its chunk are scored again then."""
+    takes too long or ends its process is a failure among the scores; the others of its chunk are scored again then.
+    One rollout is scored at a time."""
 
     def __init__(self, reward: Reward, config: RewardConfig) -> None:
         self._reward = reward
         self._config = config
-        self._pool = ProcessPool(
-            max_workers=config.processes,
-            initializer=_begin,
-            initargs=(reward.name,),
-            # A fork of a process with threads (Ray's, torch's) may hang; spawned ones also have the driver's sys.path.
-            context=multiprocessing.get_context("spawn"),
-        )
-        self._started: ProcessFuture[None] = self._pool.schedule(_resolve, args=(reward.name, reward.options))
+        self._workers = [_Worker(reward, config.timeout) for _ in range(config.processes)]
 
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
         """Raises RewardError where all samples fail, unless they are a `part` of a batch; ConfigError where the
         processes cannot import the reward."""
-        self._wait_started()
-        samples = samples_of(rollout)
-        outcomes: dict[int, float | Failure] = {}
-        size = min(LARGEST_CHUNK, math.ceil(len(samples) / (4 * self._config.processes)) or 1)
-        waiting: dict[ProcessFuture[list[float | Failure]], Sequence[int]] = {}
-
-        def start(rows: Sequence[int]) -> None:
-            if rows:
-                waiting[self._schedule([samples[row] for row in rows])] = rows
-
-        for first in range(0, len(samples), size):
-            start(range(first, min(first + size, len(samples))))
-        while waiting:
-            concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
-            for future in [each for each in waiting if each.done()]:
-                rows = waiting.pop(future)
-                try:
-                    found = future.result()
-                except (TimeoutError, ProcessExpired) as error:
-                    if len(rows) > 1:  # one of them is to blame
-                        for row in rows:
-                            start([row])
-                        continue
-                    found = [self._lost(samples[rows[0]], error)]
-                outcomes.update(zip(rows, found, strict=False))
-                start(rows[len(found) :])
-        return gathered([outcomes[row] for row in range(len(samples))], self._config.failed_value, part=part)
+        try:
+            outcomes = self._outcomes(samples_of(rollout))
+        except BaseException:
+            self.close()  # an answer that is still under way must not pass for one about the next rollout
+            raise
+        return gathered(outcomes, self._config.failed_value, part=part)
 
     def close(self) -> None:
         """End the processes, whatever they do."""
-        self._pool.stop()
-        self._pool.join()
+        for worker in self._workers:
+            worker.end()
 
-    def _wait_started(self) -> None:
-        try:
-            self._started.result(timeout=START)
-        except (TimeoutError, ProcessExpired) as error:
-            raise RewardError(
-                f"no process for reward {self._reward.name!r} has started in {START:g} seconds: its module takes "
-                "longer to import, or ends the process, or the run is started by a script without "
-                "`if __name__ == '__main__':`; mend that, or set reward.processes=0"
-            ) from error
-
-    def _schedule(self, samples: Sequence[Sample]) -> ProcessFuture[list[float | Failure]]:
-        limit = self._config.timeout
-        return self._pool.schedule(
-            _score, args=(self._reward.name, self._reward.options, samples, limit), timeout=TURN + limit + GRACE
+    def _outcomes(self, samples: Sequence[Sample]) -> list[float | Failure]:
+        size = min(LARGEST_CHUNK, math.ceil(len(samples) / (4 * len(self._workers))) or 1)
+        chunks: deque[Sequence[int]] = deque(
+            range(first, min(first + size, len(samples))) for first in range(0, len(samples), size)
         )
+        outcomes: dict[int, float | Failure] = {}
+        while len(outcomes) < len(samples):
+            for worker in self._workers:
+                if worker.idle and chunks and worker.begin(chunks[0], [samples[row] for row in chunks[0]]):
+                    chunks.popleft()
+            for worker in _answered(self._workers):
+                rows = worker.rows
+                try:
+                    found = worker.answer()
+                except _Lost as lost:
+                    if len(rows) > 1:  # one of them is to blame
+                        chunks.extend([row] for row in rows)
+                        continue
+                    found = [self._lost(lost, samples[rows[0]])]
+                outcomes.update(zip(rows, found, strict=False))
+                if len(found) < len(rows):
+                    chunks.append(rows[len(found) :])
+        return [outcomes[row] for row in range(len(samples))]
 
-    def _lost(self, sample: Sample, error: TimeoutError | ProcessExpired) -> Failure:
-        if isinstance(error, TimeoutError):
+    def _lost(self, lost: _Lost, sample: Sample) -> Failure:
+        if lost.exitcode is None:
             return _late(self._reward, sample, self._config.timeout)
-        return self._reward.failure("died", f"ended its process ({_end(error.exitcode)})", *sample)
+        return self._reward.failure("died", _ended(lost.exitcode), *sample)
 
 
-def _end(exitcode: int) -> str:
-    return signal.Signals(-exitcode).name if exitcode < 0 else f"exit status {exitcode}"
+class _Lost(Exception):
+    """A process has ended, or was ended since its time was over."""
+
+    def __init__(self, exitcode: int | None) -> None:
+        self.exitcode = exitcode  # None where its time was over
+
+
+class _Worker:
+    """A process and what it does: it starts, or is idle, or scores `rows`. One that was lost is started again."""
+
+    def __init__(self, reward: Reward, limit: float) -> None:
+        self._reward = reward
+        self._limit = limit
+        self._start()
+
+    def _start(self) -> None:
+        # A fork of a process with threads (Ray's, torch's) may hang; spawned ones also have the driver's sys.path.
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, self._reward.name, self._reward.options, self._limit)
+        )
+        self._process.start()
+        theirs.close()  # the process alone holds it now: when that ends, so does the connection
+        self.rows: Sequence[int] = ()
+        self.until = time.monotonic() + START  # when its time is over
+
+    @property
+    def idle(self) -> bool:
+        return self.until == math.inf
+
+    def begin(self, rows: Sequence[int], samples: Sequence[Sample]) -> bool:
+        """Whether it could: a process may have ended while it was idle, and is started again then."""
+        try:
+            self.connection.send(samples)
+        except OSError:
+            self.end()
+            self._start()
+            return False
+        self.rows = rows
+        self.until = time.monotonic() + TURN + self._limit + GRACE
+        return True
+
+    def answer(self) -> list[float | Failure]:
+        """What the first of its rows are worth: of none where it has just started. Raises _Lost where it is started
+        again, RewardError where it ended before it was ready, ConfigError where it cannot import the reward."""
+        starting = not self.rows
+        try:
+            found = self._receive()
+        except _Lost as lost:
+            if starting:
+                how = f"has not started in {START:g} seconds" if lost.exitcode is None else _ended(lost.exitcode)
+                raise RewardError(
+                    f"a process for reward {self._reward.name!r} {how}, before it had imported it: the module takes "
+                    "long to import, or ends the process, or the run is started by a script without "
+                    "`if __name__ == '__main__':`; mend that, or set reward.processes=0"
+                ) from lost
+            self._start()
+            raise
+        if isinstance(found, ConfigError):
+            raise found
+        self.rows, self.until = (), math.inf
+        return found
+
+    def _receive(self) -> list[float | Failure] | ConfigError:
+        try:
+            if self.connection.poll():
+                return self.connection.recv()
+            late = self._process.is_alive()
+        except (EOFError, OSError):
+            late = False
+            self._process.join(GRACE)  # for what it ends with
+        self.end()
+        raise _Lost(None if late else self._process.exitcode)
+
+    def end(self) -> None:
+        """Whatever it does. Idle then, and started again by the next `begin`."""
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
+        self.rows, self.until = (), math.inf
+
+
+def _answered(workers: Sequence[_Worker]) -> list[_Worker]:
+    """Those that have answered or ended, or whose time is over; waits for one."""
+    busy = [worker for worker in workers if not worker.idle]
+    soonest = min(worker.until for worker in busy)
+    told = wait([worker.connection for worker in busy], timeout=max(0.0, soonest - time.monotonic()))
+    return [worker for worker in busy if worker.connection in told or worker.until <= time.monotonic()]
+
+
+def _ended(exitcode: int | None) -> str:
+    how = signal.Signals(-exitcode).name if exitcode and exitcode < 0 else f"exit status {exitcode}"
+    return f"ended its process ({how})"
 
 
 def _late(reward: Reward, sample: Sample, limit: float) -> Failure:
@@ -134,12 +207,21 @@ class _TimeUp(BaseException):
     """The sample's time is over; no Exception, lest the reward take it for one of its own."""
 
 
-def _begin(name: str) -> None:
-    """What a process does first. Ctrl-C is the driver's to hear: pebble has its processes ignore it."""
+def _serve(connection: Connection, name: str, options: Mapping[str, Any], limit: float) -> None:
+    """Answer each list of samples by what the first of them are worth. The first answer, of no samples, says that the
+    reward is imported; or why it cannot be."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to hear
     threading.Thread(target=_end_with_driver, daemon=True).start()
-    # Outside of any sample's time. What goes wrong is told by the first chunk: here it would only end the process.
-    with contextlib.suppress(Exception):
-        resolve_reward(name, {})
+    try:
+        reward = resolve_reward(name, options)
+    except ConfigError as error:
+        connection.send(error)
+        return
+    samples: Sequence[Sample] = ()
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the driver has gone
+        while True:
+            connection.send(_score(reward, samples, limit))
+            samples = connection.recv()
 
 
 def _end_with_driver() -> None:
@@ -149,13 +231,8 @@ def _end_with_driver() -> None:
         os._exit(1)  # a reward may be busy for ever, and nobody waits for it
 
 
-def _resolve(name: str, options: Mapping[str, Any]) -> None:
-    resolve_reward(name, options)
-
-
-def _score(name: str, options: Mapping[str, Any], samples: Sequence[Sample], limit: float) -> list[float | Failure]:
+def _score(reward: Reward, samples: Sequence[Sample], limit: float) -> list[float | Failure]:
     """What the first samples are worth: one at least, and no new one is begun after a turn."""
-    reward = resolve_reward(name, options)
     outcomes: list[float | Failure] = []
     started = time.monotonic()
     for sample in samples:

@@ -38,11 +38,13 @@ def scores(texts: list[str], name: str = ACT, options: dict[str, Any] | None = N
 
 
 def alive(pid: int) -> bool:
+    """Until its last thread has ended: so long what it had opened stays open."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+        threads = len(os.listdir(f"/proc/{pid}/task"))
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return state != "Z"
+    return state != "Z" or threads > 1
 
 
 def gone(pids: set[int], *, within: float = 20.0) -> bool:
@@ -111,6 +113,47 @@ def test_processes_that_cannot_import_the_reward_say_so(monkeypatch: pytest.Monk
     with scorer(reward, RewardConfig(name=reward.name)) as judge:
         with pytest.raises(ConfigError, match="no_such_module.*ModuleNotFoundError"):
             judge.score(rollout(["x"]))
+
+
+def test_a_process_that_ended_while_it_was_idle_is_started_again() -> None:
+    config = RewardConfig(name="tests.rollout.user_rewards:pid", processes=1)
+    with scorer(resolve_reward(config.name, {}), config) as judge:
+        first = int(judge.score(rollout(["x"])).rewards[0])
+        os.kill(first, signal.SIGKILL)
+        assert gone({first})
+        again = judge.score(rollout(["x", "x"]))
+    assert again.failures == {}
+    assert len(set(again.rewards)) == 1 and int(again.rewards[0]) != first
+
+
+def test_a_process_that_ends_before_it_has_imported_the_reward_is_an_error_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rewards_that_exit.py").write_text("import os\nos._exit(5)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = Reward(name="rewards_that_exit:f", function=lambda prompt, response: 1.0)
+    with scorer(reward, RewardConfig(name=reward.name, processes=1)) as judge:
+        with pytest.raises(RewardError, match=r"'rewards_that_exit:f' ended its process \(exit status 5\), before it"):
+            judge.score(rollout(["x"]))
+
+
+def test_answers_to_an_interrupted_rollout_are_not_taken_for_those_to_the_next() -> None:
+    config = RewardConfig(name=ACT, options={"seconds": 1.0}, processes=1)
+    with scorer(resolve_reward(config.name, config.options), config) as judge:
+        assert judge.score(rollout(["x"])).rewards.tolist() == [1.0]  # it has started
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                judge.score(rollout(["seven.."]))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+        assert judge.score(rollout(["four"])).rewards.tolist() == [4.0]
 
 
 # Without torch, which takes its time: a rollout is what has samples.
