@@ -47,54 +47,72 @@ def scorer(reward: Reward, config: RewardConfig) -> Iterator[Scorer]:
 
 class RewardPool:
     """Processes that import the reward by its name, begun at once and not waited for. A sample on which it raises,
-    takes too long or ends its process is a failure among the scores; the others of its chunk are scored again then.
-    One rollout is scored at a time."""
+    takes too long or ends its process is a failure among the scores; the others of its chunk are scored again then."""
 
     def __init__(self, reward: Reward, config: RewardConfig) -> None:
         self._reward = reward
         self._config = config
-        self._workers = [_Worker(reward, config.timeout) for _ in range(config.processes)]
+        self._scoring = threading.Lock()
+        self._closed = False
+        self._processes = [_Process(reward, config.timeout) for _ in range(config.processes)]
 
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """Raises RewardError where all samples fail, unless they are a `part` of a batch; ConfigError where the
-        processes cannot import the reward."""
-        try:
-            outcomes = self._outcomes(samples_of(rollout))
-        except BaseException:
-            self.close()  # an answer that is still under way must not pass for one about the next rollout
-            raise
+        """Raises RewardError where all samples fail, unless they are a `part` of a batch, and where the pool is closed;
+        ConfigError where the processes cannot import the reward."""
+        with self._scoring:
+            try:
+                outcomes = self._outcomes(samples_of(rollout))
+            except BaseException:
+                self._end()  # an answer that is still under way must not pass for one about the next rollout
+                raise
         return gathered(outcomes, self._config.failed_value, part=part)
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
-        for worker in self._workers:
-            worker.end()
+        """End the processes, whatever they do. A thread that scores meanwhile hears of it by an error."""
+        self._closed = True
+        for process in list(self._processes):
+            process.kill()
+        with self._scoring:
+            self._end()
+
+    def _end(self) -> None:
+        while self._processes:
+            self._processes.pop().end()
 
     def _outcomes(self, samples: Sequence[Sample]) -> list[float | Failure]:
-        size = min(LARGEST_CHUNK, math.ceil(len(samples) / (4 * len(self._workers))) or 1)
+        size = min(LARGEST_CHUNK, math.ceil(len(samples) / (4 * self._config.processes)) or 1)
         chunks: deque[Sequence[int]] = deque(
             range(first, min(first + size, len(samples))) for first in range(0, len(samples), size)
         )
         outcomes: dict[int, float | Failure] = {}
         while len(outcomes) < len(samples):
-            for worker in self._workers:
-                if worker.idle and chunks and worker.begin(chunks[0], [samples[row] for row in chunks[0]]):
+            self._refill()
+            for process in self._processes:
+                if not process.busy and chunks and process.begin(chunks[0], [samples[row] for row in chunks[0]]):
                     chunks.popleft()
-            for worker in _answered(self._workers):
-                rows = worker.rows
+            for process in _answered(self._processes):
+                rows = process.rows
                 try:
-                    found = worker.answer()
+                    found = process.answer()
                 except _Lost as lost:
                     if len(rows) > 1:  # one of them is to blame
                         chunks.extend([row] for row in rows)
                         continue
-                    found = [self._lost(lost, samples[rows[0]])]
+                    found = [self._failure(lost, samples[rows[0]])]
                 outcomes.update(zip(rows, found, strict=False))
                 if len(found) < len(rows):
                     chunks.append(rows[len(found) :])
         return [outcomes[row] for row in range(len(samples))]
 
-    def _lost(self, lost: _Lost, sample: Sample) -> Failure:
+    def _refill(self) -> None:
+        """Start another process for each that has ended."""
+        if self._closed:
+            raise RewardError(f"the processes of reward {self._reward.name!r} have been ended, as the run has")
+        self._processes = [process for process in self._processes if not process.ended]
+        while len(self._processes) < self._config.processes:
+            self._processes.append(_Process(self._reward, self._config.timeout))
+
+    def _failure(self, lost: _Lost, sample: Sample) -> Failure:
         if lost.exitcode is None:
             return _late(self._reward, sample, self._config.timeout)
         return self._reward.failure("died", _ended(lost.exitcode), *sample)
@@ -107,92 +125,88 @@ class _Lost(Exception):
         self.exitcode = exitcode  # None where its time was over
 
 
-class _Worker:
-    """A process and what it does: it starts, or is idle, or scores `rows`. One that was lost is started again."""
+class _Process:
+    """It starts, is idle, scores `rows`, is idle again, and has ended."""
 
     def __init__(self, reward: Reward, limit: float) -> None:
-        self._reward = reward
-        self._limit = limit
-        self._start()
-
-    def _start(self) -> None:
         # A fork of a process with threads (Ray's, torch's) may hang; spawned ones also have the driver's sys.path.
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, self._reward.name, self._reward.options, self._limit)
-        )
+        self._process = context.Process(target=_serve, args=(theirs, reward.name, reward.options, limit))
         self._process.start()
         theirs.close()  # the process alone holds it now: when that ends, so does the connection
+        self._name = reward.name
+        self._time = TURN + limit + GRACE
         self.rows: Sequence[int] = ()
-        self.until = time.monotonic() + START  # when its time is over
+        self.until = time.monotonic() + START  # when its time is over; infinite where nothing is waited for
+        self.ended = False
 
     @property
-    def idle(self) -> bool:
-        return self.until == math.inf
+    def busy(self) -> bool:
+        return self.until < math.inf
 
     def begin(self, rows: Sequence[int], samples: Sequence[Sample]) -> bool:
-        """Whether it could: a process may have ended while it was idle, and is started again then."""
+        """Whether it could: it may have ended while it was idle."""
         try:
             self.connection.send(samples)
         except OSError:
             self.end()
-            self._start()
             return False
-        self.rows = rows
-        self.until = time.monotonic() + TURN + self._limit + GRACE
+        self.rows, self.until = rows, time.monotonic() + self._time
         return True
 
     def answer(self) -> list[float | Failure]:
-        """What the first of its rows are worth: of none where it has just started. Raises _Lost where it is started
-        again, RewardError where it ended before it was ready, ConfigError where it cannot import the reward."""
-        starting = not self.rows
+        """What the first of its rows are worth: of none, where it has just started. Raises _Lost where it has ended or
+        its time is over, RewardError where that was before it had started, and ConfigError where it cannot start."""
+        found: list[float | Failure] | ConfigError | None = None
+        patience = 0.0
         try:
-            found = self._receive()
-        except _Lost as lost:
-            if starting:
-                how = f"has not started in {START:g} seconds" if lost.exitcode is None else _ended(lost.exitcode)
-                raise RewardError(
-                    f"a process for reward {self._reward.name!r} {how}, before it had imported it: the module takes "
-                    "long to import, or ends the process, or the run is started by a script without "
-                    "`if __name__ == '__main__':`; mend that, or set reward.processes=0"
-                ) from lost
-            self._start()
-            raise
+            if self.connection.poll():
+                found = self.connection.recv()
+        except (EOFError, OSError):
+            patience = GRACE  # for what it ends with
         if isinstance(found, ConfigError):
             raise found
+        if found is None:
+            self._process.join(patience)
+            lost = _Lost(self._process.exitcode)
+            if not self.rows:
+                raise self._not_started(lost) from lost
+            self.end()
+            raise lost
         self.rows, self.until = (), math.inf
         return found
 
-    def _receive(self) -> list[float | Failure] | ConfigError:
-        try:
-            if self.connection.poll():
-                return self.connection.recv()
-            late = self._process.is_alive()
-        except (EOFError, OSError):
-            late = False
-            self._process.join(GRACE)  # for what it ends with
-        self.end()
-        raise _Lost(None if late else self._process.exitcode)
+    def _not_started(self, lost: _Lost) -> RewardError:
+        how = f"did not start in {START:g} seconds" if lost.exitcode is None else _ended(lost.exitcode)
+        return RewardError(
+            f"a process for reward {self._name!r} {how}, before it had imported it: the module takes long to import, "
+            "or ends the process, or the run is started by a script without `if __name__ == '__main__':`; mend that, "
+            "or set reward.processes=0"
+        )
+
+    def kill(self) -> None:
+        """From any thread: whoever waits for an answer finds that it has ended."""
+        self._process.kill()
 
     def end(self) -> None:
-        """Whatever it does. Idle then, and started again by the next `begin`."""
         self._process.kill()
         self._process.join()
         self.connection.close()
-        self.rows, self.until = (), math.inf
+        self.until, self.ended = math.inf, True
 
 
-def _answered(workers: Sequence[_Worker]) -> list[_Worker]:
+def _answered(processes: Sequence[_Process]) -> list[_Process]:
     """Those that have answered or ended, or whose time is over; waits for one."""
-    busy = [worker for worker in workers if not worker.idle]
-    soonest = min(worker.until for worker in busy)
-    told = wait([worker.connection for worker in busy], timeout=max(0.0, soonest - time.monotonic()))
-    return [worker for worker in busy if worker.connection in told or worker.until <= time.monotonic()]
+    busy = [process for process in processes if process.busy]
+    now = time.monotonic()
+    soonest = min((process.until for process in busy), default=now)
+    told = wait([process.connection for process in busy], timeout=max(0.0, soonest - now))
+    return [process for process in busy if process.connection in told or process.until <= time.monotonic()]
 
 
-def _ended(exitcode: int | None) -> str:
-    how = signal.Signals(-exitcode).name if exitcode and exitcode < 0 else f"exit status {exitcode}"
+def _ended(exitcode: int) -> str:
+    how = signal.Signals(-exitcode).name if exitcode < 0 else f"exit status {exitcode}"
     return f"ended its process ({how})"
 
 

@@ -1,9 +1,11 @@
 """Real processes, which import `tests.rollout.user_rewards` by name."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -154,6 +156,30 @@ def test_answers_to_an_interrupted_rollout_are_not_taken_for_those_to_the_next()
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             signal.signal(signal.SIGALRM, before)
         assert judge.score(rollout(["four"])).rewards.tolist() == [4.0]
+
+
+def test_a_thread_that_scores_while_the_pool_is_closed_is_told_and_starts_no_other_process(tmp_path: Path) -> None:
+    options = {"directory": str(tmp_path)}
+    config = RewardConfig(name="tests.rollout.user_rewards:mark", options=options, processes=2, timeout=600.0)
+    told: list[BaseException] = []
+    before = multiprocessing.active_children()
+    with scorer(resolve_reward(config.name, options), config) as judge:
+
+        def score() -> None:
+            try:
+                judge.score(rollout(["x"] * 8))
+            except BaseException as error:
+                told.append(error)
+
+        thread = threading.Thread(target=score)
+        thread.start()
+        end = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert [type(error) for error in told] == [RewardError] and "have been ended, as the run has" in str(told[0])
+    assert multiprocessing.active_children() == before and len(list(tmp_path.iterdir())) == 2
 
 
 # Without torch, which takes its time: a rollout is what has samples.
