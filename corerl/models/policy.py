@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from corerl.errors import ModelError
 from corerl.models.attention import PACKED
 from corerl.models.build import VALUE_HEAD
+from corerl.models.routing import Routers
 from corerl.ops.attention import PackedSequences
 from corerl.ops.logprobs import token_logprobs
 from corerl.types import Output
@@ -32,7 +33,8 @@ class CausalPolicy(nn.Module):
     value head, else a policy.
 
     The head is not called: its weight is read, so whatever shards the weights must gather it for this module's own
-    forward. Raises ModelError where the model changes its logits in a way that this would leave out.
+    forward. Experts are told and read through `routers`. Raises ModelError where the model changes its logits in a way
+    that this would leave out.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -49,6 +51,7 @@ class CausalPolicy(nn.Module):
         if config._attn_implementation != PACKED:
             raise ModelError(f"{name} was built with {config._attn_implementation!r} attention, wanted {PACKED!r}")
         self.model = model
+        self.routers = Routers(model)
 
     @property
     def head(self) -> nn.Linear:

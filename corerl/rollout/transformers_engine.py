@@ -24,6 +24,7 @@ from corerl.config.schema import ModelConfig
 from corerl.models.build import build_on_meta, materialize
 from corerl.models.config import hf_config
 from corerl.models.names import hf_boxes
+from corerl.models.routing import routers
 from corerl.ops.noise import gumbel
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, SamplingParams
 from corerl.rollout.engines import TransformersConfig
@@ -183,13 +184,6 @@ def named_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Every HF tensor of the model by name, as a view of the parameter (or the part of a fused one) that holds it."""
     boxes = hf_boxes(model)
     return {box.name: box.view(param.data) for name, param in model.named_parameters() for box in boxes[name]}
-
-
-def routers(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that choose experts, layer by layer; none where transformers does not say which these are."""
-    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-    router = getattr(recorded, "target_class", None)
-    return [] if router is None else [module for module in model.modules() if isinstance(module, router)]
 
 
 class Routes:

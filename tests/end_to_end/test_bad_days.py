@@ -145,6 +145,7 @@ def test_a_second_run_in_one_directory_is_refused_and_a_killed_one_leaves_it_fre
         *("train", config, f"run.dir={run_dir}", *endless, *fault("train", "wait", step=3)), logs=tmp_path
     ) as first:
         first.until((run_dir / "fault").exists, "in its fourth step")
+        first.until(lambda: latest(run_dir) is not None, "behind its first checkpoint, which it writes meanwhile")
         notes = [line for line in first.out.splitlines() if line.startswith("note: ")]
         assert notes == [
             (

@@ -65,6 +65,7 @@ FORGETS_TEMPERATURE = broken("ForgetsTemperature", "logits are not divided by th
 SAMPLES_BACKWARDS = broken("SamplesBackwards", "forward returns its values in the wrong order", seen_by="C51")
 KEEPS_SNAPSHOT = broken("KeepsSnapshot", "a snapshot stays in the model's place", seen_by="C48")
 WRONG_TOKEN_WEIGHTS = broken("WrongTokenWeights", "every micro-batch counts the same", seen_by="C15")
+OWN_EXPERTS = broken("OwnExperts", "training goes through other experts than it is told", seen_by="C60")
 KEEPS_FIRST_RATE = broken("KeepsFirstRate", "the learning rate of the first step is kept", seen_by="C41")
 DECAYS_NORMS = broken("DecaysNorms", "norms are decayed as matrices are", seen_by="C41")
 COUNTS_SKIPPED_STEPS = broken("CountsSkippedSteps", "Adam counts a step that was skipped", seen_by="C50")

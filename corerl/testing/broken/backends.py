@@ -14,6 +14,7 @@ from safetensors.torch import save as serialized
 
 from corerl.backend import StateKey
 from corerl.backend.base import SAVED
+from corerl.backend.routing import COLUMN
 from corerl.checkpoint.format import tensor_file, write_index
 from corerl.checkpoint.writer import stage, write
 from corerl.config.schema import RoleConfig
@@ -131,6 +132,15 @@ class WrongTokenWeights(PlainBackend):
             return evolve(micro, columns={**micro.columns, "weights": share.astype(weights.dtype)})
 
         return super().train(evolve(batch, micro_batches=map(weighted, batch.micro_batches)), loss, step)
+
+
+class OwnExperts(PlainBackend):
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        untold = (
+            evolve(micro, columns={name: micro.columns[name] for name in micro.columns if name != COLUMN})
+            for micro in batch.micro_batches
+        )
+        return super().train(evolve(batch, micro_batches=untold), loss, step)
 
 
 class KeepsFirstRate(PlainBackend):

@@ -11,10 +11,12 @@ import torch
 from corerl.backend import Backend, LossInputs, MetricSum, StateKey, resolve_loss
 from corerl.backend.adamw import adamw, moments, set_adam_step, set_lr
 from corerl.backend.batches import OutputCollector
+from corerl.backend.routing import told_experts
 from corerl.config.schema import RoleConfig
 from corerl.models.build import VALUE_HEAD, build_on_meta, materialize
 from corerl.models.config import hf_config
 from corerl.models.names import hf_boxes, local_chunks
+from corerl.models.routing import Routers
 from corerl.plugin.context import Context
 from corerl.types import (
     ForwardResult,
@@ -35,6 +37,7 @@ class PlainBackend(Backend):
         self.model = build_on_meta(
             hf_config(config.model), dtype=torch.float32, attention="eager", value_head=config.value_head
         )
+        self.routers = Routers(self.model)
         self.boxes = hf_boxes(self.model)
         materialize(
             self.model,
@@ -88,13 +91,20 @@ class PlainBackend(Backend):
         return collector.finish(outputs)
 
     def outputs(self, micro: MicroBatch, temperature: float) -> dict[Output, torch.Tensor]:
-        """All that the model gives, [T] each; zeros at sequence starts and in padding."""
+        """All that the model gives, [T, ...] each; zeros in padding, and of tokens [T] at sequence starts."""
         tokens = torch.tensor(micro.tokens, device=self.device)
+        told = told_experts(self.routers, micro, self.device)
         columns: dict[Output, torch.Tensor] = {}
         for length in np.unique(micro.lengths):
             starts = micro.cu_seqlens[:-1][micro.lengths == length]
             rows = torch.tensor(starts[:, None] + np.arange(length), device=self.device)  # [S, L] where each token lies
-            for output, values in self.of_sequences(tokens[rows], temperature).items():
+            with self.routers.told(None if told is None else told[rows].flatten(0, 1)):
+                found = self.of_sequences(tokens[rows], temperature)
+                if self.routers.layers and not torch.is_grad_enabled():
+                    chosen = self.routers.chosen
+                    columns.setdefault(Output.ROUTED_EXPERTS, chosen.new_zeros(len(tokens), *chosen.shape[1:]))
+                    columns[Output.ROUTED_EXPERTS][rows.flatten()] = chosen
+            for output, values in found.items():
                 column = columns.get(output, torch.zeros(len(tokens), device=self.device))
                 columns[output] = column.index_put((rows[:, 1:],), values)
         return columns

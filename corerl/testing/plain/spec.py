@@ -31,7 +31,6 @@ SPEC = BackendSpec(
         Capability.BFLOAT16: unsupported("it is a float32 reference"),
         Capability.FLOAT16: unsupported("it is a float32 reference"),
         Capability.RECOMPUTE: not_implemented("it keeps all activations"),
-        Capability.ROUTING_REPLAY: not_implemented("transformers' routers take no choice from outside"),
     },
     check=check,
 )

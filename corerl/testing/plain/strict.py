@@ -66,6 +66,8 @@ class StrictPlainBackend(PlainBackend):
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
         self._ready("forward")
         possible = {Output.VALUES} if self.config.value_head else {Output.LOGPROBS, Output.ENTROPY}
+        if self.routers.layers and not self.config.value_head:
+            possible.add(Output.ROUTED_EXPERTS)
         _owed(bool(outputs) and possible.issuperset(outputs), f"forward was asked for {list(map(str, outputs))}")
         left_alone = LeftAlone(batch)
         result = super().forward(evolve(batch, micro_batches=left_alone), outputs, weights)

@@ -19,7 +19,8 @@ from corerl.memory.storage import resident_bytes
 from corerl.plugin.spec import BackendSpec
 from corerl.testing.allocations import Allocations
 from corerl.testing.harness import Setup, forward, packed_for_training, running, samples_at, step_at, train
-from corerl.types import MemoryKind, TrainResult, UpdateResult
+from corerl.testing.scenarios.training import Replayed, replay_experts
+from corerl.types import MemoryKind, SampleBatch, TrainResult, UpdateResult
 from corerl.weights.chunks import TensorSource
 from corerl.weights.transport import WeightSender
 from corerl_fsdp import SPEC
@@ -120,6 +121,15 @@ def compiled(setup: Setup, steps: int) -> tuple[list[list[TrainResult]], list[in
     torch._dynamo.reset()
     counters.clear()
     return results, graphs
+
+
+def replayed(setup: Setup, samples: SampleBatch, lr: float) -> Replayed:
+    """A step through the experts that `samples` tell. Where layers are compiled, the graphs are made and run as they
+    are."""
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        found = replay_experts(setup, samples, lr)
+    torch._dynamo.reset()
+    return found
 
 
 def overflow_and_go_on(setup: Setup, directory: str, resume: bool) -> list[TrainResult]:

@@ -60,21 +60,32 @@ lr = 1e-2
 """
 
 
-def trained(directory: Path, replay: str) -> list[Mapping[str, Any]]:
+def trained(directory: Path, replay: str, *, backend: str = "megatron") -> list[Mapping[str, Any]]:
     """The run's metrics, without what a clock measured."""
     file = directory / "run.toml"
     file.write_text(RUN)
-    run = directory / replay
-    with Command("train", file, f"run.dir={run}", f"algorithm.routing_replay={replay}", logs=directory) as command:
+    run = directory / f"{backend}-{replay}"
+    settings = (f"run.dir={run}", f"algorithm.routing_replay={replay}", f"backend.name={backend}")
+    with Command("train", file, *settings, logs=directory) as command:
         assert command.finish() == 0, command.err
         command.assert_nothing_is_left()
     return numbers(run)
 
 
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> list[Mapping[str, Any]]:
+    return trained(directory, "engine")
+
+
 def test_trainer_and_engine_of_the_same_weights_tell_the_same_experts_which_differ_from_those_of_later_weights(
-    tmp_path: Path,
+    directory: Path, engine: list[Mapping[str, Any]]
 ) -> None:
-    none, recompute, engine = (trained(tmp_path, replay) for replay in ("none", "recompute", "engine"))
+    none, recompute = (trained(directory, replay) for replay in ("none", "recompute"))
     assert len(recompute) == len(engine) == 1
     for one, other in zip(recompute, engine, strict=True):
         assert one == {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in other.items()}
@@ -82,10 +93,21 @@ def test_trainer_and_engine_of_the_same_weights_tell_the_same_experts_which_diff
     # The second mini-batch is of weights that one step has changed.
     assert abs(none[0]["train/grad_norm"] / engine[0]["train/grad_norm"] - 1) > 5e-3
 
-    batch = read_rollout(saved_rollouts(tmp_path / "engine")[0]).rollout.batch
+    batch = read_rollout(saved_rollouts(directory / "megatron-engine")[0]).rollout.batch
     experts = batch.columns["routed_experts"]
     assert experts.shape == (len(batch.tokens), 2, 2)
     last = np.zeros(len(batch.tokens), dtype=np.bool_)
     last[batch.offsets[1:] - 1] = True
     assert ((experts == -1).all(axis=(1, 2)) == last).all()
-    assert "routed_experts" not in read_rollout(saved_rollouts(tmp_path / "none")[0]).rollout.batch.columns
+    assert "routed_experts" not in read_rollout(saved_rollouts(directory / "megatron-none")[0]).rollout.batch.columns
+
+
+@pytest.mark.parametrize("replay", ["recompute", "engine"])
+def test_fsdp_whose_model_is_transformers_goes_the_same_way(
+    directory: Path, engine: list[Mapping[str, Any]], replay: str
+) -> None:
+    (found,), (wanted,) = trained(directory, replay, backend="fsdp"), engine
+    alike = [name for name in wanted if name.startswith(("train/", "rollout/"))]
+    assert len(alike) > 10
+    for name in alike:
+        assert found[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name

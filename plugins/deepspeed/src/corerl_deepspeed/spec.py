@@ -59,7 +59,6 @@ SPEC = BackendSpec(
     summary="DeepSpeed ZeRO 1 to 3: any transformers model, sharded over all ranks, in host memory where asked",
     capabilities={
         Capability.FLOAT16: not_implemented(NO_FLOAT16),
-        Capability.ROUTING_REPLAY: not_implemented("transformers' routers take no choice from outside"),
     },
     environment=environment,
     check=check,

@@ -24,7 +24,8 @@ def train_step(
     DeepSpeed would make up for with an old one."""
     engine = model.engine
     engine.train()
-    losses = StepLosses(engine, evolve(batch, micro_batches=_announced(engine, batch)), loss, device=device)
+    announced = evolve(batch, micro_batches=_announced(engine, batch))
+    losses = StepLosses(engine, announced, loss, device=device, routers=model.policy.routers)
     for value in losses:
         engine.backward(value * dp_size, scale_wrt_gas=False)  # it averages gradients over dp
         model.watch.check()
@@ -48,6 +49,6 @@ def forward_pass(
 ) -> ForwardResult:
     """Called on every rank, inside `calling_deepspeed`."""
     model.engine.eval()
-    result = forward_outputs(model.engine, batch, wanted, device=device)
+    result = forward_outputs(model.engine, batch, wanted, device=device, routers=model.policy.routers)
     release(model)
     return result

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from corerl.config.schema import ClusterInfo
-from corerl.plugin.capabilities import Capability, not_implemented
 from corerl.plugin.spec import BackendSpec, Problem
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.probe import probe
@@ -25,9 +24,6 @@ SPEC = BackendSpec(
     config=FsdpConfig,
     api=(1, 0),
     summary="torch FSDP2: any transformers model, parameters, gradients and moments sharded over all ranks",
-    capabilities={
-        Capability.ROUTING_REPLAY: not_implemented("transformers' routers take no choice from outside"),
-    },
     check=check,
     probe=probe,
 )

@@ -37,7 +37,7 @@ def train_step(
     assert isinstance(policy, FSDPModule)
     scaled_by = scale.value if scale else 1.0
     policy.train()
-    losses = StepLosses(policy, batch, loss, device=device)
+    losses = StepLosses(policy, batch, loss, device=device, routers=policy.routers)
     for number, value in enumerate(losses, start=1):
         last = number == batch.count
         policy.set_requires_gradient_sync(last or sync == "every")
@@ -67,6 +67,6 @@ def forward_pass(
 ) -> ForwardResult:
     """Called on every rank. One all-gather a unit and micro-batch."""
     policy.eval()
-    result = forward_outputs(policy, batch, wanted, device=device)
+    result = forward_outputs(policy, batch, wanted, device=device, routers=policy.routers)
     reshard(policy)
     return result

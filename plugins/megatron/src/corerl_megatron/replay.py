@@ -11,22 +11,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from attrs import define, field, frozen
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from corerl.backend.batches import DeviceBatch, unpadded
-from corerl.errors import ModelError
+from corerl.backend.batches import DeviceBatch
+from corerl.backend.routing import COLUMN, free_tokens
 from corerl.ops.upload import upload
-from corerl.types import BoolArray, MicroBatch, Output
+from corerl.types import MicroBatch
 from corerl_megatron.balance import Balance, Share, counted
 from corerl_megatron.packed import Split, all_gathered
 from corerl_megatron.parallel import Groups
-
-COLUMN = Output.ROUTED_EXPERTS.value
 
 
 @frozen(kw_only=True, eq=False)
@@ -181,31 +178,13 @@ class Routing:
     ) -> dict[int, tuple[Tensor, Tensor | None]]:
         """By layer, the experts of this rank's tokens, and which are free. Raises ModelError where the column is none
         of this model."""
-        free = self._free(micro)
+        free = free_tokens(micro, layers=self.layers, topk=self.topk, experts=self.experts)
         experts = self._local(inputs.columns[COLUMN], split).long()
         alone = None if free is None else self._local(upload(free, experts.device), split)
         return {
             chooser.layer: (experts[:, chooser.layer], None if alone is None else alone[:, chooser.layer])
             for chooser in self.choosers[part]
         }
-
-    def _free(self, micro: MicroBatch) -> BoolArray | None:
-        """[T, layers] where tokens choose for themselves: padding, and those of which nothing is known. None where
-        all are told."""
-        column = micro.columns[COLUMN]
-        if column.shape[1:] != (self.layers, self.topk):
-            raise ModelError(
-                f"column {COLUMN!r} has {list(column.shape[1:])} a token, and the model {self.layers} layers of "
-                f"experts with {self.topk} a token; replay what was recorded of the same model"
-            )
-        free: BoolArray = (column < 0).any(axis=2) | ~unpadded(micro)[:, None]
-        ordered = np.sort(column[~free], axis=1)
-        if (ordered[:, -1:] >= self.experts).any() or (ordered[:, 1:] == ordered[:, :-1]).any():
-            raise ModelError(
-                f"column {COLUMN!r} wants {self.topk} different experts a token, numbered 0 to {self.experts - 1}, or "
-                "-1 where there is nothing to replay; replay what was recorded of the same model"
-            )
-        return free if free.any() else None
 
     def _local(self, tokens: Tensor, split: Split | None) -> Tensor:
         """Of [T, ...] the tokens that this rank's routers see."""

@@ -24,12 +24,12 @@ from corerl.errors import ConfigError, CorerlError, EngineFailed, WorkerDied
 from corerl.models.build import build_on_meta
 from corerl.models.config import hf_config
 from corerl.models.names import hf_boxes
+from corerl.models.routing import routers
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, SamplingParams
 from corerl.rollout.offered import misfit
 from corerl.rollout.pool import split
 from corerl.rollout.receiving import Receiving, line
 from corerl.rollout.serving import Serving
-from corerl.rollout.transformers_engine import routers
 from corerl.types import Array, MemoryKind
 from corerl.weights.manifest import Manifest
 from corerl.weights.quantize import as_sent, is_quantized

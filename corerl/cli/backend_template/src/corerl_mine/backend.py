@@ -50,7 +50,7 @@ class MineBackend(Backend):
 
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
         self.policy.train()
-        losses = StepLosses(self.outputs, batch, loss, device=self.device)
+        losses = StepLosses(self.outputs, batch, loss, device=self.device, routers=self.policy.routers)
         for value in losses:
             value.backward()  # adds to the gradients of the micro-batches before
         self.sum_gradients()
@@ -87,7 +87,7 @@ class MineBackend(Backend):
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
         self.policy.eval()
         with self.using(weights):
-            return forward_outputs(self.outputs, batch, outputs, device=self.device)
+            return forward_outputs(self.outputs, batch, outputs, device=self.device, routers=self.policy.routers)
 
     def outputs(self, *inputs: Any) -> dict[Output, torch.Tensor]:
         """The policy's, each [T] float32."""

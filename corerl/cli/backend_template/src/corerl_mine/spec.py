@@ -14,6 +14,5 @@ SPEC = BackendSpec(
     capabilities={  # what is not named here is promised, and checked
         Capability.FLOAT16: not_implemented("it computes in float32 or bfloat16"),
         Capability.RECOMPUTE: not_implemented("it keeps all activations"),
-        Capability.ROUTING_REPLAY: not_implemented("transformers' routers take no choice from outside"),
     },
 )

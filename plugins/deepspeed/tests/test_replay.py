@@ -1,0 +1,21 @@
+"""Routing replay where layers are computed again in the backward pass; without that the conformance suite sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from corerl.testing.routing import assert_replays
+from corerl.testing.scenarios import training
+from corerl.testing.subject import Runs
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_recomputed_layers_go_through_the_experts_that_they_were_told(runs: Runs, stage: int) -> None:
+    setup = runs.setup("deepspeed", "qwen3-moe")
+    setup = evolve(setup, options={"stage": stage}, train=evolve(setup.train, recompute="full"))
+    assert_replays(
+        Path(setup.model), lambda samples: runs.rank_sets[2].run(training.replay_experts, setup, samples, 0.02)
+    )

@@ -1,0 +1,137 @@
+"""Routers of several families, against what each makes of the scores of the experts that it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from corerl.errors import ModelError
+from corerl.models.routing import Routers, routers
+
+EXPERTS, TOPK, TOKENS = 6, 2, torch.arange(11)[None]
+
+
+def of_all(logits: Tensor, index: Tensor) -> Tensor:
+    return logits.softmax(-1).gather(1, index)
+
+
+def shares_of_all(logits: Tensor, index: Tensor) -> Tensor:
+    scores = of_all(logits, index)
+    return scores / scores.sum(-1, keepdim=True)
+
+
+def among_themselves(logits: Tensor, index: Tensor) -> Tensor:
+    return logits.gather(1, index).softmax(-1)
+
+
+FAMILIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "qwen2_moe": of_all,
+    "qwen3_moe": shares_of_all,
+    "mixtral": shares_of_all,
+    "olmoe": of_all,
+    "gpt_oss": among_themselves,
+    "granitemoe": among_themselves,
+}
+
+
+def tiny(model_type: str, **fields: Any) -> PreTrainedModel:
+    settings = {
+        "vocab_size": 31,
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": EXPERTS,
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": TOPK,
+        "norm_topk_prob": model_type == "qwen3_moe",
+        "pad_token_id": 0,
+    }
+    known = AutoConfig.for_model(model_type).to_dict()
+    config = AutoConfig.for_model(model_type, **{name: settings[name] for name in settings if name in known} | fields)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def listened(model: PreTrainedModel) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """A list that fills with the logits, scores and indices that each router gives."""
+    heard: list[tuple[Tensor, Tensor, Tensor]] = []
+    for router in routers(model):
+        router.register_forward_hook(lambda router, arguments, output: heard.append(output))
+    return heard
+
+
+def others() -> Tensor:
+    """[T, layers, k] different experts of each token, -1 for some."""
+    told = torch.rand(TOKENS.shape[1], 3, EXPERTS, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :TOPK]
+    told[2, 1] = told[7] = -1
+    return told.to(torch.int16)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routers_weigh_the_experts_that_they_are_told_as_they_would_their_own(family: str) -> None:
+    model = tiny(family)
+    told, heard = others(), listened(model)
+    taken = Routers(model)
+    assert (taken.layers, taken.experts, taken.topk) == (3, EXPERTS, TOPK)
+    with taken.told(told):
+        model(input_ids=TOKENS, use_cache=False)
+    for layer, (logits, scores, index) in enumerate(heard):
+        own = logits.topk(TOPK).indices
+        assert torch.equal(index, torch.where(told[:, layer] < 0, own, told[:, layer].long()))
+        assert not torch.equal(index, own)
+        torch.testing.assert_close(scores, FAMILIES[family](logits, index))
+        found, wanted = (
+            torch.autograd.grad(each.square().sum(), logits, retain_graph=True)[0]
+            for each in (scores, FAMILIES[family](logits, index))
+        )
+        torch.testing.assert_close(found, wanted)
+        assert found.abs().sum() > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_tell_what_they_choose_and_choose_it_again_where_they_are_told_nothing(family: str) -> None:
+    model = tiny(family)
+    with torch.no_grad():
+        before = model(input_ids=TOKENS, use_cache=False).logits
+        taken = Routers(model)
+        heard = listened(model)
+        with taken.told(None):
+            assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
+            chosen = taken.chosen
+        assert torch.equal(chosen, torch.stack([logits.topk(TOPK).indices for logits, _, _ in heard], 1).short())
+        with taken.told(chosen):
+            assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
+            assert torch.equal(taken.chosen, chosen)
+        with taken.told(others()):
+            assert not torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
+        assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
+
+
+def test_layers_without_experts_are_passed_over() -> None:
+    taken = Routers(tiny("qwen3_moe", mlp_only_layers=[1]))
+    assert taken.layers == 2
+    assert Routers(tiny("qwen3")).layers == 0
+
+
+def test_a_model_that_chooses_otherwise_is_refused_when_it_is_to_be_replayed() -> None:
+    model = tiny("phimoe")
+    taken = Routers(model)
+    with torch.no_grad(), taken.told(None):
+        model(input_ids=TOKENS, use_cache=False)
+        with pytest.raises(
+            ModelError, match=r"^PhimoeForCausalLM does not tell its experts; .* set algorithm\.routing_replay"
+        ):
+            _ = taken.chosen
+    with taken.told(others()), pytest.raises(ModelError, match="PhimoeForCausalLM chooses its experts in 0 steps, and"):
+        model(input_ids=TOKENS, use_cache=False)
