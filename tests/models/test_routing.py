@@ -35,7 +35,6 @@ FAMILIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mixtral": shares_of_all,
     "olmoe": of_all,
     "gpt_oss": among_themselves,
-    "granitemoe": among_themselves,
 }
 
 
