@@ -343,8 +343,9 @@ def test_experts_are_replayed_of_a_model_that_has_some(tmp_path: Path) -> None:
     wanted = "algorithm.routing_replay: 'engine', and the model has no experts to choose from; set it to 'none'"
     assert caught.value.message == wanted
     experts = evolve(config, model=evolve(config.model, config=tiny_fields("qwen3-moe")))
+    assert prepare(experts).params.routed_experts
     with pytest.raises(Unsupported, match="^algorithm.routing_replay = 'engine' asks for 'routing-replay'"):
-        prepare(experts)  # of the plain backend
+        prepare(evolve(experts, backend=BackendChoice(name="tests.trainer.fakes:NO_REPLAY")))
     assert prepare(evolve(experts, run=evolve(config.run, mode="rollout-only"))).params.routed_experts
     assert not prepare(evolve(experts, algorithm=AlgorithmConfig())).params.routed_experts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from corerl.backend.batches import OutputCollector
 from corerl.config.schema import ClusterInfo, RoleConfig, option
@@ -14,6 +14,7 @@ from corerl.plugin.context import Context
 from corerl.plugin.hookspecs import hookimpl
 from corerl.plugin.host import BackendBase
 from corerl.plugin.spec import BackendSpec, Environment, Problem
+from corerl.testing.plain.spec import SPEC as PLAIN
 from corerl.types import (
     ForwardResult,
     InitResult,
@@ -71,6 +72,11 @@ SPEC = BackendSpec(
     check=check,
     data_parallel=data_parallel,
     environment=environment,
+)
+NO_REPLAY = evolve(
+    PLAIN,
+    summary="the plain backend, without routing replay",
+    capabilities={**PLAIN.capabilities, Capability.ROUTING_REPLAY: not_implemented("it tells its routers nothing")},
 )
 CHOOSY = BackendSpec(
     implementation="tests.trainer.fakes:FakeBackend",

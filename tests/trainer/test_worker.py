@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from corerl.config.schema import (
     AlgorithmConfig,
+    BackendChoice,
     CheckpointConfig,
     Config,
     CriticChoice,
@@ -155,7 +156,11 @@ def network(model: Path) -> torch.nn.Module:
 # ---- experts that are told -------------------------------------------------------------------------------------------
 
 
-def test_experts_are_neither_told_nor_taken_by_a_backend_that_cannot(worker: Worker) -> None:
+def test_experts_are_neither_told_nor_taken_by_a_backend_that_cannot(config: Config) -> None:
+    name = "tests.trainer.fakes:NO_REPLAY"
+    backends = {name: config.backends["plain"]}
+    worker = Worker(assigned(evolve(config, backend=BackendChoice(name=name), backends=backends)))
+    worker.init("127.0.0.1", 0)
     batch = make_samples(1)
     told = batch.with_columns(routed_experts=np.zeros((len(batch.tokens), 1, 1), np.int16))
     plan = plan_forward(batch, dp_size=1, tokens_per_micro_batch=48, sequence_multiple=1, micro_batch_multiple=1)
@@ -168,6 +173,7 @@ def test_experts_are_neither_told_nor_taken_by_a_backend_that_cannot(worker: Wor
             verb()
     # What is not to be replayed is not looked at.
     assert np.array_equal(logprobs(worker, told), logprobs(worker, batch))
+    worker.shutdown("finished")
 
 
 def test_a_critic_is_not_given_the_actors_experts(config: Config) -> None:
