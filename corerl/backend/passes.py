@@ -68,7 +68,7 @@ def forward_outputs(
     of_model = tuple(output for output in wanted if routers is None or output is not Output.ROUTED_EXPERTS)
     for micro in batch.micro_batches:
         inputs = to_device(micro, device)
-        with _replayed(routers, micro, device):
+        with _replayed(routers, micro, device, keep=Output.ROUTED_EXPERTS in wanted):
             outputs = _outputs(model, inputs, batch.temperature, of_model)
             if routers is not None and Output.ROUTED_EXPERTS in wanted:
                 outputs = {**outputs, Output.ROUTED_EXPERTS: routers.chosen}
@@ -76,8 +76,10 @@ def forward_outputs(
     return collector.finish(wanted)
 
 
-def _replayed(routers: Routers | None, micro: MicroBatch, device: torch.device) -> AbstractContextManager[None]:
-    return nullcontext() if routers is None else routers.told(told_experts(routers, micro, device))
+def _replayed(
+    routers: Routers | None, micro: MicroBatch, device: torch.device, *, keep: bool = False
+) -> AbstractContextManager[None]:
+    return nullcontext() if routers is None else routers.told(told_experts(routers, micro, device), keep=keep)
 
 
 def _outputs(

@@ -107,10 +107,15 @@ class RewardPool:
     def _refill(self) -> None:
         """Start another process for each that has ended."""
         if self._closed:
-            raise RewardError(f"the processes of reward {self._reward.name!r} have been ended, as the run has")
+            raise self._over()
         self._processes = [process for process in self._processes if not process.ended]
         while len(self._processes) < self._config.processes:
             self._processes.append(_Process(self._reward, self._config.timeout))
+        if self._closed:  # meanwhile
+            raise self._over()
+
+    def _over(self) -> RewardError:
+        return RewardError(f"the processes of reward {self._reward.name!r} have been ended, as the run has")
 
     def _failure(self, lost: _Lost, sample: Sample) -> Failure:
         if lost.exitcode is None:
@@ -134,7 +139,7 @@ class _Process:
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, reward.name, reward.options, limit))
         self._process.start()
-        theirs.close()  # the process alone holds it now: when that ends, so does the connection
+        theirs.close()  # the process holds it now: when that ends, so does the connection
         self._name = reward.name
         self._time = TURN + limit + GRACE
         self.rows: Sequence[int] = ()
@@ -169,16 +174,16 @@ class _Process:
             raise found
         if found is None:
             self._process.join(patience)
-            lost = _Lost(self._process.exitcode)
+            exitcode = self._process.exitcode
             if not self.rows:
-                raise self._not_started(lost) from lost
+                raise self._not_started(exitcode)
             self.end()
-            raise lost
+            raise _Lost(exitcode)
         self.rows, self.until = (), math.inf
         return found
 
-    def _not_started(self, lost: _Lost) -> RewardError:
-        how = f"did not start in {START:g} seconds" if lost.exitcode is None else _ended(lost.exitcode)
+    def _not_started(self, exitcode: int | None) -> RewardError:
+        how = f"did not start in {START:g} seconds" if exitcode is None else _ended(exitcode)
         return RewardError(
             f"a process for reward {self._name!r} {how}, before it had imported it: the module takes long to import, "
             "or ends the process, or the run is started by a script without `if __name__ == '__main__':`; mend that, "
@@ -224,6 +229,7 @@ class _TimeUp(BaseException):
 def _serve(connection: Connection, name: str, options: Mapping[str, Any], limit: float) -> None:
     """Answer each list of samples by what the first of them are worth. The first answer, of no samples, says that the
     reward is imported; or why it cannot be."""
+    os.set_inheritable(connection.fileno(), False)  # what a reward leaves running would hold it open
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to hear
     threading.Thread(target=_end_with_driver, daemon=True).start()
     try:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric
 from corerl.backend.passes import StepLosses, forward_outputs
+from corerl.models.routing import Routers
 from corerl.ops.attention import PackedSequences
-from corerl.types import LossSpec, Output, PackedBatch
+from corerl.types import LossSpec, MicroBatch, Output, PackedBatch
 from tests.backend.test_batches import CPU, micro_batch
 
 FIRST, SECOND = micro_batch([0, 1], [3, 2], multiple=1), micro_batch([2, -1], [4, 1], multiple=1)
@@ -64,6 +68,60 @@ def test_a_steps_losses_come_one_by_one_and_add_up(lazily: bool) -> None:
     assert losses.tokens == 10
     mean = losses.metrics.finish()["mean"]
     assert (mean.value, mean.weight) == (sum(4.0 * float(micro.tokens.sum()) for micro in micros) / 10, 10)
+
+
+class Listening(Routers):
+    """Of no model: what is told while something passes through it, and what then was chosen."""
+
+    layers, experts, topk = 1, 8, 2
+
+    def __init__(self) -> None:
+        self.now: list[list[list[int]]] | None = None
+
+    @contextmanager
+    def told(self, experts: Tensor | None, *, keep: bool = False) -> Iterator[None]:
+        self.now = None if experts is None else experts.tolist()
+        yield
+        self.now = None
+
+    @property
+    def chosen(self) -> Tensor:
+        return torch.tensor(self.now)
+
+
+def replayed(micro: MicroBatch, first: int) -> MicroBatch:
+    """With experts of its tokens, of which no two are told the same."""
+    column = np.stack([np.arange(first, first + len(micro.tokens)) % 8, np.full(len(micro.tokens), 7)], axis=1)
+    column[column[:, 0] == 7, 1] = 0
+    return evolve(micro, columns={**micro.columns, "routed_experts": column[:, None].astype(np.int16)})
+
+
+def test_experts_are_told_until_the_end_of_the_backward_pass_and_of_each_micro_batch_its_own() -> None:
+    micros = [replayed(FIRST, 0), replayed(SECOND, 3), FIRST]
+    routers = Listening()
+    losses = StepLosses(
+        Slope(),
+        PackedBatch(micro_batches=micros, count=3, temperature=0.5),
+        LossSpec(name=LOSS.name),
+        device=CPU,
+        routers=routers,
+    )
+    heard = []
+    for value in losses:
+        value.backward()
+        heard.append(routers.now)
+    assert heard == [micros[0].columns["routed_experts"].tolist(), micros[1].columns["routed_experts"].tolist(), None]
+    assert routers.now is None
+
+
+def test_the_experts_that_were_chosen_are_an_output_beside_those_of_the_model() -> None:
+    micros = [replayed(FIRST, 0), replayed(SECOND, 3)]
+    batch = PackedBatch(micro_batches=micros, count=2, temperature=0.5)
+    wanted = (Output.ENTROPY, Output.ROUTED_EXPERTS)
+    found = forward_outputs(Slope(), batch, wanted, device=CPU, routers=Listening()).outputs
+    assert found[Output.ENTROPY].tolist() == [4.0 * token for token in [0, 1, 2, 100, 101, 200, 201, 202, 203]]
+    of_all = np.concatenate([micro.columns["routed_experts"] for micro in micros])
+    assert found[Output.ROUTED_EXPERTS].tolist() == of_all[:9].tolist()  # but for the filler
 
 
 def test_outputs_are_those_of_the_samples_without_gradient() -> None:

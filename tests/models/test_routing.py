@@ -107,9 +107,13 @@ def test_they_tell_what_they_choose_and_choose_it_again_where_they_are_told_noth
         heard = listened(model)
         with taken.told(None):
             assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
+            with pytest.raises(ModelError, match="does not tell"):
+                _ = taken.chosen
+        with taken.told(None, keep=True):
+            model(input_ids=TOKENS, use_cache=False)
             chosen = taken.chosen
-        assert torch.equal(chosen, torch.stack([logits.topk(TOPK).indices for logits, _, _ in heard], 1).short())
-        with taken.told(chosen):
+        assert torch.equal(chosen, torch.stack([logits.topk(TOPK).indices for logits, _, _ in heard[-3:]], 1).short())
+        with taken.told(chosen, keep=True):
             assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
             assert torch.equal(taken.chosen, chosen)
         with taken.told(others()):
@@ -123,14 +127,41 @@ def test_layers_without_experts_are_passed_over() -> None:
     assert Routers(tiny("qwen3")).layers == 0
 
 
-def test_a_model_that_chooses_otherwise_is_refused_when_it_is_to_be_replayed() -> None:
-    model = tiny("phimoe")
+GROUPS = {
+    "n_routed_experts": EXPERTS,
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 0,
+    "kv_lora_rank": 8,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("phimoe", {}),
+        ("deepseek_v2", {**GROUPS, "topk_method": "group_limited_greedy"}),
+        ("deepseek_v3", GROUPS),
+        ("glm4_moe", {"n_routed_experts": EXPERTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),
+    ],
+)
+def test_a_model_that_chooses_otherwise_is_refused_when_it_is_to_be_replayed(
+    family: str, fields: dict[str, Any]
+) -> None:
+    model = tiny(family, **fields)
     taken = Routers(model)
-    with torch.no_grad(), taken.told(None):
+    assert taken.layers == 3
+    with torch.no_grad(), taken.told(None, keep=True):
         model(input_ids=TOKENS, use_cache=False)
-        with pytest.raises(
-            ModelError, match=r"^PhimoeForCausalLM does not tell its experts; .* set algorithm\.routing_replay"
-        ):
+        with pytest.raises(ModelError, match=r"LM does not tell its experts; .* set algorithm\.routing_replay"):
             _ = taken.chosen
-    with taken.told(others()), pytest.raises(ModelError, match="PhimoeForCausalLM chooses its experts in 0 steps, and"):
+    with (
+        taken.told(others()),
+        pytest.raises(ModelError, match="LM does not choose its experts by one top-k; "),
+    ):
         model(input_ids=TOKENS, use_cache=False)

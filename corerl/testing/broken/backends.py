@@ -101,8 +101,8 @@ class OffByOneLogprobs(PlainBackend):
 
 
 class ForgetsTemperature(PlainBackend):
-    def outputs(self, micro: MicroBatch, temperature: float) -> dict[Output, torch.Tensor]:
-        return super().outputs(micro, 1.0)
+    def outputs(self, micro: MicroBatch, temperature: float, *, routed: bool = False) -> dict[Output, torch.Tensor]:
+        return super().outputs(micro, 1.0, routed=routed)
 
 
 class SamplesBackwards(PlainBackend):

@@ -86,21 +86,22 @@ class PlainBackend(Backend):
         self.model.eval()
         with self.using(weights), torch.no_grad():
             for micro in batch.micro_batches:
-                computed = self.outputs(micro, batch.temperature)
+                computed = self.outputs(micro, batch.temperature, routed=Output.ROUTED_EXPERTS in outputs)
                 collector.add(micro, {output: computed[output] for output in outputs})
         return collector.finish(outputs)
 
-    def outputs(self, micro: MicroBatch, temperature: float) -> dict[Output, torch.Tensor]:
-        """All that the model gives, [T, ...] each; zeros in padding, and of tokens [T] at sequence starts."""
+    def outputs(self, micro: MicroBatch, temperature: float, *, routed: bool = False) -> dict[Output, torch.Tensor]:
+        """All that the model gives, [T] each; zeros at sequence starts and in padding. Where it is asked for, also
+        through which experts tokens went [T, layers, k]."""
         tokens = torch.tensor(micro.tokens, device=self.device)
         told = told_experts(self.routers, micro, self.device)
         columns: dict[Output, torch.Tensor] = {}
         for length in np.unique(micro.lengths):
             starts = micro.cu_seqlens[:-1][micro.lengths == length]
             rows = torch.tensor(starts[:, None] + np.arange(length), device=self.device)  # [S, L] where each token lies
-            with self.routers.told(None if told is None else told[rows].flatten(0, 1)):
+            with self.routers.told(None if told is None else told[rows].flatten(0, 1), keep=routed):
                 found = self.of_sequences(tokens[rows], temperature)
-                if self.routers.layers and not torch.is_grad_enabled():
+                if routed:
                     chosen = self.routers.chosen
                     columns.setdefault(Output.ROUTED_EXPERTS, chosen.new_zeros(len(tokens), *chosen.shape[1:]))
                     columns[Output.ROUTED_EXPERTS][rows.flatten()] = chosen
