@@ -6,7 +6,7 @@ CONSTRAINTS ?= constraints-cpu.txt
 TORCH_INDEX ?=
 ARGS ?=
 # One more than a small machine has cores: a third of the time, a test waits for Ray or for processes that start.
-JOBS ?= 3
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
