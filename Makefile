@@ -5,7 +5,7 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints-cpu.txt
 TORCH_INDEX ?=
 ARGS ?=
-# One more than a small machine has cores: a third of the time, a test waits for Ray or for processes that start.
+# No more than a small machine has cores: beside two other tests, Ray's processes may take longer to start than it waits.
 JOBS ?= 2
 
 BIN := $(VENV)/bin
