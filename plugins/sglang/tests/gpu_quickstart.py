@@ -44,6 +44,7 @@ EXPERTS = (
     "model.config.tie_word_embeddings=false",
     "algorithm.old_logprobs=recompute",
 )
+REPLAYED = ("algorithm.routing_replay=engine", "engines.sglang.routed_experts=true")
 
 
 def in_generation(run: Watched) -> bool:
@@ -85,11 +86,8 @@ SCENARIOS = {
     # Not verified in it: what ranks are asked then looks like an update.
     "kill-update": Scenario(kill=in_update, settings=("weights.verify_every=0",), deadline=TWO_STARTS),
     # The engine's choice of experts, taken by the trainer; and each choosing by itself, to compare.
-    "experts-megatron": Scenario(
-        backend="megatron",
-        settings=(*EXPERTS, "algorithm.routing_replay=engine", "engines.sglang.routed_experts=true"),
-        bound=None,
-    ),
+    "experts-megatron": Scenario(backend="megatron", settings=(*EXPERTS, *REPLAYED), bound=None),
+    "experts-fsdp": Scenario(settings=(*EXPERTS, *REPLAYED), bound=None),
     "experts-by-themselves": Scenario(backend="megatron", settings=EXPERTS, bound=None),
     "apart": Scenario(gpus=2, settings=(APART,)),
     # Of older weights, whose log-probs differ as they should.
