@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +20,8 @@ from corerl.types import IntArray
 class PackedSequences:
     """How S sequences lie in T packed tokens; made once for each micro-batch and used by every layer."""
 
+    tokens: int  # T
+    longest: int  # tokens of the longest sequence
     cu_seqlens: Tensor  # [S + 1] int32 on the device: sequence s is tokens[cu_seqlens[s]:cu_seqlens[s + 1]]
     bounds: IntArray  # the same on the host
     continuations: Tensor  # [T - S] int64 on the device: tokens that have one before them in their sequence
@@ -36,23 +36,16 @@ class PackedSequences:
         bounds = host.astype(np.int64)
         if bounds.ndim != 1 or len(bounds) == 0 or bounds[0] != 0 or (np.diff(bounds) < 0).any():
             raise ValueError(f"cu_seqlens must begin with 0 and never decrease, got {bounds.tolist()}")
+        lengths = np.diff(bounds)
         continues = np.ones(int(bounds[-1]), dtype=np.bool_)
-        continues[bounds[:-1][np.diff(bounds) > 0]] = False
+        continues[bounds[:-1][lengths > 0]] = False
         return cls(
+            tokens=int(bounds[-1]),
+            longest=int(lengths.max(initial=0)),
             cu_seqlens=upload(bounds.astype(np.int32), device),
             bounds=bounds,
             continuations=upload(np.flatnonzero(continues), device),
         )
-
-    @property
-    def tokens(self) -> int:
-        """T."""
-        return int(self.bounds[-1])
-
-    @cached_property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return int(np.diff(self.bounds).max(initial=0))
 
     @cached_property
     def padded(self) -> tuple[Rectangles, Tensor | None, Tensor | None]:
@@ -83,7 +76,7 @@ def _packed_kernel(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, sc
     # A window that reaches back without end and 0 tokens ahead is causal attention.
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
     if k.shape[1] != q.shape[1]:
-        if _groups_heads():
+        if "enable_gqa" in (varlen_attn.__kwdefaults__ or ()):  # torch 2.11's kernel does not group heads
             options["enable_gqa"] = True
         else:
             k, v = _repeat_heads(k, q), _repeat_heads(v, q)
@@ -93,14 +86,7 @@ def _packed_kernel(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, sc
     return out
 
 
-@functools.cache
-def _groups_heads() -> bool:
-    """torch 2.11's kernel does not. Asked once: each layer of each micro-batch wants to know."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
+@torch.compiler.disable  # it walks over the sequences on the host: traced, each packing would be compiled anew
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None) -> Tensor:
     layout, gather, scatter = packing.padded
     if not layout.shapes:

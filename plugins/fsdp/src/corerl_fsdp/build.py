@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import PretrainedConfig
 
 from corerl.models.attention import PACKED
 from corerl.models.build import build_on_meta, materialize, move_buffers, recompute_layers
@@ -61,8 +61,6 @@ def build_policy(
 
 def compile_forward(layers: Iterable[nn.Module]) -> None:
     """Layers share what is compiled, and so do micro-batches of any length."""
-    # Attention walks over the packed sequences on the host: traced, each packing would be compiled anew.
-    AttentionInterface.register(PACKED, torch.compiler.disable(AttentionInterface()[PACKED]))
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 

@@ -1,4 +1,5 @@
-"""Offload on one GPU: where memory is, and that copies are waited for, which no CPU can show."""
+"""What no CPU can show: where offloaded memory is and that its copies are waited for; compiled layers with the packed
+kernel, which half precision has on a GPU alone."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve, frozen
+from torch._dynamo.utils import counters
 
 from corerl.memory.storage import resident_bytes
 from corerl.testing.compare import Tensors, different, weights_apart, whole
@@ -114,3 +116,19 @@ def test_offloaded_memory_is_on_the_host_and_numbers_stay(
     for kind in (MemoryKind.PARAM, MemoryKind.OPTIMIZER):
         assert wanted.freed[kind] == size[kind] * model
         assert found.freed[kind] == (0 if kind in kinds else size[kind] * model)
+
+
+def test_compiled_layers_are_one_graph_for_all_layers_and_lengths() -> None:
+    setup = Setup(backend="fsdp", model="", fields=FIELDS)
+    setup = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
+    torch._dynamo.reset()
+    norms, graphs = [], []
+    for compiled in (False, True):
+        counters.clear()
+        worker = start(evolve(setup, options={"compile": compiled}))
+        for number in (0, 1):
+            norms.append(train(worker, setup, number).grad_norm)
+            graphs.append(counters["stats"]["unique_graphs"])
+        worker.shutdown("the run is over")
+    assert graphs == [0, 0, 1, 1]
+    assert norms[2:] == pytest.approx(norms[:2], rel=RELATIVE["bfloat16"])
