@@ -21,6 +21,7 @@ from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.checkpoint.writer import BackgroundWriter, stage, write
 from corerl.config.schema import RoleConfig
 from corerl.errors import CheckpointError, MemoryHeld
+from corerl.memory.cache import empty_cache
 from corerl.memory.communicators import Communicators
 from corerl.memory.measure import GIB, DeviceMeter, Held
 from corerl.memory.snapshots import Snapshots
@@ -165,10 +166,10 @@ class Backend(BackendBase, ABC):
         hf = hf_config(self.config.model)
         shapes = {chunk.name: chunk.shape for chunk in self.local_state(StateKey.PARAM)}
         if not self.config.model.path:
-            return RandomSource(hf, shapes, seed=self.config.seed)
+            return RandomSource(hf, shapes, self.config.seed, self.device)
         files = SafetensorsSource(self.config.model.path)
         head = {name: shape for name, shape in shapes.items() if name == VALUE_HEAD_WEIGHT}
-        return FirstOf(files, RandomSource(hf, head, seed=self.config.seed)) if head else files
+        return FirstOf(files, RandomSource(hf, head, self.config.seed, self.device)) if head else files
 
     # ---- hooks made of these ----------------------------------------------------------------------------------------
 
@@ -244,8 +245,7 @@ class Backend(BackendBase, ABC):
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
         before = self._meter.held(self._all_tensors())
         freed = sum(self._sleeper.release(kind, self.on_device(kind)) for kind in sorted(kinds))
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(self.device)
         kept = ""
         if self.config.suspend_communicators and self._sleeper.asleep == set(MemoryKind):
             kept = self._communicators.suspend()

@@ -197,6 +197,7 @@ class ProcessGroup:
             self.names[member],
             self.target,
             options={**self._seats[member].options(), "max_concurrency": self._threads},
+            neighbours=self._seats[member].neighbours,
             environment=self._environment,
             failure=self._failure,
             traced=self._on_answer is not None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import ray
@@ -22,6 +23,7 @@ class Seat:
     cpus: float
     gpus: float
     devices: tuple[int, ...] = ()  # the GPUs of all of them, as their machine numbers them
+    neighbours: int = 1  # bundles on its machine, its own among them
 
     def options(self) -> dict[str, object]:
         """As keyword arguments of a Ray actor's `.options`."""
@@ -109,6 +111,7 @@ def seated(seating: Seating, *, timeout: float) -> Iterator[dict[str, list[Seat]
         nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
         numbers = gpus_of_bundles(group, nodes) if gpus else {}
         order = physical_order(nodes, numbers)
+        neighbours = Counter(nodes.values())
         seats: dict[str, list[Seat]] = {name: [] for name in seating.places}
         for name, places in seating.places.items():
             for place in places:
@@ -120,7 +123,8 @@ def seated(seating: Seating, *, timeout: float) -> Iterator[dict[str, list[Seat]
                     )
                 share = seating.share(place)
                 devices = tuple(numbers[index] for index in taken) if numbers else ()
-                seats[name].append(Seat(group, taken[0], bundle["CPU"] * share, gpus * share, devices))
+                beside = neighbours[nodes[taken[0]]]
+                seats[name].append(Seat(group, taken[0], bundle["CPU"] * share, gpus * share, devices, beside))
         yield seats
     finally:
         remove_placement_group(group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import socket
 import threading
 import time
@@ -19,6 +20,7 @@ from corerl.errors import CorerlError, HookFailed, PluginError
 from corerl.plugin.events import Span
 
 STATUS = "status"  # the concurrency group that answers while all other threads work
+THREADS = "OMP_NUM_THREADS"
 
 
 @frozen
@@ -58,10 +60,20 @@ class Process:
 
     What the watchdog asks for comes from the object where it has that: `phase`, a word for where its beginning stands,
     and `collectives()`, how many it has begun by process group. Where the process is `traced`, the object's `trace`, if
-    it has one, is given the recorder before its first call.
+    it has one, is given the recorder before its first call. With `neighbours`, the bundles on its machine, it takes as
+    many threads as is fair: Ray by itself lets it have one.
     """
 
-    def __init__(self, name: str, target: str, failure: type[CorerlError] = HookFailed, traced: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        target: str,
+        failure: type[CorerlError] = HookFailed,
+        traced: bool = False,
+        neighbours: int | None = None,
+    ) -> None:
+        if neighbours is not None:
+            os.environ[THREADS] = str(fair_threads(neighbours))
         self.name = name
         self.target = target
         self.failure = failure
@@ -128,19 +140,29 @@ class Process:
         return evolve(outcome, lane=call.lane, spans=tuple(call.spans), waits=tuple(call.waits))
 
 
+def fair_threads(neighbours: int) -> int:
+    """Half of a bundle's share of the cores that this process may use: a rank and an engine may be on one bundle, and
+    what a machine counts as two cores is often one."""
+    return max(1, len(os.sched_getaffinity(0)) // (2 * neighbours))
+
+
 def spawn(
     name: str,
     target: str,
     *,
     options: dict[str, object],
+    neighbours: int,
     environment: dict[str, str],
     failure: type[CorerlError] = HookFailed,
     traced: bool = False,
 ) -> Any:
-    """Start a process with `environment` set before it imports anything; returns its actor handle at once."""
+    """Start a process with `environment` set before it imports anything; returns its actor handle at once. How many
+    threads it takes is said there, else where the driver was started; else its `neighbours` make it."""
+    said = {THREADS: os.environ[THREADS]} if THREADS in os.environ else {}
+    environment = {**said, **environment}
     # With a concurrency group besides, all calls run in threads of their groups and none in the process's main thread.
     groups: dict[str, Any] = {"concurrency_groups": {STATUS: 1}}
     actor = ray.remote(**groups)(Process)
     return actor.options(max_restarts=0, max_task_retries=0, runtime_env={"env_vars": environment}, **options).remote(
-        name, target, failure, traced
+        name, target, failure, traced, None if THREADS in environment else neighbours
     )

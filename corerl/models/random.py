@@ -13,17 +13,26 @@ from transformers import PreTrainedConfig
 from corerl.errors import ModelError
 from corerl.ops.noise import hash_key, normal
 
-VALUES = 2**18  # drawn at once: the noise takes several int64 and float64 for each, which stay in a cache
+# Drawn at once. The noise takes several int64 and float64 for each: on a CPU they stay in a cache.
+VALUES = {"cpu": 2**18, "cuda": 2**24}
 
 
 class RandomSource:
     """A `weights.chunks.TensorSource` of float32 weights that no file holds, by HF names.
 
     Matrices (and all tensors of more than one dim) are normal(0, config.initializer_range), the weights of norms one,
-    biases zero. Raises ModelError on any other tensor of one dim.
+    biases zero. Raises ModelError on any other tensor of one dim. They are drawn on `device`, and stay there: a core
+    of a CPU draws some 30 million a second, which is minutes for a large model. What a GPU draws is equal up to rounding.
     """
 
-    def __init__(self, config: PreTrainedConfig, shapes: Mapping[str, Sequence[int]], seed: int) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        shapes: Mapping[str, Sequence[int]],
+        seed: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._device = torch.device(device)
         self._std = float(getattr(config, "initializer_range", 0.02))
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._seed = seed
@@ -37,17 +46,19 @@ class RandomSource:
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         shape = self._shapes[name]
         if len(shape) < 2:
-            return torch.full(tuple(sizes), 1.0 if name.endswith(".weight") else 0.0)
-        out = torch.empty(tuple(sizes))
+            return torch.full(tuple(sizes), 1.0 if name.endswith(".weight") else 0.0, device=self._device)
+        out = torch.empty(tuple(sizes), device=self._device)
         key = hash_key(self._seed, _name_key(name))
-        indices = torch.zeros((), dtype=torch.int64)  # of one row of the box, in the whole tensor flattened
+        # Of one row of the box, in the whole tensor flattened.
+        indices = torch.zeros((), dtype=torch.int64, device=self._device)
         for dim in range(1, len(shape)):
             stride = math.prod(shape[dim + 1 :])
-            indices = indices[..., None] + stride * torch.arange(offsets[dim], offsets[dim] + sizes[dim])
+            own = torch.arange(offsets[dim], offsets[dim] + sizes[dim], device=self._device)
+            indices = indices[..., None] + stride * own
         row = math.prod(shape[1:])
-        step = max(1, VALUES // max(1, indices.numel()))
+        step = max(1, VALUES[self._device.type] // max(1, indices.numel()))
         for low in range(0, sizes[0], step):
-            rows = torch.arange(offsets[0] + low, offsets[0] + min(low + step, sizes[0]))
+            rows = torch.arange(offsets[0] + low, offsets[0] + min(low + step, sizes[0]), device=self._device)
             counters = rows.view(-1, *(1,) * indices.dim()) * row + indices
             out[low : low + len(rows)] = normal(key, counters) * self._std
         return out

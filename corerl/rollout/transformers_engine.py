@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from corerl.config.schema import ModelConfig
+from corerl.memory.cache import empty_cache
 from corerl.models.build import build_on_meta, materialize
 from corerl.models.config import hf_config
 from corerl.models.names import hf_boxes
@@ -155,7 +156,7 @@ class TransformersEngine(Engine):
             for storage, _ in self._storages:
                 storage.resize_(0)
             self._asleep = True
-            self._release_cache()
+            empty_cache(self._device)
         return self._bytes
 
     def wake_up(self, kinds: Set[MemoryKind]) -> int:
@@ -170,10 +171,6 @@ class TransformersEngine(Engine):
     @property
     def _bytes(self) -> int:
         return sum(size for _, size in self._storages)
-
-    def _release_cache(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def close(self) -> None:
         self.sleep({MemoryKind.PARAM})

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from attrs import evolve, frozen
 
+from corerl.memory.cache import empty_cache
 from corerl.testing.harness import Setup, State, running, state_of, train
 from corerl.trainer.worker import Worker
 from corerl.types import Array, MemoryKind, TrainResult
@@ -23,7 +24,7 @@ FIELDS = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6
 def used() -> int:
     """Bytes of this rank's device, as the driver reports them: contexts and caches included."""
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    empty_cache(torch.device("cuda"))
     free, total = torch.cuda.mem_get_info()
     return total - free
 

@@ -17,6 +17,7 @@ from corerl.config.load import structure
 from corerl.data.packing import pack
 from corerl.data.plan import StepPlan
 from corerl.errors import PluginError, WrongState
+from corerl.memory.cache import empty_cache
 from corerl.memory.communicators import lone_rank_options
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.fingerprint import fingerprint, require_same
@@ -199,8 +200,7 @@ class Worker:
     def clear_memory(self) -> None:
         """Give unused cached memory back to the device."""
         gc.collect()
-        if self.config.device == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(torch.device(self.config.device))
 
     def snapshot(self, action: str, name: str, arguments: Mapping[str, Any]) -> None:
         needs = frozenset() if action == "drop" else frozenset({MemoryKind.PARAM})

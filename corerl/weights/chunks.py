@@ -39,7 +39,7 @@ class TensorSource(Protocol):
         """Of the whole tensor; None where the source does not have it."""
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """That box, on the CPU, in the source's own dtype."""
+        """That box, in the source's own dtype; on whatever device the source has it."""
 
 
 def intersect(a: Box, b: Box) -> Box | None:

@@ -34,6 +34,9 @@ class Member:
     def sleep(self) -> None:
         time.sleep(FOREVER)
 
+    def threads(self) -> str:
+        return os.environ["OMP_NUM_THREADS"]
+
     def word(self) -> str:
         return WORD_AT_IMPORT
 

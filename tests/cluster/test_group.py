@@ -204,10 +204,28 @@ def test_each_process_needs_a_seat(seats: list[Seat]) -> None:
 
 def test_seats_are_shares_of_their_bundles(seats: list[Seat]) -> None:
     assert [(seat.cpus, seat.gpus) for seat in seats] == [(1.0, 0.0)] * 3
-    assert [seat.bundle for seat in seats] == [0, 1, 2]
+    assert [(seat.bundle, seat.neighbours) for seat in seats] == [(0, 3), (1, 3), (2, 3)]
     # One CPU of four is left, and two processes share it.
     with seated(arrange({"actor": 1, "engines": 1}, cpus=1.0, gpus=0.0), timeout=60.0) as both:
         assert [(seat.bundle, seat.cpus) for seat in (*both["actor"], *both["engines"])] == [(0, 0.5), (0, 0.5)]
+
+
+def test_threads_are_those_of_the_environment_or_of_where_the_driver_was_started_or_a_fair_share(
+    seats: list[Seat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def threads(**environment: str) -> list[str]:
+        group = ProcessGroup(["actor rank 0"], MEMBER, seats[:1], environment)
+        try:
+            group.wait(group.construct([(0,)]))
+            return group.call("threads")
+        finally:
+            group.kill()
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert threads(OMP_NUM_THREADS="3") == ["3"]
+    assert threads() == ["5"]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert threads() == [str(max(1, len(os.sched_getaffinity(0)) // 6))]
 
 
 def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_asked(seats: list[Seat]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 
 import pytest
 
-from corerl.cluster.process import Process, portable
+from corerl.cluster.process import THREADS, Process, portable
 from corerl.errors import CorerlError, HookFailed, ModelError, SaveFailed, UserError
 
 
@@ -113,3 +114,13 @@ def test_a_traced_call_brings_what_its_object_showed_and_nothing_of_the_call_bef
     other = Process("engine-1", "fractions:Fraction", traced=True)
     assert other.construct(3, 4).error is None
     assert other.call("as_integer_ratio").value == (3, 4)
+
+
+def test_a_process_takes_half_of_its_share_of_the_cores_where_neighbours_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(THREADS, "1")  # as Ray sets it
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)))
+    for neighbours, wanted in ((None, "1"), (3, "4"), (1, "12"), (16, "1")):
+        Process("actor rank 0", "nowhere:Nothing", neighbours=neighbours)
+        assert os.environ[THREADS] == wanted

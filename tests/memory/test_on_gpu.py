@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from corerl.memory.cache import empty_cache
 from corerl.memory.communicators import lone_rank_options
 from corerl.memory.measure import DeviceMeter
 from corerl.memory.pool import CudaPinning, PinnedPool
@@ -115,3 +116,14 @@ def test_a_lone_ranks_communicator_holds_little_and_does_what_others_do(device: 
         assert meter.held([]).used - before < 64 * 2**20
     finally:
         dist.destroy_process_group()
+
+
+def test_an_empty_cache_keeps_no_segment_for_the_sake_of_cublas(device: torch.device) -> None:
+    factor = torch.ones(1024, 1024, dtype=torch.bfloat16, device=device)
+    empty_cache(device)
+    before = torch.cuda.memory_reserved(device)
+    torch.empty(2**30, dtype=torch.uint8, device=device)  # leaves room, of which cuBLAS takes its workspace
+    assert float((factor @ factor).sum()) == 2.0**30
+    assert torch.cuda.memory_reserved(device) - before >= 2**30
+    empty_cache(device)
+    assert torch.cuda.memory_reserved(device) - before < 2**25

@@ -28,7 +28,7 @@ def test_a_box_has_the_values_that_the_whole_tensor_has_there(monkeypatch: pytes
     ]:
         part = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         assert torch.equal(source.read("w", offsets, sizes), full[part])
-    monkeypatch.setattr("corerl.models.random.VALUES", 40)
+    monkeypatch.setattr("corerl.models.random.VALUES", {"cpu": 40})
     assert torch.equal(whole(source, "w"), full)
 
 
@@ -77,3 +77,16 @@ def test_weights_begin_as_transformers_begins_them(kind: str) -> None:
 def test_a_vector_of_unknown_purpose_is_refused() -> None:
     with pytest.raises(ModelError, match=r"'layers.0.A_log' \[8\] begins is not known"):
         RandomSource(tiny_config("qwen3"), {"layers.0.A_log": (8,)}, seed=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_draws_the_same_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {"w": (700, 1001), "norm.weight": (5,)}
+    on_cpu, on_gpu = (RandomSource(tiny_config("qwen3"), shapes, 3, device) for device in ("cpu", "cuda"))
+    for name in shapes:
+        drawn = whole(on_gpu, name)
+        assert drawn.is_cuda
+        torch.testing.assert_close(drawn.cpu(), whole(on_cpu, name), rtol=1e-6, atol=0)
+    full = whole(on_gpu, "w")
+    monkeypatch.setattr("corerl.models.random.VALUES", {"cuda": 4000})
+    assert torch.equal(on_gpu.read("w", (100, 7), (300, 900)), full[100:400, 7:907])
