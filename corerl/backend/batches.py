@@ -11,7 +11,7 @@ from attrs import field, frozen
 from corerl.algorithms.losses import LossInputs
 from corerl.ops.attention import PackedSequences
 from corerl.ops.upload import upload
-from corerl.types import Array, BoolArray, ForwardResult, IntArray, MicroBatch, Output
+from corerl.types import BoolArray, ForwardResult, IntArray, MicroBatch, Output
 
 
 @frozen(kw_only=True)
@@ -50,31 +50,39 @@ def unpadded(micro: MicroBatch) -> BoolArray:
 
 @frozen
 class OutputCollector:
-    """Gathers the per-token outputs of micro-batches into one ForwardResult, without padding and fillers."""
+    """Gathers the per-token outputs of micro-batches into one ForwardResult, without padding and fillers.
+
+    Until `finish` nobody waits for a device: it goes on with the next micro-batch while an output is copied.
+    """
 
     samples: list[IntArray] = field(factory=list)
     lengths: list[IntArray] = field(factory=list)
-    parts: dict[Output, list[Array]] = field(factory=dict)
+    parts: dict[Output, list[torch.Tensor]] = field(factory=dict)  # on the host, where they may not have arrived yet
+    streams: set[torch.cuda.Stream] = field(factory=set)  # on which they are copied
 
     def add(self, micro: MicroBatch, outputs: Mapping[Output, torch.Tensor]) -> None:
         real = micro.samples >= 0
         if not real.any():
             return
-        keep = unpadded(micro) & np.repeat(real, np.diff(micro.cu_seqlens))
+        keep = np.flatnonzero(unpadded(micro) & np.repeat(real, np.diff(micro.cu_seqlens)))
         self.samples.append(micro.samples[real])
         self.lengths.append(micro.lengths[real])
         for output, values in outputs.items():
-            values = values.detach()
-            array = (values.float() if values.is_floating_point() else values).cpu().numpy()
-            self.parts.setdefault(output, []).append(array[: len(keep)][keep])
+            kept = values.detach().index_select(0, upload(keep, values.device))
+            kept = kept.float() if kept.is_floating_point() else kept
+            self.parts.setdefault(output, []).append(kept.to("cpu", non_blocking=True))  # into pinned memory
+            if kept.is_cuda:
+                self.streams.add(torch.cuda.current_stream(kept.device))
 
     def finish(self, wanted: tuple[Output, ...]) -> ForwardResult:
+        for stream in self.streams:
+            stream.synchronize()
         lengths = np.concatenate([np.zeros(1, np.int64), *self.lengths])
         return ForwardResult(
             samples=np.concatenate([np.zeros(0, np.int64), *self.samples]),
             offsets=np.cumsum(lengths),
             outputs={
-                output: np.concatenate(self.parts[output]) if output in self.parts else np.zeros(0, np.float32)
+                output: torch.cat(self.parts[output]).numpy() if output in self.parts else np.zeros(0, np.float32)
                 for output in wanted
             },
         )

@@ -21,8 +21,8 @@ class RandomSource:
     """A `weights.chunks.TensorSource` of float32 weights that no file holds, by HF names.
 
     Matrices (and all tensors of more than one dim) are normal(0, config.initializer_range), the weights of norms one,
-    biases zero. Raises ModelError on any other tensor of one dim. They are drawn on `device`, and stay there: a core
-    of a CPU draws some 30 million a second, which is minutes for a large model. What a GPU draws is equal up to rounding.
+    biases zero. Raises ModelError on any other tensor of one dim. They are drawn on `device`, and stay there: a CPU's
+    core draws some 30 million a second, which is minutes for a large model. What a GPU draws is equal up to rounding.
     """
 
     def __init__(

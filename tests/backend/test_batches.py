@@ -12,6 +12,8 @@ from corerl.data.plan import StepPlan
 from corerl.types import IntArray, MicroBatch, Output, SampleBatch
 
 CPU = torch.device("cpu")
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 WANTED = (Output.LOGPROBS, Output.ENTROPY)
 
 
@@ -82,8 +84,9 @@ def test_the_loss_is_given_the_outputs_that_there_are_and_all_columns() -> None:
     assert inputs.entropy is every[Output.ENTROPY] and inputs.values is every[Output.VALUES]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("extra", [0, 5])
-def test_outputs_come_back_without_padding_and_fillers_in_the_order_given(extra: int) -> None:
+def test_outputs_come_back_without_padding_and_fillers_in_the_order_given(extra: int, device: str) -> None:
     collector = OutputCollector()
     parts = (
         micro_batch([2, 0], [3, 2], multiple=4),
@@ -91,13 +94,37 @@ def test_outputs_come_back_without_padding_and_fillers_in_the_order_given(extra:
         micro_batch([5, -1], [4, 3], multiple=4),  # one beside a real sample
     )
     for micro in parts:
-        collector.add(micro, outputs(micro, extra=extra))
+        collector.add(micro, {output: values.to(device) for output, values in outputs(micro, extra=extra).items()})
     result = collector.finish(WANTED)
     assert result.samples.tolist() == [2, 0, 5]
     assert result.offsets.tolist() == [0, 3, 5, 9]
     assert result.outputs[Output.LOGPROBS].tolist() == tokens_of(result.samples, [3, 2, 4])
     assert result.outputs[Output.ENTROPY].tolist() == [3.0] * 9
     assert all(result.outputs[output].dtype == np.float32 for output in WANTED)
+
+
+def test_what_is_written_to_an_output_afterwards_does_not_come_back() -> None:
+    collector, micro = OutputCollector(), micro_batch([2], [4], multiple=1)
+    values = torch.arange(4.0)
+    collector.add(micro, {Output.LOGPROBS: values})
+    values.fill_(-1)
+    assert collector.finish((Output.LOGPROBS,)).outputs[Output.LOGPROBS].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@ON_GPU
+def test_outputs_are_waited_for_in_the_end_and_not_before() -> None:
+    micro = micro_batch([2], [1000], multiple=1)
+    for cycles in (0, 2_000_000_000):  # at first pinned memory is taken, and kernels are loaded
+        collector, values = OutputCollector(), torch.zeros(1000, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda._sleep(cycles)
+        done = torch.cuda.Event()
+        done.record()
+        values += 3
+        collector.add(micro, {Output.LOGPROBS: values})
+        waited = done.query()
+        assert collector.finish((Output.LOGPROBS,)).outputs[Output.LOGPROBS].tolist() == [3.0] * 1000
+    assert not waited
 
 
 def test_experts_come_back_as_integers_of_every_layer() -> None:
