@@ -36,9 +36,12 @@ def free_tokens(micro: MicroBatch, *, layers: int, topk: int, experts: int) -> B
 
 
 def told_experts(routers: Routers, micro: MicroBatch, device: torch.device) -> Tensor | None:
-    """[T, layers, k] on `device`, as `Routers.told` takes it; None where the micro-batch names none."""
+    """[T, layers, k] on `device`, as `Routers.told` takes it; None where the micro-batch names none. Raises ModelError
+    where the model's routers are not known, or the column is none of it."""
     if COLUMN not in micro.columns:
         return None
+    if not routers.layers:
+        raise routers.silent()
     free = free_tokens(micro, layers=routers.layers, topk=routers.topk, experts=routers.experts)
     column = micro.columns[COLUMN]
     return upload(column if free is None else np.where(free[:, :, None], -1, column), device)

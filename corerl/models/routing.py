@@ -60,8 +60,12 @@ class Routers:
     def chosen(self) -> Tensor:
         """[T, layers, k] int16: where the tokens of the block's pass went."""
         if not self._chosen or len(self._chosen) != self.layers:
-            raise ModelError(f"{self._name} does not tell its experts; {REPLAYS}")
+            raise self.silent()
         return torch.stack(self._chosen, dim=1).to(torch.int16)
+
+    def silent(self) -> ModelError:
+        """What there is to say where none of them can be heard."""
+        return ModelError(f"{self._name} does not tell its experts; {REPLAYS}")
 
     def _asking(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         # Traced, it would be compiled for every layer, and for being told and not being told.

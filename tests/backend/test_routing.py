@@ -78,3 +78,11 @@ def test_routers_are_told_the_column_but_for_free_tokens_or_nothing_where_there_
     wanted[1, 2] = wanted[3] = wanted[5] = -1
     assert told.tolist() == wanted.tolist()
     assert told_experts(routers, micro_batch([0], [3], multiple=1), CPU) is None
+
+
+def test_a_model_whose_routers_are_not_known_is_refused() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_fields("qwen3-moe")))
+    model._can_record_outputs = {}  # transformers does not name them
+    with pytest.raises(ModelError, match=r"^Qwen3MoeForCausalLM does not tell its experts; .*set algorithm\.routing"):
+        told_experts(Routers(model), micro_of(column()), CPU)
