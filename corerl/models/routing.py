@@ -68,9 +68,8 @@ class Routers:
         return ModelError(f"{self._name} does not tell its experts; {REPLAYS}")
 
     def _asking(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        # Traced, it would be compiled for every layer, and for being told and not being told.
-        @torch.compiler.disable
-        def ask(*args: Any, **kwargs: Any) -> Any:
+        @torch.compiler.disable  # traced, it would be compiled for every layer
+        def heard(*args: Any, **kwargs: Any) -> Any:
             told = None if self._told is None else self._told[:, layer].long()
             with _Topk(told, of=self.experts) as asked:
                 output = forward(*args, **kwargs)
@@ -79,6 +78,10 @@ class Routers:
             if self._chosen is not None and asked.steps == 1:
                 self._chosen.append(asked.chosen)
             return output
+
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            alone = self._told is None and self._chosen is None  # then a compiled layer has its router inside
+            return (forward if alone else heard)(*args, **kwargs)
 
         return ask
 

@@ -166,3 +166,37 @@ def test_a_model_that_chooses_otherwise_is_refused_when_it_is_to_be_replayed(
         pytest.raises(ModelError, match="LM does not choose its experts by one top-k; "),
     ):
         model(input_ids=TOKENS, use_cache=False)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_all_layers_compile_as_one_graph_where_nobody_listens_and_go_around_routers_where_somebody_does(
+    model_type: str,
+) -> None:
+    model = tiny(model_type)
+    controlled, told = Routers(model), others().clamp_min(0)
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def logits() -> tuple[Tensor, int]:
+        with torch.no_grad():
+            found = model(TOKENS, use_cache=False).logits
+        return found, len(graphs)
+
+    alone, _ = logits()
+    with controlled.told(told):
+        elsewhere, _ = logits()
+    for router in routers(model):
+        router.forward = torch.compile(router.forward, backend=kept)  # type: ignore[method-assign]
+    found, inside = logits()
+    with controlled.told(told):
+        moved, after = logits()
+    again, end = logits()
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.stack([found, again]), torch.stack([alone, alone]))
+    torch.testing.assert_close(moved, elsewhere)
+    assert not torch.allclose(moved, found)
+    assert (inside, after, end) == (1, 1, 1)

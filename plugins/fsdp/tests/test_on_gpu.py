@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 # Rounding alone may differ: AdamW on the host is another program, and some sums on a GPU have no fixed order.
 RELATIVE = {"float32": 1e-4, "bfloat16": 5e-3, "float16": 5e-3}
-FIELDS = {**tiny_fields("qwen3"), "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 4001}
+SIZES = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 4001}
+FIELDS = {**tiny_fields("qwen3"), **SIZES}
 
 
 @frozen(kw_only=True)
@@ -119,8 +120,9 @@ def test_offloaded_memory_is_on_the_host_and_numbers_stay(
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch 2.11 asks for it while it traces
-def test_compiled_layers_are_one_graph_for_all_layers_and_lengths() -> None:
-    setup = Setup(backend="fsdp", model="", fields=FIELDS)
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
+def test_compiled_layers_are_one_graph_for_all_layers_and_lengths(kind: str) -> None:
+    setup = Setup(backend="fsdp", model="", fields={**tiny_fields(kind), **SIZES})
     setup = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
     torch._dynamo.reset()
     norms, graphs = [], []
