@@ -52,13 +52,13 @@ def unpadded(micro: MicroBatch) -> BoolArray:
 class OutputCollector:
     """Gathers the per-token outputs of micro-batches into one ForwardResult, without padding and fillers.
 
-    Until `finish` nobody waits for a device: it goes on with the next micro-batch while an output is copied.
+    Numbers stay on their device until `finish`, so that nobody waits for it between micro-batches. Experts, of which a
+    token has many, are taken to the host at once.
     """
 
     samples: list[IntArray] = field(factory=list)
     lengths: list[IntArray] = field(factory=list)
-    parts: dict[Output, list[torch.Tensor]] = field(factory=dict)  # on the host, where they may not have arrived yet
-    streams: set[torch.cuda.Stream] = field(factory=set)  # on which they are copied
+    parts: dict[Output, list[torch.Tensor]] = field(factory=dict)
 
     def add(self, micro: MicroBatch, outputs: Mapping[Output, torch.Tensor]) -> None:
         real = micro.samples >= 0
@@ -69,20 +69,15 @@ class OutputCollector:
         self.lengths.append(micro.lengths[real])
         for output, values in outputs.items():
             kept = values.detach().index_select(0, upload(keep, values.device))
-            kept = kept.float() if kept.is_floating_point() else kept
-            self.parts.setdefault(output, []).append(kept.to("cpu", non_blocking=True))  # into pinned memory
-            if kept.is_cuda:
-                self.streams.add(torch.cuda.current_stream(kept.device))
+            self.parts.setdefault(output, []).append(kept.float() if kept.is_floating_point() else kept.cpu())
 
     def finish(self, wanted: tuple[Output, ...]) -> ForwardResult:
-        for stream in self.streams:
-            stream.synchronize()
         lengths = np.concatenate([np.zeros(1, np.int64), *self.lengths])
         return ForwardResult(
             samples=np.concatenate([np.zeros(0, np.int64), *self.samples]),
             offsets=np.cumsum(lengths),
             outputs={
-                output: torch.cat(self.parts[output]).numpy() if output in self.parts else np.zeros(0, np.float32)
+                output: torch.cat(parts).cpu().numpy() if (parts := self.parts.get(output)) else np.zeros(0, np.float32)
                 for output in wanted
             },
         )

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -60,8 +61,7 @@ class Process:
 
     What the watchdog asks for comes from the object where it has that: `phase`, a word for where its beginning stands,
     and `collectives()`, how many it has begun by process group. Where the process is `traced`, the object's `trace`, if
-    it has one, is given the recorder before its first call. With `neighbours`, the bundles on its machine, it takes as
-    many threads as is fair: Ray by itself lets it have one.
+    it has one, is given the recorder before its first call. It is on one of `neighbours` bundles of its machine.
     """
 
     def __init__(
@@ -70,10 +70,11 @@ class Process:
         target: str,
         failure: type[CorerlError] = HookFailed,
         traced: bool = False,
-        neighbours: int | None = None,
+        neighbours: int = 1,
     ) -> None:
-        if neighbours is not None:
-            os.environ[THREADS] = str(fair_threads(neighbours))
+        if THREADS not in started_with():
+            # Ray has set it to the CPUs that the process asked for, which for most is less than one.
+            os.environ[THREADS] = str(max(int(os.environ.get(THREADS, "1")), fair_threads(neighbours)))
         self.name = name
         self.target = target
         self.failure = failure
@@ -140,10 +141,26 @@ class Process:
         return evolve(outcome, lane=call.lane, spans=tuple(call.spans), waits=tuple(call.waits))
 
 
+def started_with() -> set[str]:
+    """The variables that this process began with: of its `environment`, of the machine's Ray, or of whoever started
+    that. What is set since is not among them."""
+    return {entry.partition(b"=")[0].decode() for entry in Path("/proc/self/environ").read_bytes().split(b"\0")}
+
+
 def fair_threads(neighbours: int) -> int:
     """Half of a bundle's share of the cores that this process may use: a rank and an engine may be on one bundle, and
     what a machine counts as two cores is often one."""
-    return max(1, len(os.sched_getaffinity(0)) // (2 * neighbours))
+    return max(1, cores() // (2 * neighbours))
+
+
+def cores() -> int:
+    """That this process may use, and that its container has time for."""
+    own = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except OSError:
+        return own  # in no container, or under the first version of cgroups
+    return own if quota == "max" else max(1, min(own, int(quota) // int(period)))
 
 
 def spawn(
@@ -156,13 +173,10 @@ def spawn(
     failure: type[CorerlError] = HookFailed,
     traced: bool = False,
 ) -> Any:
-    """Start a process with `environment` set before it imports anything; returns its actor handle at once. How many
-    threads it takes is said there, else where the driver was started; else its `neighbours` make it."""
-    said = {THREADS: os.environ[THREADS]} if THREADS in os.environ else {}
-    environment = {**said, **environment}
+    """Start a process with `environment` set before it imports anything; returns its actor handle at once."""
     # With a concurrency group besides, all calls run in threads of their groups and none in the process's main thread.
     groups: dict[str, Any] = {"concurrency_groups": {STATUS: 1}}
     actor = ray.remote(**groups)(Process)
     return actor.options(max_restarts=0, max_task_retries=0, runtime_env={"env_vars": environment}, **options).remote(
-        name, target, failure, traced, None if THREADS in environment else neighbours
+        name, target, failure, traced, neighbours
     )

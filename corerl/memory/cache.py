@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import torch
 
-# As later versions of torch have it, which keep workspaces by thread, and as all have it.
-_NAMES = ("clear_cublas_workspaces", "_clear_cublas_workspaces")
-_clear_workspaces = next((getattr(torch.cuda, name) for name in _NAMES if hasattr(torch.cuda, name)), None)
-
 
 def empty_cache(device: torch.device) -> None:
     """Give the device all memory that no tensor lies in. On a CPU there is nothing to do.
@@ -18,5 +14,5 @@ def empty_cache(device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
-    (_clear_workspaces or torch._C._cuda_clearCublasWorkspaces)()
+    torch._C._cuda_clearCublasWorkspaces()  # pytorch/pytorch#184084 asks for a public name
     torch.cuda.empty_cache()

@@ -40,6 +40,7 @@ class Routers:
         self.layers = len(modules)
         self.experts = experts(model.config)
         self.topk = int(getattr(model.config, "num_experts_per_tok", 0) or 0)  # of a token
+        self._listening = False
         self._told: Tensor | None = None
         self._chosen: list[Tensor] | None = None  # of each layer, where it is to be kept
         for layer, module in enumerate(modules):
@@ -51,10 +52,11 @@ class Routers:
         choose where that is -1, or None. A backward pass that computes layers again belongs into it. With `keep` the
         experts of one pass are `chosen` afterwards."""
         self._told, self._chosen = experts, [] if keep else None
+        self._listening = keep or experts is not None
         try:
             yield
         finally:
-            self._told, self._chosen = None, None
+            self._told, self._chosen, self._listening = None, None, False
 
     @property
     def chosen(self) -> Tensor:
@@ -80,8 +82,8 @@ class Routers:
             return output
 
         def ask(*args: Any, **kwargs: Any) -> Any:
-            alone = self._told is None and self._chosen is None  # then a compiled layer has its router inside
-            return (forward if alone else heard)(*args, **kwargs)
+            # A compiled layer has its router inside until somebody listens. It must not look at a list that grows.
+            return (heard if self._listening else forward)(*args, **kwargs)
 
         return ask
 

@@ -65,9 +65,14 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, 
     """
     if not len(q) == len(k) == len(v) == packing.tokens:
         raise ValueError(f"q, k, v have {len(q)}, {len(k)}, {len(v)} tokens, their packing says {packing.tokens}")
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+    if one_kernel(q.device, q.dtype):
         return _packed_kernel(q, k, v, packing, scale)
     return _padded(q, k, v, packing, scale)
+
+
+def one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `packed_attention` is one kernel there, which can be traced; else the host walks over the sequences."""
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
 def _packed_kernel(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None) -> Tensor:
@@ -86,7 +91,6 @@ def _packed_kernel(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, sc
     return out
 
 
-@torch.compiler.disable  # it walks over the sequences on the host: traced, each packing would be compiled anew
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None) -> Tensor:
     layout, gather, scatter = packing.padded
     if not layout.shapes:

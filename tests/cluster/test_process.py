@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+from pathlib import Path
 
 import pytest
 
+from corerl.cluster import process
 from corerl.cluster.process import THREADS, Process, portable
 from corerl.errors import CorerlError, HookFailed, ModelError, SaveFailed, UserError
 
@@ -116,11 +118,28 @@ def test_a_traced_call_brings_what_its_object_showed_and_nothing_of_the_call_bef
     assert other.call("as_integer_ratio").value == (3, 4)
 
 
-def test_a_process_takes_half_of_its_share_of_the_cores_where_neighbours_are_told(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("neighbours", "quota", "by_ray", "wanted"),
+    [
+        (3, "max 100000", "1", "4"),
+        (1, "max 100000", "1", "12"),
+        (16, "max 100000", "1", "1"),
+        (1, "800000 100000", "1", "4"),  # a container with the time of eight cores
+        (1, "50000 100000", "1", "1"),
+        (3, "max 100000", "6", "6"),  # it asked Ray for more
+    ],
+)
+def test_a_process_takes_half_of_its_share_of_the_cores(
+    neighbours: int, quota: str, by_ray: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(THREADS, "1")  # as Ray sets it
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    (tmp_path / "environ").write_bytes(b"HOME=/root\0PATH=/bin\0")
+    monkeypatch.setattr(process, "Path", lambda path: tmp_path / path.rpartition("/")[2])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)))
-    for neighbours, wanted in ((None, "1"), (3, "4"), (1, "12"), (16, "1")):
-        Process("actor rank 0", "nowhere:Nothing", neighbours=neighbours)
-        assert os.environ[THREADS] == wanted
+    monkeypatch.setenv(THREADS, by_ray)
+    Process("actor rank 0", "nowhere:Nothing", neighbours=neighbours)
+    assert os.environ[THREADS] == wanted
+    (tmp_path / "environ").write_bytes(b"HOME=/root\0OMP_NUM_THREADS=9\0")
+    monkeypatch.setenv(THREADS, "9")
+    Process("actor rank 0", "nowhere:Nothing", neighbours=neighbours)
+    assert os.environ[THREADS] == "9"

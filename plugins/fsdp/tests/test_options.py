@@ -175,7 +175,8 @@ def test_compiled_layers_give_the_same_numbers_and_are_not_compiled_for_each_len
         norms = [grad_norm_of(results) for results in steps]
         assert norms == pytest.approx(wanted.grad_norms, rel=GRAD_NORM.relative)
     for _, graphs in reports:
-        assert graphs[0] > 0 and graphs == [graphs[0]] * len(graphs)
+        # Attention is left out on a CPU, and leaves four pieces of a layer; one of them is compiled twice.
+        assert 4 <= graphs[0] <= 5 and graphs == [graphs[0]] * len(graphs)
 
 
 # ---- float16 ---------------------------------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig
 
 from corerl.models.attention import PACKED
 from corerl.models.build import build_on_meta, materialize, move_buffers, recompute_layers
 from corerl.models.policy import CausalPolicy
+from corerl.ops.attention import one_kernel
 from corerl_fsdp.config import FsdpConfig
 
 
@@ -36,17 +37,18 @@ def build_policy(
 ) -> CausalPolicy:
     """A policy, or a critic with `value_head`. Master weights are float32; layers compute in `precision` and gradients
     are reduced in float32."""
+    dtype: torch.dtype = getattr(torch, precision)
     policy = CausalPolicy(build_on_meta(hf, dtype=torch.float32, attention=PACKED, value_head=value_head))
     # Both change what a layer's own forward does. FSDP's hooks stand around it, so neither runs or traces these.
     if options.compile:
-        compile_forward(policy.model.get_decoder().layers)
+        compile_forward(policy.model.get_decoder().layers, attention=one_kernel(device, dtype))
     if recompute:
         recompute_layers(policy.model)
     on_host = options.offload == "parameters"
     shard(
         policy,
         mesh=mesh,
-        mixed=MixedPrecisionPolicy(param_dtype=getattr(torch, precision), reduce_dtype=torch.float32),
+        mixed=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         offload=CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy(),
         reshard_after_forward=options.reshard_after_forward,
     )
@@ -59,8 +61,11 @@ def build_policy(
     return policy
 
 
-def compile_forward(layers: Iterable[nn.Module]) -> None:
-    """Layers share what is compiled, and so do micro-batches of any length."""
+def compile_forward(layers: Iterable[nn.Module], *, attention: bool) -> None:
+    """Layers share what is compiled, and so do micro-batches of any length. Without `attention` it is left out, since
+    each packing would be compiled anew; a layer is in four pieces then, and else in one."""
+    if not attention:
+        AttentionInterface.register(PACKED, torch.compiler.disable(AttentionInterface()[PACKED]))
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
