@@ -144,7 +144,11 @@ class Process:
 def started_with() -> set[str]:
     """The variables that this process began with: of its `environment`, of the machine's Ray, or of whoever started
     that. What is set since is not among them."""
-    return {entry.partition(b"=")[0].decode() for entry in Path("/proc/self/environ").read_bytes().split(b"\0")}
+    try:
+        entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return set(os.environ)  # no Linux, and no telling
+    return {entry.partition(b"=")[0].decode() for entry in entries}
 
 
 def fair_threads(neighbours: int) -> int:

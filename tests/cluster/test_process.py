@@ -139,6 +139,10 @@ def test_a_process_takes_half_of_its_share_of_the_cores(
     monkeypatch.setenv(THREADS, by_ray)
     Process("actor rank 0", "nowhere:Nothing", neighbours=neighbours)
     assert os.environ[THREADS] == wanted
+    (tmp_path / "environ").unlink()  # as where there is no /proc
+    monkeypatch.setenv(THREADS, "7")
+    Process("actor rank 0", "nowhere:Nothing", neighbours=neighbours)
+    assert os.environ[THREADS] == "7"
     (tmp_path / "environ").write_bytes(b"HOME=/root\0OMP_NUM_THREADS=9\0")
     monkeypatch.setenv(THREADS, "9")
     Process("actor rank 0", "nowhere:Nothing", neighbours=neighbours)
