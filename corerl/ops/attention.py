@@ -20,6 +20,7 @@ from corerl.types import IntArray
 class PackedSequences:
     """How S sequences lie in T packed tokens; made once for each micro-batch and used by every layer."""
 
+    # Numbers, and not made from `bounds` where they are asked for: a compiled layer takes them as inputs.
     tokens: int  # T
     longest: int  # tokens of the longest sequence
     cu_seqlens: Tensor  # [S + 1] int32 on the device: sequence s is tokens[cu_seqlens[s]:cu_seqlens[s + 1]]

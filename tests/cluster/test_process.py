@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from corerl.cluster import process
 from corerl.cluster.process import THREADS, Process, portable
 from corerl.errors import CorerlError, HookFailed, ModelError, SaveFailed, UserError
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process says in its environment how many threads it takes, and here that is the tests'."""
+    monkeypatch.setenv(THREADS, os.environ.get(THREADS, "1"))
 
 
 class TwoArguments(Exception):
@@ -134,7 +139,7 @@ def test_a_process_takes_half_of_its_share_of_the_cores(
 ) -> None:
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
     (tmp_path / "environ").write_bytes(b"HOME=/root\0PATH=/bin\0")
-    monkeypatch.setattr(process, "Path", lambda path: tmp_path / path.rpartition("/")[2])
+    monkeypatch.setattr("corerl.cluster.process.Path", lambda path: tmp_path / path.rpartition("/")[2])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)))
     monkeypatch.setenv(THREADS, by_ray)
     Process("actor rank 0", "nowhere:Nothing", neighbours=neighbours)
