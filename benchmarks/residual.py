@@ -1,0 +1,184 @@
+"""What a rank holds of its GPU while all of it sleeps, beside the CUDA context: each backend, after real steps.
+
+python -m benchmarks.residual fsdp megatron deepspeed-stage3 --output found/residual.json
+python -m benchmarks.residual fsdp megatron --ranks 2
+python -m benchmarks.residual fsdp --tiny
+
+The whole 0.6B shape takes two steps, sleeps, wakes, takes one more and sleeps again. Each case has processes of its
+own, one a GPU. The context is what the driver counts before anything runs; what is left, when all sleeps. It lies apart
+as torch's, which its allocator keeps, and as others': loaded kernels, NCCL's buffers, libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import asdict, evolve, frozen
+
+from benchmarks.report import Number, Report, finish
+from benchmarks.sleep import ALLOWED, KINDS, synchronize, used
+from benchmarks.steps import GIB, QWEN3_600M, Plugin, Work, device_of, environment, join, packed_batch
+
+RANK = "--rank"  # how this program starts itself as the ranks of one case
+LIMIT = 300.0  # seconds of one case
+COUNTED = "by the rank's own count, which on a GPU has the context in it"
+STEPS = (2, 1)  # before the first sleep, before the second
+
+
+@frozen(kw_only=True)
+class Case(Work):
+    backend: str
+
+    @property
+    def tiny(self) -> Case:
+        """The same case for the CPU."""
+        return evolve(self, **self.on_cpu())
+
+
+def case(backend: str, **options: Any) -> Case:
+    return Case(what=backend, backend=backend, fields=QWEN3_600M, options=options)
+
+
+CASES = {
+    "fsdp": case("fsdp"),
+    "fsdp-compiled": case("fsdp", compile=True),
+    "fsdp-offload": case("fsdp", offload="optimizer"),
+    "megatron": case("megatron"),
+    "deepspeed-stage2": case("deepspeed", stage=2),
+    "deepspeed-stage3": case("deepspeed", stage=3),
+    "deepspeed-offload": case("deepspeed", stage=2, offload="optimizer"),
+}
+
+
+NOTE = (
+    "Two optimizer steps, `sleep` of all kinds through the worker, `wake_up`, one step, and `sleep` again; a value is "
+    "one rank's. The context is what the driver counts of a GPU before a process group or a model is there."
+)
+
+
+@frozen(kw_only=True)
+class Left:
+    """Bytes of one rank's device while it sleeps, without the context; on a CPU the backend's own count alone."""
+
+    context: int
+    all: int
+    torchs: int  # kept by torch's allocator, whether a tensor lies in it or not
+    tensors: int  # in tensors
+    counted: int  # as the rank itself says, on a GPU with the context
+
+
+def measure(case: Case) -> list[list[Left]]:
+    """[rank][sleep]; called on every rank, in a process that has touched no device."""
+    if case.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = device_of(case)
+    synchronize(device)
+    context = used(device)
+    join(case)
+    plugin = Plugin(case.backend, case, case.options)
+    layout = plugin.layout
+    batch = packed_batch(
+        case, dp_rank=layout.dp_rank, dp_size=layout.dp_size, sequence_multiple=layout.sequence_multiple
+    )
+    found = []
+    for steps in STEPS:
+        for _ in range(steps):
+            plugin.train(batch, case.loss(entropy=False))
+        told = plugin.worker.sleep(KINDS)
+        on_gpu = device.type == "cuda"
+        found.append(
+            Left(
+                context=context,
+                all=used(device) - context,
+                torchs=torch.cuda.memory_reserved(device) if on_gpu else 0,
+                tensors=torch.cuda.memory_allocated(device) if on_gpu else 0,
+                counted=told.residual_bytes,
+            )
+        )
+        plugin.worker.wake_up(KINDS)
+    ranks = [found] * dist.get_world_size()
+    dist.all_gather_object(ranks, found)
+    plugin.worker.shutdown("measured")
+    return ranks
+
+
+def numbers_of(ranks: Sequence[Sequence[Left]], *, name: str, tiny: bool) -> list[Number]:
+    def gib(what: str, number: int, field: str, target: float | None = None) -> Number:
+        values = [getattr(rank[number], field) / GIB for rank in ranks]
+        return Number(what=f"{name}: {what}", values=values, unit="GiB", target=target)
+
+    target = None if tiny else ALLOWED
+    return [
+        gib("the context", 0, "context"),
+        gib("left beside it, asleep", 0, "all", target),
+        gib("and asleep again, after one more step", 1, "all", target),
+        gib("of it what torch keeps", 1, "torchs"),
+        gib("of that in tensors", 1, "tensors"),
+        gib(COUNTED, 1, "counted"),
+    ]
+
+
+def ranks_of(name: str, ranks: int, *, tiny: bool) -> list[list[Left]]:
+    """Start one case's processes. Raises where they fail or are not done after LIMIT seconds."""
+    case = evolve(CASES[name].tiny if tiny else CASES[name], ranks=ranks)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    with tempfile.TemporaryDirectory(prefix="residual-") as directory:
+        file = Path(directory) / "left.json"
+        command = [sys.executable, *torchrun, "-m", "benchmarks.residual", name, RANK, str(file)]
+        more = environment(case.backend, case, case.options)
+        subprocess.run([*command, *(["--tiny"] if tiny else [])], env={**more, **os.environ}, check=True, timeout=LIMIT)
+        return [[Left(**each) for each in rank] for rank in json.loads(file.read_text())]
+
+
+def main() -> int:
+    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_argument("cases", nargs="+", choices=CASES, metavar="CASE", help=", ".join(CASES))
+    command.add_argument("--ranks", type=int, default=1, help="GPUs of each case (default: 1)")
+    command.add_argument("--tiny", action="store_true", help="a small model on the CPU, to see that everything runs")
+    command.add_argument("--output", help="a JSON file, written again after each case; without it tables are printed")
+    command.add_argument(RANK, metavar="FILE", help=argparse.SUPPRESS)
+    args = command.parse_args()
+    if args.rank:
+        return as_rank(CASES[args.cases[0]].tiny if args.tiny else CASES[args.cases[0]], Path(args.rank))
+    numbers: list[Number] = []
+    failed = []
+    for name in args.cases:
+        try:
+            numbers += numbers_of(ranks_of(name, args.ranks, tiny=args.tiny), name=name, tiny=args.tiny)
+        except subprocess.SubprocessError as error:
+            failed.append(f"{name}: {error}")
+            continue
+        size = f"{'a tiny model' if args.tiny else '0.6B shape'}, {args.ranks} ranks of each"
+        report = Report(name="residual", size=size, numbers=numbers, note=NOTE)
+        if args.output:
+            finish(report, args.output)
+    if numbers:
+        finish(report, None)
+    if failed:
+        sys.exit("; ".join(failed))
+    return 0
+
+
+def as_rank(case: Case, file: Path) -> int:
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of names that DeepSpeed calls and torch will change
+    ranks = measure(case)
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps([[asdict(left) for left in rank] for rank in ranks]))
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
