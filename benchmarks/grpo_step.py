@@ -27,7 +27,6 @@ from benchmarks.colocated_update import SHAPES
 from benchmarks.report import Comparison, Number, Report, finish
 from benchmarks.runs import Ended, Watched, sglang, value
 
-WARM = 3  # steps: kernels are compiled, memory pinned, pools filled
 FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MORE = ("num_key_value_heads", "head_dim", "tie_word_embeddings")
 
@@ -36,7 +35,7 @@ def settings(args: argparse.Namespace) -> list[str]:
     common = [
         *(f"backend.name={args.backend}", f"roles.actor.ranks={args.ranks}", f"rollout.replicas={args.replicas}"),
         *(f"rollout.prompts={args.prompts}", f"rollout.samples={args.samples}", f"rollout.max_tokens={args.new}"),
-        *(f"run.steps={args.steps + WARM}", "train.mini_batches=1", "eval.every=0", "checkpoint.every=0"),
+        *(f"run.steps={args.steps + args.warm}", "train.mini_batches=1", "eval.every=0", "checkpoint.every=0"),
         *("checkpoint.export=false", f"weights.bucket_bytes={args.bucket_mib * 2**20}"),
     ]
     if args.tiny:
@@ -59,9 +58,9 @@ def settings(args: argparse.Namespace) -> list[str]:
 
 
 def report(args: argparse.Namespace, ended: Ended, command: str) -> Report:
-    steps = ended.steps[WARM:]
+    steps = ended.steps[args.warm :]
     limits = {name: float(seconds) for name, seconds in (each.split("=") for each in args.limit)}
-    phases = [name for name in ended.phases(after=WARM) if name != "step"]
+    phases = [name for name in ended.phases(after=args.warm) if name != "step"]
     if unknown := limits.keys() - set(phases):
         raise SystemExit(f"--limit: the run has no phase {sorted(unknown)[0]!r}; it has {', '.join(phases)}")
 
@@ -99,7 +98,7 @@ def report(args: argparse.Namespace, ended: Ended, command: str) -> Report:
             Number(what="sampled", values=[step["perf/tokens_per_second"] for step in steps], unit="tokens/s"),
             Number(what="mean log-prob difference", values=differences, unit=""),
         ],
-        note=f"`{command}`. Steps {WARM} to {len(ended.steps) - 1}. With one optimizer step for each batch.",
+        note=f"`{command}`. Steps {args.warm} to {len(ended.steps) - 1}. With one optimizer step for each batch.",
     )
 
 
@@ -113,7 +112,8 @@ def main() -> int:
     command.add_argument("--prompts", type=int, default=64)
     command.add_argument("--samples", type=int, default=8)
     command.add_argument("--new", type=int, default=512, help="tokens of a sample")
-    command.add_argument("--steps", type=int, default=5, help=f"that count, after {WARM} that do not")
+    command.add_argument("--steps", type=int, default=5, help="that count")
+    command.add_argument("--warm", type=int, default=3, help="steps before them: kernels are compiled, memory pinned")
     command.add_argument("--bucket-mib", type=int, default=0, help="0: as large as a run has them by itself")
     command.add_argument("--micro-batch", type=int, default=16384, help="tokens")
     command.add_argument("--memory", type=float, default=0.5, help="share of the GPU for weights and KV cache")
@@ -132,7 +132,10 @@ def main() -> int:
         ended = run.wait(args.deadline)
         if ended.status != 0:
             print(f"the run ended with {ended.status} after {len(ended.steps)} steps:\n{ended.output[-4000:]}")
-        if len(ended.steps) <= WARM:
+            for number, step in enumerate(ended.steps):
+                seconds = (f"{name.removeprefix('time/')} {each:.3g}" for name, each in step.items() if "time/" in name)
+                print(f"step {number}, in seconds: {', '.join(seconds)}")
+        if len(ended.steps) <= args.warm:
             return 1
         finish(report(args, ended, run.command), args.output)
     return int(ended.status != 0)

@@ -60,10 +60,11 @@ def test_a_step_is_its_phases_and_what_lies_between_them_beside_their_limits() -
             "rollout/logprob_diff": 0.01,
             "perf/tokens_per_second": 5.0,
         }
-        for n in range(grpo_step.WARM + 2)
+        for n in range(5)
     ]
     args = argparse.Namespace(
         limit=["rollout=2", "train=1"],
+        warm=3,
         tiny=False,
         shape="0.6b",
         backend="fsdp",
