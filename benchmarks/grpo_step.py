@@ -43,6 +43,8 @@ def settings(args: argparse.Namespace) -> list[str]:
     shape = SHAPES[args.shape]
     return [
         *common,
+        # The quickstart's file has its small model whole on each rank, and reduces once a step.
+        *(("backends.fsdp.shard_size=0", "backends.fsdp.sync=every") if args.backend == "fsdp" else ()),
         *(f"model.config.{name}={value(shape[name])}" for name in (*FIELDS, *MORE)),
         *("model.config.max_position_embeddings=4096", "model.config.initializer_range=0.02"),
         *("cluster.device=cuda", "train.precision=bfloat16", f"train.tokens_per_micro_batch={args.micro_batch}"),

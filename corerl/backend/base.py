@@ -75,6 +75,10 @@ class StateKey(StrEnum):
     EXP_AVG_SQ = "exp_avg_sq"
 
 
+LESS = (
+    "less is needed with a smaller train.tokens_per_micro_batch, with train.recompute = 'full', on more ranks that "
+    "share the model, or beside engines that take less of the device"
+)
 SAVED = (StateKey.MASTER, StateKey.EXP_AVG, StateKey.EXP_AVG_SQ)
 
 
@@ -353,6 +357,18 @@ class Backend(BackendBase, ABC):
         """Host memory that this rank takes when all of it sleeps, after its first step."""
         copied = (tensor for kind in MemoryKind if kind is not MemoryKind.GRAD for tensor in self.on_device(kind))
         return resident_bytes(copied) + self.moments_to_come()
+
+    def explained(self, error: BaseException) -> str:
+        """Of a device that has no memory left: what holds it, and what needs less."""
+        if not isinstance(error, torch.OutOfMemoryError):
+            return ""
+        try:
+            held = self._meter.held(self._all_tensors())  # before a backend gives back what it had gathered
+            parts = held.described({kind: resident_bytes(self.on_device(kind)) for kind in MemoryKind})
+        except Exception:  # half built, or stopped in the middle of a step: then the error speaks for itself
+            return ""
+        asked, free, _ = str(error).partition(" is free")  # behind it torch speaks of its own settings
+        return f"{type(error).__name__}: {asked}{free}; held are {parts}; {LESS}"
 
     def _require_little(self, held: Held) -> None:
         """Raises MemoryHeld where all kinds sleep and more than the config allows is still held."""

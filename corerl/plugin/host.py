@@ -83,6 +83,10 @@ class BackendBase:
                 refusal(capability, support, asked_by=asked_by, backend=self.label or type(self).__name__)
             )
 
+    def explained(self, error: BaseException) -> str:
+        """One line for an error that one of its hooks raised, where more can be said than the error does; else ""."""
+        return ""
+
     def __reduce__(self) -> NoReturn:
         # cloudpickle, which Ray uses, would copy process groups and streams without a word.
         raise ContractError(f"a {type(self).__name__} cannot be pickled; build it inside the worker, from its name")
@@ -260,7 +264,8 @@ class PluginHost:
 
     def _hook_failed(self, hook: str, error: BaseException, *, at: Step | None = None, plugin: str = "") -> HookFailed:
         where = plugin or f"backend:{self.name}"
-        failed = HookFailed(f"{where}, {self._where}: {hook} failed{_when(at)}: {one_line(error)}")
+        why = self.backend.explained(error) or one_line(error)
+        failed = HookFailed(f"{where}, {self._where}: {hook} failed{_when(at)}: {why}")
         failed.hook, failed.rank = hook, self.context.rank
         failed.details = "".join(traceback.format_exception(error))
         return failed

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.backend import Backend
 from corerl.backend.base import HOOKS, Extra, StateKey
 from corerl.config.schema import WeightsConfig
-from corerl.errors import CheckpointError, MemoryHeld, ModelError, SaveFailed
+from corerl.errors import CheckpointError, HookFailed, MemoryHeld, ModelError, SaveFailed
 from corerl.memory import storage
 from corerl.memory.communicators import Communicators
 from corerl.memory.pool import HostMemory, Piece
@@ -22,7 +23,7 @@ from corerl.plugin.host import PluginHost
 from corerl.testing.harness import Setup, role_config, step_at
 from corerl.testing.plain.backend import PlainBackend
 from corerl.testing.plain.spec import PlainConfig
-from corerl.types import MemoryKind, SleepResult
+from corerl.types import LossSpec, MemoryKind, PackedBatch, SleepResult, Step, TrainResult
 from corerl.weights.transports.inprocess import InProcessSender
 
 CONTEXT = Context(role="actor", rank=0, world_size=1, local_rank=0, run_dir="")
@@ -246,6 +247,55 @@ def test_a_rank_that_holds_more_than_it_may_asleep_says_what_holds_it(setup: Set
         "0.00195 GiB of cpu are held while everything sleeps, more than cluster.max_residual_gib = 0.000976562: "
         "tensors of master: 0.00195 GiB; allow more, or free what is there"
     )
+
+
+TORCHS = (
+    "CUDA out of memory. Tried to allocate 86.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 86.69 MiB is "
+    "free. Including non-PyTorch memory, this process has 138.24 GiB memory in use. Of the allocated memory 135.26 GiB "
+    "is allocated by PyTorch, and 1.05 GiB is reserved by PyTorch but unallocated."
+)
+
+
+class Large(PlainBackend):
+    """Wants more than the device has, once it is built or before."""
+
+    early = False
+
+    def build(self, *arguments: Any) -> Any:
+        if self.early:
+            raise torch.OutOfMemoryError(TORCHS)
+        return super().build(*arguments)
+
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        raise torch.OutOfMemoryError(TORCHS)
+
+
+def host_of(backend: Backend) -> PluginHost:
+    return PluginHost(backend, name="large", context=CONTEXT)
+
+
+def test_a_device_without_memory_left_is_told_with_what_holds_it_and_what_needs_less(setup: Setup) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(setup.model))
+    gib = 4 * sum(param.numel() for param in model.parameters()) / 2**30
+    host = host_of(Large())
+    host.init(evolve(role_config(setup), options=PlainConfig()), CONTEXT)
+    with pytest.raises(HookFailed) as caught:
+        host.train(None, None, step_at(3))  # type: ignore[arg-type]  # it does not come to look at them
+    assert caught.value.message == (
+        "backend:large, actor rank 0: train failed at optimizer step 3: OutOfMemoryError: CUDA out of memory. Tried to "
+        "allocate 86.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 86.69 MiB is free; held are tensors of "
+        f"param: {gib:.3g} GiB; less is needed with a smaller train.tokens_per_micro_batch, with train.recompute = "
+        "'full', on more ranks that share the model, or beside engines that take less of the device"
+    )
+
+
+def test_where_a_backend_cannot_say_what_it_holds_torchs_own_words_are_told(setup: Setup) -> None:
+    backend = Large()
+    backend.early = True
+    with pytest.raises(HookFailed) as caught:
+        host_of(backend).init(evolve(role_config(setup), options=PlainConfig()), CONTEXT)
+    assert caught.value.message == f"backend:large, actor rank 0: init failed: OutOfMemoryError: {TORCHS}"
 
 
 @pytest.mark.parametrize(
