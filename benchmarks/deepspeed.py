@@ -31,8 +31,6 @@ import argparse
 import gc
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -73,6 +71,7 @@ from benchmarks.steps import (
     flops,
     join,
     packed_batch,
+    run_ranks,
     timed,
 )
 from corerl.models.attention import PACKED, register_packed_attention
@@ -562,14 +561,7 @@ def launch(start: Start, *, words: Sequence[str], case: Case, limit: float) -> s
     command += ["-m", "benchmarks.deepspeed", start.name, "--who", start.who, "--output", str(start.file), *words]
     threads = max(1, (os.cpu_count() or 1) // case.ranks)  # AdamW's, where it is on the host
     more = {"OMP_NUM_THREADS": str(threads), **environment("deepspeed", case, case.options)}
-    process = subprocess.Popen(command, env={**more, **os.environ}, start_new_session=True)
-    try:
-        code = process.wait(limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return f"it was not done after {limit:.0f} s"
-    return "" if code == 0 else f"exit status {code}"
+    return run_ranks(command, more=more, limit=limit)
 
 
 def main() -> None:

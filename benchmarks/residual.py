@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -28,7 +27,7 @@ from attrs import asdict, evolve, frozen
 
 from benchmarks.report import Number, Report, finish
 from benchmarks.sleep import ALLOWED, KINDS, synchronize, used
-from benchmarks.steps import GIB, QWEN3_600M, Plugin, Work, device_of, environment, join, packed_batch
+from benchmarks.steps import GIB, QWEN3_600M, Plugin, Work, device_of, environment, join, packed_batch, run_ranks
 
 RANK = "--rank"  # how this program starts itself as the ranks of one case
 LIMIT = 300.0  # seconds of one case
@@ -130,14 +129,15 @@ def numbers_of(ranks: Sequence[Sequence[Left]], *, name: str, tiny: bool) -> lis
 
 
 def ranks_of(name: str, ranks: int, *, tiny: bool) -> list[list[Left]]:
-    """Start one case's processes. Raises where they fail or are not done after LIMIT seconds."""
+    """Start one case's processes. Raises RuntimeError where they fail or are not done after LIMIT seconds."""
     case = evolve(CASES[name].tiny if tiny else CASES[name], ranks=ranks)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     with tempfile.TemporaryDirectory(prefix="residual-") as directory:
         file = Path(directory) / "left.json"
         command = [sys.executable, *torchrun, "-m", "benchmarks.residual", name, RANK, str(file)]
         more = environment(case.backend, case, case.options)
-        subprocess.run([*command, *(["--tiny"] if tiny else [])], env={**more, **os.environ}, check=True, timeout=LIMIT)
+        if why := run_ranks([*command, *(["--tiny"] if tiny else [])], more=more, limit=LIMIT):
+            raise RuntimeError(why)
         return [[Left(**each) for each in rank] for rank in json.loads(file.read_text())]
 
 
@@ -156,7 +156,7 @@ def main() -> int:
     for name in args.cases:
         try:
             numbers += numbers_of(ranks_of(name, args.ranks, tiny=args.tiny), name=name, tiny=args.tiny)
-        except subprocess.SubprocessError as error:
+        except RuntimeError as error:
             failed.append(f"{name}: {error}")
             continue
         size = f"{'a tiny model' if args.tiny else '0.6B shape'}, {args.ranks} ranks of each"

@@ -12,6 +12,8 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import signal
+import subprocess
 import sys
 import time
 import zlib
@@ -41,6 +43,7 @@ PEAK = 989e12  # FLOP/s
 GIB = 2**30
 CLIP, ENTROPY = 0.2, 0.01
 OPTIMIZER = OptimizerConfig(lr=1e-6, clip_norm=1.0)
+ENDED_WITHIN = 45.0  # seconds, of which torchrun gives its ranks 30
 TIMEOUT = 600.0  # seconds that a rank waits for another: the first step compiles
 TARGET = 0.97  # of the bare loop's tokens a second
 DIFFERENT = "THE FIRST GRADIENTS OF BOTH DIFFER: they do not do the same work, and the ratio says nothing."
@@ -296,6 +299,23 @@ def environment(backend: str, work: Work, options: Mapping[str, Any]) -> Mapping
     if problems := list(loaded.spec.check(config, cluster)):
         sys.exit("; ".join(f"{problem.path}: {problem.text}" for problem in problems))
     return loaded.spec.environment(config, cluster)
+
+
+def run_ranks(command: Sequence[str], *, more: Mapping[str, str], limit: float) -> str:
+    """Start a program, maybe a torchrun's, in this environment with `more`: why it failed, "" where it did not. It is
+    ended after `limit` seconds, and its ranks with it."""
+    process = subprocess.Popen(command, env={**more, **os.environ}, start_new_session=True)
+    try:
+        code = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # ranks have sessions of their own: torchrun ends them
+        try:
+            process.wait(ENDED_WITHIN)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return f"it was not done after {limit:.0f} s"
+    return "" if code == 0 else f"exit status {code}"
 
 
 def join(work: Work) -> None:

@@ -75,10 +75,8 @@ class StateKey(StrEnum):
     EXP_AVG_SQ = "exp_avg_sq"
 
 
-LESS = (
-    "less is needed with a smaller train.tokens_per_micro_batch, with train.recompute = 'full', on more ranks that "
-    "share the model, or beside engines that take less of the device"
-)
+SHARED = "on more ranks that share the model, or beside engines that take less of the device"
+LESS = f"with a smaller train.tokens_per_micro_batch, with train.recompute = 'full', {SHARED}"
 SAVED = (StateKey.MASTER, StateKey.EXP_AVG, StateKey.EXP_AVG_SQ)
 
 
@@ -358,7 +356,7 @@ class Backend(BackendBase, ABC):
         copied = (tensor for kind in MemoryKind if kind is not MemoryKind.GRAD for tensor in self.on_device(kind))
         return resident_bytes(copied) + self.moments_to_come()
 
-    def explained(self, error: BaseException) -> str:
+    def explained(self, hook: str, error: BaseException) -> str:
         """Of a device that has no memory left: what holds it, and what needs less."""
         if not isinstance(error, torch.OutOfMemoryError):
             return ""
@@ -367,8 +365,11 @@ class Backend(BackendBase, ABC):
             parts = held.described({kind: resident_bytes(self.on_device(kind)) for kind in MemoryKind})
         except Exception:  # half built, or stopped in the middle of a step: then the error speaks for itself
             return ""
-        asked, free, _ = str(error).partition(" is free")  # behind it torch speaks of its own settings
-        return f"{type(error).__name__}: {asked}{free}; held are {parts}; {LESS}"
+        if others := held.used - held.residual:
+            parts += f"; other processes: {others / GIB:.3g} GiB"
+        asked, free, _ = str(error).partition(" is free")  # behind it torch counts in its own words
+        less = LESS if hook in ("train", "forward") else SHARED
+        return f"{type(error).__name__}: {asked}{free}; held are {parts}; less is needed {less}"
 
     def _require_little(self, held: Held) -> None:
         """Raises MemoryHeld where all kinds sleep and more than the config allows is still held."""

@@ -6,6 +6,7 @@ What only one backend or engine knows stands in `backends.NAME` and `engines.NAM
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -34,6 +35,11 @@ def above(bound: float) -> Callable[[Any, Attribute[Any], Any], None]:
             raise ValueError(f"must be above {bound}, got {value!r}")
 
     return check
+
+
+def finite(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    if math.isinf(value):
+        raise ValueError(f"must be finite, got {value!r}")
 
 
 def between(low: float, high: float) -> Callable[[Any, Attribute[Any], Any], None]:
@@ -110,7 +116,9 @@ class ClusterConfig:
         default=False,
     )
     timeout: float = option(
-        "seconds that ranks wait for each other in one collective before they fail", default=600.0, validator=above(0)
+        "seconds that ranks wait for each other in one collective before they fail",
+        default=600.0,
+        validator=[above(0), finite],
     )
     watchdog: float = option(
         "seconds after which the user is told which ranks a call still waits for, and where they are; 0 never",
@@ -306,7 +314,9 @@ class DataSource:
 
     source: str = option("as data.source")
     name: str = option("what `Prompt.source` and metrics call it; empty takes the file's name", default="")
-    weight: float = option("its share of the prompts, relative to the others'", default=1.0, validator=above(0))
+    weight: float = option(
+        "its share of the prompts, relative to the others'", default=1.0, validator=[above(0), finite]
+    )
     prompt_key: str = option("empty takes data.prompt_key", default="")
     answer_key: str = option("empty takes data.answer_key", default="")
 
@@ -337,7 +347,7 @@ class RewardConfig:
         default=2,
         validator=at_least(0),
     )
-    timeout: float = option("seconds for one sample", default=30.0, validator=above(0))
+    timeout: float = option("seconds for one sample", default=30.0, validator=[above(0), finite])
     failed_value: float = option(
         "the reward of a sample whose own raises, is no finite number, takes too long or ends its process",
         default=0.0,
@@ -361,7 +371,9 @@ class EpisodesConfig:
         default="auto",
     )
     timeout: float = option(
-        "seconds for one episode; one that takes longer gets reward.failed_value", default=600.0, validator=above(0)
+        "seconds for one episode; one that takes longer gets reward.failed_value",
+        default=600.0,
+        validator=[above(0), finite],
     )
 
 

@@ -36,7 +36,8 @@ def plan_steps(
     max_tokens: int,
     seed: int,
 ) -> list[StepPlan]:
-    """The optimizer steps of one rollout batch, in order: `epochs` times `mini_batches` of them.
+    """The optimizer steps of one rollout batch, in order: `epochs` times `mini_batches` of them, or as many as there
+    are groups where these are fewer, as after a postprocess that leaves samples out.
 
     In every epoch each sample belongs to exactly one step, and the samples of a group (`rows["group"]`) to the same
     one. The epochs' orders follow from `seed` alone; give each rollout step another one.
@@ -52,17 +53,12 @@ def plan_steps(
             f"algorithm.aggregation: unknown aggregation {aggregation!r}; take one of {', '.join(AGGREGATIONS)}"
         )
     groups, group_of = np.unique(batch.rows["group"], return_inverse=True)
-    if len(groups) < mini_batches:
-        raise ConfigError(
-            f"train.mini_batches={mini_batches}, but the rollout batch has {len(groups)} groups, which are not split; "
-            f"use at most {len(groups)} mini-batches, or more rollout.prompts"
-        )
     sizes = _padded(batch.lengths, sequence_multiple)
     loss_tokens = count_loss_tokens(batch)
     steps = []
     for epoch in range(epochs):
         order = np.random.default_rng([seed, epoch]).permutation(len(groups))
-        for chosen_groups in np.array_split(order, mini_batches):
+        for chosen_groups in np.array_split(order, min(mini_batches, len(groups))):
             chosen = np.flatnonzero(np.isin(group_of, chosen_groups))
             micro_batches, filler = _share(
                 chosen,

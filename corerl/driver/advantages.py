@@ -40,8 +40,9 @@ def stamp(
     per_token = np.zeros(len(mask), dtype=np.float32)
     if "ref_logprobs" in columns:
         divergence = token_kl(columns["old_logprobs"], columns["ref_logprobs"], mask, estimator=algorithm.kl_estimator)
-        kl = float(divergence[mask].mean(dtype=np.float64)) if mask.any() else 0.0
-        metrics |= {"train/kl_reference": kl, "train/kl_coef": kl_coef}
+        metrics["train/kl_coef"] = kl_coef
+        if mask.any():  # else nothing was measured, and the coefficient stays
+            kl = metrics["train/kl_reference"] = float(divergence[mask].mean(dtype=np.float64))
         if algorithm.kl_in == "reward":
             per_token = -np.float32(kl_coef) * divergence
 

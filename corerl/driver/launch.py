@@ -154,7 +154,9 @@ def _start(
     stack: contextlib.ExitStack,
 ) -> Run:
     config, state = prepared.config, prepared.state
-    step = state.get("rollout_step", 0)
+    # One that samples alone writes no checkpoint: what it is given is another run's, of which it takes the weights.
+    samples_alone = config.run.mode == "rollout-only"
+    step = 0 if samples_alone else state.get("rollout_step", 0)
     reward: Scorer = prepared.reward
     if config.run.samples:  # first: its processes start while Ray does
         # The source may score in a thread of its own while the loop evaluates.
@@ -198,7 +200,7 @@ def _start(
         aside = make_sampler(prepared, fleet, front, aside=True)
     source = make_source(prepared, fleet, sampler, aside, reward)
     stack.callback(source.close)
-    if state and config.run.mode != "eval":
+    if state and config.run.mode != "eval" and not samples_alone:
         source.restore(state["source"], prepared.resume)
 
     def phase(name: str) -> AbstractContextManager[None]:

@@ -73,7 +73,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def staleness_metrics(samples: SampleBatch, version: int) -> dict[str, float]:
-    """How many weight updates the loss tokens' weights are behind `version`, those that they are trained with.
+    """How many weight updates the loss tokens' weights are behind `version`, the engines' as training begins. Between
+    two updates, where `weights.every` is more than 1, that is 0, however far the trainer is.
 
     staleness             mean over loss tokens
     staleness_max         of the oldest one
@@ -120,7 +121,8 @@ def _mismatch(metrics: Mapping[str, TensorMetric]) -> dict[str, float]:
 
 
 def time_metrics(seconds: Mapping[str, float], step_seconds: float, tokens: float) -> dict[str, float]:
-    """Seconds by phase, and sampled tokens per second of the whole step."""
+    """Seconds by phase, and the batch's sampled tokens per second of the whole step; what was sampled and given up for
+    another prompt, or as too old, took its time and does not count."""
     return {
         **{f"time/{name}": value for name, value in seconds.items()},
         "time/step": step_seconds,

@@ -211,13 +211,16 @@ class Run:
         for name in names:
             role = self.roles[name]
             started = role.start(shared, stamped.samples, self.rollout_step, self._loss(role, stamped.kl_coef))
-            if left_out := role.train.mini_batches * role.train.epochs - len(started):
-                self.tell(
-                    Notice(
-                        text=f"step {self.rollout_step}: {left_out} optimizer steps of {name} are left out: no "
-                        "sample in them has a loss token"
-                    )
-                )
+            groups = len(set(stamped.samples.rows["group"].tolist()))
+            missing = max(role.train.mini_batches - groups, 0) * role.train.epochs
+            empty = role.train.mini_batches * role.train.epochs - missing - len(started)
+            for left_out, why in (
+                (missing, f"the batch has {groups} groups, which are not split"),
+                (empty, "no sample in them has a loss token"),
+            ):
+                if left_out:
+                    text = f"step {self.rollout_step}: {left_out} optimizer steps of {name} are left out: {why}"
+                    self.tell(Notice(text=text))
             for index, pending in enumerate(started):
                 calls[name, index] = Call(
                     role.group.processes, pending, functools.partial(role.group.wait_train, pending)
@@ -340,7 +343,8 @@ class Run:
     def _start_save(self, *, background: bool) -> None:
         state = {
             "rollout_step": self.rollout_step,
-            "kl_coef": self.kl_coef,
+            # Where it was not adapted, a run that resumes and adapts it begins with its own.
+            **({"kl_coef": self.kl_coef} if self.config.algorithm.kl_target else {}),
             "source": self.source.position,
             "config": to_plain(self.config),
             "before": [asdict(shown) for shown in self._before],

@@ -19,6 +19,7 @@ from attrs import frozen
 SEGMENT = 2**30  # bytes that one thread touches and pins at a time, at most
 SMALLEST_SEGMENT = 2**26
 ALIGNMENT = 512  # bytes; where a copy begins
+MEMINFO, CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 THREADS = 16  # more are no faster: the kernel hands out pages, and the driver pins them
 
 
@@ -188,12 +189,20 @@ def cut(pieces: Sequence[Piece], sizes: Iterable[int]) -> Iterator[list[torch.Te
 
 
 def available_bytes() -> float:
-    """Of the host's memory, what can be taken without swapping."""
+    """Of the host's memory, what can be taken without swapping, and of its container's what that allows."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = MEMINFO.read_text().splitlines()
     except OSError:
         return math.inf  # no Linux
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    try:
+        most, used, stat = ((CONTAINER / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
+    except OSError:
+        return free  # in no container, or under the first version of cgroups
+    if most.strip() == "max":
+        return free
+    files = sum(int(line.split()[1]) for line in stat.splitlines() if line.startswith(("active_file", "inactive_file")))
+    return min(free, max(int(most) - int(used) + files, 0))  # what files are cached in is given up for it
 
 
 def _touched(nbytes: int) -> torch.Tensor:

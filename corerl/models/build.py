@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from corerl.errors import ModelError
 from corerl.models.attention import PACKED, register_packed_attention
 
+NOISE = ("drop", "jitter")  # in the names of config fields: attention_dropout, resid_pdrop, router_jitter_noise
 VALUE_HEAD = "value_head"
 VALUE_HEAD_WEIGHT = f"{VALUE_HEAD}.weight"  # [1, hidden], under this name in every backend and checkpoint
 
@@ -27,13 +28,14 @@ def build_on_meta(
 
     `attention` is the name of an attention in transformers ('sdpa', 'eager'), or `models.attention.PACKED`. With
     `value_head` it is a critic: the language head is gone, and `model.value_head` is a linear map to one number. The
-    config that is given stays as it is. Raises ModelError where the model keeps weights in buffers, which have no
-    chunks.
+    config that is given stays as it is; the model's own has no dropout, nor what else training alone draws. Raises
+    ModelError where the model keeps weights in buffers, which have no chunks.
 
     Rotary frequencies are buffers that no checkpoint holds: on meta, or after `to_empty()`, they would be lost.
     """
     config = copy.deepcopy(config)
     config.use_cache = False  # with a cache transformers takes packed rows for one sequence, silently
+    _silence(config)
     if attention == PACKED:
         register_packed_attention()
     # torch's own door: each parameter goes to meta as it is registered, and its storage was never written to.
@@ -49,6 +51,14 @@ def build_on_meta(
     if kept:
         raise ModelError(f"{type(model).__name__} keeps weights in buffers ({kept[0]}, ...), which CoreRL cannot train")
     return model
+
+
+def _silence(config: PreTrainedConfig) -> None:
+    """What is drawn anew in each pass of training makes log-probs that no engine and no other pass has."""
+    for part in (config, config.get_text_config()):
+        for name, value in list(vars(part).items()):
+            if isinstance(value, int | float) and value and any(word in name for word in NOISE):
+                setattr(part, name, type(value)(0))
 
 
 def _put_value_head(model: PreTrainedModel, dtype: torch.dtype) -> None:

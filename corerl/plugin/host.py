@@ -83,8 +83,9 @@ class BackendBase:
                 refusal(capability, support, asked_by=asked_by, backend=self.label or type(self).__name__)
             )
 
-    def explained(self, error: BaseException) -> str:
-        """One line for an error that one of its hooks raised, where more can be said than the error does; else ""."""
+    def explained(self, hook: str, error: BaseException) -> str:
+        """One line for an error that a hook raised, where more can be said than the error does; else "". Called on the
+        rank that raised it alone: it must not begin a collective."""
         return ""
 
     def __reduce__(self) -> NoReturn:
@@ -264,7 +265,7 @@ class PluginHost:
 
     def _hook_failed(self, hook: str, error: BaseException, *, at: Step | None = None, plugin: str = "") -> HookFailed:
         where = plugin or f"backend:{self.name}"
-        why = self.backend.explained(error) or one_line(error)
+        why = self.backend.explained(hook, error) or one_line(error)
         failed = HookFailed(f"{where}, {self._where}: {hook} failed{_when(at)}: {why}")
         failed.hook, failed.rank = hook, self.context.rank
         failed.details = "".join(traceback.format_exception(error))

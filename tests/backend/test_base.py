@@ -17,6 +17,7 @@ from corerl.config.schema import WeightsConfig
 from corerl.errors import CheckpointError, HookFailed, MemoryHeld, ModelError, SaveFailed
 from corerl.memory import storage
 from corerl.memory.communicators import Communicators
+from corerl.memory.measure import DeviceMeter
 from corerl.memory.pool import HostMemory, Piece
 from corerl.plugin.context import Context
 from corerl.plugin.host import PluginHost
@@ -274,19 +275,25 @@ def host_of(backend: Backend) -> PluginHost:
     return PluginHost(backend, name="large", context=CONTEXT)
 
 
-def test_a_device_without_memory_left_is_told_with_what_holds_it_and_what_needs_less(setup: Setup) -> None:
+def test_a_device_without_memory_left_is_told_with_what_holds_it_and_what_needs_less(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(setup.model))
     gib = 4 * sum(param.numel() for param in model.parameters()) / 2**30
     host = host_of(Large())
     host.init(evolve(role_config(setup), options=PlainConfig()), CONTEXT)
+    own = DeviceMeter.held
+    others = 80 * 2**30
+    monkeypatch.setattr(DeviceMeter, "held", lambda *of: evolve(found := own(*of), used=found.used + others))
     with pytest.raises(HookFailed) as caught:
         host.train(None, None, step_at(3))  # type: ignore[arg-type]  # it does not come to look at them
     assert caught.value.message == (
         "backend:large, actor rank 0: train failed at optimizer step 3: OutOfMemoryError: CUDA out of memory. Tried to "
         "allocate 86.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 86.69 MiB is free; held are tensors of "
-        f"param: {gib:.3g} GiB; less is needed with a smaller train.tokens_per_micro_batch, with train.recompute = "
-        "'full', on more ranks that share the model, or beside engines that take less of the device"
+        f"param: {gib:.3g} GiB; other processes: 80 GiB; less is needed with a smaller train.tokens_per_micro_batch, "
+        "with train.recompute = 'full', on more ranks that share the model, or beside engines that take less of the "
+        "device"
     )
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks import steps
 from benchmarks.deepspeed import QWEN3_4B
 from benchmarks.megatron import CASES
-from benchmarks.steps import PEAK, SLICE, QuickWeights, Work, flops
+from benchmarks.steps import PEAK, SLICE, QuickWeights, Work, flops, run_ranks
 
 
 def without_memory(work: Work) -> PreTrainedModel:
@@ -52,3 +56,32 @@ def test_weights_are_the_same_whole_and_in_boxes_and_numbers_of_bfloat16() -> No
     assert torch.equal(whole.bfloat16().float(), whole) and not torch.equal(whole, weights.whole("b"))
     assert whole.std() == pytest.approx(0.02, rel=0.3)
     assert torch.equal(weights.whole("norm"), torch.ones(6))
+
+
+LAUNCHER = """
+import pathlib, signal, sys, time
+
+def end(*_):
+    pathlib.Path(sys.argv[1]).write_text("its ranks are ended")
+    sys.exit(1)
+
+signal.signal(signal.SIGTERM, end if sys.argv[2] == "heeds" else signal.SIG_IGN)
+pathlib.Path(sys.argv[1]).write_text("began")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("launcher", "left"), [("heeds", "its ranks are ended"), ("does not", "began")])
+def test_what_is_not_done_in_time_may_end_its_ranks_and_is_killed_else(
+    launcher: str, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "ENDED_WITHIN", 60.0 if launcher == "heeds" else 0.5)
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path / "left"), launcher]
+    assert run_ranks(command, more={}, limit=4) == "it was not done after 4 s"
+    assert (tmp_path / "left").read_text() == left
+
+
+def test_a_program_that_fails_is_told_by_its_status() -> None:
+    assert run_ranks([sys.executable, "-c", "exit(4)"], more={}, limit=60) == "exit status 4"
+    looks = "import os; exit(os.environ['WORD'] != 'given')"
+    assert run_ranks([sys.executable, "-c", looks], more={"WORD": "given"}, limit=60) == ""

@@ -136,6 +136,8 @@ def test_the_last_override_of_a_value_counts_and_its_neighbours_stay(tmp_path: P
         ("[rollout]\nstop = 'ab'", "rollout.stop: expected array of strings, got string 'ab'"),
         ("[rollout]\ntop_p = 0.0", "rollout.top_p: must be above 0 and at most 1, got 0.0"),
         ("[rollout]\nmax_tokens = 0", "rollout.max_tokens: must be at least 1, got 0"),
+        ("[cluster]\ntimeout = inf", "cluster.timeout: must be finite, got inf"),
+        ("[cluster]\ntimeout = 0", "cluster.timeout: must be above 0, got 0.0"),
         ("[algorithm]\nkl_coef = -0.1", "algorithm.kl_coef: must be at least 0, got -0.1"),
         (
             "[algorithm]\nkl_estimator = 'k4'",

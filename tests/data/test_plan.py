@@ -181,9 +181,10 @@ def test_loss_tokens_are_counted_per_sample_also_where_one_is_empty() -> None:
     assert count_loss_tokens(batch).tolist() == [0, 2, 0, 1, 0]
 
 
-def test_more_mini_batches_than_groups_are_refused() -> None:
-    with pytest.raises(ConfigError, match="train.mini_batches=3, but the rollout batch has 2 groups"):
-        plan_steps(batch_of([3, 3, 3, 3], samples_per_group=2), **{**DEFAULTS, "mini_batches": 3})
+def test_a_batch_of_fewer_groups_than_mini_batches_is_a_step_for_each_group() -> None:
+    steps = plan_steps(batch_of([3, 3, 3, 3], samples_per_group=2), **{**DEFAULTS, "mini_batches": 3, "epochs": 2})
+    trained = [sorted(np.flatnonzero(step.scales).tolist()) for step in steps]
+    assert [sorted(trained[epoch : epoch + 2]) for epoch in (0, 2)] == [[[0, 1], [2, 3]]] * 2
 
 
 def test_an_unknown_aggregation_is_answered_with_the_known_ones() -> None:

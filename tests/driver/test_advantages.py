@@ -51,6 +51,13 @@ def test_a_kl_in_the_loss_leaves_rewards_alone_and_is_reported() -> None:
     assert found.metrics == {"train/kl_reference": found.kl, "train/kl_coef": 0.5}
 
 
+def test_without_a_loss_token_no_kl_is_measured() -> None:
+    masked = batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125])
+    masked = masked.with_columns(loss_mask=np.zeros(5, dtype=np.bool_))
+    found = stamped(masked, kl_coef=0.5, kl_estimator="k1")
+    assert (found.kl, found.metrics) == (None, {"train/kl_coef": 0.5})
+
+
 def test_a_kl_in_the_reward_is_taken_off_the_sample() -> None:
     columns = batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125])
     found = stamped(columns, kl_coef=0.5, kl_estimator="k1", kl_in="reward")

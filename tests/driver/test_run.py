@@ -250,6 +250,18 @@ def test_a_mini_batch_without_a_loss_token_moves_nothing_and_is_told(make_run: C
     assert told(ears) == ["step 0: 3 optimizer steps of actor are left out: no sample in them has a loss token"]
 
 
+def test_fewer_groups_than_mini_batches_are_fewer_steps_and_told(make_run: Callable[..., Run]) -> None:
+    ears, config = Ears(), make_config(train={"mini_batches": 4, "epochs": 2})
+    actor = role("actor", config=config)
+    run = make_run(config, roles={"actor": actor}, observers=Observers([("ears", ears)]))
+    two = batch().with_rows(group=np.array([0, 1]))
+    results = run.optimize(run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=two))))
+    assert len(results["actor"]) == actor.optimizer_step == 4
+    assert told(ears) == [
+        "step 0: 4 optimizer steps of actor are left out: the batch has 2 groups, which are not split"
+    ]
+
+
 def test_a_stop_is_heeded_where_engines_have_new_weights(make_run: Callable[..., Run]) -> None:
     run = make_run(make_config(weights={"every": 3}, checkpoint={"every": 0}), stop=Stop(True))
     assert [step for run.rollout_step, step in enumerate(range(7)) if run.stopping] == [0, 3, 6]
@@ -472,6 +484,16 @@ def test_the_end_saves_what_is_not_saved_and_waits_for_what_is_being_written(mak
         assert len(source.saved) == (last_step == 4)  # beside the roles' files
         # Interrupted, so nothing is exported.
         assert (summary.reason, summary.steps_done, summary.run_dir) == ("interrupted", 5, Path("/run"))
+
+
+@pytest.mark.parametrize(("target", "kept"), [(0.1, [0.25]), (0.0, [])])
+def test_a_coefficient_that_is_not_adapted_is_in_no_checkpoint(
+    make_run: Callable[..., Run], target: float, kept: list[float]
+) -> None:
+    saves, config = Saves(4), make_config(algorithm={"kl_coef": 0.5, "kl_target": target})
+    end = {"rollout_step": 5, "stop": Stop(True), "source": Source(), "run_dir": Path("/run")}
+    make_run(config, checkpoints=saves, kl_coef=0.25, **end).finish()
+    assert [state["kl_coef"] for state in saves.states if "kl_coef" in state] == kept
 
 
 def test_the_last_save_finds_what_it_writes_in_memory(make_run: Callable[..., Run]) -> None:

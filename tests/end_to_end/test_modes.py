@@ -13,6 +13,7 @@ from corerl.types import Array
 from tests.end_to_end.command import Command, metrics, numbers, write_small
 
 STEPS = 4
+PARTS = slice(0, 6), slice(6, None)  # of a row: five digits and a mark, and what is sampled
 # One process a role is enough here, and the plain backend's starts fastest.
 PLAIN = ["backend.name=plain", "roles.actor.ranks=1", f"run.steps={STEPS}", "eval.every=2", "checkpoint.every=0"]
 PPO = ["algorithm.name=ppo", "roles.critic.ranks=1", "rollout.samples=1", "rollout.prompts=16"]
@@ -83,6 +84,19 @@ def test_sampling_alone_draws_what_a_first_step_trains_on_and_trains_nothing(tra
     ):
         assert found.files == wanted.files
         assert all(np.array_equal(found[name], wanted[name]) for name in wanted.files)
+
+
+def test_sampling_alone_takes_a_finished_runs_weights_and_begins_with_the_first_prompt(trained: Path) -> None:
+    out, newest = trained / "with-its-weights", trained / f"run/checkpoints/step-{STEPS:08d}"
+    resumed = ["run.mode=rollout-only", f"checkpoint.resume={newest}", f"run.dir={out}"]
+    corerl("train", trained / "small.toml", *PLAIN, *PPO, *resumed, logs=trained)
+    assert len(list((out / "rollouts").iterdir())) == STEPS
+    sampled = []
+    for rollouts in (out / "rollouts", trained / "run/rollouts"):
+        with np.load(rollouts / "step-00000000.npz") as arrays:
+            sampled.append(np.split(arrays["tokens"], arrays["offsets"][1:-1]))
+    prompts, responses = ([[row[part].tolist() for row in rows] for rows in sampled] for part in PARTS)
+    assert prompts[0] == prompts[1] and responses[0] != responses[1]
 
 
 def test_eval_scores_a_checkpoint_as_the_run_did(trained: Path) -> None:

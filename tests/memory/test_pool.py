@@ -4,6 +4,7 @@ import errno
 import mmap
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,6 +154,26 @@ def test_more_than_the_host_has_is_refused_before_a_page_is_touched(pool: Pinned
     with pytest.raises(MemoryError, match="4194304.00 GiB more"):
         pool.take(2**52)
     assert (pool.size, driver.bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("most", "available"), [("max\n", 500.0), (f"{300 * 1024}\n", 160.0), (f"{100 * 1024}\n", 0.0), ("", 500.0)]
+)
+def test_a_container_may_allow_less_than_its_host_has(
+    most: str, available: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KiB; of the 200 in use 60 are what files are cached in. Without a limit there are no such files at all."""
+    (tmp_path / "meminfo").write_text("MemTotal:  900 kB\nMemAvailable:    500 kB\n")
+    for name, text in {
+        "max": most,
+        "current": f"{200 * 1024}\n",
+        "stat": f"anon 7\nfile 9\nactive_file {20 * 1024}\ninactive_file {40 * 1024}\n",
+    }.items():
+        if most:
+            (tmp_path / f"memory.{name}").write_text(text)
+    monkeypatch.setattr(pool_module, "CONTAINER", tmp_path)
+    monkeypatch.setattr(pool_module, "MEMINFO", tmp_path / "meminfo")
+    assert pool_module.available_bytes() == available * 1024
 
 
 def test_ordinary_memory_has_no_thread_and_is_exactly_as_large_as_asked() -> None:

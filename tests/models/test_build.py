@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.errors import ModelError
 from corerl.models.build import build_on_meta, materialize, move_buffers, recompute_layers
@@ -32,6 +32,26 @@ def test_models_built_afterwards_are_real_again_and_the_config_is_untouched() ->
     model = build_on_meta(config, dtype=torch.float32, attention="sdpa")
     assert config.use_cache and not model.config.use_cache
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("phi", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attention_dropout": 0.1}),
+        ("opt", {"dropout": 0.1, "attention_dropout": 0.1, "layerdrop": 0.5, "ffn_dim": 96, "word_embed_proj_dim": 64}),
+        ("mixtral", {"router_jitter_noise": 0.3, "num_local_experts": 4, "num_key_value_heads": 2}),
+    ],
+)
+def test_a_model_draws_nothing_while_it_trains_whatever_its_config_says(kind: str, fields: dict[str, Any]) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = AutoConfig.for_model(kind, **sizes, vocab_size=97, **fields)
+    model = build_on_meta(config, dtype=torch.float32, attention="sdpa")
+    torch.manual_seed(0)
+    materialize(model, {name: nn.Parameter(torch.randn(p.shape) * 0.1) for name, p in model.named_parameters()})
+    tokens = torch.arange(20)[None]
+    trained, evaluated = model.train()(tokens).logits, model.eval()(tokens).logits
+    assert torch.equal(trained, evaluated)
+    assert {name: getattr(config, name) for name in fields} == fields
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("qwen3-tied", True), ("qwen3", False)])

@@ -55,7 +55,7 @@ class DiskSender(WeightSender):
         self._address = address
         self._digest = ""
         self._checksums: list[int] = []
-        self._partial = Path()
+        self._partial = Path()  # once it has begun one
         self._error = ""  # why this update cannot be written
         self._lost: dict[str, str] = {}  # by engine: why it is not waited for, said by another thread
 
@@ -111,7 +111,10 @@ class DiskSender(WeightSender):
         self._lost[engine] = reason  # one assignment: no lock
 
     def close(self) -> None:
-        """The engines have loaded the last version: a copy of the weights is not left behind."""
+        """The engines have loaded the last version: a copy of the weights is not left behind. A rank that never sent
+        closes too, maybe while another one writes: it takes nothing away."""
+        if self._partial == Path():
+            return
         for version in Path(self._address.path).glob("v*"):
             shutil.rmtree(version, ignore_errors=True)
 

@@ -40,6 +40,7 @@ BUFFERS = 2
 LOOK_SECONDS = 0.1  # between two looks at what another thread has said
 CONNECT_SECONDS = 0.01  # between two tries to connect
 PACKET_BYTES = 64 * 1024
+ERROR_CHARACTERS = 4000  # of an engine's own error, up to six bytes each: a longer message would not arrive whole
 
 
 def _name(address: Address, rank: int) -> str:
@@ -236,7 +237,7 @@ class IpcSender(WeightSender):
         found = next((index for index, peer in self._peers.items() if peer.connection is connection), None)
         try:
             message, _ = _receive(connection)
-        except ConnectionError:
+        except (ConnectionError, ValueError):  # ended, or no message of ours
             message = None
         if message is None:
             if found is None:
@@ -401,7 +402,7 @@ class IpcReceiver(WeightReceiver):
             torch.cuda.synchronize()  # a load that failed may have left copies under way
             self._opened = {}
         if joined:
-            self._tell({"is": "done", "version": version, "error": error, "opened": closed})
+            self._tell({"is": "done", "version": version, "error": error[:ERROR_CHARACTERS], "opened": closed})
         elif not asked:  # otherwise the sender knows: it has left this engine out
             self._hello("", version, error or "did not read the update")
 
@@ -421,7 +422,8 @@ class IpcReceiver(WeightReceiver):
         self._joined = version
 
     def _hello(self, digest: str, version: int, error: str) -> None:
-        message = {"is": "hello", "index": self._index, "version": version, "digest": digest, "error": error}
+        known = {"index": self._index, "version": version, "digest": digest}
+        message = {"is": "hello", **known, "error": error[:ERROR_CHARACTERS]}
         for last in (False, True):  # a connection that the sender has closed meanwhile is made anew
             self._connect()
             try:

@@ -39,6 +39,16 @@ def padding_after_steps(setup: Setup, steps: int) -> list[tuple[int, float]]:
         return found
 
 
+def explained_alone(setup: Setup, alone: int) -> tuple[str, list[float]]:
+    """What rank `alone` says of memory that it lacks after a step, and gradient norms of that step and the next."""
+    with running(setup) as worker:
+        norms, told = [train(worker, setup, 0).grad_norm], ""
+        if worker.backend.layout.rank == alone:
+            told = worker.backend.explained("train", torch.OutOfMemoryError("CUDA out of memory. 1 MiB is free."))
+        norms.append(train(worker, setup, 1).grad_norm)
+        return told, norms
+
+
 def memory(setup: Setup) -> dict[str, float]:
     """Bytes of each kind after a step, for each parameter that this rank holds."""
     with running(setup) as worker:

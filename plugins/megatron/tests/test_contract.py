@@ -59,6 +59,13 @@ def test_a_layout_keeps_the_contract(runs: Runs, tmp_path: Path, layout: str, ch
     CHECKS[check](subject, **{name: arguments[name] for name in arguments_of(check)})
 
 
+def test_a_rank_without_memory_says_what_it_holds_without_the_others(runs: Runs, rank_pool: RankPool) -> None:
+    setup = evolve(runs.setup("megatron", "qwen3"), options=LAYOUTS["dp2 overlap"])
+    told, norms = zip(*rank_pool.run(ranks.explained_alone, setup, 1), strict=True)
+    assert told[0] == "" and "1 MiB is free; held are tensors of param: " in told[1]
+    assert norms == tuple(each for _, each in rank_pool.run(ranks.explained_alone, setup, -1))
+
+
 def test_the_vocabularys_padding_stays_zero(runs: Runs, rank_pool: RankPool) -> None:
     setup = evolve(runs.setup("megatron", "qwen3"), options={"tensor_parallel": 2})
     first, second = rank_pool.run(ranks.padding_after_steps, setup, 3)

@@ -176,6 +176,28 @@ def test_an_engine_that_dies_while_it_loads_is_known_at_once_and_its_successor_g
         sender.close()
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_an_engines_error_of_any_length_is_an_entry_and_the_next_update_arrives(pair: Any, early: bool) -> None:
+    sender, receiver = pair
+    error = "Error(s) in loading state_dict: " + "\u65e5" * 200_000  # six bytes each on their way
+
+    def fails() -> None:
+        for _ in range(1 if early else len(FOUR.buckets)):
+            next(buckets)
+        receiver.acknowledge(1, error)
+
+    buckets = receiver.buckets(FOUR, 1)
+    thread = threading.Thread(target=fails)
+    thread.start()
+    told = push_four(sender, 1)["e"]
+    thread.join()
+    assert told == error[: len(told)] and len(told) > 1000
+    reader = Reader(receiver, FOUR, 2)
+    reader.go.release(len(FOUR.buckets))
+    assert push_four(sender, 2) == {"e": ""}
+    reader.thread.join()
+
+
 def test_an_engine_that_is_given_up_is_waited_for_no_more() -> None:
     sender = open_sender(address_of("a", timeout=120.0))
     threading.Timer(0.2, sender.give_up, ("a", "its process died")).start()

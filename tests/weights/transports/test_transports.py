@@ -524,6 +524,21 @@ def test_a_disk_that_cannot_be_written_is_an_entry_for_every_engine_and_no_excep
     assert set(engines) == {"e", "f"} and all(reason.startswith("cannot write") for reason in engines.values())
 
 
+@pytest.mark.parametrize("transport", ["disk", "delta"])
+def test_a_rank_that_does_not_send_takes_nothing_away_as_it_closes(transport: str, tmp_path: Path) -> None:
+    address = Address(transport=transport, engines=(), path=str(tmp_path), timeout=1.0)
+    sends, idle = open_sender(address, rank=0), open_sender(address, rank=1)
+    sends.begin(manifest_of(), 1)
+    idle.close()
+    for bucket in manifest_of().buckets:
+        sends.send(bucket, torch.zeros(bucket.numel))
+    assert sends.commit(1) == {}
+    idle.close()
+    assert len(list(tmp_path.glob("v*/bucket-*"))) == len(manifest_of().buckets)
+    sends.close()
+    assert list(tmp_path.glob("v*")) == []
+
+
 def test_a_store_that_cannot_be_opened_is_an_entry_for_every_engine_and_no_exception() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

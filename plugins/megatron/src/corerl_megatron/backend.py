@@ -46,6 +46,8 @@ from corerl_megatron.step import Pipeline, forward_pass, train_step
 
 
 class MegatronBackend(Backend):
+    gathers_pending = False  # a step has left parameters to be gathered in the next forward pass
+
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
         fields = hf_config(config.model).to_dict()
         if reason := unsupported_by(fields):
@@ -65,7 +67,6 @@ class MegatronBackend(Backend):
             vocabulary=model.vocabulary,
             device=self.device,
         )
-        self.gathers_pending = False
         return layout(config.options, self.groups, rank=context.rank, ranks=context.world_size)
 
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
@@ -134,6 +135,13 @@ class MegatronBackend(Backend):
             with calling_megatron(self.device):
                 native.write(self.model, Path(path) / native.DIRECTORY, step)
         return result
+
+    def explained(self, hook: str, error: BaseException) -> str:
+        pending, self.gathers_pending = self.gathers_pending, False  # on one rank alone nothing can be gathered
+        try:
+            return super().explained(hook, error)
+        finally:
+            self.gathers_pending = pending
 
     def shutdown(self, reason: str) -> None:
         super().shutdown(reason)
