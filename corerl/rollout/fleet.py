@@ -54,6 +54,7 @@ class EngineFleet:
         self._restarts: dict[int, int] = {}  # of a replica, since a step was completed
         self._dead: dict[int, CorerlError] = {}  # not replaced yet
         self._without_weights: set[int] = set()  # the dead, and those in their place until an update
+        self._failure: CorerlError | None = None  # for which all were ended; later deaths are of that
 
     def start_async(self) -> Any:
         """Construct all replicas; `wait_started` blocks until they are there."""
@@ -178,6 +179,8 @@ class EngineFleet:
 
     def _require_allowed(self, replica: int, error: CorerlError) -> None:
         """Raises `error`, after which none of the processes is left, where the replica may not be started again."""
+        if self._failure is not None:
+            raise self._failure
         restarts = self._restarts.get(replica, 0)
         if restarts < self._allowed:
             return
@@ -194,6 +197,7 @@ class EngineFleet:
         failed = {replica: answer for replica, answer in answers.items() if isinstance(answer, CorerlError)}
         for replica, error in failed.items():
             if not isinstance(error, WorkerDied):
+                self._failure = self._failure or error
                 self.processes.kill()
                 raise error
             with self._changing:

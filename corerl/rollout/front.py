@@ -95,6 +95,9 @@ class Front:
             return refused.status, {
                 "error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}
             }
+        except Exception as error:  # a chat template's own, say: whoever asked is told its words
+            said = f"{type(error).__name__}: {error}"
+            return 500, {"error": {"message": said, "type": "server_error", "param": None, "code": "failed"}}
 
     def _read(self, body: bytes) -> ChatRequest:
         try:

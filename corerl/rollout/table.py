@@ -223,7 +223,8 @@ class Table:
             tool_calls=answer.calls,
             finish_reason="length" if drawn.truncated[0] else "tool_calls" if answer.calls else "stop",
             prompt_tokens=len(tokens),
-            tokens=self._tokenizer.convert_ids_to_tokens(drawn.tokens.tolist()),
+            # A model may have more tokens than its tokenizer knows.
+            tokens=[token or "" for token in self._tokenizer.convert_ids_to_tokens(drawn.tokens.tolist())],
             logprobs=drawn.logprobs.tolist(),
         )
 

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from corerl.cluster.group import ProcessGroup
 from corerl.cluster.placement import arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import ModelConfig
-from corerl.errors import EngineFailed, WorkerDied
+from corerl.errors import CorerlError, EngineFailed, WorkerDied
 from corerl.plugin.fingerprint import origin
 from corerl.plugin.registry import Kind, load
 from corerl.rollout.engine import EngineContext, GenerateRequest, Generation, SamplingParams
@@ -76,6 +77,41 @@ def test_an_engine_of_several_ranks_has_as_many_receivers_under_its_name() -> No
     fleet = EngineFleet([], assignments)  # type: ignore[arg-type]  # no process is asked
     assert fleet.receivers == ("engine-0", "engine-0", "engine-1", "engine-1")
     assert [list(each.context.receivers) for each in assignments] == [[0, 1], [2, 3]]
+
+
+class Ending:
+    """One process, which fails at first, and is gone afterwards."""
+
+    def __init__(self) -> None:
+        self.told: list[CorerlError] = [
+            EngineFailed("engine-0: its server refused"),
+            WorkerDied("engine-0: its process died during pause"),
+        ]
+
+    def start_some(self, method: str, arguments: Any) -> Any:
+        return None
+
+    def answers(self, pending: Any) -> dict[int, Any]:
+        return {0: self.told.pop(0)}
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_where_a_failure_ends_all_engines_it_is_told_and_not_that_they_are_gone(restarts: int) -> None:
+    context = EngineContext(name="engine-0", index=0, device="cpu", precision="float32")
+    alone = EngineAssignment(
+        engine="fake",
+        origin=origin(Kind.ENGINES, load(Kind.ENGINES, "fake")),
+        model=ModelConfig(),
+        options={},
+        context=context,
+    )
+    fleet = EngineFleet(Ending(), [alone], restarts=restarts)  # type: ignore[arg-type]  # as much of it as is asked
+    for _ in range(2):
+        with pytest.raises(EngineFailed, match="^engine-0: its server refused$"):
+            fleet.pause()
 
 
 def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:

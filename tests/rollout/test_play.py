@@ -306,6 +306,28 @@ def test_an_episode_ends_where_its_tokens_are_used_up(play: Play) -> None:
     assert cut.batch.rows["response_length"].tolist() == [1, 1]
 
 
+def test_a_token_that_the_tokenizer_does_not_know_is_told_without_a_text(play: Play) -> None:
+    told: list[Any] = []
+
+    def unknown(request: GenerateRequest) -> Generation:
+        tokens = np.array([4, 100, 2] * len(request))
+        return Generation(
+            tokens=tokens,
+            offsets=np.arange(len(request) + 1) * 3,
+            logprobs=-tokens.astype(np.float32),
+            versions=np.full(len(tokens), 3),
+            truncated=np.zeros(len(request), dtype=np.bool_),
+        )
+
+    def asks(episode: Episode) -> None:
+        told.append(episode.chat(episode.messages, logprobs=True)["logprobs"]["content"])
+
+    rollout = play(asks, generate=unknown)
+    assert rollout.outcomes == [None] * 8
+    texts = [[(token["token"], token["logprob"]) for token in content] for content in told]
+    assert texts == [[("0", -4.0), ("", -100.0), ("<eos>", -2.0)]] * 8
+
+
 def test_tokens_of_the_request_end_an_answer_and_are_no_part_of_its_text(play: Play) -> None:
     texts: list[str] = []
 

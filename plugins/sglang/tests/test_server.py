@@ -115,7 +115,16 @@ def test_one_that_lives_and_says_nothing_is_ended_with_all_that_it_has_started(
     )
     with pytest.raises(WorkerDied, match=rf"{silent} .* ends with: rank .* \(asked for {path}\)"):
         server.post(path, body)
-    assert gone(server.pid) and gone(rank_of(tmp_path))
+    assert gone(server.pid) and gone(rank_of(tmp_path)) and not (tmp_path / "own").exists()
+
+
+def test_one_that_dies_leaves_no_directory_whatever_was_asked_of_it(servers: list[Server], tmp_path: Path) -> None:
+    server = start(servers, tmp_path, mode="well")
+    server.wait_ready(60.0)
+    os.kill(server.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="its server was ended by SIGKILL"):
+        server.post("/refuse")
+    assert not (tmp_path / "own").exists()
 
 
 def test_one_that_ends_as_it_starts_is_told_with_its_last_words(servers: list[Server], tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_an_argument_of_the_user_passes_through_unless_it_has_another_place() ->
     arguments = server_arguments(SglangConfig(server={"chunked_prefill_size": 512}), context, model=Path("m"))
     assert arguments["chunked_prefill_size"] == 512 and not arguments["enable_memory_saver"]
     assert problems(server={"chunked_prefill_size": 512}) == {}
+    assert list(problems(server={"allow_auto_truncate": True})) == ["server.allow_auto_truncate"]
     assert problems(server={"tp_size": 2, "--max-running-requests": 3, "mem-fraction-static": 0.5}) == {
         "server.tp_size": "has another place: set tensor_parallel; remove it here",
         "server.--max-running-requests": "is no name of an argument; write 'max_running_requests'",

@@ -75,6 +75,7 @@ ELSEWHERE = {
     "attention_backend": "set attention_backend",
     "enable_deterministic_inference": "set deterministic",
     "enable_return_routed_experts": "set routed_experts",
+    "allow_auto_truncate": "a sample is drawn from the very tokens that it is trained on; lower rollout.max_tokens",
     "preferred_sampling_params": SAMPLING,
     "sampling_defaults": SAMPLING,
     "disaggregation_mode": REQUESTS,

@@ -37,7 +37,7 @@ from corerl.weights.transport import Address
 from corerl_sglang.arguments import LOADER, plain_allocator, server_arguments
 from corerl_sglang.config import CALLS, SglangConfig
 from corerl_sglang.fp8 import quantization
-from corerl_sglang.generated import Sample, Told, read_samples
+from corerl_sglang.generated import Sample, read_samples
 from corerl_sglang.held import whole_sums
 from corerl_sglang.instruction import Answer, Instruction, Question, name_for, read_answers, write_instruction
 from corerl_sglang.server import Server
@@ -148,14 +148,15 @@ class SglangEngine(Engine):
                 "or later"
             ) from error
         tokens, logprobs, routed = [], [], []
-        for prompt, sample in zip(prompts, samples, strict=True):
-            drawn, told = self._read(sample, request.params, version)
+        for prompt, left, sample in zip(prompts, request.left, samples, strict=True):
+            drawn, told = self._read(sample, request.params, int(left), version)
             tokens.append(drawn)
             logprobs.append(told)
             if request.params.routed_experts:
-                routed.append(self._routes(sample.meta_info, len(prompt) + len(drawn)))
+                goes_on = len(drawn) < left and not _stopped(sample, request.params)
+                routed.append(self._routes(sample, len(prompt) + len(drawn), goes_on=goes_on))
         sizes = np.array([len(drawn) for drawn in tokens])
-        stopped = np.array([bool(len(drawn)) and drawn[-1] in request.params.stop_tokens for drawn in tokens])
+        stopped = np.array([_stopped(sample, request.params) for sample in samples])
         return Generation(
             tokens=np.concatenate(tokens),
             offsets=np.concatenate([[0], np.cumsum(sizes)]),
@@ -179,15 +180,20 @@ class SglangEngine(Engine):
         seed = {"sampling_seed": key} if self._options.deterministic else {}
         return {**shape, **seed, "max_new_tokens": left, "stop_token_ids": list(params.stop_tokens)}
 
-    def _read(self, sample: Sample, params: SamplingParams, version: int) -> tuple[Array, Array]:
-        """Tokens [m] and log-probs [m] of one row; of one that `pause` cut, what there is."""
+    def _read(self, sample: Sample, params: SamplingParams, left: int, version: int) -> tuple[Array, Array]:
+        """Tokens [m] and log-probs [m] of one row, `left` of which may come; of one that is cut, those there are."""
         told, tokens = sample.meta_info, sample.output_ids
-        reason = told.finish_reason
-        stopped = bool(tokens) and tokens[-1] in params.stop_tokens
+        reason, stopped = told.finish_reason, _stopped(sample, params)
         cut = reason["type"] == "abort" and self._serving.paused
         ended = bool(tokens) and (reason["type"] == "length" or (reason["type"] == "stop" and stopped))
         if not (cut or ended):
             raise EngineFailed(f"{self._context.name}: its server ended a sample of {len(tokens)} tokens by {reason}")
+        if not cut and not stopped and len(tokens) < left:
+            raise EngineFailed(
+                f"{self._context.name}: its server ended a sample after {len(tokens)} of {left} tokens: its KV cache "
+                "or its context holds no more; raise engines.sglang.memory or server.max_total_tokens, or lower "
+                "rollout.max_tokens"
+            )
         if told.weight_version != str(version):
             raise EngineFailed(
                 f"{self._context.name}: its server drew from weights {told.weight_version!r}, wanted {version}; "
@@ -198,9 +204,11 @@ class SglangEngine(Engine):
         logprobs = [token.logprob for token in told.output_token_logprobs]
         return np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32)
 
-    def _routes(self, told: Told, length: int) -> Array:
+    def _routes(self, sample: Sample, length: int, *, goes_on: bool) -> Array:
         """[length, layers of experts, k] of one row; SGLang tells all layers, and nothing of the last token."""
-        if told.finish_reason["type"] == "abort":  # it goes on, and those who train ask for the whole then
+        told = sample.meta_info
+        # Cut before the first token: what SGLang tells of a prompt that it was reading is not of all of it.
+        if goes_on and (told.routed_experts is None or not sample.output_ids):
             return np.full((length, len(self._expert_layers), self._chosen), -1, dtype=np.int16)
         if told.routed_experts is None:
             raise EngineFailed(f"{self._context.name}: its server did not tell through which experts tokens went")
@@ -338,6 +346,10 @@ class SglangEngine(Engine):
 
 
 LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def _stopped(sample: Sample, params: SamplingParams) -> bool:
+    return bool(sample.output_ids) and sample.output_ids[-1] in params.stop_tokens
 
 
 def layers_with_experts(model: Any) -> list[int]:

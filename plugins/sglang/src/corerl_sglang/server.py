@@ -196,11 +196,13 @@ class Server:
             what = f"gave no sign of life for {self._health_timeout:g} s (engines.sglang.health_timeout) and was ended"
             self._died_of = f"{what}; {self._last_lines(1)}", self._last_lines()
         self._end()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _died(self, during: str) -> WorkerDied:
         if self._died_of is None:
             self._died_of = f"{self._ended()}; {self._last_lines(1)}", self._last_lines()
             self._end()  # ranks that outlive it
+            shutil.rmtree(self._directory, ignore_errors=True)  # its watcher is gone with it
         what, details = self._died_of
         died = WorkerDied(f"{self._name}: its server {what} (asked for {during})")
         died.details = details
