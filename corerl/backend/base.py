@@ -75,9 +75,11 @@ class StateKey(StrEnum):
     EXP_AVG_SQ = "exp_avg_sq"
 
 
-SHARED = "on more ranks that share the model, or beside engines that take less of the device"
-LESS = f"with a smaller train.tokens_per_micro_batch, with train.recompute = 'full', {SHARED}"
 SAVED = (StateKey.MASTER, StateKey.EXP_AVG, StateKey.EXP_AVG_SQ)
+
+# What a hook needs less of a device's memory with: any, and one that passes micro-batches through the model.
+LESS_MEMORY = "on more ranks that share the model, or beside engines that take less of the device"
+LESS_IN_A_PASS = f"with a smaller train.tokens_per_micro_batch, with train.recompute = 'full', {LESS_MEMORY}"
 
 
 class Backend(BackendBase, ABC):
@@ -368,7 +370,7 @@ class Backend(BackendBase, ABC):
         if others := held.used - held.residual:
             parts += f"; other processes: {others / GIB:.3g} GiB"
         asked, free, _ = str(error).partition(" is free")  # behind it torch counts in its own words
-        less = LESS if hook in ("train", "forward") else SHARED
+        less = LESS_IN_A_PASS if hook in ("train", "forward") else LESS_MEMORY
         return f"{type(error).__name__}: {asked}{free}; held are {parts}; less is needed {less}"
 
     def _require_little(self, held: Held) -> None:
