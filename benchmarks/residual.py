@@ -1,12 +1,13 @@
 """What a rank holds of its GPU while all of it sleeps, beside the CUDA context: each backend, after real steps.
 
 python -m benchmarks.residual fsdp megatron deepspeed-stage3 --output found/residual.json
-python -m benchmarks.residual fsdp megatron --ranks 2
+python -m benchmarks.residual fsdp megatron --ranks 2                                      # and with --suspend
 python -m benchmarks.residual fsdp --tiny
 
 The whole 0.6B shape takes two steps, sleeps, wakes, takes one more and sleeps again. Each case has processes of its
 own, one a GPU. The context is what the driver counts before anything runs; what is left, when all sleeps. It lies apart
-as torch's, which its allocator keeps, and as others': loaded kernels, NCCL's buffers, libraries.
+as torch's, which its allocator keeps, and as others': loaded kernels, NCCL's buffers, libraries. With `--suspend` ranks
+sleep as they do with `cluster.suspend_communicators`; where that gives nothing back, they say so.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ STEPS = (2, 1)  # before the first sleep, before the second
 @frozen(kw_only=True)
 class Case(Work):
     backend: str
+    suspend: bool = False  # communicators, asleep
 
     @property
     def tiny(self) -> Case:
@@ -85,7 +87,7 @@ def measure(case: Case) -> list[list[Left]]:
     synchronize(device)
     context = used(device)
     join(case)
-    plugin = Plugin(case.backend, case, case.options)
+    plugin = Plugin(case.backend, case, case.options, suspend_communicators=case.suspend)
     layout = plugin.layout
     batch = packed_batch(
         case, dp_rank=layout.dp_rank, dp_size=layout.dp_size, sequence_multiple=layout.sequence_multiple
@@ -95,6 +97,8 @@ def measure(case: Case) -> list[list[Left]]:
         for _ in range(steps):
             plugin.train(batch, case.loss(entropy=False))
         told = plugin.worker.sleep(KINDS)
+        for note in told.notes:
+            print(f"rank {dist.get_rank()}: {note}", file=sys.stderr)
         on_gpu = device.type == "cuda"
         found.append(
             Left(
@@ -128,15 +132,15 @@ def numbers_of(ranks: Sequence[Sequence[Left]], *, name: str, tiny: bool) -> lis
     ]
 
 
-def ranks_of(name: str, ranks: int, *, tiny: bool) -> list[list[Left]]:
+def ranks_of(case: Case) -> list[list[Left]]:
     """Start one case's processes. Raises RuntimeError where they fail or are not done after LIMIT seconds."""
-    case = evolve(CASES[name].tiny if tiny else CASES[name], ranks=ranks)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    ranks = str(case.ranks)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if case.ranks > 1 else []
+    flags = [flag for flag, wanted in (("--tiny", case.device == "cpu"), ("--suspend", case.suspend)) if wanted]
     with tempfile.TemporaryDirectory(prefix="residual-") as directory:
         file = Path(directory) / "left.json"
-        command = [sys.executable, *torchrun, "-m", "benchmarks.residual", name, RANK, str(file)]
-        more = environment(case.backend, case, case.options)
-        if why := run_ranks([*command, *(["--tiny"] if tiny else [])], more=more, limit=LIMIT):
+        command = [sys.executable, *torchrun, "-m", "benchmarks.residual", case.what, *flags, RANK, str(file)]
+        if why := run_ranks(command, more=environment(case.backend, case, case.options), limit=LIMIT):
             raise RuntimeError(why)
         return [[Left(**each) for each in rank] for rank in json.loads(file.read_text())]
 
@@ -145,21 +149,27 @@ def main() -> int:
     command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_argument("cases", nargs="+", choices=CASES, metavar="CASE", help=", ".join(CASES))
     command.add_argument("--ranks", type=int, default=1, help="GPUs of each case (default: 1)")
+    command.add_argument("--suspend", action="store_true", help="communicators too, while all sleeps")
     command.add_argument("--tiny", action="store_true", help="a small model on the CPU, to see that everything runs")
     command.add_argument("--output", help="a JSON file, written again after each case; without it tables are printed")
     command.add_argument(RANK, metavar="FILE", help=argparse.SUPPRESS)
     args = command.parse_args()
+    cases = [
+        evolve(CASES[name].tiny if args.tiny else CASES[name], ranks=args.ranks, suspend=args.suspend)
+        for name in args.cases
+    ]
     if args.rank:
-        return as_rank(CASES[args.cases[0]].tiny if args.tiny else CASES[args.cases[0]], Path(args.rank))
+        return as_rank(cases[0], Path(args.rank))
     numbers: list[Number] = []
     failed = []
-    for name in args.cases:
+    for each in cases:
         try:
-            numbers += numbers_of(ranks_of(name, args.ranks, tiny=args.tiny), name=name, tiny=args.tiny)
+            numbers += numbers_of(ranks_of(each), name=each.what, tiny=args.tiny)
         except RuntimeError as error:
-            failed.append(f"{name}: {error}")
+            failed.append(f"{each.what}: {error}")
             continue
         size = f"{'a tiny model' if args.tiny else '0.6B shape'}, {args.ranks} ranks of each"
+        size += ", communicators suspended" if args.suspend else ""
         report = Report(name="residual", size=size, numbers=numbers, note=NOTE)
         if args.output:
             finish(report, args.output)

@@ -169,7 +169,9 @@ class QuickWeights:
 class Plugin:
     """A rank of a run, without Ray: CoreRL's worker with the backend in it."""
 
-    def __init__(self, backend: str, work: Work, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, backend: str, work: Work, options: Mapping[str, Any], *, suspend_communicators: bool = False
+    ) -> None:
         setup = Setup(
             backend=backend,
             model="",
@@ -185,7 +187,7 @@ class Plugin:
             device=work.device,
         )
         self.worker = make_worker(setup)
-        self.worker.config = evolve(self.worker.config, timeout=TIMEOUT)
+        self.worker.config = evolve(self.worker.config, timeout=TIMEOUT, suspend_communicators=suspend_communicators)
         with mock.patch.object(self.worker.backend, "initial_weights", self._weights):
             self.layout = self.worker.init("127.0.0.1", 0).layout
         self._steps = 0

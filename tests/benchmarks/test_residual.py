@@ -32,10 +32,10 @@ def test_a_case_that_is_not_done_in_time_is_named_and_others_keep_their_numbers(
 ) -> None:
     left = residual.Left(context=0, all=0, torchs=0, tensors=0, counted=3 * GIB)
 
-    def ranks_of(name: str, ranks: int, *, tiny: bool) -> list[list[residual.Left]]:
-        if name == "fsdp":
+    def ranks_of(case: residual.Case) -> list[list[residual.Left]]:
+        if case.backend == "fsdp":
             raise RuntimeError("it was not done after 300 s")
-        return [[left, left]] * ranks
+        return [[left, left]] * case.ranks
 
     output = tmp_path / "residual.json"
     words = ["residual", "fsdp", "megatron", "--tiny", "--output", str(output)]
