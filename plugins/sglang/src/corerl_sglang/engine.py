@@ -6,7 +6,6 @@ import base64
 import contextlib
 import os
 import pickle
-import re
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence, Set
@@ -14,8 +13,6 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import torch
 from attrs import evolve
 
@@ -24,22 +21,21 @@ from corerl.errors import ConfigError, CorerlError, EngineFailed, WorkerDied
 from corerl.models.build import build_on_meta
 from corerl.models.config import hf_config
 from corerl.models.names import hf_boxes
-from corerl.models.routing import routers
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, SamplingParams
 from corerl.rollout.offered import misfit
 from corerl.rollout.pool import split
 from corerl.rollout.receiving import Receiving, line
 from corerl.rollout.serving import Serving
-from corerl.types import Array, MemoryKind
+from corerl.types import MemoryKind
 from corerl.weights.manifest import Manifest
 from corerl.weights.quantize import as_sent, is_quantized
 from corerl.weights.transport import Address
 from corerl_sglang.arguments import LOADER, plain_allocator, server_arguments
 from corerl_sglang.config import CALLS, SglangConfig
 from corerl_sglang.fp8 import quantization
-from corerl_sglang.generated import Sample, read_samples
 from corerl_sglang.held import whole_sums
 from corerl_sglang.instruction import Answer, Instruction, Question, name_for, read_answers, write_instruction
+from corerl_sglang.read import Experts, Reader
 from corerl_sglang.server import Server
 
 WEIGHTS = "weights"
@@ -54,8 +50,6 @@ class SglangEngine(Engine):
         self._sleeping: set[str] = set()  # tags
         self._waking = threading.Lock()  # several calls may find the caches asleep
         config = hf_config(model)
-        self._layers = config.get_text_config().num_hidden_layers  # with experts or without
-        self._chosen = getattr(config.get_text_config(), "num_experts_per_tok", 0)  # experts of a token
         built = build_on_meta(config, dtype=torch.float32, attention="eager")
         shapes = {box.name: box.shape for boxes in hf_boxes(built).values() for box in boxes}
         self._shapes = shapes  # of what is sent to it
@@ -66,7 +60,7 @@ class SglangEngine(Engine):
             matrices = [name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")]
             kept = [name for name in matrices if not is_quantized(name, shapes[name], left_out)]
             config.quantization_config = quantization([name.removesuffix(".weight") for name in kept])
-        self._expert_layers = layers_with_experts(built)
+        self._reader = Reader(engine=context.name, experts=Experts.of(built))
         # Others cannot write to it: ranks read instructions there.
         self._directory = Path(tempfile.mkdtemp(prefix="corerl-sglang-"))
         # A model's own end of sequence would end samples that [rollout] does not end there.
@@ -112,7 +106,7 @@ class SglangEngine(Engine):
             )
         with self._serving.generating() as version:
             if self._serving.paused:
-                return self._nothing(request)
+                return self._reader.nothing(request)
             self._resume({*CACHES})  # late: until now whoever shares the device may have had that memory
             # Not a request a row: SGLang takes all requests in one event loop, and each costs it there, however small.
             # Not one for all rows either: what has come is read here while the server still writes the rest.
@@ -129,9 +123,8 @@ class SglangEngine(Engine):
             return Generation.concatenate([future.result() for future in futures])
 
     def _generate(self, request: GenerateRequest, version: int) -> Generation:
-        prompts = request.split()
         body = {
-            "input_ids": [prompt.tolist() for prompt in prompts],
+            "input_ids": [prompt.tolist() for prompt in request.split()],
             "sampling_params": [
                 self._sampling(request.params, int(key), int(left))
                 for key, left in zip(request.noise_keys, request.left, strict=True)
@@ -140,38 +133,7 @@ class SglangEngine(Engine):
             "return_routed_experts": request.params.routed_experts,
         }
         answer = self._server.post("/generate", body)
-        try:
-            samples = read_samples(answer)
-        except msgspec.DecodeError as error:
-            raise EngineFailed(
-                f"{self._context.name}: its server's answer to /generate cannot be read: {error}; take SGLang 0.5.15 "
-                "or later"
-            ) from error
-        tokens, logprobs, routed = [], [], []
-        for prompt, left, sample in zip(prompts, request.left, samples, strict=True):
-            drawn, told = self._read(sample, request.params, int(left), version)
-            tokens.append(drawn)
-            logprobs.append(told)
-            if request.params.routed_experts:
-                goes_on = len(drawn) < left and not _stopped(sample, request.params)
-                routed.append(self._routes(sample, len(prompt) + len(drawn), goes_on=goes_on))
-        sizes = np.array([len(drawn) for drawn in tokens])
-        stopped = np.array([_stopped(sample, request.params) for sample in samples])
-        return Generation(
-            tokens=np.concatenate(tokens),
-            offsets=np.concatenate([[0], np.cumsum(sizes)]),
-            logprobs=np.concatenate(logprobs),
-            versions=np.full(sizes.sum(), version, dtype=np.int64),
-            # Not what SGLang says: a stop token at the last place is its "length".
-            truncated=~stopped & (sizes == request.left),
-            routed_experts=np.concatenate(routed) if routed else None,
-            unfinished=~stopped & (sizes < request.left),
-        )
-
-    def _nothing(self, request: GenerateRequest) -> Generation:
-        """No token for any row, and no experts either."""
-        untold = np.full((len(request.tokens), len(self._expert_layers), self._chosen), -1, dtype=np.int16)
-        return evolve(Generation.nothing(request), routed_experts=untold if request.params.routed_experts else None)
+        return self._reader.generation(answer, request, version, paused=self._serving.paused)
 
     def _sampling(self, params: SamplingParams, key: int, left: int) -> dict[str, Any]:
         """Of one row, by SGLang's names; what is not here has a default that shapes nothing."""
@@ -179,42 +141,6 @@ class SglangEngine(Engine):
         shape = {"temperature": 0.0} if params.greedy else {"temperature": params.temperature, "top_p": params.top_p}
         seed = {"sampling_seed": key} if self._options.deterministic else {}
         return {**shape, **seed, "max_new_tokens": left, "stop_token_ids": list(params.stop_tokens)}
-
-    def _read(self, sample: Sample, params: SamplingParams, left: int, version: int) -> tuple[Array, Array]:
-        """Tokens [m] and log-probs [m] of one row, `left` of which may come; of one that is cut, those there are."""
-        told, tokens = sample.meta_info, sample.output_ids
-        reason, stopped = told.finish_reason, _stopped(sample, params)
-        cut = reason["type"] == "abort" and self._serving.paused
-        ended = bool(tokens) and (reason["type"] == "length" or (reason["type"] == "stop" and stopped))
-        if not (cut or ended):
-            raise EngineFailed(f"{self._context.name}: its server ended a sample of {len(tokens)} tokens by {reason}")
-        if not cut and not stopped and len(tokens) < left:
-            raise EngineFailed(
-                f"{self._context.name}: its server ended a sample after {len(tokens)} of {left} tokens: its KV cache "
-                "or its context holds no more; raise engines.sglang.memory or server.max_total_tokens, or lower "
-                "rollout.max_tokens"
-            )
-        if told.weight_version != str(version):
-            raise EngineFailed(
-                f"{self._context.name}: its server drew from weights {told.weight_version!r}, wanted {version}; "
-                "someone else has changed them"
-            )
-        if [token.id for token in told.output_token_logprobs] != tokens:
-            raise EngineFailed(f"{self._context.name}: its server gave log-probs of other tokens than it drew")
-        logprobs = [token.logprob for token in told.output_token_logprobs]
-        return np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32)
-
-    def _routes(self, sample: Sample, length: int, *, goes_on: bool) -> Array:
-        """[length, layers of experts, k] of one row; SGLang tells all layers, and nothing of the last token."""
-        told = sample.meta_info
-        # Cut before the first token: what SGLang tells of a prompt that it was reading is not of all of it.
-        if goes_on and (told.routed_experts is None or not sample.output_ids):
-            return np.full((length, len(self._expert_layers), self._chosen), -1, dtype=np.int16)
-        if told.routed_experts is None:
-            raise EngineFailed(f"{self._context.name}: its server did not tell through which experts tokens went")
-        known = np.frombuffer(base64.b64decode(told.routed_experts), dtype=np.int32)
-        layers = known.reshape(length - 1, self._layers, -1)[:, self._expert_layers].astype(np.int16)
-        return np.concatenate([layers, np.full_like(layers[:1], -1)])
 
     def _abort(self) -> None:
         with contextlib.suppress(CorerlError):  # what went wrong before weighs more
@@ -343,19 +269,6 @@ class SglangEngine(Engine):
     def close(self) -> None:
         self._serving.close()
         self._server.stop()
-
-
-LAYER = re.compile(r"\.layers\.(\d+)\.")
-
-
-def _stopped(sample: Sample, params: SamplingParams) -> bool:
-    return bool(sample.output_ids) and sample.output_ids[-1] in params.stop_tokens
-
-
-def layers_with_experts(model: Any) -> list[int]:
-    """The layers of a transformers model that choose experts."""
-    found = {id(router) for router in routers(model)}
-    return [int(LAYER.search(name)[1]) for name, module in model.named_modules() if id(module) in found]  # type: ignore[index]
 
 
 def memory_of(info: Mapping[str, Any], ranks: int) -> dict[str, int]:

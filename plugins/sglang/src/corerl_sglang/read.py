@@ -1,0 +1,135 @@
+"""What a server's answers to `/generate` say of the rows that were asked for."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from attrs import evolve, frozen
+
+from corerl.errors import EngineFailed
+from corerl.models.routing import routers
+from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
+from corerl.types import Array
+from corerl_sglang.generated import Sample, read_samples
+
+LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+@frozen(kw_only=True)
+class Experts:
+    """Where a model's tokens go through experts."""
+
+    layers: int  # of the model, with experts or without
+    choosing: Sequence[int]  # those with experts
+    chosen: int  # of a token, in each
+
+    @classmethod
+    def of(cls, model: Any) -> Experts:
+        """Of a transformers model."""
+        config = model.config.get_text_config()
+        found = {id(router) for router in routers(model)}
+        names = [name for name, module in model.named_modules() if id(module) in found]
+        return cls(
+            layers=config.num_hidden_layers,
+            choosing=[int(LAYER.search(name)[1]) for name in names],  # type: ignore[index]
+            chosen=getattr(config, "num_experts_per_tok", 0),
+        )
+
+    def unknown(self, tokens: int) -> Array:
+        """[tokens, layers of experts, k]."""
+        return np.full((tokens, len(self.choosing), self.chosen), -1, dtype=np.int16)
+
+    def read(self, told: str, tokens: int) -> Array:
+        """[tokens, layers of experts, k] of one row; SGLang tells all layers, and nothing of the last token."""
+        known = np.frombuffer(base64.b64decode(told), dtype=np.int32)
+        layers = known.reshape(tokens - 1, self.layers, -1)[:, self.choosing].astype(np.int16)
+        return np.concatenate([layers, self.unknown(1)])
+
+
+@frozen(kw_only=True)
+class Reader:
+    engine: str  # its name
+    experts: Experts
+
+    def generation(self, answer: bytes, request: GenerateRequest, version: int, *, paused: bool) -> Generation:
+        """Of a whole request; `paused` says that rows may have been cut.
+
+        Raises EngineFailed where the answer cannot be read, or says something else than what was asked for: a row that
+        ended early, tokens of other weights than `version`, no experts.
+        """
+        try:
+            samples = read_samples(answer)
+        except msgspec.DecodeError as error:
+            raise EngineFailed(
+                f"{self.engine}: its server's answer to /generate cannot be read: {error}; take SGLang 0.5.15 or later"
+            ) from error
+        tokens, logprobs, routed = [], [], []
+        for prompt, left, sample in zip(request.split(), request.left, samples, strict=True):
+            drawn, told = self._row(sample, request.params, int(left), version, paused=paused)
+            tokens.append(drawn)
+            logprobs.append(told)
+            if request.params.routed_experts:
+                goes_on = len(drawn) < left and not _stopped(sample, request.params)
+                routed.append(self._routes(sample, len(prompt) + len(drawn), goes_on=goes_on))
+        sizes = np.array([len(drawn) for drawn in tokens])
+        stopped = np.array([_stopped(sample, request.params) for sample in samples])
+        return Generation(
+            tokens=np.concatenate(tokens),
+            offsets=np.concatenate([[0], np.cumsum(sizes)]),
+            logprobs=np.concatenate(logprobs),
+            versions=np.full(sizes.sum(), version, dtype=np.int64),
+            # Not what SGLang says: a stop token at the last place is its "length".
+            truncated=~stopped & (sizes == request.left),
+            routed_experts=np.concatenate(routed) if routed else None,
+            unfinished=~stopped & (sizes < request.left),
+        )
+
+    def nothing(self, request: GenerateRequest) -> Generation:
+        """No token for any row, and no experts either."""
+        unknown = self.experts.unknown(len(request.tokens)) if request.params.routed_experts else None
+        return evolve(Generation.nothing(request), routed_experts=unknown)
+
+    def _row(
+        self, sample: Sample, params: SamplingParams, left: int, version: int, *, paused: bool
+    ) -> tuple[Array, Array]:
+        """Tokens [m] and log-probs [m] of one row, `left` of which may come; of one that is cut, those there are."""
+        told, tokens = sample.meta_info, sample.output_ids
+        reason, stopped = told.finish_reason, _stopped(sample, params)
+        cut = reason["type"] == "abort" and paused
+        ended = bool(tokens) and (reason["type"] == "length" or (reason["type"] == "stop" and stopped))
+        if not (cut or ended):
+            raise EngineFailed(f"{self.engine}: its server ended a sample of {len(tokens)} tokens by {reason}")
+        if not cut and not stopped and len(tokens) < left:
+            raise EngineFailed(
+                f"{self.engine}: its server ended a sample after {len(tokens)} of {left} tokens: its KV cache or its "
+                "context holds no more; raise engines.sglang.memory or server.max_total_tokens, or lower "
+                "rollout.max_tokens"
+            )
+        if told.weight_version != str(version):
+            raise EngineFailed(
+                f"{self.engine}: its server drew from weights {told.weight_version!r}, wanted {version}; someone else "
+                "has changed them"
+            )
+        if [token.id for token in told.output_token_logprobs] != tokens:
+            raise EngineFailed(f"{self.engine}: its server gave log-probs of other tokens than it drew")
+        logprobs = [token.logprob for token in told.output_token_logprobs]
+        return np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32)
+
+    def _routes(self, sample: Sample, length: int, *, goes_on: bool) -> Array:
+        """[length, layers of experts, k] of one row."""
+        told = sample.meta_info.routed_experts
+        # Cut before the first token: what SGLang tells of a prompt that it was reading is not of all of it.
+        if goes_on and (told is None or not sample.output_ids):
+            return self.experts.unknown(length)
+        if told is None:
+            raise EngineFailed(f"{self.engine}: its server did not tell through which experts tokens went")
+        return self.experts.read(told, length)
+
+
+def _stopped(sample: Sample, params: SamplingParams) -> bool:
+    return bool(sample.output_ids) and sample.output_ids[-1] in params.stop_tokens
