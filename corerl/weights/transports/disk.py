@@ -55,12 +55,13 @@ class DiskSender(WeightSender):
         self._address = address
         self._digest = ""
         self._checksums: list[int] = []
-        self._partial = Path()  # once it has begun one
+        self._began = False
+        self._partial = Path()  # of the update that is written
         self._error = ""  # why this update cannot be written
         self._lost: dict[str, str] = {}  # by engine: why it is not waited for, said by another thread
 
     def begin(self, manifest: Manifest, version: int) -> None:
-        self._error, self._checksums, self._digest = "", [], manifest.digest
+        self._error, self._checksums, self._digest, self._began = "", [], manifest.digest, True
         directory = _directory(self._address.path, version)
         self._partial = directory.with_name(f"{directory.name}.partial")
         try:
@@ -113,7 +114,7 @@ class DiskSender(WeightSender):
     def close(self) -> None:
         """The engines have loaded the last version: a copy of the weights is not left behind. A rank that never sent
         closes too, maybe while another one writes: it takes nothing away."""
-        if self._partial == Path():
+        if not self._began:
             return
         for version in Path(self._address.path).glob("v*"):
             shutil.rmtree(version, ignore_errors=True)
