@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -50,15 +51,19 @@ class Role:
             final_ratio=schedule.final_ratio,
             peak=self.train.optimizer.lr,
             step=optimizer_step,
-            total_steps=steps * self.train.mini_batches * self.train.epochs,
+            total_steps=steps * self.steps_of_batch,
         )
+
+    @property
+    def steps_of_batch(self) -> int:
+        return self.train.mini_batches * self.train.epochs
 
     def step(self, rollout_step: int) -> Step:
         """The optimizer step that comes next."""
         return Step(optimizer_step=self.optimizer_step, rollout_step=rollout_step, lr=self.lr(self.optimizer_step))
 
     def plan(self, samples: SampleBatch, rollout_step: int) -> list[StepPlan]:
-        """The optimizer steps of this rollout batch."""
+        """The optimizer steps of this rollout batch: `steps_of_batch`, or fewer where it has too few groups."""
         return plan_steps(
             samples,
             mini_batches=self.train.mini_batches,
@@ -69,12 +74,12 @@ class Role:
             **self._at_once,
         )
 
-    def start(self, shared: Any, samples: SampleBatch, rollout_step: int, loss: LossSpec) -> list[Pending]:
-        """Have the ranks do all optimizer steps of the batch, which lies in the object store as `shared`; returns at
+    def start(self, shared: Any, plans: Sequence[StepPlan], rollout_step: int, loss: LossSpec) -> list[Pending]:
+        """Have the ranks do these optimizer steps of the batch, which lies in the object store as `shared`; returns at
         once. Each step's result is for `TrainGroup.wait_train`. A step of which no token is left to learn from is left
         out: momentum and decay would move the weights without a gradient."""
         started = []
-        for plan in self.plan(samples, rollout_step):
+        for plan in plans:
             if not plan.scales.any():
                 continue
             started.append(self.group.train_async(shared, plan, loss, self.step(rollout_step)))

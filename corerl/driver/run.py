@@ -210,13 +210,11 @@ class Run:
         calls = {}
         for name in names:
             role = self.roles[name]
-            started = role.start(shared, stamped.samples, self.rollout_step, self._loss(role, stamped.kl_coef))
-            groups = len(set(stamped.samples.rows["group"].tolist()))
-            missing = max(role.train.mini_batches - groups, 0) * role.train.epochs
-            empty = role.train.mini_batches * role.train.epochs - missing - len(started)
+            plans = role.plan(stamped.samples, self.rollout_step)
+            started = role.start(shared, plans, self.rollout_step, self._loss(role, stamped.kl_coef))
             for left_out, why in (
-                (missing, f"the batch has {groups} groups, which are not split"),
-                (empty, "no sample in them has a loss token"),
+                (role.steps_of_batch - len(plans), "the batch has fewer groups, which are not split"),
+                (len(plans) - len(started), "no sample in them has a loss token"),
             ):
                 if left_out:
                     text = f"step {self.rollout_step}: {left_out} optimizer steps of {name} are left out: {why}"
