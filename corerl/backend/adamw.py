@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -15,16 +15,18 @@ def adamw(
     config: OptimizerConfig,
     *,
     fused: bool,
+    frozen: Collection[str] = (),
 ) -> torch.optim.AdamW:
-    """AdamW with `weight_decay` on matrices alone. Parameters of no elements on this rank are left out; where none is
-    left, steps do nothing.
+    """AdamW with `weight_decay` on matrices alone, those that are `frozen` left out. Parameters of no elements on this
+    rank are no part of it; where none is left, steps do nothing.
 
     `shapes` are those of the whole tensors, since a shard of a matrix and a norm may look alike.
     """
     held = {name: param for name, param in params.items() if param.numel()}
+    decayed = {name for name in held if len(shapes[name]) >= 2 and name not in frozen}
     groups = [
-        {"params": [p for name, p in held.items() if len(shapes[name]) >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for name, p in held.items() if len(shapes[name]) < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in held.items() if name in decayed], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in held.items() if name not in decayed], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]] or groups[:1]  # torch takes an empty group, not none
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=not fused, fused=fused)

@@ -17,6 +17,9 @@ from corerl.models.export import export_directory
 from corerl.models.tokenizer import load_tokenizer
 
 SHARD_BYTES = 4 * 2**30
+GENERATION = (
+    "generation_config.json"  # how its authors sample, and which tokens end a sample: some are named there alone
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -44,6 +47,13 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", replace: b
         config=hf_config(model),
         tokenizer=load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path),
         tensors=tensors(),
+        files=_kept(model.path),
         shard_bytes=SHARD_BYTES,
     )
     return directory
+
+
+def _kept(path: str) -> list[Path]:
+    """What the model at `path`, if it is of a directory, has besides config, tokenizer and weights."""
+    file = Path(path) / GENERATION
+    return [file] if path and file.is_file() else []

@@ -48,6 +48,8 @@ def _attention(
             "packed tokens and no cache"
         )
     asked = [option for option in UNSUPPORTED if kwargs.get(option) is not None]
+    if attention_mask is not None:  # `_no_mask` makes none: this one is the model's own
+        asked.append("a mask of its own")
     if dropout:
         asked.append("dropout")
     if asked:

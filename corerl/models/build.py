@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from corerl.errors import ModelError
 from corerl.models.attention import PACKED, register_packed_attention
+from corerl.models.packable import require_interface
 
 NOISE = ("drop", "jitter")  # in the names of config fields: attention_dropout, resid_pdrop, router_jitter_noise
 VALUE_HEAD = "value_head"
@@ -29,7 +30,7 @@ def build_on_meta(
     `attention` is the name of an attention in transformers ('sdpa', 'eager'), or `models.attention.PACKED`. With
     `value_head` it is a critic: the language head is gone, and `model.value_head` is a linear map to one number. The
     config that is given stays as it is; the model's own has no dropout, nor what else training alone draws. Raises
-    ModelError where the model keeps weights in buffers, which have no chunks.
+    ModelError where the model keeps weights in buffers, which have no chunks, or cannot have PACKED attention.
 
     Rotary frequencies are buffers that no checkpoint holds: on meta, or after `to_empty()`, they would be lost.
     """
@@ -37,6 +38,7 @@ def build_on_meta(
     config.use_cache = False  # with a cache transformers takes packed rows for one sequence, silently
     _silence(config)
     if attention == PACKED:
+        require_interface(config)
         register_packed_attention()
     # torch's own door: each parameter goes to meta as it is registered, and its storage was never written to.
     handle = register_module_parameter_registration_hook(_to_meta)
@@ -103,7 +105,18 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
             module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)
 
 
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Raises ModelError where the decoder keeps them under a name that no other model has."""
+    decoder = model.get_decoder()
+    for name in ("layers", "h"):  # GPT-2 and its like have the second
+        if isinstance(layers := getattr(decoder, name, None), nn.ModuleList):
+            return layers
+    raise ModelError(
+        f"{type(decoder).__name__} has its layers under no name that is known, and they are handled one by one"
+    )
+
+
 def recompute_layers(model: PreTrainedModel) -> None:
     """Of a decoder layer's activations its inputs alone are kept; the backward pass makes the others again."""
-    for layer in model.get_decoder().layers:
+    for layer in decoder_layers(model):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

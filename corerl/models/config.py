@@ -26,8 +26,8 @@ UNDECLARED = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor", "
 def hf_config(model: ModelConfig) -> PreTrainedConfig:
     """Of `model.path`, or else of the fields in `model.config`; its `architectures` names the causal language model.
 
-    Raises ModelError where there is neither, where the directory holds no config.json that can be read, and on a model
-    type or a field that transformers does not know.
+    Raises ModelError where there is neither, where the directory holds no config.json that can be read, where its model
+    is quantised, and on a model type or a field that transformers does not know.
     """
     if model.path:
         config = _from_directory(model.path)
@@ -35,6 +35,12 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
         config = _from_fields(model.config)
     else:
         raise ModelError("no model: set model.path to a Hugging Face directory, or model.config to a config's fields")
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method", "?") if isinstance(quantized, Mapping) else "?"
+        raise ModelError(
+            f"model.path={model.path!r} is quantised ({method}), and its numbers are not the weights; give the model "
+            "that it was made from, in 16 or 32 bits"
+        )
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if architecture is None:
         raise ModelError(

@@ -23,9 +23,11 @@ def export_directory(
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     tensors: Iterable[tuple[str, Tensor]],
+    files: Iterable[Path] = (),
     shard_bytes: int = 5 * 2**30,
 ) -> int:
-    """Write config, tokenizer and `tensors` (HF name, tensor) to `path`; returns the bytes of the tensors.
+    """Write config, tokenizer, `tensors` (HF name, tensor) and copies of `files` to `path`; returns the bytes of the
+    tensors.
 
     At most one shard of `shard_bytes` is held in memory. Each tensor is copied to the CPU as it comes, so the stream
     may use its buffers again. Tied weights come once, under the name that the files keep. Called by one process; a
@@ -44,6 +46,8 @@ def export_directory(
         config.save_pretrained(staging)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
+        for file in files:
+            shutil.copyfile(file, staging / file.name)
         if path.exists():
             os.rename(path, replaced)
         os.rename(staging, path)

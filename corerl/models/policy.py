@@ -6,26 +6,16 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from corerl.errors import ModelError
 from corerl.models.attention import PACKED
 from corerl.models.build import VALUE_HEAD
+from corerl.models.packable import longest_sequence, require_packable
 from corerl.models.routing import Routers
 from corerl.ops.attention import PackedSequences
 from corerl.ops.logprobs import token_logprobs
 from corerl.types import Output
-
-# Configs whose models do more between hidden states and logits than multiply by the head's weight.
-SCALINGS = (
-    "final_logit_softcapping",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-    "output_multiplier_scale",
-)
 
 
 class CausalPolicy(nn.Module):
@@ -33,25 +23,18 @@ class CausalPolicy(nn.Module):
     value head, else a policy.
 
     The head is not called: its weight is read, so whatever shards the weights must gather it for this module's own
-    forward. Experts are told and read through `routers`. Raises ModelError where the model changes its logits in a way
-    that this would leave out.
+    forward. Experts are told and read through `routers`. Raises ModelError where the model does what this would leave
+    out.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        config: PreTrainedConfig = model.config
-        name = type(model).__name__
-        for scaling in SCALINGS:
-            value = getattr(config, scaling, None)
-            if value is not None and value != 1.0:
-                raise ModelError(f"{name} changes its logits by {scaling}={value}, which CoreRL does not support")
-        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-        if kinds:
-            raise ModelError(f"{name} has layers of {', '.join(sorted(kinds))}; CoreRL packs full attention only")
-        if config._attn_implementation != PACKED:
-            raise ModelError(f"{name} was built with {config._attn_implementation!r} attention, wanted {PACKED!r}")
+        require_packable(model)
+        if (attention := model.config._attn_implementation) != PACKED:
+            raise ModelError(f"{type(model).__name__} was built with {attention!r} attention, wanted {PACKED!r}")
         self.model = model
         self.routers = Routers(model)
+        self._longest = longest_sequence(model.config)
 
     @property
     def head(self) -> nn.Linear:
@@ -83,6 +66,12 @@ class CausalPolicy(nn.Module):
         if unknown:
             what = "critic" if Output.VALUES in self.gives else "policy"
             raise ModelError(f"a {what} has no {', '.join(sorted(unknown))}; it gives {', '.join(sorted(self.gives))}")
+        if self._longest is not None and packing.longest > self._longest:
+            raise ModelError(
+                f"{type(self.model).__name__} changes its rotary frequencies for all sequences of a pass as soon as "
+                f"one has more than {self._longest} tokens, and one has {packing.longest}; take shorter prompts or a "
+                "smaller rollout.max_tokens"
+            )
         trunk = self.model.get_decoder()
         hidden = trunk(
             input_ids=tokens[None],

@@ -96,7 +96,8 @@ def flat_range_views(shape: Sequence[int], start: int, values: torch.Tensor) -> 
 def fill(chunks: Iterable[Chunk], source: TensorSource, *, what: str) -> int:
     """Copy each chunk's box out of `source` into its view; returns the bytes read.
 
-    Raises ModelError where the source lacks a tensor, or has it in another shape. `what` names the source in the error.
+    Raises ModelError where the source lacks a tensor, or has it in another shape, or quantised. `what` names the source
+    in the error.
     """
     read = 0
     for chunk in chunks:
@@ -109,6 +110,8 @@ def fill(chunks: Iterable[Chunk], source: TensorSource, *, what: str) -> int:
                 "they belong to different models"
             )
         values = source.read(chunk.name, chunk.offsets, chunk.sizes)
+        if not values.is_floating_point() or values.element_size() < 2:
+            raise ModelError(f"{what} holds {chunk.name!r} in {values.dtype}: quantised, wanted 16 or 32 bits")
         chunk.view.copy_(values)
         read += values.numel() * values.element_size()
     return read

@@ -83,6 +83,16 @@ def test_a_flat_shard_of_a_matrix_decays_and_a_norm_of_its_shape_does_not() -> N
     assert torch.equal(params["norm"].detach(), torch.ones(3))
 
 
+def test_a_matrix_that_is_frozen_does_not_decay() -> None:
+    params = {name: torch.nn.Parameter(torch.ones(2, 2)) for name in ("matrix", "frozen")}
+    shapes = dict.fromkeys(params, (2, 2))
+    optimizer = adamw(params, shapes, OptimizerConfig(lr=0.5, weight_decay=0.1), fused=False, frozen=["frozen"])
+    for param in params.values():
+        param.grad = torch.zeros(2, 2)
+    optimizer.step()
+    assert [float(param.detach().mean()) for param in params.values()] == pytest.approx([0.95, 1.0])
+
+
 def test_what_this_rank_has_no_element_of_is_left_out() -> None:
     params = {**make_params(), "elsewhere": torch.nn.Parameter(torch.empty(0, 3))}
     optimizer = adamw(params, {**SHAPES, "elsewhere": (8, 3)}, CONFIG, fused=False)

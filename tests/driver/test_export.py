@@ -30,6 +30,19 @@ def test_transformers_loads_the_weights_and_the_tokenizer_bit_for_bit(tmp_path: 
     assert tokenizer("30>")["input_ids"] == [1, 7, 4, 14]
 
 
+def test_what_the_models_authors_say_of_sampling_comes_along(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    config = make_config()
+    model = make_model(config, seed=1)
+    model.config.save_pretrained(base)
+    (base / "generation_config.json").write_text('{"eos_token_id": [1, 7], "temperature": 0.6}')
+    path = {"path": str(base), "config": {}}
+    written = export(save(tmp_path / "run", make_config(model=path), model, step=2), tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(written, local_files_only=True)
+    assert (loaded.generation_config.eos_token_id, loaded.generation_config.temperature) == ([1, 7], 0.6)
+
+
 @pytest.mark.parametrize(
     ("tables", "dtype"),
     [

@@ -70,3 +70,10 @@ def test_older_names_of_fields_are_taken() -> None:
 def test_a_model_of_nothing_says_what_to_set() -> None:
     with pytest.raises(ModelError, match=r"set model\.path.*or model\.config"):
         hf_config(ModelConfig())
+
+
+def test_a_quantised_model_is_refused_since_its_numbers_are_not_the_weights(tmp_path: Path) -> None:
+    config = {**tiny_fields("qwen3"), "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"is quantised \(fp8\), and its numbers are not the weights; give the model"):
+        hf_config(ModelConfig(path=str(tmp_path)))

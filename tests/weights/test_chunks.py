@@ -79,3 +79,12 @@ def test_holes_are_elements_in_no_box_and_overlaps_and_strays_do_not_hide_them()
     assert holes(shapes, [("w", top), ("w", ((2, 1), (2, 2)))]) == {"w": -2}  # one column sticks out
     assert holes({"s": ()}, [("s", ((), ()))]) == {}
     assert holes({"s": ()}, [("s", ((), ())), ("s", ((), ()))]) == {"s": -1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
+def test_fill_takes_no_quantised_numbers_for_weights(dtype: torch.dtype) -> None:
+    view = torch.full((2,), torch.nan)
+    source = Memory({"w": torch.ones(2).to(dtype)})
+    with pytest.raises(ModelError, match=f"memory holds 'w' in {dtype}: quantised, wanted 16 or 32 bits"):
+        fill([Chunk("w", (2,), (0,), (2,), view)], source, what="memory")
+    assert view.isnan().all()

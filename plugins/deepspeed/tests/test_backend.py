@@ -10,6 +10,7 @@ import pytest
 from attrs import evolve
 
 from corerl.checkpoint.commit import begin
+from corerl.config.schema import OptimizerConfig, TrainConfig
 from corerl.testing.compare import assert_follows, different
 from corerl.testing.harness import Setup
 from corerl.testing.models import tiny_fields
@@ -17,6 +18,23 @@ from corerl.testing.pool import RankPool
 from corerl.testing.subject import Checkpoint, Runs, Subject
 from corerl.testing.suite import CHECKS
 from plugins.deepspeed.tests import ranks
+
+# Its router has a correction of [1, experts] that no gradient moves.
+ERNIE = {
+    "model_type": "ernie4_5_moe",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 32,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_layer_start_index": 0,
+    "max_position_embeddings": 128,
+}
 
 
 def test_ranks_that_hold_nothing_of_a_parameter_train_save_and_resume(runs: Runs, tmp_path: Path) -> None:
@@ -27,6 +45,16 @@ def test_ranks_that_hold_nothing_of_a_parameter_train_save_and_resume(runs: Runs
     assert_follows(uninterrupted, runs.train(1, evolve(setup, backend="plain"), range(4)))
     resumed = runs.train(2, setup, range(2, 4), resume=checkpoint.complete())
     assert different(resumed.state, uninterrupted.state) == []
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_parameter_that_transformers_freezes_does_not_decay(runs: Runs, stage: int) -> None:
+    train = TrainConfig(precision="float32", optimizer=OptimizerConfig(lr=0.1, weight_decay=0.1))
+    setup = Setup(backend="deepspeed", model="", fields=ERNIE, options={"stage": stage}, train=train)
+    before, after = (runs.train(1, setup, range(steps)).state["master"] for steps in (0, 3))
+    frozen = [name for name in before if "moe_statics" in name]
+    assert len(frozen) == 2 and all(before[name].any() for name in frozen)
+    assert {name for name in before if (before[name] == after[name]).all()} == {*frozen}
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,20 @@ class GathersTheWholeModel(FsdpBackend):
         return result
 
 
+def rotary_dtypes(setup: Setup) -> set[torch.dtype]:
+    """Of the tables that a layer's attention is handed."""
+    found: set[torch.dtype] = set()
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        found.update(table.dtype for table in kwargs["position_embeddings"])
+
+    with running(setup) as worker:
+        layer = worker.backend.policy.model.get_decoder().layers[0]  # type: ignore[attr-defined]
+        layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
+        forward(worker, setup, samples_at(0))
+    return found
+
+
 def held_after_passes(setup: Setup) -> list[int]:
     """Bytes that a pass without gradients leaves behind, and then a step, its moments apart."""
     with running(setup) as worker, Allocations() as found:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from attrs import evolve
 
 from corerl.checkpoint.commit import begin
+from corerl.config.schema import TrainConfig
 from corerl.testing.compare import assert_follows, different
 from corerl.testing.harness import Setup
 from corerl.testing.models import tiny_fields
@@ -32,6 +34,17 @@ def test_layers_that_stay_gathered_train_the_same(runs: Runs) -> None:
     found, wanted = runs.train(2, setup, range(3)), runs.train(2, runs.setup("fsdp", "qwen3"), range(3))
     assert found.losses == wanted.losses
     assert different(found.state, wanted.state) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted"), [("olmo2", {torch.float32}), ("qwen3", {torch.bfloat16})], ids=["olmo2", "qwen3"]
+)
+def test_rotary_tables_keep_the_precision_that_the_model_gives_them(
+    runs: Runs, family: str, wanted: set[torch.dtype]
+) -> None:
+    fields = {**tiny_fields("qwen3"), "model_type": family}
+    setup = Setup(backend="fsdp", model="", fields=fields, train=TrainConfig(precision="bfloat16"))
+    assert runs.rank_sets[1].run(ranks.rotary_dtypes, setup) == [wanted]
 
 
 @pytest.mark.parametrize("reshard", [True, False])

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import nn
 from torch.distributed import checkpoint as torch_checkpoint
 
@@ -56,6 +57,15 @@ def memory(setup: Setup) -> dict[str, float]:
         backend: Any = worker.backend
         held = sum(each.param.numel() for each in backend.model.held)
         return {kind.value: resident_bytes(backend.tensors(kind)) / held for kind in MemoryKind}
+
+
+def rotary_tables(setup: Setup) -> tuple[int, int]:
+    """How many are kept after a step, and asleep."""
+    with running(setup) as worker:
+        train(worker, setup, 0)
+        kept = RotaryEmbedding.forward.cache_info().currsize
+        worker.sleep(set(MemoryKind))
+        return kept, RotaryEmbedding.forward.cache_info().currsize
 
 
 def native_then_portable(setup: Setup, checkpoint: str) -> tuple[State, State]:

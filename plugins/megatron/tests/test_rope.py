@@ -18,6 +18,7 @@ from corerl.testing.scenarios import training
 from corerl.testing.subject import Runs
 from corerl.testing.tolerances import LOGPROBS
 from corerl.types import Output, SampleBatch
+from plugins.megatron.tests import ranks
 
 LENGTH = 400
 LLAMA3 = {
@@ -50,3 +51,9 @@ def test_a_llamas_logprobs_are_those_of_transformers(runs: Runs, tmp_path: Path,
     wanted, unscaled = (transformers_outputs(tmp_path / name, samples)[Output.LOGPROBS] for name in ("scaled", "plain"))
     np.testing.assert_allclose(found, wanted, rtol=LOGPROBS.relative, atol=LOGPROBS.absolute)
     assert np.abs(unscaled - wanted).max() > 100 * LOGPROBS.absolute
+
+
+def test_tables_of_rotary_embeddings_are_not_kept_asleep(runs: Runs) -> None:
+    """On a device each is as large as its longest sequence, and in no kind of memory."""
+    kept, asleep = runs.rank_sets[1].run(ranks.rotary_tables, runs.setup("megatron", "llama"))[0]
+    assert (kept > 0, asleep) == (True, 0)

@@ -47,6 +47,8 @@ def build_model(
     if train.recompute == "full":
         recompute_layers(policy.model)
     shapes = {name: tuple(param.shape) for name, param in policy.model.named_parameters()}
+    # DeepSpeed steps everything that it is given: these have no gradient, and must not decay either.
+    frozen = [name for name, param in policy.model.named_parameters() if not param.requires_grad]
     settings = deepspeed_json(
         options,
         train,
@@ -62,6 +64,7 @@ def build_model(
         shapes,
         train.optimizer,
         fused=device.type == "cuda" or options.offload != "none",
+        frozen=frozen,
     )
     if options.stage == 3:
         partition(policy.model.parameters(), settings)

@@ -56,7 +56,7 @@ SPEC = BackendSpec(
     implementation="corerl_deepspeed.backend:DeepSpeedBackend",
     config=DeepSpeedConfig,
     api=(1, 0),
-    summary="DeepSpeed ZeRO 1 to 3: any transformers model, sharded over all ranks, in host memory where asked",
+    summary="DeepSpeed ZeRO 1 to 3: transformers models sharded over all ranks, in host memory where asked",
     capabilities={
         Capability.FLOAT16: not_implemented(NO_FLOAT16),
     },

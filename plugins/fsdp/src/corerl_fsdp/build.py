@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import AttentionInterface, PretrainedConfig
 
 from corerl.models.attention import PACKED
-from corerl.models.build import build_on_meta, materialize, move_buffers, recompute_layers
+from corerl.models.build import build_on_meta, decoder_layers, materialize, move_buffers, recompute_layers
 from corerl.models.policy import CausalPolicy
 from corerl.ops.attention import one_kernel
 from corerl_fsdp.config import FsdpConfig
@@ -41,14 +41,15 @@ def build_policy(
     policy = CausalPolicy(build_on_meta(hf, dtype=torch.float32, attention=PACKED, value_head=value_head))
     # Both change what a layer's own forward does. FSDP's hooks stand around it, so neither runs or traces these.
     if options.compile:
-        compile_forward(policy.model.get_decoder().layers, attention=one_kernel(device, dtype))
+        compile_forward(decoder_layers(policy.model), attention=one_kernel(device, dtype))
     if recompute:
         recompute_layers(policy.model)
     on_host = options.offload == "parameters"
     shard(
         policy,
         mesh=mesh,
-        mixed=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        # Inputs are as the model makes them: hidden states in `precision`, rotary tables of some models in float32.
+        mixed=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
         offload=CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy(),
         reshard_after_forward=options.reshard_after_forward,
     )
@@ -86,7 +87,7 @@ def shard(
     model = policy.model
     embedding = model.get_input_embeddings()
     as_unit = partial(fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload)
-    for layer in model.get_decoder().layers:
+    for layer in decoder_layers(model):
         as_unit(layer, reshard_after_forward=reshard_after_forward)
     if policy.head.weight is not embedding.weight:
         as_unit(embedding, reshard_after_forward=reshard_after_forward)

@@ -23,7 +23,7 @@ SPEC = BackendSpec(
     implementation="corerl_fsdp.backend:FsdpBackend",
     config=FsdpConfig,
     api=(1, 0),
-    summary="torch FSDP2: any transformers model, parameters, gradients and moments sharded over all ranks",
+    summary="torch FSDP2: transformers models; parameters, gradients and moments sharded over all ranks",
     check=check,
     probe=probe,
 )

@@ -31,6 +31,7 @@ from corerl.types import (
     PackedBatch,
     ParallelLayout,
     SaveResult,
+    SleepResult,
     Step,
     TrainResult,
 )
@@ -40,7 +41,7 @@ from corerl_megatron.build import build
 from corerl_megatron.families import architecture, unsupported_by
 from corerl_megatron.on_host import calling_megatron
 from corerl_megatron.optimizer import masters, set_adam_step
-from corerl_megatron.parallel import destroy_groups, layout, make_groups
+from corerl_megatron.parallel import destroy_groups, forget_rotary_tables, layout, make_groups
 from corerl_megatron.replay import Routing
 from corerl_megatron.step import Pipeline, forward_pass, train_step
 
@@ -135,6 +136,10 @@ class MegatronBackend(Backend):
             with calling_megatron(self.device):
                 native.write(self.model, Path(path) / native.DIRECTORY, step)
         return result
+
+    def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
+        forget_rotary_tables()
+        return super().sleep(kinds)
 
     def explained(self, hook: str, error: BaseException) -> str:
         pending, self.gathers_pending = self.gathers_pending, False  # on one rank alone nothing can be gathered

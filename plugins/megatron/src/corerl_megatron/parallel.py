@@ -101,10 +101,16 @@ def destroy_groups(groups: Groups) -> None:
         with suppress(ValueError):  # it went with the world that it belonged to
             torch.distributed.destroy_process_group(group)
     groups.made.clear()
-    for method in vars(RotaryEmbedding).values():
-        if hasattr(method, "cache_clear"):  # its answers are kept with the modules that gave them
-            method.cache_clear()
+    forget_rotary_tables()  # each with the module that made it
     gc.collect()  # models hold groups too, in cycles; a group's threads end with its last reference
+
+
+def forget_rotary_tables() -> None:
+    """megatron-core keeps one on the device for each of the last 32 lengths of a longest sequence: 4 MiB for one of 8k
+    tokens with heads of 128, 64 for one of 128k."""
+    for method in vars(RotaryEmbedding).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
 
 
 def layout(options: MegatronConfig, groups: Groups, *, rank: int, ranks: int) -> ParallelLayout:

@@ -1,0 +1,74 @@
+"""Which transformers models go through CoreRL's own forward pass, and why another one does not.
+
+That pass packs sequences, which attention has to keep apart, calls the decoder, and multiplies its hidden states by the
+head's weight. Whatever a model does besides would be left out without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from corerl.errors import ModelError
+
+# Configs whose models do more between hidden states and logits than multiply by the head's weight.
+SCALINGS = (
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "output_multiplier_scale",
+)
+
+
+def require_interface(config: PreTrainedConfig) -> None:
+    """Raises ModelError where this model's attention is its own: what is registered would not be called, or not be
+    told where sequences end."""
+    architecture: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    if not getattr(architecture, "_supports_attention_backend", False):
+        raise ModelError(
+            f"{architecture.__name__} computes attention in code of its own, which sees packed sequences as one; "
+            "CoreRL takes models whose attention goes through transformers' attention interface"
+        )
+
+
+def require_packable(model: PreTrainedModel) -> None:
+    """Raises ModelError where the model does what the pass would leave out."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    for scaling in SCALINGS:
+        value = getattr(config, scaling, None)
+        if value is not None and value != 1.0:
+            raise ModelError(f"{name} changes its logits by {scaling}={value}, which CoreRL does not support")
+    layer_types = getattr(config, "layer_types", None)
+    if kinds := set(layer_types or ()) - {"full_attention"}:
+        raise ModelError(f"{name} has layers of {', '.join(sorted(kinds))}; CoreRL packs full attention only")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and not layer_types:
+        raise ModelError(f"{name} has sliding_window={window} in all layers; CoreRL packs full attention only")
+    head = model.get_output_embeddings()
+    path = next((path for path, module in model.named_modules() if module is head), "")
+    if head is not None and "." in path:
+        raise ModelError(
+            f"{name} has its head at {path!r}, among layers that CoreRL would pass over; it takes models whose hidden "
+            "states are multiplied by the head's weight"
+        )
+
+
+def longest_sequence(config: PreTrainedConfig) -> int | None:
+    """Tokens above which rotary frequencies follow the longest sequence of a pass, so that what a sequence is packed
+    with would change its log-probs; None where they never do."""
+    text = config.get_text_config()
+    found: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
+    tables = [each for each in found.values() if isinstance(each, Mapping)] or [found]  # one for each type of layer
+    limits = []
+    for table in tables:
+        kind = table.get("rope_type") or "default"
+        if kind == "longrope":
+            limits.append(int(table["original_max_position_embeddings"]))
+        elif "dynamic" in kind:
+            limits.append(int(text.max_position_embeddings))
+    return min(limits, default=None)
