@@ -22,7 +22,7 @@ def bare_run(directory: Path) -> reference.BareRun:
         directory,
         [list(reference.sequences(batch.tokens, batch.offsets, batch.columns)) for batch in batches],
         [step_at(number).lr for number in range(STEPS)],
-        batches[0].temperature,
+        [batch.temperature for batch in batches],
     )
 
 

@@ -38,8 +38,10 @@ class Sample:
     reference: torch.Tensor
 
 
-def train(directory: Path, batches: Sequence[Sequence[Sample]], rates: Sequence[float], temperature: float) -> BareRun:
-    """One AdamW step for each batch, at its learning rate."""
+def train(
+    directory: Path, batches: Sequence[Sequence[Sample]], rates: Sequence[float], temperatures: Sequence[float]
+) -> BareRun:
+    """One AdamW step for each batch, at its learning rate and temperature."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").train()
     matrices = [param for param in model.parameters() if param.ndim > 1]
     others = [param for param in model.parameters() if param.ndim <= 1]
@@ -47,7 +49,7 @@ def train(directory: Path, batches: Sequence[Sequence[Sample]], rates: Sequence[
         [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}], betas=BETAS, eps=EPS
     )
     run = BareRun()
-    for batch, rate in zip(batches, rates, strict=True):
+    for batch, rate, temperature in zip(batches, rates, temperatures, strict=True):
         count = sum(int(sequence.chosen.sum()) for sequence in batch)
         loss = torch.stack([objective(model, sequence, temperature) for sequence in batch]).sum() / count
         loss.backward()

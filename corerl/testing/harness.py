@@ -49,6 +49,9 @@ TRAIN = TrainConfig(
 )
 
 
+TEMPERATURES = (0.8, 1.0, 0.7)
+
+
 @frozen(kw_only=True)
 class Setup:
     """What a rank needs to know to start a worker; plain data, equal on all ranks."""
@@ -113,8 +116,9 @@ def make_samples(seed: int, *, samples: int = 7, vocab: int = 97, temperature: f
 
 
 def samples_at(step: int) -> SampleBatch:
-    """The batch of optimizer step `step`: the same for every backend and world size."""
-    return make_samples(1000 + step)
+    """The batch of optimizer step `step`: the same for every backend and world size. Its temperature is another one at
+    every step, so that a backend that keeps its first one is seen."""
+    return make_samples(1000 + step, temperature=TEMPERATURES[step % len(TEMPERATURES)])
 
 
 def step_at(number: int) -> Step:

@@ -139,7 +139,7 @@ def _select(item: pytest.Item, check: Check) -> Selected:
     parameters = dict(callspec.params) if callspec else {}
     world_size = parameters.get("world_size", 0)
     level, needs = check.level_at(world_size), list(check.needs)
-    if level in (1, 2, 4):
+    if world_size and level in (1, 2, 4):  # those without ranks of their own ask for a device themselves
         needs.append(Capability.CPU)
     if world_size > 1:
         needs.append(Capability.MULTI_RANK)
@@ -229,7 +229,7 @@ def pytest_runtest_makereport(
     if outcome in ("unsupported", "expected"):
         report.outcome = "skipped"
         report.wasxfail = reason  # what pytest itself reads
-    if outcome in ("blocked", "failed"):
+    if outcome in ("blocked", "failed", "expected"):
         session.failed.setdefault((found.backend, found.check.id), set()).add(found.world_size)
         if found.blocked_by:
             session.root_of[found.backend, found.check.id, found.world_size] = found.blocked_by

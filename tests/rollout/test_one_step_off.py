@@ -114,7 +114,7 @@ def test_it_is_the_loop_in_which_each_batch_is_drawn_by_the_weights_from_before_
     for step, kept in enumerate(rollouts):
         model = random_model(FIELDS, seed=1)
         before = batches[: max(step - 1, 0)]
-        weights = reference.train(ran.model, before, [LR] * len(before), TEMPERATURE).weights
+        weights = reference.train(ran.model, before, [LR] * len(before), [TEMPERATURE] * len(before)).weights
         model.load_state_dict({name: torch.tensor(value) for name, value in weights.items()}, strict=False)
         drawn = by_hand(model, stream.take(PROMPTS), step)
         rewards = np.array([reward for *_, reward in drawn]).reshape(PROMPTS, SAMPLES)
@@ -143,7 +143,7 @@ def test_it_is_the_loop_in_which_each_batch_is_drawn_by_the_weights_from_before_
         assert batch.tokens.tolist() == [token for prompt, response, *_ in drawn for token in prompt + response]
         assert set(batch.columns["versions"][batch.columns["loss_mask"]]) == {max(step - 1, 0)}
         np.testing.assert_allclose(kept.rewards, rewards.ravel(), rtol=1e-6)
-    bare = reference.train(ran.model, batches, [LR] * STEPS, TEMPERATURE)
+    bare = reference.train(ran.model, batches, [LR] * STEPS, [TEMPERATURE] * STEPS)
     lines = numbers(ran.directory)
     assert [line["train/loss"] for line in lines] == pytest.approx(bare.losses, rel=LOSS.relative, abs=LOSS.absolute)
     assert [line["rollout/staleness_max"] for line in lines] == [0.0, 1.0, 1.0, 1.0, 1.0]

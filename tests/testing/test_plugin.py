@@ -37,6 +37,9 @@ def test_can_all_the_same(): pass
 @check("C08", level=1)
 def test_known_to_fail(): assert False
 
+@check("C14", level=1, builds_on=["C08"])
+def test_on_what_is_known_to_fail(): assert False
+
 @check("C09", level=1)
 def test_has_nothing_to_see(): pytest.skip("nothing here")
 
@@ -87,10 +90,12 @@ def test_each_check_ends_as_what_it_builds_on_and_what_the_backend_declares_let_
         ("C11", "on 2 rank(s)"): "blocked",  # what fails on one rank says nothing on two
         ("C12", "on 1 rank(s)"): "blocked",
         ("C12", "on 2 rank(s)"): "blocked",
+        ("C14", ""): "blocked",  # without an expectation of its own
         ("C13", "qwen3"): "passed",
         ("C13", "qwen3-moe"): "passed",
     }
-    assert [found["C04", ""]["blocked_by"], found["C05", ""]["blocked_by"]] == ["C03", "C03"]
+    blocked_by = {id_: found[id_, ""]["blocked_by"] for id_ in ("C04", "C05", "C14")}
+    assert blocked_by == {"C04": "C03", "C05": "C03", "C14": "C08"}
     assert found["C03", ""]["reason"] == "AssertionError: it is this one"
     assert found["C06", ""]["reason"] == "plain declares that it lacks 'bfloat16' (it is a float32 reference)"
     assert found["C07", ""]["reason"].startswith("[XPASS(strict)] plain does not declare 'bfloat16'")
@@ -98,7 +103,7 @@ def test_each_check_ends_as_what_it_builds_on_and_what_the_backend_declares_let_
     assert order[0] == "C01"  # its level is the lowest
     assert order.index("C02") < order.index("C03") < order.index("C04") < order.index("C05")
     assert {key[0]: each["level"] for key, each in found.items()} | {"C11": 2, "C12": 2} == {
-        **dict.fromkeys([f"C{number:02}" for number in (2, 3, 4, 5, 6, 7, 8, 9, 13)], 1),
+        **dict.fromkeys([f"C{number:02}" for number in (2, 3, 4, 5, 6, 7, 8, 9, 13, 14)], 1),
         "C01": 0,
         "C11": 2,
         "C12": 2,

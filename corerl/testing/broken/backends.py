@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ from corerl.types import (
     WakeResult,
 )
 from corerl.weights.chunks import Chunk, TensorSource
-from corerl.weights.manifest import build_manifest
+from corerl.weights.manifest import Bucket, build_manifest
 from corerl.weights.transport import WeightSender
 
 # ---- the contract of hooks -------------------------------------------------------------------------------------------
@@ -111,6 +112,22 @@ class SamplesBackwards(PlainBackend):
         return evolve(result, outputs={name: values[::-1] for name, values in result.outputs.items()})
 
 
+class LosesWeightsInSwap(PlainBackend):
+    @contextlib.contextmanager
+    def using(self, weights: str) -> Iterator[None]:
+        own = {name: param.detach().clone() for name, param in self.params.items()}
+        with super().using(weights):
+            others = {name: param.detach().clone() for name, param in self.params.items()}
+        self._put(others)
+        yield
+        self._put(own)  # not reached where the pass fails
+
+    def _put(self, weights: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, param in self.params.items():
+                param.copy_(weights[name])
+
+
 class KeepsSnapshot(PlainBackend):
     @contextlib.contextmanager
     def using(self, weights: str) -> Iterator[None]:
@@ -146,6 +163,19 @@ class OwnExperts(PlainBackend):
 class KeepsFirstRate(PlainBackend):
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
         return super().train(batch, loss, evolve(step, lr=self.config.train.optimizer.lr))
+
+
+class AlwaysScales(PlainBackend):
+    def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+        def scaled(params: Iterable[torch.nn.Parameter], limit: float) -> torch.Tensor:
+            gradients = [param.grad for param in params if param.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+            for gradient in gradients if math.isfinite(limit) else ():
+                gradient.mul_(limit / norm)
+            return norm
+
+        with mock.patch.object(torch.nn.utils, "clip_grad_norm_", scaled):
+            return super().train(batch, loss, step)
 
 
 class DecaysNorms(PlainBackend):
@@ -247,6 +277,16 @@ class StaleWeights(PlainBackend):
         self.load_snapshot("start", "")
         with self.using("start"):
             return super().update_weights(sender, version)
+
+
+class SendsOnce(PlainBackend):
+    """Keeps what it has put together for the engines, and does not know that it is trained."""
+
+    sent: Sequence[Chunk] = ()
+
+    def gather(self, bucket: Bucket, out: torch.Tensor | None, *, chunks: Sequence[Chunk], root: int | None) -> None:
+        self.sent = self.sent or [evolve(chunk, view=chunk.view.clone()) for chunk in chunks]
+        super().gather(bucket, out, chunks=self.sent, root=root)
 
 
 class SkipsTiedParameter(PlainBackend):

@@ -9,10 +9,12 @@ from corerl.testing.harness import (
     State,
     error_of,
     forward,
+    packed_for_training,
     running,
     state_of,
     train,
 )
+from corerl.testing.scenarios.states import Fault, failing
 from corerl.types import (
     ForwardResult,
     SampleBatch,
@@ -28,8 +30,9 @@ class Snapshotted:
     other: ForwardResult  # of a snapshot loaded from another directory
     current: ForwardResult
     before: State  # before the snapshots are used
-    after: State
+    after: State  # and after one of them has failed
     then: TrainResult  # of a step after that
+    failed: str  # the error of a pass through a snapshot that does not come to its end
     dropped: str  # the error on using a snapshot that was dropped
 
 
@@ -45,6 +48,9 @@ def use_snapshots(setup: Setup, samples: SampleBatch, other: str) -> Snapshotted
         worker.snapshot("load", "other", {"path": other})
         started_from = forward(worker, setup, samples, weights="start")
         of_other = forward(worker, setup, samples, weights="other")
+        one_by_one = packed_for_training(worker, setup.packed_by(1), samples)  # several on every rank
+        batch = failing(one_by_one, Fault("no such batch"))
+        failed = error_of(lambda: worker.host.forward(batch=batch, outputs=setup.loss.outputs, weights="reference"))
         after = state_of(worker)
         current = forward(worker, setup, samples)
         worker.snapshot("drop", "reference", {})
@@ -58,5 +64,6 @@ def use_snapshots(setup: Setup, samples: SampleBatch, other: str) -> Snapshotted
             before=before,
             after=after,
             then=train(worker, setup, 3),
+            failed=failed,
             dropped=dropped,
         )

@@ -143,6 +143,32 @@ def train_on(setup: Setup, samples: SampleBatch) -> TrainResult:
 
 
 @frozen(kw_only=True)
+class Moved:
+    before: State
+    result: TrainResult  # of the last step
+    after: State
+
+
+def train_slowly(setup: Setup, steps: int, lr: float) -> Moved:
+    """Steps at a learning rate that is none of the other checks'."""
+    with running(setup) as worker:
+        before = state_of(worker)
+        for number in range(steps):
+            batch = packed_for_training(worker, setup, samples_at(number))
+            result = worker.host.train(batch=batch, loss=setup.loss, step=evolve(step_at(number), lr=lr))
+        return Moved(before=before, result=result, after=state_of(worker))
+
+
+def train_on_nothing(setup: Setup) -> Moved:
+    """One step in which no token weighs anything, the first one."""
+    with running(setup) as worker:
+        before, samples = state_of(worker), samples_at(0)
+        nothing = samples.with_columns(loss_mask=np.zeros_like(samples.columns["loss_mask"]))
+        result = train(worker, setup, 0, samples=nothing)
+        return Moved(before=before, result=result, after=state_of(worker))
+
+
+@frozen(kw_only=True)
 class Overfitted:
     before: ForwardResult
     after: ForwardResult
@@ -184,7 +210,8 @@ def train_on_garbage(setup: Setup, samples: SampleBatch, *, seed: int = 0) -> Tr
 
 
 def saved_for_backward(setup: Setup, number: int) -> tuple[TrainResult, int]:
-    """A step, and the most bytes of tensors that its forward passes keep at once for the backward pass."""
+    """A step, and the most bytes of tensors that forward passes, its own and one before it, keep at once for the
+    backward pass."""
     kept = most = 0
 
     class Kept:
@@ -199,6 +226,7 @@ def saved_for_backward(setup: Setup, number: int) -> tuple[TrainResult, int]:
             kept -= self.tensor.numel() * self.tensor.element_size()
 
     with running(setup) as worker, torch.autograd.graph.saved_tensors_hooks(Kept, lambda held: held.tensor):
+        forward(worker, setup, samples_at(number))  # as every step of a run has passes before it
         return train(worker, setup, number), most
 
 

@@ -34,6 +34,8 @@ class Pushed:
     state: State
     refused: str  # the error on sending the same version again
     arrived_after: int  # tensors that came with it
+    tensors_then: dict[str, Array]  # that came with the next version, after one more step
+    state_then: State
 
 
 class EveryRankSender(InProcessSender):
@@ -43,7 +45,8 @@ class EveryRankSender(InProcessSender):
 
 
 def push_weights(setup: Setup, every_rank: bool) -> Pushed:
-    """Train two steps, then send all weights to an engine in the process of each rank that sends."""
+    """Train two steps, then send all weights to an engine in the process of each rank that sends; once more after
+    another step."""
     names: list[str] = []
     tensors: dict[str, Array] = {}
 
@@ -59,13 +62,19 @@ def push_weights(setup: Setup, every_rank: bool) -> Pushed:
         arrived = len(names)
         refused = error_of(lambda: worker.host.update_weights(make(receive), 1))
         arrived_after = len(names) - arrived
+        first, state = dict(tensors), state_of(worker)
+        tensors.clear()
+        train(worker, setup, 2)
+        worker.host.update_weights(make(receive), 2)
         return Pushed(
             result=result,
             names=names[:arrived],
-            tensors=tensors,
-            state=state_of(worker),
+            tensors=first,
+            state=state,
             refused=refused,
             arrived_after=arrived_after,
+            tensors_then=tensors,
+            state_then=state_of(worker),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
 from corerl.checkpoint.commit import begin, latest
 from corerl.checkpoint.reader import CheckpointSource
@@ -34,6 +35,17 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(subject: Sub
     assert resumed.losses == uninterrupted.losses[3:]
     assert resumed.grad_norms == uninterrupted.grad_norms[3:]
     assert different(resumed.state, uninterrupted.state) == []
+
+
+@check("C18", level=1, needs=[Capability.BFLOAT16], builds_on=["C14"])
+def test_a_resumed_run_in_bfloat16_equals_the_uninterrupted_one_too(subject: Subject) -> None:
+    setup, checkpoint = subject.setup("qwen3-tied"), subject.checkpoint(2)
+    half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
+    uninterrupted = subject.train(half, range(4), save_after=1, save_to=checkpoint.role)
+    resumed = subject.train(half, range(2, 4), resume=checkpoint.complete())
+    assert resumed.losses == uninterrupted.losses[2:]
+    assert different(resumed.state, uninterrupted.state) == []
+    assert uninterrupted.losses != subject.undisturbed(setup, 4).losses  # it was another precision
 
 
 @check("C30", level=2, needs=[Capability.RESHARD, Capability.MULTI_RANK], builds_on=["C18", "C41"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from corerl.plugin.capabilities import Capability
 from corerl.testing.compare import (
@@ -61,7 +62,21 @@ def test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_curren
     assert different(after, before, [*SAVED, "param"]) == []
     undisturbed = subject.undisturbed(setup, 4)
     assert loss_of([rank.then for rank in ranks]) == undisturbed.losses[3]
+    assert all("Fault: no such batch" in rank.failed for rank in ranks)
     for rank in ranks:  # which rank and hook it was stands in between
         kind, _, message = rank.dropped.partition(": ")
         assert kind == "WrongState"
         assert message.endswith("no snapshot 'reference'; known: other, start; create or load it first")
+
+
+@check("C48", level=1, needs=[Capability.SNAPSHOTS, Capability.BFLOAT16], builds_on=["C14", "C51"])
+def test_snapshots_round_nothing_of_a_model_in_bfloat16(subject: Subject, tmp_path: Path) -> None:
+    samples, setup = make_samples(11), subject.setup("qwen3-tied")
+    half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
+    other = write_tiny_model("qwen3-tied", tmp_path / "other", seed=1)
+    ranks = subject.run(snapshots.use_snapshots, half, samples, str(other))
+    after, before = whole([rank.after for rank in ranks]), whole([rank.before for rank in ranks])
+    assert different(after, before, [*SAVED, "param"]) == []
+    undisturbed = subject.undisturbed(half, 4)
+    assert loss_of([rank.then for rank in ranks]) == undisturbed.losses[3]
+    assert undisturbed.losses != subject.undisturbed(setup, 4).losses  # it was another precision

@@ -22,7 +22,7 @@ from corerl.testing.compare import (
     weights_apart,
     whole,
 )
-from corerl.testing.harness import make_samples, samples_at
+from corerl.testing.harness import Setup, make_samples, samples_at
 from corerl.testing.marks import check
 from corerl.testing.scenarios import training
 from corerl.testing.subject import CASES, PACKINGS, PLAIN, STEPS, WHOLE, Subject
@@ -52,10 +52,11 @@ def test_many_micro_batches_train_like_one(subject: Subject) -> None:
 
 
 @check("C29", level=1, builds_on=["C41"])
-def test_ranks_without_samples_keep_in_step(subject: Subject) -> None:
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
+def test_ranks_without_samples_keep_in_step(subject: Subject, kind: str) -> None:
     samples = make_samples(5, samples=1)
-    found = subject.run(training.train_on, subject.setup("qwen3-moe"), samples)
-    wanted = subject.runs.rank_sets[1].run(training.train_on, subject.runs.setup(PLAIN, "qwen3-moe"), samples)
+    found = subject.run(training.train_on, subject.setup(kind), samples)
+    wanted = subject.runs.rank_sets[1].run(training.train_on, subject.runs.setup(PLAIN, kind), samples)
     assert loss_of(found) == pytest.approx(loss_of(wanted), rel=LOSS.relative, abs=LOSS.absolute)
     assert grad_norm_of(found) == pytest.approx(grad_norm_of(wanted), rel=GRAD_NORM.relative)
     assert [result.applied for result in found] == [True] * subject.world_size
@@ -89,6 +90,37 @@ def test_bfloat16_stays_near_float32(subject: Subject) -> None:
     assert mean_apart(found.losses, wanted.losses) < BFLOAT16_LOSS
     assert mean_apart(found.grad_norms, wanted.grad_norms) < BFLOAT16_GRAD_NORM
     assert weights_apart(found.state["master"], wanted.state["master"]) > 0  # it was another precision
+
+
+@check("C55", level=1, needs=[Capability.BFLOAT16], builds_on=["C41"])
+def test_masters_of_a_model_in_bfloat16_take_steps_that_are_lost_in_it(subject: Subject) -> None:
+    setup = subject.setup("qwen3")
+    half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
+    ranks, wider = (subject.run(training.train_slowly, each, 5, 1e-6) for each in (half, setup))
+    assert loss_of([rank.result for rank in ranks]) != loss_of([rank.result for rank in wider])  # another precision
+    before, after = (whole([getattr(rank, when) for rank in ranks])["master"] for when in ("before", "after"))
+    moved = sum(int((after[name] != was).sum()) for name, was in before.items())
+    assert moved > 0.9 * sum(was.size for was in before.values())
+
+
+@check("C61", level=1, builds_on=["C41"])
+@pytest.mark.parametrize("clip_norm", [100.0, 0.0], ids=["never reached", "none"])
+def test_a_gradient_below_the_norm_is_not_scaled(subject: Subject, clip_norm: float) -> None:
+    def unclipped(setup: Setup) -> Setup:
+        return evolve(setup, train=evolve(setup.train, optimizer=evolve(setup.train.optimizer, clip_norm=clip_norm)))
+
+    found = subject.train(unclipped(subject.setup("qwen3")), range(3))
+    assert_follows(found, subject.runs.train(1, unclipped(subject.runs.setup(PLAIN, "qwen3")), range(3)))
+
+
+@check("C61", level=1, builds_on=["C41"])
+def test_a_gradient_of_nothing_leaves_a_step_of_decay_alone(subject: Subject) -> None:
+    ranks = subject.run(training.train_on_nothing, subject.setup("qwen3"))
+    assert [(rank.result.applied, rank.result.grad_norm) for rank in ranks] == [(True, 0.0)] * subject.world_size
+    wanted = subject.runs.rank_sets[1].run(training.train_on_nothing, subject.runs.setup(PLAIN, "qwen3"))
+    found, plain = (whole([rank.after for rank in each])["master"] for each in (ranks, wanted))
+    for name, values in plain.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-6, atol=1e-7)
 
 
 @check("C12", level=1, builds_on=["C11"])

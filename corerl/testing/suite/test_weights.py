@@ -33,6 +33,8 @@ def test_an_update_delivers_every_tensor_once_and_bit_for_bit(subject: Subject, 
     root, *others = ranks
     assert sorted(root.names) == sorted(files_of(subject.model(kind)))
     assert different({"master": root.tensors}, {"master": trained}, ["master"]) == []
+    trained_then = whole([rank.state_then for rank in ranks])["master"]
+    assert different({"master": root.tensors_then}, {"master": trained_then}, ["master"]) == []
     assert root.result.version == 1 and root.result.engines == {"engine-0": ""}
     assert root.result.bytes == sum(4 * tensor.size for tensor in trained.values())
     assert [(other.names, other.result.bytes) for other in others] == [([], 0)] * len(others)
