@@ -17,9 +17,8 @@ from corerl.models.export import export_directory
 from corerl.models.tokenizer import load_tokenizer
 
 SHARD_BYTES = 4 * 2**30
-GENERATION = (
-    "generation_config.json"  # how its authors sample, and which tokens end a sample: some are named there alone
-)
+# How a model's authors sample from it, and which tokens end a sample: some are named there alone.
+GENERATION = "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
