@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import lru_cache, partial
-from importlib import import_module
 from typing import Any
 
 from corerl.algorithms.losses import Loss, LossInputs, LossResult, clipped, value
+from corerl.config.functions import imported
 from corerl.errors import ConfigError
 from corerl.types import LossSpec, Output, Scalar
 
@@ -91,22 +91,11 @@ def value_loss_spec(*, value_clip: float) -> LossSpec:
 def _find(name: str) -> Loss:
     if name in LOSSES:
         return LOSSES[name]
-    module_name, colon, function_name = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ConfigError(
             f"unknown loss {name!r}; known: {', '.join(sorted(LOSSES))}, or 'module:function'" + _nearest(name, LOSSES)
         )
-    try:
-        module = import_module(module_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
-        raise ConfigError(f"loss {name!r}: cannot import {module_name!r}: {type(error).__name__}: {error}") from error
-    function: Loss | None = getattr(module, function_name, None)
-    if not callable(function):
-        raise ConfigError(
-            f"loss {name!r}: module {module_name!r} has no function {function_name!r}"
-            + _nearest(function_name, vars(module))
-        )
-    return function
+    return imported(name, setting="algorithm.loss")
 
 
 def _parameters(function: Loss, *, name: str) -> list[inspect.Parameter]:

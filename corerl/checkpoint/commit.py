@@ -77,8 +77,10 @@ def read_state(path: str | Path) -> dict[str, Any]:
     directory = Path(path)
     if directory.name.endswith(PARTIAL):
         raise CheckpointError(f"{directory} was never completed: resume from one whose name has no {PARTIAL!r}")
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise CheckpointError(f"no checkpoint at {directory}: give the directory of one, .../checkpoints/step-00000050")
+    if not (directory / DRIVER_FILE).exists() and (newest := latest(directory)):
+        raise CheckpointError(f"{directory} is the directory of a run: give its newest checkpoint, {newest}")
     content = read_json(directory / DRIVER_FILE)
     for name, size in content["files"].items():
         file = directory / name
@@ -148,7 +150,7 @@ def _committed(run_dir: str | Path) -> list[Path]:
     directory = checkpoints_dir(run_dir)
     found = [
         path
-        for path in (directory.iterdir() if directory.is_dir() else ())
+        for path in (directory.iterdir() if os.path.isdir(directory) else ())
         if (match := NAME.fullmatch(path.name)) and match[2] != PARTIAL
     ]
     return sorted(found, key=lambda path: (_step(path), path.suffix != REPLACED), reverse=True)

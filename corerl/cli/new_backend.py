@@ -64,7 +64,7 @@ def generate(name: str, directory: Path) -> list[Path]:
                 continue
             target = directory / renamed(str(source.relative_to(TEMPLATE)), name)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(renamed(source.read_text(), name))
+            target.write_text(renamed(source.read_text(encoding="utf-8"), name), encoding="utf-8")
             written.append(target)
     except OSError as error:
         raise UserError(f"cannot write to {directory}: {error.strerror}; name another directory") from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,7 +21,8 @@ def list_plugins(kind: str, args: argparse.Namespace) -> int:
     """Print every plugin of `kind`, a value of `Kind`, and those that could be installed."""
     from corerl.plugin.registry import INSTALL_HINTS, Kind, installed
 
-    found = installed(Kind(kind))
+    with redirect_stdout(sys.stderr):  # what a plugin prints as it is imported is no part of the list
+        found = installed(Kind(kind))
     names = {each.name for each in found}
     missing = {name: hint for name, hint in INSTALL_HINTS[Kind(kind)].items() if name not in names}
     print(_json(found, missing) if args.json else _text(found, missing))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 from corerl.config.schema import Config, CriticConfig, EpisodesConfig
 
@@ -192,8 +192,8 @@ def _extensions(config: Config) -> Iterator[str]:
 def _files(config: Config) -> Iterator[str]:
     critic = config.roles.critic.model if config.roles.critic else None
     for table, model in (("model", config.model), ("roles.critic.model", critic)):
-        if model is not None and model.path and not Path(model.path).is_dir():
+        if model is not None and model.path and not os.path.isdir(model.path):
             yield f"{table}.path: no directory {model.path!r}; give a downloaded Hugging Face model directory"
     resume = config.checkpoint.resume
-    if resume not in ("never", "auto") and not Path(resume).is_dir():
+    if resume not in ("never", "auto") and not os.path.isdir(resume):
         yield f"checkpoint.resume: no directory {resume!r}; give 'never', 'auto', or a checkpoint's directory"

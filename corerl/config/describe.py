@@ -63,7 +63,7 @@ def annotate(toml: str, config: Config) -> str:
             if attrs.has(type(options)):
                 helps |= {f"{kind}.{name}.{entry.path}": entry.help for entry in describe(type(options))}
     lines, table = [], ""
-    for line in toml.splitlines():
+    for line in toml.removesuffix("\n").split("\n"):  # a string may hold what `splitlines` takes for an end
         if header := re.fullmatch(r"\[\[?(.+?)\]?\]", line):
             table = header[1] + "."
         # an array's items are indented, so whatever starts a line is a setting of the current table

@@ -17,13 +17,14 @@ def imported(name: str, *, setting: str) -> Callable[..., Any]:
         raise ConfigError(f"{setting}: got {name!r}, wanted 'module:function'")
     try:
         module = import_module(module_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         raise ConfigError(
             f"{setting}: {name!r}: cannot import {module_name!r}: {type(error).__name__}: {error}"
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        near = get_close_matches(attribute, vars(module), n=1)
+        functions = [each for each, value in vars(module).items() if callable(value)]
+        near = get_close_matches(attribute, functions, n=1)
         raise ConfigError(
             f"{setting}: {name!r}: module {module_name!r} has no function {attribute!r}"
             + (f"; did you mean {near[0]!r}?" if near else "")

@@ -27,7 +27,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     lines: list[str] = []
     data: dict[str, Any] = {}
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # editors of Windows put a mark before it
     except FileNotFoundError:
         lines.append(f"{path}: no such file; give the path of a TOML file")
     except OSError as error:
@@ -71,6 +71,8 @@ def dump_toml(config: Config) -> str:
 
 def _apply(text: str, data: dict[str, Any]) -> Keys:
     """Set in `data` what one override says; returns where."""
+    if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(f"override {text!r}: is not UTF-8 text")
     key, equals, value = text.partition("=")
     try:
         nested: Any = tomllib.loads(f"{key} = 0")  # quoted keys and all

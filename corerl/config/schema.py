@@ -37,6 +37,11 @@ def above(bound: float) -> Callable[[Any, Attribute[Any], Any], None]:
     return check
 
 
+def filled(_: Any, attribute: Attribute[Any], value: str) -> None:
+    if not value:
+        raise ValueError("must not be empty")
+
+
 def finite(_: Any, attribute: Attribute[Any], value: Any) -> None:
     if math.isinf(value):
         raise ValueError(f"must be finite, got {value!r}")
@@ -64,20 +69,30 @@ def custom_resources(_: Any, attribute: Attribute[Any], value: Mapping[str, floa
     for name, amount in value.items():
         if name in ("CPU", "GPU", "memory", "object_store_memory"):
             raise ValueError(f"must be custom resources of Ray, got {name!r}, which CoreRL reckons itself")
-        if amount <= 0:
-            raise ValueError(f"must be amounts above 0, got {amount!r} of {name!r}")
+        if not 0 < amount < math.inf:
+            raise ValueError(f"must be finite amounts above 0, got {amount!r} of {name!r}")
+
+
+def variables(_: Any, attribute: Attribute[Any], value: Mapping[str, str]) -> None:
+    for name, text in value.items():
+        if not name or "=" in name or "\0" in name:
+            raise ValueError(f"must be environment variables, got {name!r} = {text!r}")
 
 
 @frozen(kw_only=True)
 class RunConfig:
-    dir: str = option("where everything the run writes goes; one directory a run", default="runs/default")
+    dir: str = option(
+        "where everything the run writes goes; one directory a run", default="runs/default", validator=filled
+    )
     mode: Literal["train", "rollout-only", "train-only", "eval"] = option(
         "train; or only sample, and save the batches; or only train, from batches that were saved, without engines; "
         "or only score the held-out prompts",
         default="train",
     )
     steps: int = option("rollout steps to train for", default=250, validator=at_least(0))
-    seed: int = option("seeds prompts' order, sampling noise and random weights", default=0, validator=at_least(0))
+    seed: int = option(
+        "seeds prompts' order, sampling noise and random weights", default=0, validator=between(0, 2**63 - 1)
+    )
 
     @property
     def trains(self) -> bool:
@@ -123,7 +138,7 @@ class ClusterConfig:
     watchdog: float = option(
         "seconds after which the user is told which ranks a call still waits for, and where they are; 0 never",
         default=60.0,
-        validator=at_least(0),
+        validator=[at_least(0), finite],
     )
     resources: Mapping[str, float] = option(
         "custom resources of Ray that each bundle asks of a node besides CPUs and GPUs, such as {h200 = 1}",
@@ -131,7 +146,9 @@ class ClusterConfig:
         validator=custom_resources,
     )
     environment: Mapping[str, str] = option(
-        "environment variables that every rank and engine is given before it starts", factory=dict
+        "environment variables that every rank and engine is given before it starts",
+        factory=dict,
+        validator=variables,
     )
 
 
@@ -150,11 +167,11 @@ class ModelConfig:
 class OptimizerConfig:
     """AdamW (Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization")."""
 
-    lr: float = option("peak learning rate", default=1e-6, validator=at_least(0))
+    lr: float = option("peak learning rate", default=1e-6, validator=[at_least(0), finite])
     betas: tuple[float, float] = option("decay of the two moments", default=(0.9, 0.95), validator=decays)
-    eps: float = option("added to the root of the second moment", default=1e-8, validator=above(0))
+    eps: float = option("added to the root of the second moment", default=1e-8, validator=[above(0), finite])
     weight_decay: float = option(
-        "decoupled decay of matrices; never of norms and biases", default=0.0, validator=at_least(0)
+        "decoupled decay of matrices; never of norms and biases", default=0.0, validator=[at_least(0), finite]
     )
     clip_norm: float = option("global gradient norm to clip to; 0 does not clip", default=1.0, validator=at_least(0))
 
@@ -256,9 +273,9 @@ class AlgorithmConfig:
     loss: str = option("the policy loss: a registered name, or 'module:function'", default="clipped")
     clip_low: float = option("the ratio is clipped below 1 - clip_low", default=0.2, validator=between(0, 1))
     clip_high: float = option("the ratio is clipped above 1 + clip_high", default=0.2, validator=at_least(0))
-    entropy_coef: float = option("weight of the entropy bonus", default=0.0, validator=at_least(0))
+    entropy_coef: float = option("weight of the entropy bonus", default=0.0, validator=[at_least(0), finite])
     kl_coef: float = option(
-        "weight of the KL penalty to the reference policy; 0 keeps none", default=0.0, validator=at_least(0)
+        "weight of the KL penalty to the reference policy; 0 keeps none", default=0.0, validator=[at_least(0), finite]
     )
     kl_estimator: Literal["k1", "k2", "k3"] = option("of the KL (Schulman 2020)", default="k3")
     kl_in: Literal["loss", "reward"] = option(
@@ -267,7 +284,7 @@ class AlgorithmConfig:
     kl_target: float = option(
         "the KL per token that kl_coef is adapted towards (Ziegler et al. 2019); 0 leaves it as it is",
         default=0.0,
-        validator=at_least(0),
+        validator=[at_least(0), finite],
     )
     kl_horizon: int = option(
         "samples in which an adapted kl_coef can change by a fifth", default=10_000, validator=at_least(1)
@@ -388,7 +405,7 @@ class RolloutConfig:
     )
     prompts: int = option("prompts of one rollout step", default=64, validator=at_least(1))
     samples: int = option("samples drawn for each prompt: a group", default=8, validator=at_least(1))
-    temperature: float = option("divides the logits", default=1.0, validator=above(0))
+    temperature: float = option("divides the logits", default=1.0, validator=[above(0), finite])
     top_p: float = option("keep the likeliest tokens that hold this share of probability", default=1.0, validator=share)
     max_tokens: int = option(
         "new tokens at most, of an episode all that follow its first request; a sample cut there is marked truncated",

@@ -103,6 +103,8 @@ def _scalar(value: Any, kind: Any) -> Any:
         raise _Wrong(_mismatch(value, kind))
     if kind is float and math.isnan(value):
         raise _Wrong("expected number, got nan")
+    if kind is str and "\0" in value:  # no path, variable or token has one, and not every library says so
+        raise _Wrong(f"expected string without NUL characters, got {value!r}")
     return value
 
 

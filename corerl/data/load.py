@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,7 +61,7 @@ def _source(
     if source in GENERATED:
         return GENERATED[source](held_out=data.held_out, seed=seed)
     path = Path(source)
-    if not path.exists() and path.suffix not in (".jsonl", ".parquet"):
+    if not source or (not os.path.exists(path) and path.suffix not in (".jsonl", ".parquet")):
         near = get_close_matches(source, GENERATED, n=1)
         raise ConfigError(
             f"{setting}: unknown source {source!r}; known: {KNOWN}{f'; did you mean {near[0]!r}?' if near else ''}"

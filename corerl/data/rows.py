@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -95,12 +96,12 @@ class ArrowRows(Rows):
 
 def open_rows(path: Path) -> Rows:
     """Raises DataError where `path` is nothing that holds rows, ConfigError where a library is missing to read it."""
-    if path.is_dir() and (path / "dataset_dict.json").is_file():
+    if os.path.isdir(path) and (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(entry.name for entry in path.iterdir() if (entry / "state.json").is_file()))
         raise DataError(f"data.source: {path} holds several splits ({splits}); give the directory of one of them")
-    if path.is_dir() and (path / "state.json").is_file():
+    if os.path.isdir(path) and (path / "state.json").is_file():
         return ArrowRows(_saved(path), str(path))
-    if path.is_dir():
+    if os.path.isdir(path):
         files = sorted(path.glob("*.parquet"))
         if not files:
             raise DataError(

@@ -97,12 +97,17 @@ def _look(target: str, *args: Any) -> tuple[list[Finding], bool]:
 def main(words: list[str]) -> None:
     """In the process of its own."""
     target, arguments, told = words
-    module, _, function = target.partition(":")
     with open(told, "a", encoding="utf-8") as file:
-        for each in _with_surprises(getattr(importlib.import_module(module), function)(*json.loads(arguments))):
+        for each in _with_surprises(_told_by(target, json.loads(arguments))):
             kind = "finding" if isinstance(each, Finding) else "begins"
             print(json.dumps([kind, asdict(each)]), file=file, flush=True)
         print(json.dumps(["finished", None]), file=file, flush=True)
+
+
+def _told_by(target: str, arguments: Sequence[Any]) -> Iterator[Told]:
+    module, _, function = target.partition(":")
+    yield Begins(f"importing {module}", f"mend what this shows: {sys.executable} -c 'import {module}'")
+    yield from getattr(importlib.import_module(module), function)(*arguments)
 
 
 def _with_surprises(told: Iterable[Told]) -> Iterator[Told]:

@@ -97,12 +97,12 @@ def driver() -> Iterator[Finding]:
         shown = subprocess.run(query, capture_output=True, text=True, timeout=60.0)
         text = shown.stdout.strip() if shown.returncode == 0 else ""
         reason = (shown.stderr or shown.stdout).strip().partition("\n")[0]
-    except subprocess.TimeoutExpired:
-        text, reason = "", "no answer within a minute"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        text, reason = "", str(error)
     if text:
         for line, count in Counter(text.splitlines()).items():
-            name, memory, number = (word.strip() for word in line.split(","))
-            yield Finding(level=Level.OK, what=f"{count} x {name}, {memory}, driver {number}")
+            device, comma, number = line.rpartition(",")
+            yield Finding(level=Level.OK, what=f"{count} x {device}, driver{number}" if comma else f"{count} x {line}")
     else:
         yield Finding(
             level=Level.WARNING,
@@ -126,11 +126,11 @@ def _version(name: str) -> str:
 
 def _editable_project(installed: Distribution) -> Path | None:
     """The directory that a distribution is installed in place from (PEP 610)."""
-    text = installed.read_text("direct_url.json")
-    found: dict[str, Any] = json.loads(text) if text else {}
-    if not found.get("dir_info", {}).get("editable"):
+    try:
+        found: Any = json.loads(installed.read_text("direct_url.json") or "{}")
+        return Path(unquote(urlparse(str(found["url"])).path)) if found["dir_info"]["editable"] else None
+    except (ValueError, LookupError, TypeError):  # of another kind of installation, or damaged
         return None
-    return Path(unquote(urlparse(found.get("url", "")).path))
 
 
 def _written(project: Path) -> set[tuple[str, str, str]] | None:

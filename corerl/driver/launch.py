@@ -33,6 +33,8 @@ from corerl.driver.together import Call, together
 from corerl.driver.updates import WeightUpdates, meeting_at
 from corerl.errors import ConfigError, EngineFailed, SaveFailed
 from corerl.observability.timing import Phases
+from corerl.observability.trace import keep
+from corerl.observability.tracking import CONFIG_FILE
 from corerl.plugin import hooktrace
 from corerl.plugin.events import Notice, PhaseStarted, RunFinished, RunStarted, Worked
 from corerl.plugin.fingerprint import origin
@@ -69,6 +71,21 @@ def launch(config: Config) -> Iterator[Run]:
         yield from _launched(prepared)
 
 
+def write_config(run_dir: Path, config: Config) -> None:
+    """As config.toml. One that says something else, as before a resumed run's overrides or by the user's own hand, is
+    kept as config-1.toml, config-2.toml and so on. Raises ConfigError where it cannot be written."""
+    path, text = run_dir / CONFIG_FILE, dump_toml(config).encode()
+    part = path.with_name(f".{path.name}.part")
+    try:
+        if path.exists() and path.read_bytes() == text:
+            return
+        part.write_bytes(text)
+        keep(path)
+        os.replace(part, path)
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot write to {run_dir} ({error.strerror}); give another directory") from error
+
+
 @contextlib.contextmanager
 def occupied(run_dir: Path) -> Iterator[None]:
     """The directory is this process's alone. Raises ConfigError where another run has it, or it cannot be written."""
@@ -91,16 +108,10 @@ def occupied(run_dir: Path) -> Iterator[None]:
 
 
 def _launched(prepared: Prepared) -> Iterator[Run]:
-    config, state = prepared.config, prepared.state
-    try:
-        (prepared.run_dir / "config.toml").write_text(dump_toml(config))
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir: cannot write to {prepared.run_dir} ({error.strerror}); give another directory"
-        ) from error
+    config, step = prepared.config, prepared.first_step
+    write_config(prepared.run_dir, config)
     observers = load_observers(config.extensions, str(prepared.run_dir))
     started = time.perf_counter()
-    step = state.get("rollout_step", 0)
     run: Run | None = None
     try:
         observers.emit(
@@ -153,10 +164,7 @@ def _start(
     stop: StopRequest,
     stack: contextlib.ExitStack,
 ) -> Run:
-    config, state = prepared.config, prepared.state
-    # One that samples alone writes no checkpoint: what it is given is another run's, of which it takes the weights.
-    samples_alone = config.run.mode == "rollout-only"
-    step = 0 if samples_alone else state.get("rollout_step", 0)
+    config, state, step = prepared.config, prepared.state, prepared.first_step
     reward: Scorer = prepared.reward
     if config.run.samples:  # first: its processes start while Ray does
         # The source may score in a thread of its own while the loop evaluates.
@@ -200,7 +208,7 @@ def _start(
         aside = make_sampler(prepared, fleet, front, aside=True)
     source = make_source(prepared, fleet, sampler, aside, reward)
     stack.callback(source.close)
-    if state and config.run.mode != "eval" and not samples_alone:
+    if state and config.run.trains:
         source.restore(state["source"], prepared.resume)
 
     def phase(name: str) -> AbstractContextManager[None]:

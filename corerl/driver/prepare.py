@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +68,12 @@ class Prepared:
     function: EpisodeFunction | None  # that plays the samples; None where a sample is one response
     postprocess: Callable[[Scored], Any] | None
     vocab_size: int  # of the actor's model
+
+    @property
+    def first_step(self) -> int:
+        """Rollout steps that are behind it. One that only samples has none: what it resumes is another run's, of which
+        it takes the weights."""
+        return 0 if self.config.run.mode == "rollout-only" else int(self.state.get("rollout_step", 0))
 
 
 class Problems:
@@ -168,7 +176,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     state: dict[str, Any] = {}
     if problems.none_in("checkpoint.resume"):
         with problems.stage("checkpoint.resume"):
-            resume = resume_from(config, run_dir, starting=starting and config.run.trains)
+            resume = resume_from(config, run_dir, starting=starting)
             state = read_state(resume) if resume else {}
     if resume and problems.none_in("checkpoint.resume"):
         from corerl.driver.weights import require_same_model  # imports what takes seconds
@@ -213,7 +221,8 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         )
         problems.add("rollout.source", ConfigError(line))
     keeps = config.run.mode == "rollout-only" or (config.rollout.save and config.run.samples)
-    if starting and keeps and not resume and (run_dir / ROLLOUTS).is_dir():
+    goes_on = config.run.trains and resume is not None and resume.resolve().is_relative_to(run_dir.resolve())
+    if starting and keeps and not goes_on and os.path.isdir(run_dir / ROLLOUTS):
         line = f"run.dir: {run_dir} holds rollouts already, which would be mixed with new ones; give another run.dir"
         problems.add("run.dir", ConfigError(line))
     config = _resolve_plugins(config, problems)
@@ -240,9 +249,12 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         with problems.stage("engines"):
             check_spec(engine, config.engines[engine.name], engines, config=config)
             require_form(config, engine, engines)
+        names: dict[str, str] = {}  # of extensions, each with what the config calls it
         for index, each in enumerate(config.extensions):
             with problems.stage("extensions"):
                 extension = load(Kind.EXTENSIONS, each.name)
+                if names.setdefault(extension.name, each.name) != each.name:
+                    raise ConfigError(f"extensions: {each.name!r} and {names[extension.name]!r} share a name; keep one")
                 table = f"extensions[{index}].options"
                 check_spec(extension, each.options, clusters[ACTOR], config=config, table=table)
         for role in config.chosen_roles:
@@ -332,7 +344,7 @@ def _with_absolute_paths(config: Config) -> Config:
     """For processes with another working directory, and for whoever reads the run's config later."""
 
     def there(source: str) -> str:
-        return str(Path(source).absolute()) if source and Path(source).exists() else source
+        return str(Path(source).absolute()) if source and os.path.exists(source) else source
 
     data = config.data
     data = evolve(
@@ -392,9 +404,15 @@ def require_room_for_tokens(
 
 
 def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None:
-    """The checkpoint that the run goes on from. Raises ConfigError rather than train over other checkpoints."""
+    """The checkpoint that the run goes on from. Raises ConfigError rather than write over another run."""
     resume = config.checkpoint.resume
     newest = latest(run_dir)
+    if starting and newest is not None and not config.run.trains:
+        advice = f", or use: corerl eval {shlex.quote(str(run_dir))}" if config.run.mode == "eval" else ""
+        raise ConfigError(
+            f"run.dir: {run_dir} already holds a run ({newest.name}), whose numbers run.mode={config.run.mode!r} would "
+            f"write over; give another run.dir{advice}"
+        )
     if resume == "auto":
         return newest
     chosen = None if resume == "never" else Path(resume).absolute()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -366,7 +367,9 @@ class Run:
         if self.config.run.trains:
             artifacts |= self._finish_training(export=self.config.checkpoint.export and reason == "finished")
         if reason == "interrupted" and self.config.run.trains:
-            artifacts["to go on"] = f"the same command with run.dir={self.run_dir} checkpoint.resume=auto"
+            artifacts["to go on"] = (
+                f"the same command with {shlex.quote(f'run.dir={self.run_dir}')} checkpoint.resume=auto"
+            )
         self.tell(
             RunFinished(
                 reason=reason,

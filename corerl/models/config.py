@@ -67,7 +67,7 @@ def _from_directory(path: str) -> PreTrainedConfig:
         found = ", ".join(sorted(entry.name for entry in directory.iterdir())) or "nothing"
         raise ModelError(f"model.path={path!r} has no config.json, found {found}; it must be a Hugging Face model")
     try:
-        fields = json.loads(file.read_text())
+        fields = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{file} is no JSON: {error}") from error
     if not isinstance(fields, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import tokenizers
@@ -28,7 +29,7 @@ def load_tokenizer(*, tokenizer: str, path: str) -> PreTrainedTokenizerBase:
             "the model has no tokenizer: set model.tokenizer to a directory or to 'characters:ABC', "
             "or model.path to a directory that holds one"
         )
-    if not Path(directory).is_dir():
+    if not os.path.isdir(directory):
         raise ModelError(f"{setting}={directory!r} is no directory; it must hold a Hugging Face tokenizer")
     try:
         loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True)

@@ -77,4 +77,4 @@ class Profiler:
         device = "cuda" if ProfilerActivity.CUDA in self._activities else "cpu"
         table = profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=self._options.rows)
         profiler.export_chrome_trace(f"{path}.json")
-        Path(f"{path}.txt").write_text(table)
+        Path(f"{path}.txt").write_text(table, encoding="utf-8")

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any
 
+import attrs
 from attrs import field, frozen
 
 from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, PluginNotFound
@@ -135,7 +136,7 @@ def installed(kind: Kind) -> list[Installed]:
         try:
             spec = _load_spec(kind, entry)
             api, summary = spec.api, spec.summary
-            _require_api(kind, entry, spec)
+            _require_usable(kind, entry, spec)
         except PluginIncompatible:
             assert api is not None
             status, reason = Status.INCOMPATIBLE, f"written for API {_dotted(api)}, this corerl speaks {_dotted(API)}"
@@ -196,13 +197,17 @@ def found_twice(of: Entry | Loaded) -> str:
 def kinds_of(name: str) -> list[Kind]:
     """The kinds of which a plugin of this name is installed, or could be; from metadata alone.
 
-    'package.module:SPEC' is of the kind of its spec, which is imported. Raises PluginBroken where that fails.
+    'package.module:SPEC' is of the kind of its spec, which is imported. Raises PluginBroken where that fails, or where
+    it is no spec.
     """
     module, colon, _ = name.partition(":")
     found = [kind for kind in Kind if name in INSTALL_HINTS[kind] or any(is_named(entry, name) for entry in scan(kind))]
     if not found and colon and _is_module(module):
         spec = _import("plugin", name, name, cure="")
         found = [kind for kind in Kind if isinstance(spec, kind.spec)]
+        if not found:
+            wanted = ", ".join(kind.spec.__name__ for kind in Kind)
+            raise PluginBroken(f"plugin {name}: is a {type(spec).__name__}, expected one of {wanted}")
     return found
 
 
@@ -268,7 +273,7 @@ def _entries_of(distribution: Distribution, kind: Kind) -> Iterator[Entry]:
         if kind.group not in (distribution.read_text("entry_points.txt") or ""):
             return
         points = [point for point in distribution.entry_points if point.group == kind.group]
-        name, version = distribution.metadata["Name"], distribution.version
+        name, version = str(distribution.metadata["Name"] or ""), distribution.version or ""
     except Exception:  # someone else's damaged metadata; parsing it raises all sorts of errors
         return
     for point in points:
@@ -284,7 +289,7 @@ def _entries_of(distribution: Distribution, kind: Kind) -> Iterator[Entry]:
 
 def _loaded(kind: Kind, entry: Entry) -> Loaded:
     spec = _load_spec(kind, entry)
-    _require_api(kind, entry, spec)
+    _require_usable(kind, entry, spec)
     return Loaded(
         name=entry.name,
         distribution=entry.distribution,
@@ -328,14 +333,19 @@ def _cure(of: Entry | Loaded) -> str:
     return f"; {twice}" * bool(twice) + f"; mend or reinstall {of.distribution}"
 
 
-def _require_api(kind: Kind, entry: Entry, spec: Spec) -> None:
+def _require_usable(kind: Kind, entry: Entry, spec: Spec) -> None:
+    """Written for this API; what else a spec holds depends on it."""
     major, minor = spec.api
-    if major == API[0] and minor <= API[1]:
-        return
-    raise PluginIncompatible(
-        f"{kind.noun} {entry} was written for API {_dotted(spec.api)}, this corerl speaks {_dotted(API)}; "
-        f"install a release of {entry.distribution or 'it'} for API {_dotted(API)}, or the corerl that it was made for"
-    )
+    if major != API[0] or minor > API[1]:
+        raise PluginIncompatible(
+            f"{kind.noun} {entry} was written for API {_dotted(spec.api)}, this corerl speaks {_dotted(API)}; "
+            f"install a release of {entry.distribution or 'it'} for API {_dotted(API)}, "
+            "or the corerl that it was made for"
+        )
+    if not attrs.has(spec.config):
+        raise PluginBroken(
+            f"{kind.noun} {entry}: {entry.value} has config={spec.config!r}, expected a frozen attrs class"
+        )
 
 
 def _not_found(kind: Kind, name: str, entries: Sequence[Entry]) -> str:
@@ -372,7 +382,10 @@ def _is_module(path: str) -> bool:
         return False
     from importlib.util import find_spec
 
-    return "." in path or find_spec(path) is not None
+    try:
+        return "." in path or find_spec(path) is not None
+    except ValueError:  # __main__, which is another module in every process
+        return False
 
 
 def is_named(entry: Entry, name: str) -> bool:

@@ -113,8 +113,8 @@ def saved_rollouts(directory: str | Path) -> list[Path]:
     """The rollout batches in `directory`, or of the run whose directory it is, in the order of their steps. Raises
     DataError where there are none."""
     path = Path(directory)
-    path = path / ROLLOUTS if (path / ROLLOUTS).is_dir() else path
-    found = sorted(file for file in path.iterdir() if NAME.fullmatch(file.name)) if path.is_dir() else []
+    path = path / ROLLOUTS if os.path.isdir(path / ROLLOUTS) else path
+    found = sorted(file for file in path.iterdir() if NAME.fullmatch(file.name)) if os.path.isdir(path) else []
     if not found:
         raise DataError(
             f"rollout.saved: no rollout batches (step-00000000.npz, ...) in {str(directory)!r}; give the `rollouts` "

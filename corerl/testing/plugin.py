@@ -77,8 +77,8 @@ NO_GPU = "level 3 needs a GPU, and torch sees none here; take --level 2, or 4 to
 
 def _expected(file: str) -> dict[str, str]:
     try:
-        table = tomllib.loads(Path(file).read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        table = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # no UTF-8, or no TOML
         raise pytest.UsageError(f"cannot read the expected failures {file}: {error}") from error
     for id_, reason in table.items():
         if not isinstance(reason, str) or not reason.strip():

@@ -127,6 +127,8 @@ def test_what_cannot_be_resumed_is_explained(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="was never completed"):
         read_state(begin(tmp_path, 3))
     path = save(tmp_path, 5)
+    with pytest.raises(CheckpointError, match=f"{tmp_path} is the directory of a run: give its newest.*, {path}$"):
+        read_state(tmp_path)
     (path / "actor" / "rank-00001.json").unlink()
     with pytest.raises(CheckpointError, match=r"actor/rank-00001.json is missing: the checkpoint is damaged"):
         read_state(path)

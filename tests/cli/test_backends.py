@@ -15,8 +15,14 @@ from corerl.cli.main import main
 
 BROKEN = "import a_library_that_is_not_there"
 SPEC = """
+from attrs import frozen
 from corerl.plugin.spec import BackendSpec
-SPEC = BackendSpec(implementation="nowhere:Code", config=object, api={api}, summary="a small backend")
+
+@frozen
+class Options:
+    pass
+
+SPEC = BackendSpec(implementation="nowhere:Code", config=Options, api={api}, summary="a small backend")
 """
 
 
@@ -51,6 +57,14 @@ def test_the_table_shows_every_backend_with_its_state(capsys: pytest.CaptureFixt
         "broken: ModuleNotFoundError: No module named 'a_library_that_is_not_there' (corerl doctor bad)",
     ]
     assert rows[absent_backend] == ["-", "-", "-", "not installed: pip install 'corerl[absent]'"]
+
+
+def test_what_a_plugin_prints_is_no_part_of_the_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cli_bad.py").write_text("print('hello')\n" + BROKEN)
+    assert main(["backends", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert {"good", "bad", "later"} <= {each["name"] for each in json.loads(shown.out)}
+    assert shown.err == "hello\n"
 
 
 def test_a_second_set_of_metadata_that_says_the_same_is_not_told(

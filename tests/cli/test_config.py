@@ -97,6 +97,30 @@ def test_check_says_all_that_train_would_say(sound: str, capsys: pytest.CaptureF
     assert capsys.readouterr() == ("", checked)
 
 
+LONG = "x" * 300  # more than a file system allows
+
+
+@pytest.mark.parametrize(
+    ("setting", "start"),
+    [
+        ("model.path", "model.path: no directory"),
+        ("model.tokenizer", "model.tokenizer="),
+        ("data.source", "data.source: unknown source"),
+        ("checkpoint.resume", "checkpoint.resume: no directory"),
+    ],
+)
+def test_check_survives_names_that_no_file_can_have(
+    sound: str, capsys: pytest.CaptureFixture[str], setting: str, start: str
+) -> None:
+    assert main(["config", "check", sound, f"{setting}={LONG}"]) == 2
+    assert any(line.startswith(f"corerl: error: {start}") for line in capsys.readouterr().err.splitlines())
+
+
+def test_check_survives_a_long_name_of_a_data_file(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", sound, f"data.source={LONG}.jsonl"]) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
 def test_check_finds_modules_beside_the_run(sound: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rewards_beside_the_run.py").write_text("def fair(prompt, response):\n    return 1.0\n")
     assert main(["config", "check", sound, "reward.name=rewards_beside_the_run:fair"]) == 0

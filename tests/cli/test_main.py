@@ -1,9 +1,11 @@
 """The command itself: exit statuses, what goes to stderr, and how little `--help` loads."""
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -81,6 +83,85 @@ def test_a_workers_traceback_is_hidden_until_it_is_asked_for(
     monkeypatch.setenv("CORERL_DEBUG", "1")
     assert run_failing(hook_failed()) == 1
     assert "Traceback of rank 1\n" in capsys.readouterr().err
+
+
+class Told(ModuleType):
+    """A subcommand `told FILE [KEY=VALUE ...] [--flag]` that keeps what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__("corerl.cli.told")
+        self.args: list[argparse.Namespace] = []
+
+    def add_parser(self, subparsers: Any) -> None:
+        parser = subparsers.add_parser("told")
+        parser.add_argument("file")
+        parser.add_argument("overrides", nargs="*")
+        parser.add_argument("--flag", action="store_true")
+
+    def run(self, args: argparse.Namespace) -> int:
+        self.args.append(args)
+        return 0
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    module = Told()
+    monkeypatch.setitem(sys.modules, "corerl.cli.told", module)
+    monkeypatch.setattr(command, "COMMANDS", ("told",))
+    return module
+
+
+@pytest.mark.parametrize(
+    "line", ["F a=1 b=2 --flag", "F a=1 --flag b=2", "--flag F a=1 b=2", "F --flag a=1 --debug b=2"]
+)
+def test_overrides_stand_before_options_and_behind_them(told: Told, line: str) -> None:
+    assert command.main(["told", *line.split()]) == 0
+    (args,) = told.args
+    assert (args.file, args.overrides, args.flag, args.debug) == ("F", ["a=1", "b=2"], True, "--debug" in line)
+
+
+@pytest.mark.parametrize("line", ["F --flag x", "F --no-such", "F --flag a=1 --no-such=3"])
+def test_what_is_neither_option_nor_override_is_refused(
+    told: Told, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["told", *line.split()])
+    assert ended.value.code == 2 and "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_a_command_without_overrides_takes_none(
+    run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run_failing(0, "failing", "a=1")
+    assert capsys.readouterr().err.endswith("corerl: error: unrecognized arguments: a=1\n")
+
+
+def test_debug_may_stand_behind_a_nested_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["config", "check", "no.toml", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_gone_ends_the_command_in_silence() -> None:
+    program = "import sys\nfrom corerl.cli.main import main\nsys.exit(main(['options', 'console']))"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # long before Python is there
+        assert (process.stderr.read(), process.wait()) == (b"", 141)
+
+
+def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("backend.name = 'plain'\ndata.source = 'caf\u00e9.jsonl'\n", encoding="utf-8")
+    program = "import sys\nfrom corerl.cli.main import main\nsys.exit(main(['config', 'show', 'run.toml']))"
+    shown = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert 'source = "caf\\xe9.jsonl"' in shown.stdout.splitlines()
 
 
 def test_an_interrupt_ends_with_130(run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

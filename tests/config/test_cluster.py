@@ -26,7 +26,7 @@ def test_resources_and_environment_are_tables() -> None:
             {"resources": {"GPU": 8}},
             "cluster.resources: must be custom resources of Ray, got 'GPU', which CoreRL reckons",
         ),
-        ({"resources": {"h200": 0}}, "cluster.resources: must be amounts above 0, got 0.0 of 'h200'"),
+        ({"resources": {"h200": 0}}, "cluster.resources: must be finite amounts above 0, got 0.0 of 'h200'"),
         ({"resources": {"h200": "one"}}, "cluster.resources"),
         ({"environment": {"NCCL_DEBUG": 1}}, "cluster.environment"),
         ({"watchdog": -1}, "cluster.watchdog: must be at least 0"),

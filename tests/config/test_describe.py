@@ -57,10 +57,11 @@ def test_every_setting_of_a_run_has_help_and_a_default_that_is_toml() -> None:
 
 def test_annotated_toml_says_the_same_with_help_above_each_setting() -> None:
     resolved = evolve(CONFIG, backends={"mine": Options(name="a"), "other": {"name": "raw"}})
+    resolved = evolve(resolved, data=evolve(resolved.data, system="one\u2028line\x85still"))
     toml = dump_toml(resolved)
     annotated = annotate(toml, resolved)
     assert tomllib.loads(annotated) == tomllib.loads(toml)
-    lines = annotated.splitlines()
+    lines = annotated.split("\n")
     assert lines[lines.index("steps = 250") - 1] == "# rollout steps to train for"
     assert lines[lines.index("lr = 1e-06") - 1] == "# peak learning rate"
     assert lines[lines.index('name = "a"') - 1] == "# who"

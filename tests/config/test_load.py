@@ -78,7 +78,7 @@ def test_tables_become_classes_with_ints_as_floats_and_arrays_as_tuples(tmp_path
         ("run.dir=runs/a b", ("run", "dir"), "runs/a b"),
         ("run.dir='quoted'", ("run", "dir"), "quoted"),
         ("run.dir=2024-05-01", ("run", "dir"), "2024-05-01"),
-        ("run.dir=", ("run", "dir"), ""),
+        ("cluster.address=", ("cluster", "address"), ""),
         ("run.dir=a=b", ("run", "dir"), "a=b"),
         ("backends.mine.x=1", ("backends",), {"mine": {"x": 1}}),
         ('backends."my.own".x=1', ("backends",), {"my.own": {"x": 1}}),
@@ -118,7 +118,12 @@ def test_the_last_override_of_a_value_counts_and_its_neighbours_stay(tmp_path: P
         ("[run]\nsteps = '10'", "run.steps: expected integer, got string '10'; leave out the quotes"),
         ("[run]\nsteps = 1.9", "run.steps: expected integer, got number 1.9"),
         ("[run]\nsteps = true", "run.steps: expected integer, got true"),
-        ("[run]\nseed = -1", "run.seed: must be at least 0, got -1"),
+        ("[run]\nseed = -1", "run.seed: must lie between 0 and 9223372036854775807, got -1"),
+        ("[run]\ndir = ''", "run.dir: must not be empty"),
+        (
+            "[model]\npath = 'a\\u0000b'".replace("'", '"'),
+            "model.path: expected string without NUL characters, got 'a\\x00b'",
+        ),
         ("[run]\ndir = 2024-05-01", "run.dir: expected string, got date 2024-05-01; put it in quotes"),
         (
             "[checkpoint]\nexport = 'false'",
@@ -137,6 +142,14 @@ def test_the_last_override_of_a_value_counts_and_its_neighbours_stay(tmp_path: P
         ("[rollout]\ntop_p = 0.0", "rollout.top_p: must be above 0 and at most 1, got 0.0"),
         ("[rollout]\nmax_tokens = 0", "rollout.max_tokens: must be at least 1, got 0"),
         ("[cluster]\ntimeout = inf", "cluster.timeout: must be finite, got inf"),
+        ("[cluster]\nwatchdog = inf", "cluster.watchdog: must be finite, got inf"),
+        ("[train.optimizer]\nlr = inf", "train.optimizer.lr: must be finite, got inf"),
+        ("[rollout]\ntemperature = inf", "rollout.temperature: must be finite, got inf"),
+        (
+            "[cluster]\nenvironment = {'A=B' = 'c'}",
+            "cluster.environment: must be environment variables, got 'A=B' = 'c'",
+        ),
+        ("[cluster]\nenvironment = {'' = 'c'}", "cluster.environment: must be environment variables, got '' = 'c'"),
         ("[cluster]\ntimeout = 0", "cluster.timeout: must be above 0, got 0.0"),
         ("[algorithm]\nkl_coef = -0.1", "algorithm.kl_coef: must be at least 0, got -0.1"),
         (
@@ -195,6 +208,7 @@ def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path)
         ("run..steps=3", "override 'run..steps=3': expected KEY=VALUE with a dotted key, such as run.steps=10"),
         ("backend.name.x=3", "override 'backend.name.x=3': backend.name is no table; override it whole"),
         ("run.dir.x=3", "run.dir: expected string, got a table (override run.dir.x=3)"),
+        ("run.dir=a\udcff", "override 'run.dir=a\\udcff': is not UTF-8 text"),
         ("rollout=3", "rollout: expected table, got integer 3 (override rollout=3)"),
         ("rollout={prompt=1}", "rollout.prompt: unknown key; did you mean 'prompts'? (override rollout={prompt=1})"),
     ],
@@ -212,6 +226,13 @@ def test_a_file_that_is_missing_or_no_toml_is_named_with_the_line(tmp_path: Path
     binary.write_bytes(b"a = '\xff'")
     (unreadable,) = problems_of(binary, "nonsense")[:1]
     assert unreadable.startswith(f"{binary}: is not UTF-8 text (invalid start byte at byte 5)")
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + SMALLEST.encode())
+    marked = load_config(path)
+    assert marked == load_config(write(tmp_path, SMALLEST))
 
 
 def test_a_dumped_config_loads_again_to_an_equal_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from corerl.doctor.child import look
 from corerl.doctor.examine import examine
+from corerl.doctor.installation import driver
 from corerl.doctor.plugins import finding_of
 from corerl.errors import PluginNotFound
 from corerl.plugin.registry import Kind, load
@@ -171,6 +173,46 @@ def test_entry_points_that_were_edited_after_an_installation_in_place_are_told(s
         for attribute, where in (("NEW", "only in"), ("SPEC", "no longer in"))
     ]
     assert {finding.mend for finding in findings} == {f"python -m pip install --no-deps -e {project}"}
+
+
+def test_metadata_of_an_installation_that_are_damaged_end_nothing(site: Path) -> None:
+    for number, text in enumerate(("{", "[]", '{"url": 3, "dir_info": {"editable": true}}', '{"dir_info": null}')):
+        distribution(site, f"corerl-mine{number}", f"mine{number} = mine_spec6:SPEC", mine_spec6=spec())
+        (site / f"corerl_mine{number}-0.1.dist-info/direct_url.json").write_text(text)
+    assert amiss(list(examine())) == []
+
+
+def test_a_library_that_cannot_be_imported_is_named(site: Path) -> None:
+    (site / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
+    (finding,) = look("corerl.doctor.run:devices")
+    assert finding.what == (
+        "importing corerl.doctor.run raised ImportError: libcudart.so.13: cannot open shared object file"
+    )
+    assert finding.mend.endswith(" -c 'import corerl.doctor.run'")
+    (site / "torch.py").write_text("import os\nos.abort()\n")
+    (finding,) = look("corerl.doctor.run:devices")
+    assert finding.what == f"importing corerl.doctor.run ended its process by SIGABRT at {site}/torch.py:2"
+
+
+@pytest.mark.parametrize(
+    ("shown", "what"),
+    [
+        (
+            "NVIDIA H200, 143771 MiB, 580.95\nNVIDIA H200, 143771 MiB, 580.95",
+            "2 x NVIDIA H200, 143771 MiB, driver 580.95",
+        ),
+        ("A card, with a comma, 1 MiB, 1.0", "1 x A card, with a comma, 1 MiB, driver 1.0"),
+        ("No devices were found", "1 x No devices were found"),
+    ],
+)
+def test_what_the_driver_says_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str, what: str
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<END\n{shown}\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert [finding.what for finding in driver()] == [what]
 
 
 def test_a_config_is_checked_and_what_its_processes_are_given_is_shown(tmp_path: Path, site: Path) -> None:

@@ -13,9 +13,18 @@ from corerl import hookimpl
 from corerl.cluster.group import Pending
 from corerl.cluster.placement import Seat
 from corerl.cluster.process import Outcome
+from corerl.config.load import load_config
 from corerl.config.schema import ClusterInfo
 from corerl.driver import launch as driver
-from corerl.driver.launch import environment_of, launch, make_fleet, missing_answers, process_environment, tell_of
+from corerl.driver.launch import (
+    environment_of,
+    launch,
+    make_fleet,
+    missing_answers,
+    process_environment,
+    tell_of,
+    write_config,
+)
 from corerl.driver.prepare import Prepared, prepare
 from corerl.errors import ConfigError, DataError, SaveFailed, WorkerDied
 from corerl.plugin.events import Event, Notice, Span, Worked
@@ -95,6 +104,16 @@ def test_nothing_is_written_for_a_run_that_cannot_be(tmp_path: Path) -> None:
         with launch(evolve(config, run=evolve(config.run, dir=str(tmp_path / "run")))):
             raise AssertionError("it must not come to this")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_config_that_says_something_else_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("# the user's own\n")
+    first, second = (make_config(run={"dir": str(tmp_path), "seed": seed}) for seed in (1, 2))
+    for config in (first, first, second):
+        write_config(tmp_path, config)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config-1.toml", "config-2.toml", "config.toml"]
+    assert (tmp_path / "config-1.toml").read_text() == "# the user's own\n"
+    assert [load_config(tmp_path / name) for name in ("config-2.toml", "config.toml")] == [first, second]
 
 
 def test_engines_have_the_precision_that_the_actor_is_trained_in_and_the_devices_of_their_seats(

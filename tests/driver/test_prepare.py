@@ -211,6 +211,35 @@ def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
     assert resume_from(config_in(run), run, starting=False) is None
 
 
+@pytest.mark.parametrize("resume", ["never", "auto", "newest"])
+@pytest.mark.parametrize(
+    ("mode", "advice"),
+    [("eval", "give another run.dir, or use: corerl eval "), ("rollout-only", "give another run.dir")],
+)
+def test_what_only_samples_or_scores_does_not_write_over_a_trained_run(
+    tmp_path: Path, mode: Any, advice: str, resume: str
+) -> None:
+    config = make_config()
+    checkpoint = save(tmp_path, config, make_model(config, seed=1), step=4)
+    config = config_in(tmp_path, str(checkpoint) if resume == "newest" else resume)
+    config = evolve(config, run=evolve(config.run, mode=mode))
+    with pytest.raises(ConfigError) as caught:
+        prepare(config)
+    line = f"run.dir: {tmp_path} already holds a run (step-00000004), whose numbers run.mode={mode!r} would write over"
+    assert caught.value.message.startswith(f"{line}; {advice}")
+    assert prepare(config, starting=False).first_step == (0 if resume == "never" or mode == "rollout-only" else 4)
+
+
+def test_one_that_samples_with_another_runs_weights_begins_at_its_own_first_step(tmp_path: Path) -> None:
+    config = make_config()
+    checkpoint = save(tmp_path / "trained", config, make_model(config, seed=1), step=4)
+    steps = {}
+    for mode in ("train", "rollout-only", "eval"):
+        config = config_in(tmp_path / mode, str(checkpoint))
+        steps[mode] = prepare(evolve(config, run=evolve(config.run, mode=mode))).first_step
+    assert steps == {"train": 4, "rollout-only": 0, "eval": 4}
+
+
 CRITIC = {"algorithm": {"name": "ppo"}, "roles": {"critic": {"ranks": 1}}}
 
 
@@ -306,8 +335,24 @@ def test_rollouts_of_two_runs_are_not_mixed(kept: dict[str, Any], tmp_path: Path
     (tmp_path / "run/rollouts").mkdir(parents=True)
     config = make_config(**kept)
     config = evolve(config, run=evolve(config.run, dir=str(tmp_path / "run")))
-    with pytest.raises(ConfigError, match=r"^run.dir: .* holds rollouts already, which would be mixed with new ones"):
+    checkpoint = save(tmp_path / "other", config, make_model(config, seed=1), step=4)
+    for resume in ("never", "auto", str(checkpoint)):
+        with pytest.raises(ConfigError, match=r"^run.dir: .* holds rollouts already, which would be mixed with new"):
+            prepare(evolve(config, checkpoint=CheckpointConfig(resume=resume)))
+
+
+def test_a_run_that_keeps_its_rollouts_goes_on_with_them(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    config = evolve(make_config(rollout={"save": True}), run=RunConfig(dir=str(tmp_path)))
+    save(tmp_path, config, make_model(config, seed=1), step=4)
+    assert prepare(evolve(config, checkpoint=CheckpointConfig(resume="auto"))).first_step == 4
+
+
+def test_an_extension_under_two_names_is_one_twice(tmp_path: Path) -> None:
+    config = config_in(tmp_path, extensions=[{"name": "jsonl"}, {"name": "corerl:jsonl"}])
+    with pytest.raises(ConfigError) as caught:
         prepare(config)
+    assert caught.value.message == "extensions: 'corerl:jsonl' and 'jsonl' share a name; keep one"
 
 
 def test_older_weights_are_refused_where_engines_get_fresh_ones_anyway(tmp_path: Path) -> None:

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, PluginNotFound
-from corerl.plugin.registry import Installed, Kind, Status, installed, installed_names, load, load_implementation
+from corerl.plugin.registry import (
+    Installed,
+    Kind,
+    Status,
+    installed,
+    installed_names,
+    kinds_of,
+    load,
+    load_implementation,
+)
 
 Install = Callable[..., Path]
 
@@ -144,6 +153,21 @@ def test_an_entry_point_that_names_something_else_than_a_spec_is_broken(install:
     )
 
 
+def test_a_spec_whose_options_are_no_attrs_class_is_broken(install: Install, backend_spec: str) -> None:
+    source = backend_spec.replace("config=Options", "config=dict")
+    install("corerl-bad", {"backends": {"bad": "bad_k:SPEC"}}, bad_k=source)
+    with pytest.raises(PluginBroken, match=r"bad_k:SPEC has config=<class 'dict'>, expected a frozen attrs class"):
+        load(Kind.BACKENDS, "bad")
+
+
+def test_a_module_path_to_what_is_no_spec_or_to_the_program_itself_is_told(install: Install) -> None:
+    install("corerl-bad", {}, bad_l="SPEC = 3")
+    with pytest.raises(PluginBroken, match=r"plugin bad_l:SPEC: is a int, expected one of BackendSpec, EngineSpec, Ex"):
+        kinds_of("bad_l:SPEC")
+    with pytest.raises(PluginNotFound, match=r"unknown backend '__main__:SPEC'"):
+        load(Kind.BACKENDS, "__main__:SPEC")
+
+
 @pytest.mark.parametrize("api", [(2, 0), (1, 1), (0, 9)])
 def test_a_backend_of_another_api_is_refused_with_both_versions(
     install: Install, backend_spec: str, api: tuple[int, int]
@@ -196,7 +220,11 @@ def test_damaged_metadata_of_an_unrelated_distribution_is_passed_over(install: I
     site = install("corerl-mine", {"backends": {"mine": "mine_n:SPEC"}}, mine_n=backend_spec)
     (site / "damaged-1.dist-info").mkdir()
     (site / "damaged-1.dist-info" / "entry_points.txt").write_bytes(b"\xff\xfe[corerl.backends]\nno equals sign")
+    (site / "nameless-1.dist-info").mkdir()
+    (site / "nameless-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\n")
+    (site / "nameless-1.dist-info" / "entry_points.txt").write_text("[corerl.backends]\nno-name = mine_n:SPEC\n")
     assert load(Kind.BACKENDS, "mine").name == "mine"
+    assert [each.distribution for each in installed(Kind.BACKENDS) if each.name == "no-name"] == [""]
 
 
 def test_importing_the_registry_is_light() -> None:

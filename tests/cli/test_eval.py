@@ -1,0 +1,71 @@
+"""`corerl eval`, up to the evaluation: which weights, and where scores go; what is scored is in tests/end_to_end."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from corerl import train as loop
+from corerl.cli.main import main
+from corerl.config.load import dump_toml
+from corerl.config.schema import Config
+from corerl.driver.run import Summary
+from tests.driver.saved import make_config, make_model, save
+
+
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configurations that were evaluated."""
+    configs: list[Config] = []
+
+    def evaluate(config: Config) -> Summary:
+        configs.append(config)
+        return Summary(reason="finished", run_dir=Path(config.run.dir), steps_done=4, evaluation={"reward": 0.5})
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    return configs
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Of a run that was moved since."""
+    config = make_config(run={"dir": "somewhere/else"})
+    return save(tmp_path / "run", config, make_model(config, seed=1), step=4)
+
+
+def test_a_run_and_its_checkpoint_are_scored_beside_it(
+    evaluated: list[Config], checkpoint: Path, tmp_path: Path
+) -> None:
+    for what in (tmp_path / "run", checkpoint):
+        assert main(["eval", str(what), "data.held_out=7"]) == 0
+    for config in evaluated:
+        assert (config.run.mode, config.run.dir) == ("eval", str(tmp_path / "run/eval"))
+        assert (config.checkpoint.resume, config.data.held_out) == (str(checkpoint), 7)
+    assert len(evaluated) == 2
+
+
+def test_a_copied_checkpoint_is_scored_beside_itself(evaluated: list[Config], checkpoint: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(checkpoint, tmp_path / "shelf/mine/best"))
+    assert main(["eval", str(copied)]) == 0
+    assert (evaluated[0].checkpoint.resume, evaluated[0].run.dir) == (str(copied), str(copied.parent / "eval"))
+
+
+def test_scores_go_to_the_run_dir_that_is_given(
+    evaluated: list[Config], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(checkpoint), "--json", f"run.dir={tmp_path / 'mine'}"]) == 0
+    assert (evaluated[0].run.dir, evaluated[0].extensions) == (str(tmp_path / "mine/eval"), ())
+    assert capsys.readouterr().out == '{"reward": 0.5}\n'
+
+
+def test_a_file_is_scored_with_the_weights_that_its_run_would_go_on_from(
+    evaluated: list[Config], checkpoint: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(dump_toml(make_config(run={"dir": str(tmp_path / "run")})))
+    for resume in ("auto", "never"):
+        assert main(["eval", str(file), f"checkpoint.resume={resume}"]) == 0
+    assert [config.checkpoint.resume for config in evaluated] == [str(checkpoint), "never"]
+    assert {config.run.dir for config in evaluated} == {str(tmp_path / "run/eval")}
