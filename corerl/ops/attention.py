@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from corerl.ops.padding import Rectangles, rectangles
 from corerl.ops.upload import upload
 from corerl.types import IntArray
+
+LARGEST_HEAD = 256  # of the kernel over packed tokens
 
 
 @frozen(eq=False)
@@ -59,14 +61,16 @@ class PackedSequences:
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None = None) -> Tensor:
-    """softmax(q k^T * scale) v for q [T, H, D] and k, v [T, Hkv, D], causal within each sequence; returns [T, H, D].
+    """softmax(q k^T * scale) v for q [T, H, D], k [T, Hkv, D] and v [T, Hkv, Dv], causal within each sequence; returns
+    [T, H, Dv].
 
     H is a multiple of Hkv; each kv head serves H / Hkv neighbouring query heads. `scale` is D ** -0.5 where None.
-    Half precision on CUDA runs one kernel over the packed tokens; everything else runs on padded rectangles.
+    Half precision on CUDA runs one kernel over the packed tokens, for heads of up to 256; everything else runs on
+    padded rectangles.
     """
     if not len(q) == len(k) == len(v) == packing.tokens:
         raise ValueError(f"q, k, v have {len(q)}, {len(k)}, {len(v)} tokens, their packing says {packing.tokens}")
-    if one_kernel(q.device, q.dtype):
+    if one_kernel(q.device, q.dtype) and max(q.shape[2], v.shape[2]) <= LARGEST_HEAD:
         return _packed_kernel(q, k, v, packing, scale)
     return _padded(q, k, v, packing, scale)
 
@@ -80,22 +84,25 @@ def _packed_kernel(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, sc
     from torch.nn.attention.varlen import varlen_attn  # registers CUDA operators: only where there is a device
 
     # A window that reaches back without end and 0 tokens ahead is causal attention.
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    options: dict[str, Any] = {"scale": q.shape[2] ** -0.5 if scale is None else scale, "window_size": (-1, 0)}
     if k.shape[1] != q.shape[1]:
         if "enable_gqa" in (varlen_attn.__kwdefaults__ or ()):  # torch 2.11's kernel does not group heads
             options["enable_gqa"] = True
         else:
             k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     cu, longest = packing.cu_seqlens, packing.longest
+    # The kernel knows one size of heads, a multiple of 8. Zeros change no score, and their columns of the result go.
+    size, width = -8 * (max(q.shape[2], v.shape[2]) // -8), v.shape[2]
+    q, k, v = (x if x.shape[2] == size else pad(x, (0, size - x.shape[2])) for x in (q, k, v))
     out = varlen_attn(q, k, v, cu, cu, longest, longest, **options)
     assert isinstance(out, Tensor)  # a pair only where the softmax's normaliser is asked for
-    return out
+    return out if width == size else out[..., :width]
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None) -> Tensor:
     layout, gather, scatter = packing.padded
     if not layout.shapes:
-        return torch.zeros_like(q)
+        return q.new_zeros(*q.shape[:2], v.shape[2])
     if q.is_cuda and k.shape[1] != q.shape[1]:
         # The memory-efficient kernel has no grouped heads; the one that has would hold all [L, L] scores.
         k, v = _repeat_heads(k, q), _repeat_heads(v, q)

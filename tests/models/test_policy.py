@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from corerl.errors import ModelError
-from corerl.models.attention import PACKED
+from corerl.models.attention import PACKED, register_packed_attention
 from corerl.models.build import build_on_meta
 from corerl.models.policy import CausalPolicy
 from corerl.ops.attention import PackedSequences
@@ -55,6 +55,46 @@ def test_packed_logprobs_entropy_and_gradients_are_those_of_each_sequence_alone(
     for name, param in policy.model.named_parameters():
         grad = wanted[name].grad
         assert param.grad is not None and float((param.grad - grad).norm()) <= 1e-5 * float(grad.norm()), name
+
+
+LATENT = {  # attention through low ranks, whose heads of queries and keys are larger than those of values
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 4,  # no layer of experts
+}
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
+def test_values_with_heads_of_another_size_are_attended_to(model_type: str, device: str) -> None:
+    """On a GPU in bfloat16, where attention is another kernel."""
+    fields = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, **LATENT}
+    torch.manual_seed(3)
+    register_packed_attention()
+    plain, mine = (
+        AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(model_type, **fields), dtype=torch.float32, attn_implementation=attention
+        ).eval()
+        for attention in ("eager", PACKED)
+    )
+    mine.load_state_dict(plain.state_dict())
+    tokens, packing, positions = batch()
+    dtype, atol = (torch.bfloat16, 0.05) if device == "cuda" else (torch.float32, 1e-5)
+    policy = CausalPolicy(mine.to(device, dtype))
+    packing = PackedSequences.of(packing.bounds, device)
+    with torch.no_grad():
+        got = policy(tokens.to(device), packing, positions.to(device), TEMPERATURE, (Output.LOGPROBS,))
+        logprobs, _ = reference(plain, tokens)
+    torch.testing.assert_close(got[Output.LOGPROBS].float().cpu(), logprobs, rtol=0, atol=atol)
 
 
 def test_outputs_are_exactly_zero_at_sequence_starts_and_nowhere_else(tiny_models: dict[str, Path], load: Load) -> None:
