@@ -47,18 +47,22 @@ class Case(Work):
         return evolve(self, **self.on_cpu())
 
 
-def case(backend: str, **options: Any) -> Case:
-    return Case(what=backend, backend=backend, fields=QWEN3_600M, options=options)
+def case(what: str, **options: Any) -> Case:
+    """`what` begins with the backend's name."""
+    return Case(what=what, backend=what.partition("-")[0], fields=QWEN3_600M, options=options)
 
 
 CASES = {
-    "fsdp": case("fsdp"),
-    "fsdp-compiled": case("fsdp", compile=True),
-    "fsdp-offload": case("fsdp", offload="optimizer"),
-    "megatron": case("megatron"),
-    "deepspeed-stage2": case("deepspeed", stage=2),
-    "deepspeed-stage3": case("deepspeed", stage=3),
-    "deepspeed-offload": case("deepspeed", stage=2, offload="optimizer"),
+    each.what: each
+    for each in (
+        case("fsdp"),
+        case("fsdp-compiled", compile=True),
+        case("fsdp-offload", offload="optimizer"),
+        case("megatron"),
+        case("deepspeed-stage2", stage=2),
+        case("deepspeed-stage3", stage=3),
+        case("deepspeed-offload", stage=2, offload="optimizer"),
+    )
 }
 
 

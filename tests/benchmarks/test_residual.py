@@ -16,12 +16,12 @@ from benchmarks.steps import GIB
 
 def test_each_case_says_what_each_of_its_ranks_holds(tmp_path: Path) -> None:
     output = tmp_path / "residual.json"
-    words = ["residual", "fsdp", "megatron", "--ranks", "2", "--tiny", "--output", str(output)]
+    words = ["residual", "deepspeed-stage3", "megatron", "--ranks", "2", "--tiny", "--output", str(output)]
     with mock.patch.object(sys, "argv", words):
         assert residual.main() == 0
     numbers = {number.what: number.values for number in load(output).numbers}
     assert all(len(values) == 2 for values in numbers.values())
-    for name in ("fsdp", "megatron"):
+    for name in ("deepspeed-stage3", "megatron"):
         # Weights, moments and masters of this model are 12 bytes for each of its parameters, 1.9 MB.
         assert max(numbers[f"{name}: {residual.COUNTED}"]) * GIB < 10_000
     assert len(numbers) == 12
