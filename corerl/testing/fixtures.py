@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from corerl.config.load import structure
+from corerl.config.schema import ClusterInfo
 from corerl.errors import Unsupported
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, Loaded, load
@@ -75,11 +77,21 @@ def runs(rank_sets: Mapping[int, Ranks], model_directories: Mapping[str, Path]) 
 
 
 @pytest.fixture(scope="session")
-def gpu_runs(model_directories: Mapping[str, Path]) -> Iterator[Runs]:
-    """One rank on a GPU, and two where there are as many."""
+def gpu_runs(
+    backend_name: str,
+    backend_options: Callable[[int], Mapping[str, Any]],
+    model_directories: Mapping[str, Path],
+) -> Iterator[Runs]:
+    """One rank on a GPU, and two where there are as many, in the environment that the backend asks for."""
     from corerl.testing.subject import Runs
 
-    pools = {size: RankPool(size, "cuda") for size in (1, 2) if size <= gpus()}
+    spec = load(Kind.BACKENDS, backend_name).spec
+    options = structure(backend_options(3), spec.config, path="")
+    pools = {
+        size: RankPool(size, "cuda", spec.environment(options, ClusterInfo(device="cuda", ranks=size)))
+        for size in (1, 2)
+        if size <= gpus()
+    }
     yield Runs(pools, model_directories)
     for pool in pools.values():
         pool.close()

@@ -13,11 +13,12 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any, Protocol, TypeVar
+from unittest import mock
 
 T = TypeVar("T")
 
@@ -67,9 +68,10 @@ class RankPool:
     """`world_size` processes in one gloo group, started by the first `run`. A failure ends them all, unless all refuse
     what they are asked for; the next `run` starts new ones."""
 
-    def __init__(self, world_size: int, device: str = "cpu") -> None:
+    def __init__(self, world_size: int, device: str = "cpu", environment: Mapping[str, str] | None = None) -> None:
         self.world_size = world_size
         self.device = device  # cpu, or cuda with a GPU for each rank
+        self._environment = environment or {}  # of its processes, besides this one's
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._store: Any = None  # where the ranks meet
@@ -112,8 +114,10 @@ class RankPool:
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
-        # What is preloaded may touch CUDA as it is imported, and that does not survive a fork.
-        context: Any = _fork_server() if self.device == "cpu" else multiprocessing.get_context("spawn")
+        # What is preloaded may touch CUDA as it is imported, and that does not survive a fork; nor would a library read
+        # its variables again.
+        forks = self.device == "cpu" and not self._environment
+        context: Any = _fork_server() if forks else multiprocessing.get_context("spawn")
         # It listens before any rank is started: no other process can have taken the port by then.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
@@ -121,7 +125,8 @@ class RankPool:
             process = context.Process(
                 target=_serve, args=(rank, self.world_size, self._store.port, self.device, theirs), daemon=True
             )
-            process.start()
+            with mock.patch.dict(os.environ, self._environment):
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)

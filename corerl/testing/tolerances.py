@@ -22,6 +22,12 @@ WEIGHTS_L2 = (
 )
 ENGINE_LOGPROBS = 1e-4  # trainer against engine right after an update
 
+# float32 on a GPU against a CPU
+GPU_LOGPROBS = 1e-4
+GPU_LOSS = Tolerance(1e-4, 1e-6)
+GPU_GRAD_NORM = Tolerance(1e-4)
+GPU_WEIGHTS_L2 = 1e-4
+
 # bfloat16, the mean over ten steps
 BFLOAT16_LOSS = 2e-2
 BFLOAT16_GRAD_NORM = 5e-2

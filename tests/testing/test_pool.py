@@ -64,6 +64,15 @@ def test_a_rank_has_imported_what_ranks_need_before_it_is_told_anything() -> Non
         pool.close()
 
 
+def test_a_rank_is_started_in_the_environment_that_it_is_given() -> None:
+    pool = RankPool(1, environment={"RANKS_OWN": "given"})
+    try:
+        assert pool.run(os.getenv, "RANKS_OWN") == ["given"]
+        assert "RANKS_OWN" not in os.environ
+    finally:
+        pool.close()
+
+
 def test_ranks_live_on_between_runs_and_answer_in_rank_order(rank_pool: RankPool) -> None:
     first, second = rank_pool.run(summed, 1.0), rank_pool.run(summed, 2.0)
     assert [(rank, total) for rank, _, total in first] == [(0, 3.0), (1, 3.0)]

@@ -1,4 +1,5 @@
-"""On GPUs: what sleep gives back, as the driver reports it, and that nothing is lost in it."""
+"""On GPUs: what sleep gives back, as the driver reports it, that nothing is lost in it, and that numbers are those of a
+CPU."""
 
 from __future__ import annotations
 
@@ -10,12 +11,30 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.plugin.capabilities import Capability
 from corerl.testing import gpu_scenarios
-from corerl.testing.compare import different, grad_norm_of, loss_of, whole
-from corerl.testing.harness import Setup
+from corerl.testing.compare import (
+    different,
+    grad_norm_of,
+    in_order,
+    loss_of,
+    mean_apart,
+    transformers_outputs,
+    weights_apart,
+    whole,
+)
+from corerl.testing.harness import Setup, make_samples
 from corerl.testing.marks import check
 from corerl.testing.models import tiny_fields
-from corerl.testing.subject import Subject
-from corerl.types import MemoryKind
+from corerl.testing.scenarios import training
+from corerl.testing.subject import PLAIN, STEPS, WHOLE, Subject
+from corerl.testing.tolerances import (
+    BFLOAT16_GRAD_NORM,
+    BFLOAT16_LOSS,
+    GPU_GRAD_NORM,
+    GPU_LOGPROBS,
+    GPU_LOSS,
+    GPU_WEIGHTS_L2,
+)
+from corerl.types import MemoryKind, Output
 
 RELATIVE = 1e-4  # some sums on a GPU have no fixed order
 SLACK = 64 * 2**20  # bytes: workspaces of libraries, made when they are first needed
@@ -77,6 +96,36 @@ def test_an_update_right_after_waking_delivers_what_was_trained(subject: Subject
     ranks = subject.run(gpu_scenarios.push_after_waking, setup_of(subject, kind))
     trained = whole([state for _, state in ranks])["master"]
     assert different({"master": ranks[0][0]}, {"master": trained}, ["master"]) == []
+
+
+@check("C62", level=3, builds_on=["C51"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-tied", "qwen3-moe"])
+def test_forward_on_gpus_gives_what_transformers_gives_on_a_cpu(subject: Subject, kind: str) -> None:
+    samples = make_samples(7, samples=13)
+    results = subject.run(training.forward_only, subject.setup(kind), samples)
+    wanted = transformers_outputs(subject.model(kind), samples)
+    for output in (Output.LOGPROBS, Output.ENTROPY):
+        np.testing.assert_allclose(in_order(results, samples, output), wanted[output], rtol=0, atol=GPU_LOGPROBS)
+
+
+@check("C62", level=3, builds_on=["C41"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
+def test_training_on_gpus_follows_the_plain_backend_on_a_cpu(subject: Subject, kind: str) -> None:
+    found = subject.trained(kind)
+    wanted = subject.runs.trained(PLAIN, 1, kind, WHOLE)
+    assert found.losses == pytest.approx(wanted.losses, rel=GPU_LOSS.relative, abs=GPU_LOSS.absolute)
+    assert found.grad_norms == pytest.approx(wanted.grad_norms, rel=GPU_GRAD_NORM.relative)
+    assert weights_apart(found.state["master"], wanted.state["master"]) < GPU_WEIGHTS_L2
+
+
+@check("C62", level=3, needs=[Capability.BFLOAT16], builds_on=["C55"])
+def test_bfloat16_on_gpus_stays_near_the_plain_backend_on_a_cpu(subject: Subject) -> None:
+    setup = subject.setup("qwen3")
+    found = subject.train(evolve(setup, train=evolve(setup.train, precision="bfloat16")), range(STEPS))
+    wanted = subject.runs.trained(PLAIN, 1, "qwen3", WHOLE)
+    assert mean_apart(found.losses, wanted.losses) < BFLOAT16_LOSS
+    assert mean_apart(found.grad_norms, wanted.grad_norms) < BFLOAT16_GRAD_NORM
+    assert weights_apart(found.state["master"], wanted.state["master"]) > GPU_WEIGHTS_L2  # it was another precision
 
 
 @check("C35", level=3, builds_on=["C12"])

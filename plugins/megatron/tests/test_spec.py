@@ -163,7 +163,10 @@ def test_ranks_that_share_a_sample_are_one_data_parallel_group() -> None:
 
 def test_the_environment_is_of_gpus_alone() -> None:
     options = MegatronConfig(tensor_parallel=2, nvls=False)
-    on_gpus = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_NVLS_ENABLE": "0"}
+    on_gpus = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_NVLS_ENABLE": "0", "NVIDIA_TF32_OVERRIDE": "0"}
     assert SPEC.environment(options, ClusterInfo(device="cuda", ranks=2)) == on_gpus
-    assert SPEC.environment(evolve(options, tensor_parallel=1, nvls=True), ClusterInfo(device="cuda", ranks=2)) == {}
+    alone = evolve(options, tensor_parallel=1, nvls=True)
+    gpus = ClusterInfo(device="cuda", ranks=2)
+    assert SPEC.environment(alone, gpus) == {"NVIDIA_TF32_OVERRIDE": "0"}
+    assert SPEC.environment(evolve(alone, transformer="torch"), gpus) == {}
     assert SPEC.environment(options, ClusterInfo(device="cpu", ranks=2)) == {}

@@ -40,6 +40,9 @@ def environment(config: MegatronConfig, cluster: ClusterInfo) -> Environment:
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if not config.nvls:
         found["NCCL_NVLS_ENABLE"] = "0"
+    if config.transformer != "torch":
+        # TransformerEngine multiplies float32 matrices in TF32, whatever torch is told: 10 bits of 23.
+        found["NVIDIA_TF32_OVERRIDE"] = "0"
     return found
 
 
