@@ -190,7 +190,7 @@ class Backend(BackendBase, ABC):
         self.phase = "model build"
         self.layout = self.build(config, context)
         if config.sleeps:  # in the background: the first sleep waits for what is not ready by then
-            self._sleeper.reserve(self.sleeping_bytes())
+            self._sleeper.reserve(self.sleeping_bytes(), self.group)
         self.phase = "load"
         optimizer_step = self._resume(Path(config.resume)) if config.resume else self._load_initial()
         self._gather_plan = GatherPlan.build(self.local_state(StateKey.PARAM), self.group)

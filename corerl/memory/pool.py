@@ -7,6 +7,7 @@ import math
 import mmap
 import os
 import resource
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from attrs import frozen
+from torch.distributed import ProcessGroup
 
 SEGMENT = 2**30  # bytes that one thread touches and pins at a time, at most
 SMALLEST_SEGMENT = 2**26
@@ -69,8 +72,9 @@ class HostMemory:
 
     refusal = ""  # why memory that should be pinned is not
 
-    def reserve(self, nbytes: int) -> None:
-        """So much will be needed in all; returns at once. Raises MemoryError where the host has not so much."""
+    def reserve(self, nbytes: int, group: ProcessGroup | None = None) -> None:
+        """So much will be needed in all; returns at once, or as soon as all ranks of `group` have asked. Raises MemoryError
+        where the host has not so much for its ranks together."""
 
     def take(self, nbytes: int) -> list[Piece]:
         """`nbytes` or a little more, in one piece or several. Raises where the host has not so much."""
@@ -104,12 +108,11 @@ class PinnedPool(HostMemory):
         """Bytes in all, those included that are still being made."""
         return self._size
 
-    def reserve(self, nbytes: int) -> None:
-        missing = nbytes - self._size
-        if missing <= 0:
+    def reserve(self, nbytes: int, group: ProcessGroup | None = None) -> None:
+        missing = max(nbytes - self._size, 0)
+        _require_room(missing, group)  # touched all the same, it would end this process or another
+        if not missing:
             return
-        if missing > (available := available_bytes()):  # touched all the same, it would end this process or another
-            raise MemoryError(_no_memory(missing, available))
         count = min(max(self._threads, -(-missing // SEGMENT)), -(-missing // SMALLEST_SEGMENT))
         each = -(-missing // count // mmap.PAGESIZE) * mmap.PAGESIZE
         workers = ThreadPoolExecutor(self._threads, thread_name_prefix="corerl-pin")
@@ -205,6 +208,25 @@ def available_bytes() -> float:
     return min(free, max(int(most) - int(used) + files, 0))  # what files are cached in is given up for it
 
 
+def _require_room(nbytes: int, group: ProcessGroup | None) -> None:
+    """Raises MemoryError on each rank of a host that has less than its ranks ask for."""
+    mine = (socket.gethostname(), nbytes, available_bytes())
+    asked = [mine]
+    if group is not None and group.size() > 1:
+        # All have looked before the first one takes anything.
+        asked = [mine] * group.size()
+        dist.all_gather_object(asked, mine, group=group)
+    here = [(wanted, free) for host, wanted, free in asked if host == mine[0]]
+    total, available = sum(wanted for wanted, _ in here), min(free for _, free in here)
+    if total <= available:
+        return
+    raise MemoryError(
+        f"what sleeps goes to host memory, and {total / 2**30:.2f} GiB more are needed for it"
+        f"{f', by {len(here)} ranks together,' * (len(here) > 1)} where the host has {available / 2**30:.2f}; "
+        "put fewer ranks on a node, or engines on devices of their own (cluster.placement = 'disaggregated')"
+    )
+
+
 def _touched(nbytes: int) -> torch.Tensor:
     """[nbytes] uint8 zeros, with all of their pages there."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -212,14 +234,6 @@ def _touched(nbytes: int) -> torch.Tensor:
         pages.madvise(mmap.MADV_HUGEPAGE)
     np.frombuffer(pages, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
     return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def _no_memory(nbytes: int, available: float) -> str:
-    return (
-        f"what sleeps goes to host memory, and {nbytes / 2**30:.2f} GiB more are needed for it where the host has "
-        f"{available / 2**30:.2f}; put fewer ranks on a node, or engines on devices of their own "
-        "(cluster.placement = 'disaggregated')"
-    )
 
 
 def _refusal(reason: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 
 import torch
 from attrs import field, frozen
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from corerl.memory.pool import ALIGNMENT, HostMemory, Piece, cut, host_memory
@@ -66,9 +67,10 @@ class StorageSleeper:
         """Why host memory is not pinned where it should be, as far as is known; else ""."""
         return self._host.refusal
 
-    def reserve(self, nbytes: int) -> None:
-        """So many bytes will sleep at the same time: begin to make the host memory for them. Returns at once."""
-        self._host.reserve(nbytes + nbytes // 512 + PACK)  # alignment takes at most a thousandth
+    def reserve(self, nbytes: int, group: ProcessGroup | None = None) -> None:
+        """So many bytes will sleep at the same time: begin to make the host memory for them, on all ranks of `group`.
+        Raises MemoryError where the host has too little for its ranks together."""
+        self._host.reserve(nbytes + nbytes // 512 + PACK, group)  # alignment takes at most a thousandth
 
     def release(self, kind: MemoryKind, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes freed; 0 where `kind` sleeps already. Gradients are dropped, the rest is copied to the host first.

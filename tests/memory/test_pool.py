@@ -6,12 +6,15 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from corerl.memory import pool as pool_module
 from corerl.memory.pool import CudaPinning, HostMemory, PinnedPool, cut
+from corerl.testing.pool import RankPool
 
 PAGE = 4096
 
@@ -154,6 +157,28 @@ def test_more_than_the_host_has_is_refused_before_a_page_is_touched(pool: Pinned
     with pytest.raises(MemoryError, match="4194304.00 GiB more"):
         pool.take(2**52)
     assert (pool.size, driver.bytes) == (0, 0)
+
+
+def reserve_on_a_host_with(free: float, nbytes: int) -> str:
+    """On every rank of a pool: what it is told."""
+    host = PinnedPool(Driver(), threads=1)
+    with mock.patch.object(pool_module, "available_bytes", return_value=free):
+        try:
+            host.reserve(nbytes, dist.group.WORLD)
+        except MemoryError as error:
+            return str(error)
+    host.close()
+    return ""
+
+
+def test_ranks_of_one_host_ask_together(rank_pool: RankPool) -> None:
+    assert rank_pool.run(reserve_on_a_host_with, 2.5 * 2**28, 2**28) == ["", ""]
+    told = rank_pool.run(reserve_on_a_host_with, 1.5 * 2**28, 2**28)
+    assert told[0] == told[1]
+    assert told[0].startswith(
+        "what sleeps goes to host memory, and 0.50 GiB more are needed for it, by 2 ranks together, where the host has "
+        "0.38; put fewer"
+    )
 
 
 @pytest.mark.parametrize(
