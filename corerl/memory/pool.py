@@ -73,8 +73,8 @@ class HostMemory:
     refusal = ""  # why memory that should be pinned is not
 
     def reserve(self, nbytes: int, group: ProcessGroup | None = None) -> None:
-        """So much will be needed in all; returns at once, or as soon as all ranks of `group` have asked. Raises MemoryError
-        where the host has not so much for its ranks together."""
+        """So much will be needed in all; returns at once, or as soon as all ranks of `group` have asked. Raises
+        MemoryError where the host has not so much for its ranks together."""
 
     def take(self, nbytes: int) -> list[Piece]:
         """`nbytes` or a little more, in one piece or several. Raises where the host has not so much."""

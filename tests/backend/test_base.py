@@ -160,7 +160,7 @@ class Noting(HostMemory):
         self.reserved: list[int] = []
         self.closed = False
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, group: Any = None) -> None:
         self.reserved.append(nbytes)
 
     def take(self, nbytes: int) -> list[Piece]:
