@@ -168,5 +168,4 @@ def test_the_environment_is_of_gpus_alone() -> None:
     alone = evolve(options, tensor_parallel=1, nvls=True)
     gpus = ClusterInfo(device="cuda", ranks=2)
     assert SPEC.environment(alone, gpus) == {"NVIDIA_TF32_OVERRIDE": "0"}
-    assert SPEC.environment(evolve(alone, transformer="torch"), gpus) == {}
     assert SPEC.environment(options, ClusterInfo(device="cpu", ranks=2)) == {}

@@ -33,16 +33,15 @@ def data_parallel(config: MegatronConfig, cluster: ClusterInfo) -> int:
 def environment(config: MegatronConfig, cluster: ClusterInfo) -> Environment:
     if cluster.device != "cuda":
         return {}
-    found = {}
+    # TransformerEngine multiplies float32 matrices in TF32, 10 bits of 23, whatever torch is told; megatron-core's
+    # routers ask it wherever it is installed.
+    found = {"NVIDIA_TF32_OVERRIDE": "0"}
     if config.tensor_parallel > 1 or config.context_parallel > 1:
         # One queue to the device: kernels start in the order in which they are put in, communication first, which is
         # what lets it run beside the multiplication that follows.
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if not config.nvls:
         found["NCCL_NVLS_ENABLE"] = "0"
-    if config.transformer != "torch":
-        # TransformerEngine multiplies float32 matrices in TF32, whatever torch is told: 10 bits of 23.
-        found["NVIDIA_TF32_OVERRIDE"] = "0"
     return found
 
 
