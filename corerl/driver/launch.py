@@ -115,7 +115,13 @@ def _launched(prepared: Prepared) -> Iterator[Run]:
     run: Run | None = None
     try:
         observers.emit(
-            RunStarted(run_dir=str(prepared.run_dir), steps=config.run.steps, first_step=step, title=title(prepared))
+            RunStarted(
+                run_dir=str(prepared.run_dir),
+                steps=config.run.steps,
+                first_step=step,
+                title=title(prepared),
+                mode=config.run.mode,
+            )
         )
         for text in [*notes(config), *missing_answers(prepared)]:
             observers.emit(Notice(text=text))

@@ -37,7 +37,7 @@ class Curves:
         match event:
             case RunStarted():
                 self._title = event.title
-                self._history = History.read(event.run_dir, before=event.first_step)
+                self._history = History.read(event.run_dir, before=event.repeats_from)
             case StepFinished():
                 self._history.add(event.step, event.metrics)
                 self._stale = True
@@ -124,6 +124,9 @@ def _line(axes: Axes, history: History, name: str, label: str, colour: str, *, t
     steps, values = history.series(name)
     if not steps:
         return
+    if steps != sorted(steps):  # weights that were scored after later ones
+        order = sorted(range(len(steps)), key=steps.__getitem__)
+        steps, values = [steps[index] for index in order], [values[index] for index in order]
     if not thin:
         axes.plot(steps, values, color=colour, linewidth=1.8, marker="o", markersize=3.5, label=label)
         return

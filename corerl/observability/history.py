@@ -13,7 +13,7 @@ from corerl.errors import DataError
 METRICS_FILE = "metrics.jsonl"
 
 
-def read_lines(path: Path, *, before: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_lines(path: Path, *, before: float) -> Iterator[tuple[str, dict[str, Any]]]:
     """The lines of `path` whose step is smaller than `before`, as written and as read; none where there is no file.
 
     A killed run leaves at most its last line torn, without a newline: that one is left out.
@@ -44,7 +44,7 @@ class History:
         self._values: dict[str, list[float]] = {}
 
     @classmethod
-    def read(cls, run_dir: str, *, before: int) -> History:
+    def read(cls, run_dir: str, *, before: float) -> History:
         """The steps smaller than `before` of the run in `run_dir`; null is read as NaN."""
         history = cls()
         for _, record in read_lines(Path(run_dir) / METRICS_FILE, before=before):

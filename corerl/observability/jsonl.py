@@ -13,6 +13,7 @@ from attrs import asdict
 
 from corerl.observability.history import METRICS_FILE, read_lines
 from corerl.observability.specs import JsonlOptions
+from corerl.observability.trace import keep
 from corerl.plugin.events import Evaluated, Event, RunStarted, Shown, StepFinished
 from corerl.plugin.hookspecs import hookimpl
 
@@ -20,7 +21,8 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 class Jsonl:
-    """Lines of steps that a resumed run does again are dropped first, so its file ends as if it had never stopped."""
+    """Lines of steps that a resumed run does again are dropped first, so its file ends as if it had never stopped. One
+    that begins anew keeps those of the run before as metrics-1.jsonl; one that only scores adds to what is there."""
 
     def __init__(self, *, options: JsonlOptions, run_dir: str) -> None:
         self._options = options
@@ -34,9 +36,9 @@ class Jsonl:
             case RunStarted():
                 self.close()
                 self._run_dir.mkdir(parents=True, exist_ok=True)
-                self._metrics = reopen(self._run_dir / METRICS_FILE, before=event.first_step)
+                self._metrics = reopen(self._run_dir / METRICS_FILE, before=event.repeats_from)
                 if self._options.samples:
-                    self._samples = reopen(self._run_dir / SAMPLES_FILE, before=event.first_step)
+                    self._samples = reopen(self._run_dir / SAMPLES_FILE, before=event.repeats_from)
             case StepFinished():
                 self._write(event.step, event.metrics, event.shown, kind="sampled")
             case Evaluated():
@@ -65,8 +67,10 @@ class Jsonl:
             self._samples.flush()
 
 
-def reopen(path: Path, *, before: int) -> IO[str]:
+def reopen(path: Path, *, before: float) -> IO[str]:
     """Open `path` for appending, holding only the lines of steps before `before`; never seen half cut."""
+    if not before and path.exists() and path.stat().st_size:
+        keep(path)
     kept = "".join(line for line, _ in read_lines(path, before=before))
     part = path.with_name(f".{path.name}.part")
     part.write_text(kept, encoding="utf-8", newline="\n")

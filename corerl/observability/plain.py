@@ -48,7 +48,8 @@ class PlainView:
                 self._say(event.title)
                 self._say(f"run directory: {event.run_dir}")
                 if event.first_step:
-                    self._say(f"resumed after step {event.first_step} of {event.steps}")
+                    what = "scoring the weights of" if event.mode == "eval" else "resumed after"
+                    self._say(f"{what} step {event.first_step} of {event.steps}")
             case PhaseStarted() if story.preparing:
                 self._say(f"[{duration(story.clock() - story.began):>5}] {event.name}")
             case StepFinished():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ class Tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self.close()
-            self._writer = SummaryWriter(log_dir=str(self._directory), purge_step=event.first_step, flush_secs=5)
+            purge = None if math.isinf(event.repeats_from) else event.first_step
+            self._writer = SummaryWriter(log_dir=str(self._directory), purge_step=purge, flush_secs=5)
         if self._writer is None:
             return
         match event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -24,6 +25,13 @@ class RunStarted:
     steps: int  # rollout steps in all
     first_step: int  # 0, or where the run was resumed
     title: str  # one line: model, backend, engine
+    mode: str = "train"  # as run.mode
+
+    @property
+    def repeats_from(self) -> float:
+        """Steps from here on are done again: what is known of them from before is replaced. Nothing is where a run only
+        scores, whichever weights were scored before."""
+        return math.inf if self.mode == "eval" else self.first_step
 
 
 @frozen(kw_only=True)

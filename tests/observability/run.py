@@ -63,8 +63,9 @@ def steps(first: int, last: int) -> Iterator[Event]:
         yield StepFinished(step=step, metrics=metrics(step), shown=shown("01358", 1.0))
 
 
-def started(run_dir: str, *, first_step: int = 0) -> RunStarted:
-    return RunStarted(run_dir=run_dir, steps=STEPS, first_step=first_step, title="qwen3 on plain, fake engine")
+def started(run_dir: str, *, first_step: int = 0, mode: str = "train") -> RunStarted:
+    title = "qwen3 on plain, fake engine"
+    return RunStarted(run_dir=run_dir, steps=STEPS, first_step=first_step, title=title, mode=mode)
 
 
 def finished(run_dir: str) -> RunFinished:

@@ -12,7 +12,7 @@ from corerl.observability.curves import Curves, draw, moving_average
 from corerl.observability.history import History
 from corerl.observability.jsonl import Jsonl
 from corerl.observability.specs import CurvesOptions, JsonlOptions
-from tests.observability.run import metrics, started, steps, whole
+from tests.observability.run import evaluated, metrics, started, steps, whole
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -87,6 +87,19 @@ def test_a_resumed_run_draws_the_picture_of_one_that_never_stopped(tmp_path: Pat
         curves.observe(event)
     curves.shutdown("finished")
     assert (broken / "curves.png").read_bytes() == (straight / "curves.png").read_bytes()
+
+
+def test_scores_of_several_weights_are_one_line_whatever_was_scored_first(tmp_path: Path) -> None:
+    drawn = []
+    for step in (4, 2):
+        curves = extension(tmp_path)
+        jsonl = Jsonl(options=JsonlOptions(), run_dir=str(tmp_path))
+        for event in (started(str(tmp_path), first_step=step, mode="eval"), evaluated(step)):
+            jsonl.observe(event)
+            curves.observe(event)
+        jsonl.shutdown("finished")
+        drawn = line(panel(draw(curves._history, title=""), "reward"), "held-out exact match")
+    assert drawn == ([2, 4], [0.25, 0.5])
 
 
 def test_the_moving_average_is_centred_and_leaves_out_what_is_not_finite() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 from corerl.observability.plain import PlainView
 from corerl.observability.story import Story
@@ -61,6 +62,15 @@ def test_a_resumed_run_says_so_and_prints_its_first_step() -> None:
     assert printed[2] == "resumed after step 1 of 4"
     assert printed[-1].split()[:2] == ["2/4", "0.300"]
     assert printed[-1].split()[-1] == "0:06"  # two steps at three seconds, as time/step says
+
+
+def test_an_evaluation_is_of_its_own_weights_alone(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/reward": 0.125}\n')
+    events = [started(str(tmp_path), first_step=2, mode="eval"), evaluated(2)]
+    end = RunFinished(reason="finished", steps_done=2, seconds=5.0)
+    printed = lines([*events, end], every=100)
+    assert printed[2] == "scoring the weights of step 2 of 4"
+    assert printed[-2:] == ["held-out reward            0.500", "held-out exact match       0.250"]
 
 
 def finished(*events: Event) -> list[str]:

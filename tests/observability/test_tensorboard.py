@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from corerl.observability.specs import TensorboardOptions
 from corerl.observability.tensorboard import Tensorboard, markdown
 from corerl.plugin.events import Event, Shown
-from tests.observability.run import metrics, started, steps, whole
+from tests.observability.run import evaluated, metrics, started, steps, whole
 
 
 def write(run_dir: Path, events: list[Event]) -> None:
@@ -39,6 +39,12 @@ def test_a_resumed_run_replaces_the_steps_that_it_does_again(tmp_path: Path) -> 
     write(tmp_path, [started(str(tmp_path)), *steps(0, 4)])
     write(tmp_path, [started(str(tmp_path), first_step=2), *steps(2, 4)])
     assert [point.step for point in read(tmp_path).Scalars("train/loss")] == [0, 1, 2, 3]
+
+
+def test_scores_of_several_weights_stand_side_by_side(tmp_path: Path) -> None:
+    for step in (4, 2):
+        write(tmp_path, [started(str(tmp_path), first_step=step, mode="eval"), evaluated(step)])
+    assert {point.step for point in read(tmp_path).Scalars("eval/exact_match")} == {2, 4}
 
 
 def test_markup_in_an_answer_does_not_break_the_table() -> None:
