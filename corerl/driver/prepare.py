@@ -43,6 +43,7 @@ from corerl.weights.transports import require_transport
 
 TABLE = re.compile(rf"(?:{'|'.join(attrs.fields_dict(Config))})[.\[=:]")  # how a line begins that has its path
 
+EXPORT = "model"  # where in run.dir a Hugging Face directory is written at the end
 ENGINES = "engines"  # the group of engine processes, beside those of the roles
 
 
@@ -224,6 +225,13 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     goes_on = config.run.trains and resume is not None and resume.resolve().is_relative_to(run_dir.resolve())
     if starting and keeps and not goes_on and os.path.isdir(run_dir / ROLLOUTS):
         line = f"run.dir: {run_dir} holds rollouts already, which would be mixed with new ones; give another run.dir"
+        problems.add("run.dir", ConfigError(line))
+    exports = config.run.trains and config.checkpoint.export
+    if starting and exports and os.path.lexists(run_dir / EXPORT) and latest(run_dir) is None:
+        line = (
+            f"run.dir: {run_dir / EXPORT} is there already, and the run would put its export in its place; give "
+            "another run.dir, or set checkpoint.export=false"
+        )
         problems.add("run.dir", ConfigError(line))
     config = _resolve_plugins(config, problems)
     groups = {role: choice.ranks for role, choice in config.chosen_roles.items()}

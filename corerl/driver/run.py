@@ -28,6 +28,7 @@ from corerl.driver.metrics import (
     time_metrics,
     train_metrics,
 )
+from corerl.driver.prepare import EXPORT
 from corerl.driver.residency import FORWARD, REST, SAMPLE, Residency, saving
 from corerl.driver.roles import Role
 from corerl.driver.routing import routed
@@ -397,5 +398,5 @@ class Run:
             from corerl.driver.export import export as write_model
 
             self.tell(PhaseStarted(name="exporting", step=self.rollout_step))
-            artifacts["model"] = str(write_model(newest, self.run_dir / "model", replace=True))
+            artifacts["model"] = str(write_model(newest, self.run_dir / EXPORT, replace=True))
         return artifacts

@@ -348,6 +348,19 @@ def test_a_run_that_keeps_its_rollouts_goes_on_with_them(tmp_path: Path) -> None
     assert prepare(evolve(config, checkpoint=CheckpointConfig(resume="auto"))).first_step == 4
 
 
+def test_a_model_that_a_run_has_not_written_is_not_replaced_by_its_export(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"^run.dir: .*/model is there already, and the run would put its export in its"
+    ):
+        prepare(config_in(tmp_path))
+    config = config_in(tmp_path)
+    assert prepare(config, starting=False).run_dir == tmp_path
+    assert prepare(evolve(config, checkpoint=CheckpointConfig(export=False))).run_dir == tmp_path
+    save(tmp_path, config, make_model(config, seed=1), step=4)  # then it is its own
+    assert prepare(config_in(tmp_path, "auto")).first_step == 4
+
+
 def test_an_extension_under_two_names_is_one_twice(tmp_path: Path) -> None:
     config = config_in(tmp_path, extensions=[{"name": "jsonl"}, {"name": "corerl:jsonl"}])
     with pytest.raises(ConfigError) as caught:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 import uuid
@@ -36,6 +37,11 @@ TENSOR = "bucket"
 
 def _directory(path: str, version: int) -> Path:
     return Path(path) / f"v{version:08d}"
+
+
+def _directories(path: str) -> list[Path]:
+    """Of all versions, those half written too; what a user may have put beside them is none."""
+    return [each for each in Path(path).glob("v*") if re.fullmatch(r"v\d{8,}(\.partial)?", each.name)]
 
 
 def bucket_file(index: int) -> str:
@@ -103,7 +109,7 @@ class DiskSender(WeightSender):
         except OSError as error:
             return dict.fromkeys(self._address.engines, self._error or f"cannot write {directory}: {error}")
         answers = self._wait_for_engines(directory, version)
-        for other in Path(self._address.path).glob("v*"):
+        for other in _directories(self._address.path):
             if other != directory:
                 shutil.rmtree(other, ignore_errors=True)
         return answers
@@ -116,7 +122,7 @@ class DiskSender(WeightSender):
         closes too, maybe while another one writes: it takes nothing away."""
         if not self._began:
             return
-        for version in Path(self._address.path).glob("v*"):
+        for version in _directories(self._address.path):
             shutil.rmtree(version, ignore_errors=True)
 
     def _wait_for_engines(self, directory: Path, version: int) -> dict[str, str]:
