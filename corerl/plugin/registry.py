@@ -273,8 +273,10 @@ def _entries_of(distribution: Distribution, kind: Kind) -> Iterator[Entry]:
         if kind.group not in (distribution.read_text("entry_points.txt") or ""):
             return
         points = [point for point in distribution.entry_points if point.group == kind.group]
-        name, version = str(distribution.metadata["Name"] or ""), distribution.version or ""
+        name, version = distribution.metadata["Name"], distribution.version
     except Exception:  # someone else's damaged metadata; parsing it raises all sorts of errors
+        return
+    if not name or not version:  # what is missing is None in some Pythons, and raises in others
         return
     for point in points:
         yield Entry(
