@@ -380,13 +380,13 @@ def _rivalry(entry: Entry, rivals: Sequence[Entry]) -> str:
 
 def _is_module(path: str) -> bool:
     """Whether `path` can only be meant as a module: dotted, or one that can be imported."""
-    if not all(part.isidentifier() for part in path.split(".")):
-        return False
+    if path == "__main__" or not all(part.isidentifier() for part in path.split(".")):
+        return False  # __main__ is another module in every process
     from importlib.util import find_spec
 
     try:
         return "." in path or find_spec(path) is not None
-    except ValueError:  # __main__, which is another module in every process
+    except ValueError:  # it is there, and nothing says where it came from
         return False
 
 
