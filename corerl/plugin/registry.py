@@ -344,7 +344,7 @@ def _require_usable(kind: Kind, entry: Entry, spec: Spec) -> None:
             f"install a release of {entry.distribution or 'it'} for API {_dotted(API)}, "
             "or the corerl that it was made for"
         )
-    if not attrs.has(spec.config):
+    if not (isinstance(spec.config, type) and attrs.has(spec.config)):
         raise PluginBroken(
             f"{kind.noun} {entry}: {entry.value} has config={spec.config!r}, expected a frozen attrs class"
         )

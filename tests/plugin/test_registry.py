@@ -153,11 +153,15 @@ def test_an_entry_point_that_names_something_else_than_a_spec_is_broken(install:
     )
 
 
-def test_a_spec_whose_options_are_no_attrs_class_is_broken(install: Install, backend_spec: str) -> None:
-    source = backend_spec.replace("config=Options", "config=dict")
+@pytest.mark.parametrize(("config", "shown"), [("dict", "<class 'dict'>"), ("Options()", "Options(shards=1)")])
+def test_a_spec_whose_options_are_no_attrs_class_is_broken(
+    install: Install, backend_spec: str, config: str, shown: str
+) -> None:
+    source = backend_spec.replace("config=Options", f"config={config}")
     install("corerl-bad", {"backends": {"bad": "bad_k:SPEC"}}, bad_k=source)
-    with pytest.raises(PluginBroken, match=r"bad_k:SPEC has config=<class 'dict'>, expected a frozen attrs class"):
+    with pytest.raises(PluginBroken) as caught:
         load(Kind.BACKENDS, "bad")
+    assert caught.value.message.endswith(f"bad_k:SPEC has config={shown}, expected a frozen attrs class")
 
 
 def test_a_module_path_to_what_is_no_spec_or_to_the_program_itself_is_told(install: Install) -> None:
