@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from corerl.plugin.registry import Kind, load
 from corerl.testing.broken import BROKEN
+from corerl.testing.subject import Runs, Subject
+from corerl.testing.suite import test_gpu
 
 PROCESSES = 2
 
@@ -92,6 +95,27 @@ def test_a_broken_backend_fails_in_its_named_check_alone(name: str, reports: dic
     assert failed.keys() == {BROKEN[name]}, failed
     assert {check["outcome"] for check in checks} <= {"passed", "failed", "blocked", "not run"}
     assert {check["blocked_by"] for check in checks if check["outcome"] == "blocked"} <= {BROKEN[name]}
+
+
+def test_what_compares_numbers_on_gpus_with_a_cpus_sees_them_differ(runs: Runs, tmp_path: Path) -> None:
+    """Here both are a CPU's, where the plain backend passes, but has no bfloat16 to show."""
+
+    def on_a_cpu(backend: str) -> Subject:
+        return Subject(backend=backend, world_size=1, runs=runs, directory=tmp_path, lifted=True)
+
+    forward = test_gpu.test_forward_on_gpus_gives_what_transformers_gives_on_a_cpu
+    training = test_gpu.test_training_on_gpus_follows_the_plain_backend_on_a_cpu
+    halved = test_gpu.test_bfloat16_on_gpus_stays_near_the_plain_backend_on_a_cpu
+    forward(on_a_cpu("plain"), "qwen3")
+    training(on_a_cpu("plain"), "qwen3")
+    with pytest.raises(AssertionError):
+        halved(on_a_cpu("plain"))
+    with pytest.raises(AssertionError):
+        training(on_a_cpu("corerl.testing.broken:KEEPS_FIRST_RATE"), "qwen3")
+    with pytest.raises(AssertionError):
+        forward(on_a_cpu("corerl.testing.broken:FORGETS_TEMPERATURE"), "qwen3")
+    with pytest.raises(AssertionError):
+        halved(on_a_cpu("corerl.testing.broken:FORGETS_TEMPERATURE"))
 
 
 def test_every_broken_backend_has_a_class_or_a_spec_of_its_own_and_says_what_is_wrong() -> None:
