@@ -61,8 +61,8 @@ def arrange(
     *,
     apart: Collection[str] = (),
     widths: Mapping[str, int] | None = None,
-    cpus: float,
-    gpus: float,
+    cpus: float = 1.0,
+    gpus: float = 0.0,
     resources: Mapping[str, float] | None = None,
 ) -> Seating:
     """Give each group of so many processes its bundles: those `apart` have their own, all others share the same ones,

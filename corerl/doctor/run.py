@@ -60,7 +60,9 @@ def run(file: str, overrides: Sequence[str], nodes: bool) -> Iterator[Told]:
                 mend=f"mend {file} first",
             )
         return
-    yield _ok(f"{file} can run: {len(prepared.roles)} role{'s' * (len(prepared.roles) != 1)} on {prepared.device}")
+    yield _ok(
+        f"{file} can run: {len(prepared.plan.roles)} role{'s' * (len(prepared.plan.roles) != 1)} on {prepared.device}"
+    )
     yield from _environments(prepared, file)
     if nodes:
         yield Begins(f"asking the nodes of {config.cluster.address}", "ray status")
@@ -69,10 +71,10 @@ def run(file: str, overrides: Sequence[str], nodes: bool) -> Iterator[Told]:
 
 def _environments(prepared: Prepared, file: str) -> Iterator[Finding]:
     """What each group's processes are given before they import anything."""
-    groups = {f"{role} ranks": (plan.backend.name, plan.environment) for role, plan in prepared.roles.items()}
+    groups = {f"{role} ranks": (plan.backend.name, plan.environment) for role, plan in prepared.plan.roles.items()}
     if prepared.config.run.samples:
-        engine = prepared.engine
-        wanted = engine.spec.environment(prepared.config.engines[engine.name], prepared.engines)
+        engine = prepared.plan.engine
+        wanted = engine.spec.environment(prepared.config.engines[engine.name], prepared.plan.engines)
         groups["engines"] = (engine.name, wanted)
     for who, (plugin, wanted) in groups.items():
         try:
@@ -131,7 +133,7 @@ def _compared(node: str, wanted: Sequence[Origin], found: Sequence[Origin]) -> F
 
 def named_by(prepared: Prepared) -> list[tuple[Kind, str]]:
     """The plugins that live in ranks and engines, as the config names them."""
-    in_ranks = {each.name for plan in prepared.roles.values() for each in plan.assignments[0].extensions}
+    in_ranks = {each.name for plan in prepared.plan.roles.values() for each in plan.assignments[0].extensions}
     chosen = [each for each in selected(prepared.config) if each.used]
     there = [each for each in chosen if each.kind is not Kind.EXTENSIONS or each.name in in_ranks]
     return list(dict.fromkeys((each.kind, each.name) for each in there))

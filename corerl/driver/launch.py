@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import functools
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 from attrs import evolve
@@ -20,21 +17,21 @@ from corerl.cluster.group import Pending, ProcessGroup
 from corerl.cluster.placement import Seat, seated
 from corerl.cluster.process import Outcome
 from corerl.cluster.runtime import ray_session
-from corerl.config.load import dump_toml, to_plain
+from corerl.config.load import to_plain
 from corerl.config.schema import Config
 from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import Checkpoints
-from corerl.driver.prepare import ENGINES, Prepared, prepare, title
+from corerl.driver.prepare import Prepared, prepare, title
+from corerl.driver.processes import ENGINES
 from corerl.driver.residency import Residency, residency_plan
 from corerl.driver.roles import Role
 from corerl.driver.run import REFERENCE, Run, answers_in, passes_of
+from corerl.driver.run_dir import occupied, write_config
 from corerl.driver.stop import StopRequest
 from corerl.driver.together import Call, together
 from corerl.driver.updates import WeightUpdates, meeting_at
-from corerl.errors import ConfigError, EngineFailed, SaveFailed
+from corerl.errors import EngineFailed, SaveFailed
 from corerl.observability.timing import Phases
-from corerl.observability.trace import keep
-from corerl.observability.tracking import CONFIG_FILE
 from corerl.plugin import hooktrace
 from corerl.plugin.events import Notice, PhaseStarted, RunFinished, RunStarted, Worked
 from corerl.plugin.fingerprint import origin
@@ -69,42 +66,6 @@ def launch(config: Config) -> Iterator[Run]:
     prepared = prepare(config)
     with occupied(prepared.run_dir):
         yield from _launched(prepared)
-
-
-def write_config(run_dir: Path, config: Config) -> None:
-    """As config.toml. One that says something else, as before a resumed run's overrides or by the user's own hand, is
-    kept as config-1.toml, config-2.toml and so on. Raises ConfigError where it cannot be written."""
-    path, text = run_dir / CONFIG_FILE, dump_toml(config).encode()
-    part = path.with_name(f".{path.name}.part")
-    try:
-        if path.exists() and path.read_bytes() == text:
-            return
-        part.write_bytes(text)
-        keep(path)
-        os.replace(part, path)
-    except OSError as error:
-        raise ConfigError(f"run.dir: cannot write to {run_dir} ({error.strerror}); give another directory") from error
-
-
-@contextlib.contextmanager
-def occupied(run_dir: Path) -> Iterator[None]:
-    """The directory is this process's alone. Raises ConfigError where another run has it, or it cannot be written."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / ".lock").open("w")
-    except OSError as error:
-        raise ConfigError(f"run.dir: cannot write to {run_dir} ({error.strerror}); give another directory") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system takes it back however the process ends
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"run.dir: another run is writing to {run_dir}; give another directory, or wait until that one ends"
-            ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
-                raise
-        yield
 
 
 def _launched(prepared: Prepared) -> Iterator[Run]:
@@ -178,9 +139,9 @@ def _start(
         if prepared.function is not None:
             reward = EpisodeScorer(reward, failed_value=config.reward.failed_value)
     observers.emit(PhaseStarted(name="starting Ray", step=step))
-    session = ray_session(address=config.cluster.address, cpus=prepared.seating.cpus, forward=hooktrace.wanted())
+    session = ray_session(address=config.cluster.address, cpus=prepared.plan.seating.cpus, forward=hooktrace.wanted())
     stack.enter_context(session)
-    seats = stack.enter_context(seated(prepared.seating, timeout=SEATED_WITHIN))
+    seats = stack.enter_context(seated(prepared.plan.seating, timeout=SEATED_WITHIN))
     observers.emit(PhaseStarted(name=f"starting {_counted(seats)}", step=step))
     watched: dict[str, Any] = {
         "notify": lambda text: observers.emit(Notice(text=text)),
@@ -188,7 +149,7 @@ def _start(
         "on_answer": functools.partial(tell_of, observers) if traced(config.extensions) else None,
     }
     groups: dict[str, TrainGroup] = {}
-    for name, plan in prepared.roles.items():
+    for name, plan in prepared.plan.roles.items():
         groups[name] = TrainGroup.launch(
             plan, seats[name], environment_of(prepared, plan.backend.name, plan.environment), **watched
         )
@@ -199,7 +160,7 @@ def _start(
         stack.callback(fleet.processes.kill)
     sharing = offloaded(config, prepared.device)
     inits = _init(groups, fleet, in_turns=bool(sharing))
-    roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.roles.items()}
+    roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.plan.roles.items()}
     actor = groups[ACTOR]
     if config.algorithm.kl_coef and config.run.trains:
         actor.snapshot(REFERENCE).load()
@@ -282,12 +243,14 @@ def address_of(prepared: Prepared, fleet: EngineFleet) -> Address:
     """Where ranks and engines meet for updates; the place itself is `meeting_at`'s."""
     config = prepared.config
     return Address(
-        transport=prepared.transport,
+        transport=prepared.plan.transport,
         engines=fleet.receivers,
         path=str(prepared.run_dir / "weights"),
-        senders=prepared.senders,
+        senders=prepared.plan.senders,
         # Two processes on one GPU cannot be in one group of NCCL's.
-        device=prepared.device if prepared.transport == "ipc" or config.cluster.placement == "disaggregated" else "cpu",
+        device=prepared.device
+        if prepared.plan.transport == "ipc" or config.cluster.placement == "disaggregated"
+        else "cpu",
         # Less than the ranks' own: those that gather must not give up while the sender waits for an engine.
         timeout=config.cluster.timeout / 2,
     )
@@ -436,7 +399,7 @@ def process_environment(prepared: Prepared) -> dict[str, str]:
         environment["OMP_NUM_THREADS"] = "1"  # one core a process: more threads than cores fight each other
         if not prepared.config.cluster.address:
             environment["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: no other interface need be up, or trusted
-    elif prepared.transport == "collective" and prepared.config.cluster.placement == "disaggregated":
+    elif prepared.plan.transport == "collective" and prepared.config.cluster.placement == "disaggregated":
         # Ranks and engines are in one group of NCCL's, which must be set alike in all; engines switch these off.
         environment |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     return environment
@@ -453,11 +416,11 @@ def environment_of(prepared: Prepared, plugin: str, wanted: Mapping[str, str]) -
 
 def calls_of(prepared: Prepared) -> int:
     """Calls of `generate` that one engine of the run answers side by side."""
-    return prepared.engine.spec.calls(prepared.config.engines[prepared.engine.name], prepared.engines)
+    return prepared.plan.engine.spec.calls(prepared.config.engines[prepared.plan.engine.name], prepared.plan.engines)
 
 
 def make_fleet(prepared: Prepared, seats: list[Seat], **watched: Any) -> EngineFleet:
-    config, engine = prepared.config, prepared.engine
+    config, engine = prepared.config, prepared.plan.engine
     options = config.engines[engine.name]
     assignments = [
         EngineAssignment(
@@ -470,7 +433,7 @@ def make_fleet(prepared: Prepared, seats: list[Seat], **watched: Any) -> EngineF
                 index=index,
                 device=prepared.device,
                 precision=config.train_of(ACTOR).precision,
-                bundles=prepared.seating.widths.get(ENGINES, 1),
+                bundles=prepared.plan.seating.widths.get(ENGINES, 1),
                 devices=seat.devices,
                 run_dir=str(prepared.run_dir),
                 weights=config.weights,
@@ -478,7 +441,7 @@ def make_fleet(prepared: Prepared, seats: list[Seat], **watched: Any) -> EngineF
         )
         for index, seat in enumerate(seats)
     ]
-    environment = environment_of(prepared, engine.name, engine.spec.environment(options, prepared.engines))
+    environment = environment_of(prepared, engine.name, engine.spec.environment(options, prepared.plan.engines))
     names = [assignment.context.name for assignment in assignments]
     processes = ProcessGroup(
         names,

@@ -28,10 +28,10 @@ from corerl.driver.metrics import (
     time_metrics,
     train_metrics,
 )
-from corerl.driver.prepare import EXPORT
 from corerl.driver.residency import FORWARD, REST, SAMPLE, Residency, saving
 from corerl.driver.roles import Role
 from corerl.driver.routing import routed
+from corerl.driver.run_dir import EXPORT
 from corerl.driver.stop import StopRequest
 from corerl.driver.together import Call, together
 from corerl.driver.updates import WeightUpdates

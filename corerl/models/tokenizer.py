@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tokenizers
 from tokenizers import decoders, models, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corerl.errors import ModelError
+
+if TYPE_CHECKING:
+    from corerl.config.schema import ModelConfig
 
 CHARACTERS = "characters:"
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3 of a character tokenizer
@@ -66,3 +70,28 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
     )
+
+
+def require_room_for_tokens(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, *, table: str = "model"
+) -> None:
+    """Raises ModelError where a text could become a token that the model has no embedding for.
+
+    A special token that nobody samples or starts with may lie beyond: Gemma 3's text models have a tokenizer with one
+    for images, and no embedding for it.
+    """
+    size = config.get_text_config().vocab_size
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    spare = special - {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    token, last = max(
+        ((token, index) for token, index in tokenizer.get_vocab().items() if index not in spare),
+        key=lambda item: item[1],
+        default=("", -1),
+    )
+    if last >= size:
+        what = f"{table}.path: its" if model.path else f"{table}.config.vocab_size: the model's"
+        cure = "" if model.path else f"set {table}.config.vocab_size to at least {last + 1}, or "
+        raise ModelError(
+            f"{what} vocabulary has {size} tokens, and the tokenizer numbers {token!r} {last}, which wants {last + 1}; "
+            f"{cure}give the tokenizer of this model as model.tokenizer"
+        )

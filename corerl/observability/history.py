@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-from corerl.errors import DataError
+from corerl.observability.files import read_lines
 
 METRICS_FILE = "metrics.jsonl"
-
-
-def read_lines(path: Path, *, before: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of `path` whose step is smaller than `before`, as written and as read; none where there is no file.
-
-    A killed run leaves at most its last line torn, without a newline: that one is left out.
-    Raises DataError, naming the line, for anything else that is no object with a step.
-    """
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", newline="\n") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                return
-            try:
-                record = json.loads(line)
-                step = int(record["step"])
-            except (ValueError, TypeError, KeyError) as error:
-                raise DataError(
-                    f"{path}:{number}: {line.strip()[:60]!r} is no object with a step; mend or delete the line"
-                ) from error
-            if step < before:
-                yield line, record
 
 
 class History:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from attrs import asdict
 
-from corerl.observability.history import METRICS_FILE, read_lines
+from corerl.observability.files import reopen
+from corerl.observability.history import METRICS_FILE
 from corerl.observability.specs import JsonlOptions
-from corerl.observability.trace import keep
 from corerl.plugin.events import Evaluated, Event, RunStarted, Shown, StepFinished
 from corerl.plugin.hookspecs import hookimpl
 
@@ -65,14 +64,3 @@ class Jsonl:
             for answer in shown:
                 self._samples.write(json.dumps({"step": step, "kind": kind, **asdict(answer)}) + "\n")
             self._samples.flush()
-
-
-def reopen(path: Path, *, before: float) -> IO[str]:
-    """Open `path` for appending, holding only the lines of steps before `before`; never seen half cut."""
-    if not before and path.exists() and path.stat().st_size:
-        keep(path)
-    kept = "".join(line for line, _ in read_lines(path, before=before))
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(kept, encoding="utf-8", newline="\n")
-    os.replace(part, path)
-    return path.open("a", encoding="utf-8", newline="\n")

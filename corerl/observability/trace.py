@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
+from corerl.observability.files import keep
 from corerl.observability.specs import TraceOptions
 from corerl.observability.text import printable
 from corerl.plugin.events import Evaluated, Event, Notice, PhaseStarted, RunFinished, Span, StepFinished, Worked
@@ -147,15 +148,6 @@ class Trace:
         lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
         self._file.write(("[\n" if first else ",\n") + lines)
         self._file.flush()
-
-
-def keep(path: Path) -> None:
-    """Where there is such a file, give it the next free number: trace-1.json."""
-    if path.exists():
-        number = 1
-        while (other := path.with_stem(f"{path.stem}-{number}")).exists():
-            number += 1
-        path.rename(other)
 
 
 def _micro(seconds: float) -> int:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from corerl.checkpoint.commit import begin, commit
 from corerl.checkpoint.writer import stage, write
 from corerl.config.load import structure, to_plain
-from corerl.config.schema import Config
+from corerl.config.schema import CheckpointConfig, Config, RunConfig
 from corerl.models.config import hf_config
 from corerl.weights.chunks import Chunk
 
@@ -36,11 +37,16 @@ DATA: dict[str, Any] = {
     "data": {"held_out": 16},
     "rollout": {"engine": "fake", "prompts": 8, "samples": 4},
 }
+CRITIC: dict[str, Any] = {"algorithm": {"name": "ppo"}, "roles": {"critic": {"ranks": 1}}}  # tables of one that has one
 
 
 def make_config(**tables: Any) -> Config:
     """The configuration above, with tables put in the place of its own."""
     return structure({**DATA, **tables}, Config, path="")
+
+
+def config_in(run_dir: Path, resume: str = "never", **tables: Any) -> Config:
+    return evolve(make_config(**tables), run=RunConfig(dir=str(run_dir)), checkpoint=CheckpointConfig(resume=resume))
 
 
 def make_model(config: Config, *, seed: int) -> PreTrainedModel:

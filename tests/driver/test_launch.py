@@ -13,7 +13,6 @@ from corerl import hookimpl
 from corerl.cluster.group import Pending
 from corerl.cluster.placement import Seat
 from corerl.cluster.process import Outcome
-from corerl.config.load import load_config
 from corerl.config.schema import ClusterInfo
 from corerl.driver import launch as driver
 from corerl.driver.launch import (
@@ -23,7 +22,6 @@ from corerl.driver.launch import (
     missing_answers,
     process_environment,
     tell_of,
-    write_config,
 )
 from corerl.driver.prepare import Prepared, prepare
 from corerl.errors import ConfigError, DataError, SaveFailed, WorkerDied
@@ -58,7 +56,8 @@ def test_on_a_cluster_ranks_may_meet_over_any_interface(prepared: Prepared) -> N
 def test_ranks_and_engines_that_meet_over_nccl_allocate_alike(prepared: Prepared) -> None:
     def chosen(transport: str, placement: Any, **user: str) -> tuple[str | None, str | None]:
         cluster = evolve(prepared.config.cluster, placement=placement, environment=user)
-        on_gpus = evolve(prepared, device="cuda", transport=transport, config=evolve(prepared.config, cluster=cluster))
+        plan, config = evolve(prepared.plan, transport=transport), evolve(prepared.config, cluster=cluster)
+        on_gpus = evolve(prepared, device="cuda", plan=plan, config=config)
         found = environment_of(on_gpus, "plain", {})
         return found.get("NCCL_CUMEM_ENABLE"), found.get("NCCL_NVLS_ENABLE")
 
@@ -106,16 +105,6 @@ def test_nothing_is_written_for_a_run_that_cannot_be(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_config_that_says_something_else_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("# the user's own\n")
-    first, second = (make_config(run={"dir": str(tmp_path), "seed": seed}) for seed in (1, 2))
-    for config in (first, first, second):
-        write_config(tmp_path, config)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config-1.toml", "config-2.toml", "config.toml"]
-    assert (tmp_path / "config-1.toml").read_text() == "# the user's own\n"
-    assert [load_config(tmp_path / name) for name in ("config-2.toml", "config.toml")] == [first, second]
-
-
 def test_engines_have_the_precision_that_the_actor_is_trained_in_and_the_devices_of_their_seats(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +115,8 @@ def test_engines_have_the_precision_that_the_actor_is_trained_in_and_the_devices
     for each, precision in ((prepared, "float32"), (own, "bfloat16")):
         (engine,) = make_fleet(each, seats=[seat]).assignments
         assert engine.context.precision == precision
-    wide = evolve(prepared, seating=evolve(prepared.seating, widths={"engines": 2}))
+    seating = evolve(prepared.plan.seating, widths={"engines": 2})
+    wide = evolve(prepared, plan=evolve(prepared.plan, seating=seating))
     (engine,) = make_fleet(wide, seats=[seat]).assignments
     assert (engine.context.bundles, engine.context.devices) == (2, (4, 5))
     assert engine.context.run_dir == str(prepared.run_dir)

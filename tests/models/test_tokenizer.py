@@ -2,8 +2,11 @@ from pathlib import Path
 
 import pytest
 
+from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
-from corerl.models.tokenizer import load_tokenizer
+from corerl.models.config import hf_config
+from corerl.models.tokenizer import character_tokenizer, load_tokenizer, require_room_for_tokens
+from corerl.testing.models import tiny_fields
 
 DIGITS = "characters:0123456789>s"
 
@@ -51,3 +54,17 @@ def test_what_cannot_be_loaded_is_named_with_its_setting_and_with_what_was_found
         load_tokenizer(tokenizer=str(tmp_path), path="")
     with pytest.raises(ModelError, match="each only once"):
         load_tokenizer(tokenizer="characters:aba", path="")
+
+
+def test_a_special_token_that_no_sample_has_needs_no_room() -> None:
+    model = ModelConfig(config={**tiny_fields("qwen3"), "vocab_size": 16})
+    tokenizer = character_tokenizer("0123456789>s")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    require_room_for_tokens(hf_config(model), tokenizer, model)  # as Gemma 3's text models have one
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    with pytest.raises(ModelError, match="has 16 tokens, and the tokenizer numbers '<end>' 17, which wants 18"):
+        require_room_for_tokens(hf_config(model), tokenizer, model)
+    tokenizer = character_tokenizer("0123456789>s")
+    tokenizer.add_tokens(["think"])
+    with pytest.raises(ModelError, match="numbers 'think' 16, which wants 17"):
+        require_room_for_tokens(hf_config(model), tokenizer, model)

@@ -1,0 +1,141 @@
+"""Which processes a run has: ranks of each role and engines, what each is told, where it sits, how weights reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from attrs import evolve, frozen
+from transformers import PreTrainedConfig
+
+from corerl.cluster.placement import Seating, arrange
+from corerl.config.check import uneven
+from corerl.config.schema import ClusterInfo, Config
+from corerl.driver.problems import Problems
+from corerl.driver.transports import choose_transport, senders
+from corerl.errors import ConfigError
+from corerl.models.config import experts
+from corerl.plugin.capabilities import FULL, Capability, Grade
+from corerl.plugin.options import backend_name, check_spec, role_options
+from corerl.plugin.registry import Kind, Loaded, load
+from corerl.trainer.assign import ACTOR, RolePlan, cluster_of, plan_role
+from corerl.types import LossSpec
+
+ENGINES = "engines"  # the group of engine processes, beside those of the roles
+
+
+@frozen(kw_only=True)
+class ProcessPlan:
+    """The processes as they will be launched."""
+
+    roles: Mapping[str, RolePlan]  # the actor first
+    engine: Loaded
+    engines: ClusterInfo  # what its spec may know
+    seating: Seating
+    transport: str  # of weights
+    senders: tuple[int, ...]  # of each engine, the actor's rank on its device; empty where one has none
+
+
+def plan_processes(
+    config: Config,
+    problems: Problems,
+    *,
+    device: str,
+    models: Mapping[str, PreTrainedConfig],
+    losses: Mapping[str, LossSpec],
+    run_dir: Path,
+    resume: Path | None,
+) -> ProcessPlan | None:
+    """Of a config whose plugins are installed and have their tables; `models` and `losses` by role, of those that are
+    right. None where there is any problem, with these or what was found before."""
+    fields = {role: hf.to_dict() for role, hf in models.items()}
+    clusters = {role: cluster_of(role, config, device=device, model=fields.get(role)) for role in config.chosen_roles}
+    engine = load(Kind.ENGINES, config.rollout.engine)
+    engines = evolve(clusters[ACTOR], ranks=config.rollout.replicas, weights=config.weights)
+    groups = {role: choice.ranks for role, choice in config.chosen_roles.items()}
+    apart = list(config.apart)
+    widths: dict[str, int] = {}
+    transport: str = config.weights.transport
+    sending: tuple[int, ...] = ()
+    with problems.stage("weights.transport"):
+        if config.run.samples:
+            groups[ENGINES] = config.rollout.replicas
+            widths[ENGINES] = engine.spec.bundles(config.engines[engine.name], engines)
+            apart += [ENGINES] if config.cluster.placement == "disaggregated" else []
+        transport, sending = transport_of(config, arrange(groups, apart=apart, widths=widths), device)
+    with problems.stage("engines"):
+        check_spec(engine, config.engines[engine.name], engines, config=config)
+        require_form(config, engine, engines)
+    check_extensions(config, clusters[ACTOR], problems)
+    chosen = evolve(config, weights=evolve(config.weights, transport=transport))
+    plans: dict[str, RolePlan] = {}
+    for role in config.chosen_roles:
+        check_backend(role, config, clusters[role], problems)
+        with problems.stage(f"roles.{role}", path=f"roles.{role}"):
+            plans[role] = plan_role(
+                role,
+                chosen,
+                loss=losses.get(role),
+                experts=experts(models[role]) if role in models else 1,
+                device=device,
+                run_dir=str(run_dir),
+                resume=str(resume / role) if resume else "",
+                model=fields.get(role),
+            )
+    if problems:
+        return None
+    resources = [plan.resources for plan in plans.values()]
+    if config.run.samples:
+        resources.append(engine.spec.resources(config.engines[engine.name], engines))
+    seating = arrange(
+        groups,
+        apart=apart,
+        widths=widths,
+        cpus=max(each.cpus for each in resources),
+        gpus=max(each.gpus for each in resources),
+        resources=config.cluster.resources,
+    )
+    return ProcessPlan(
+        roles=plans, engine=engine, engines=engines, seating=seating, transport=transport, senders=sending
+    )
+
+
+def check_backend(role: str, config: Config, cluster: ClusterInfo, problems: Problems) -> None:
+    """Whether its spec accepts the role's options, and each of its data-parallel groups has samples. `plan_role` asks
+    the first too, but not where a capability is missing."""
+    with problems.stage("backends"):
+        backend = load(Kind.BACKENDS, backend_name(config, role))
+        options = role_options(config, role, backend)
+        check_spec(backend, options, cluster, config=config, role=role)
+        if line := uneven(role, config, data_parallel=backend.spec.data_parallel(options, cluster)):
+            problems.add(line)
+
+
+def check_extensions(config: Config, cluster: ClusterInfo, problems: Problems) -> None:
+    names: dict[str, str] = {}  # of extensions, each with what the config calls it
+    for index, each in enumerate(config.extensions):
+        with problems.stage("extensions"):
+            extension = load(Kind.EXTENSIONS, each.name)
+            if names.setdefault(extension.name, each.name) != each.name:
+                raise ConfigError(f"extensions: {each.name!r} and {names[extension.name]!r} share a name; keep one")
+            check_spec(extension, each.options, cluster, config=config, table=f"extensions[{index}].options")
+
+
+def require_form(config: Config, engine: Loaded, cluster: ClusterInfo) -> None:
+    """Raises ConfigError where weights would travel in another form than the engine, as it is configured, takes."""
+    sent, taken = config.weights.quantize, engine.spec.quantized(config.engines[engine.name], cluster)
+    if config.run.samples and sent != taken:
+        raise ConfigError(
+            f"weights.quantize: {sent!r}, and the engine {engine.name!r}, as it is configured, takes {taken!r}; "
+            "make them equal"
+        )
+
+
+def transport_of(config: Config, seats: Seating, device: str) -> tuple[str, tuple[int, ...]]:
+    """How weights travel, and of each receiver the actor's rank on its device."""
+    one_machine = device == "cpu" and not config.cluster.address
+    places = seats.places
+    receivers = [bundle for place in places.get(ENGINES, ()) for bundle in seats.taken(ENGINES, place)]
+    sending = senders(receivers, places[ACTOR], one_machine=one_machine)
+    support = load(Kind.BACKENDS, backend_name(config, ACTOR)).spec.capabilities.get(Capability.UPDATE_IPC, FULL)
+    return choose_transport(config, places, sending, by_handle=support.grade is Grade.FULL), sending

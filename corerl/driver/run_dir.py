@@ -1,0 +1,98 @@
+"""The directory of a run: who may write to it, and what is in it already that must not be lost."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from corerl.checkpoint.commit import latest
+from corerl.config.load import dump_toml
+from corerl.config.schema import Config
+from corerl.errors import ConfigError
+from corerl.observability.files import keep
+from corerl.observability.tracking import CONFIG_FILE
+from corerl.rollout.saved import ROLLOUTS
+
+EXPORT = "model"  # where a Hugging Face directory is written at the end
+
+
+@contextmanager
+def occupied(run_dir: Path) -> Iterator[None]:
+    """The directory is this process's alone. Raises ConfigError where another run has it, or it cannot be written."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / ".lock").open("w")
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system takes it back however the process ends
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"run.dir: another run is writing to {run_dir}; give another directory, or wait until that one ends"
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
+                raise
+        yield
+
+
+def write_config(run_dir: Path, config: Config) -> None:
+    """As config.toml. One that says something else, as before a resumed run's overrides or by the user's own hand, is
+    kept as config-1.toml, config-2.toml and so on. Raises ConfigError where it cannot be written."""
+    path, text = run_dir / CONFIG_FILE, dump_toml(config).encode()
+    part = path.with_name(f".{path.name}.part")
+    try:
+        if path.exists() and path.read_bytes() == text:
+            return
+        part.write_bytes(text)
+        keep(path)
+        os.replace(part, path)
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+
+
+def _unwritable(run_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"run.dir: cannot write to {run_dir} ({error.strerror}); give another directory")
+
+
+def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None:
+    """The checkpoint that the run goes on from. Raises ConfigError rather than write over another run."""
+    resume = config.checkpoint.resume
+    newest = latest(run_dir)
+    if starting and newest is not None and not config.run.trains:
+        advice = f", or use: corerl eval {shlex.quote(str(run_dir))}" if config.run.mode == "eval" else ""
+        raise ConfigError(
+            f"run.dir: {run_dir} already holds a run ({newest.name}), whose numbers run.mode={config.run.mode!r} would "
+            f"write over; give another run.dir{advice}"
+        )
+    if resume == "auto":
+        return newest
+    chosen = None if resume == "never" else Path(resume).absolute()
+    # Retention would take what is there for this run's own, and the next resume would go on from whatever is newest.
+    if starting and newest is not None and (chosen is None or chosen.resolve() != newest.resolve()):
+        raise ConfigError(
+            f"run.dir: {run_dir} already holds a run ({newest.name}); go on with it by checkpoint.resume=auto, "
+            "or give another run.dir"
+        )
+    return chosen
+
+
+def in_the_way(config: Config, run_dir: Path, resume: Path | None) -> Iterator[str]:
+    """A line for each thing in the directory that a run, as it begins, would mix with its own or put its own in the
+    place of."""
+    keeps = config.run.mode == "rollout-only" or (config.rollout.save and config.run.samples)
+    goes_on = config.run.trains and resume is not None and resume.resolve().is_relative_to(run_dir.resolve())
+    if keeps and not goes_on and os.path.isdir(run_dir / ROLLOUTS):
+        yield f"run.dir: {run_dir} holds rollouts already, which would be mixed with new ones; give another run.dir"
+    exports = config.run.trains and config.checkpoint.export
+    if exports and os.path.lexists(run_dir / EXPORT) and latest(run_dir) is None:
+        yield (
+            f"run.dir: {run_dir / EXPORT} is there already, and the run would put its export in its place; give "
+            "another run.dir, or set checkpoint.export=false"
+        )

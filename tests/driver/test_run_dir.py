@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from corerl.config.load import load_config
+from corerl.config.schema import CheckpointConfig, RunConfig
+from corerl.driver.prepare import prepare
+from corerl.driver.run_dir import resume_from, write_config
+from corerl.errors import ConfigError
+from tests.driver.saved import config_in, make_config, make_model, save
+
+
+def test_a_config_that_says_something_else_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("# the user's own\n")
+    first, second = (make_config(run={"dir": str(tmp_path), "seed": seed}) for seed in (1, 2))
+    for config in (first, first, second):
+        write_config(tmp_path, config)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config-1.toml", "config-2.toml", "config.toml"]
+    assert (tmp_path / "config-1.toml").read_text() == "# the user's own\n"
+    assert [load_config(tmp_path / name) for name in ("config-2.toml", "config.toml")] == [first, second]
+
+
+def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
+    config = make_config()
+    model = make_model(config, seed=1)
+    run, empty = tmp_path / "run", tmp_path / "empty"
+    older, newest = (save(run, config, model, step=step) for step in (2, 4))
+    assert resume_from(config_in(empty), empty, starting=True) is None
+    assert resume_from(config_in(empty, "auto"), empty, starting=True) is None
+    assert resume_from(config_in(run, "auto"), run, starting=True) == newest
+    assert resume_from(config_in(empty, str(older)), empty, starting=True) == older
+    assert resume_from(config_in(run, str(newest)), run, starting=True) == newest
+    for resume in ("never", str(older)):
+        with pytest.raises(ConfigError, match=r"already holds a run \(step-00000004\)"):
+            resume_from(config_in(run, resume), run, starting=True)
+    assert resume_from(config_in(run), run, starting=False) is None
+
+
+@pytest.mark.parametrize("resume", ["never", "auto", "newest"])
+@pytest.mark.parametrize(
+    ("mode", "advice"),
+    [("eval", "give another run.dir, or use: corerl eval "), ("rollout-only", "give another run.dir")],
+)
+def test_what_only_samples_or_scores_does_not_write_over_a_trained_run(
+    tmp_path: Path, mode: Any, advice: str, resume: str
+) -> None:
+    config = make_config()
+    checkpoint = save(tmp_path, config, make_model(config, seed=1), step=4)
+    config = config_in(tmp_path, str(checkpoint) if resume == "newest" else resume)
+    config = evolve(config, run=evolve(config.run, mode=mode))
+    with pytest.raises(ConfigError) as caught:
+        prepare(config)
+    line = f"run.dir: {tmp_path} already holds a run (step-00000004), whose numbers run.mode={mode!r} would write over"
+    assert caught.value.message.startswith(f"{line}; {advice}")
+    assert prepare(config, starting=False).first_step == (0 if resume == "never" or mode == "rollout-only" else 4)
+
+
+@pytest.mark.parametrize("kept", [{"run": {"mode": "rollout-only"}}, {"rollout": {"save": True}}])
+def test_rollouts_of_two_runs_are_not_mixed(kept: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "run/rollouts").mkdir(parents=True)
+    config = make_config(**kept)
+    config = evolve(config, run=evolve(config.run, dir=str(tmp_path / "run")))
+    checkpoint = save(tmp_path / "other", config, make_model(config, seed=1), step=4)
+    for resume in ("never", "auto", str(checkpoint)):
+        with pytest.raises(ConfigError, match=r"^run.dir: .* holds rollouts already, which would be mixed with new"):
+            prepare(evolve(config, checkpoint=CheckpointConfig(resume=resume)))
+
+
+def test_a_run_that_keeps_its_rollouts_goes_on_with_them(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    config = evolve(make_config(rollout={"save": True}), run=RunConfig(dir=str(tmp_path)))
+    save(tmp_path, config, make_model(config, seed=1), step=4)
+    assert prepare(evolve(config, checkpoint=CheckpointConfig(resume="auto"))).first_step == 4
+
+
+def test_a_model_that_a_run_has_not_written_is_not_replaced_by_its_export(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"^run.dir: .*/model is there already, and the run would put its export in its"
+    ):
+        prepare(config_in(tmp_path))
+    config = config_in(tmp_path)
+    assert prepare(config, starting=False).run_dir == tmp_path
+    assert prepare(evolve(config, checkpoint=CheckpointConfig(export=False))).run_dir == tmp_path
+    save(tmp_path, config, make_model(config, seed=1), step=4)  # then it is its own
+    assert prepare(config_in(tmp_path, "auto")).first_step == 4
