@@ -197,7 +197,7 @@ class Step:
 
 @frozen(kw_only=True)
 class LossSpec:
-    """A loss as data: resolved once in each worker, and part of the fingerprint."""
+    """A loss as data: resolved once in each worker."""
 
     name: str  # registered, or "module:function"
     params: Mapping[str, Scalar] = field(factory=dict)
@@ -231,6 +231,8 @@ class InitResult:
 
 @frozen(kw_only=True)
 class TrainResult:
+    """One optimizer step, on a rank or over all ranks of a group."""
+
     applied: bool  # False: the gradient was not finite, nothing changed; equal on all ranks
     metrics: Mapping[str, Metric]  # this rank's part, from output ranks only
     grad_norm: float  # before clipping, over the whole model

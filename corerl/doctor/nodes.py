@@ -7,10 +7,10 @@ from typing import Any
 
 from attrs import asdict
 
-from corerl.plugin.fingerprint import origins
+from corerl.plugin.origins import look_for
 from corerl.plugin.registry import Kind
 
 
 def plugins_here(named: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     """The Origin of each (value of Kind, name), as plain data."""
-    return [asdict(each) for each in origins([(Kind(kind), name) for kind, name in named])]
+    return [asdict(each) for each in look_for([(Kind(kind), name) for kind, name in named])]

@@ -13,8 +13,8 @@ from corerl.doctor.child import Begins, Told
 from corerl.driver.launch import environment_of, process_environment
 from corerl.driver.prepare import Prepared, prepare
 from corerl.errors import CorerlError, UserError
-from corerl.plugin.fingerprint import Origin, origins
 from corerl.plugin.options import notes, selected
+from corerl.plugin.origins import Origin, look_for
 from corerl.plugin.registry import Kind
 from corerl.plugin.spec import Finding, Level
 
@@ -88,7 +88,7 @@ def _environments(prepared: Prepared, file: str) -> Iterator[Finding]:
 def _nodes(prepared: Prepared) -> Iterator[Finding]:
     """One line a node: has it the plugins that the driver has?"""
     named = named_by(prepared)
-    wanted = origins(named)
+    wanted = look_for(named)
     question = [(kind.value, name) for kind, name in named]
     address = prepared.config.cluster.address
     try:

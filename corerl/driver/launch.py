@@ -13,6 +13,7 @@ from typing import Any
 from attrs import evolve
 
 from corerl.algorithms.advantages import spread
+from corerl.calls import Call, together
 from corerl.cluster.group import Pending, ProcessGroup
 from corerl.cluster.placement import Seat, seated
 from corerl.cluster.process import Outcome
@@ -28,15 +29,14 @@ from corerl.driver.roles import Role
 from corerl.driver.run import REFERENCE, Run, answers_in, passes_of
 from corerl.driver.run_dir import occupied, write_config
 from corerl.driver.stop import StopRequest
-from corerl.driver.together import Call, together
 from corerl.driver.updates import WeightUpdates, meeting_at
 from corerl.errors import EngineFailed, SaveFailed
 from corerl.observability.timing import Phases
 from corerl.plugin import hooktrace
 from corerl.plugin.events import Notice, PhaseStarted, RunFinished, RunStarted, Worked
-from corerl.plugin.fingerprint import origin
 from corerl.plugin.observers import Observers, load_observers, traced
 from corerl.plugin.options import merge_environments, notes
+from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, one_line
 from corerl.rollout.asynchronous import Asynchronous
 from corerl.rollout.engine import EngineContext
@@ -341,24 +341,18 @@ def _counted(seats: Mapping[str, Sequence[Seat]]) -> str:
 def _init(groups: Mapping[str, TrainGroup], fleet: EngineFleet | None, *, in_turns: bool) -> dict[str, InitResult]:
     """All groups and the engines start at the same time; but where they take turns in memory the engines are first, and
     sleep: an engine may measure what memory is free, and take the most of it."""
+    calls: dict[str, Call[Any]] = {}
     if fleet is not None and in_turns:
-        fleet.wait_started(fleet.start_async())
+        fleet.start()
         fleet.sleep()
-        fleet = None
-    starting = {name: group.init_async() for name, group in groups.items()}
-    calls = {
-        name: Call(group.processes, starting[name].initialising, functools.partial(group.wait_init, starting[name]))
-        for name, group in groups.items()
-    }
-    if fleet is not None:
-        engines = fleet.start_async()
-        calls[ENGINES] = Call(fleet.processes, engines, functools.partial(fleet.wait_started, engines))
+    elif fleet is not None:
+        calls[ENGINES] = fleet.start_async()
+    calls |= {name: group.init_async() for name, group in groups.items()}
     results = together(calls)
     return {name: results[name] for name in groups}
 
 
 def make_role(plan: RolePlan, config: Config, group: TrainGroup, init: InitResult) -> Role:
-    assert plan.loss is not None  # every role that a run has today is trained
     return Role(
         name=plan.role,
         group=group,
@@ -425,7 +419,7 @@ def make_fleet(prepared: Prepared, seats: list[Seat], **watched: Any) -> EngineF
     assignments = [
         EngineAssignment(
             engine=config.rollout.engine,
-            origin=origin(Kind.ENGINES, engine),
+            origins=origins_of((Kind.ENGINES, engine)),
             model=config.model,
             options=to_plain(options),
             context=EngineContext(

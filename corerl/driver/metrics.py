@@ -11,8 +11,7 @@ import torch
 from corerl.algorithms.losses import TensorMetric, mismatch
 from corerl.algorithms.metrics import MetricSum
 from corerl.rollout.sources import Scored
-from corerl.trainer.group import GroupTrainResult
-from corerl.types import Metric, Reduction, SampleBatch
+from corerl.types import Metric, Reduction, SampleBatch, TrainResult
 
 
 def rollout_metrics(scored: Scored) -> dict[str, float]:
@@ -37,7 +36,7 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
     return metrics
 
 
-def train_metrics(steps: Sequence[GroupTrainResult], lr: float, *, prefix: str = "train") -> dict[str, float]:
+def train_metrics(steps: Sequence[TrainResult], lr: float, *, prefix: str = "train") -> dict[str, float]:
     """Of one role's optimizer steps of one rollout batch: the largest of what is a maximum, the smallest of what is a
     minimum, else their mean, over those steps that have such a number. The gradient's norm is that of applied steps,
     unless there is none."""
@@ -108,7 +107,7 @@ def recomputed_mismatch(samples: SampleBatch) -> dict[str, float]:
     return _mismatch(mismatch(trainer, engine, torch.ones_like(trainer, dtype=torch.bool)))
 
 
-def first_step_mismatch(first: GroupTrainResult) -> dict[str, float]:
+def first_step_mismatch(first: TrainResult) -> dict[str, float]:
     """The same over the part of the batch that the first optimizer step saw; nothing of a loss of the user's own that
     does not report it."""
     return {f"rollout/{name}": metric.value for name, metric in first.metrics.items() if name.startswith("logprob_")}

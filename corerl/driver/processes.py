@@ -71,11 +71,13 @@ def plan_processes(
     plans: dict[str, RolePlan] = {}
     for role in config.chosen_roles:
         check_backend(role, config, clusters[role], problems)
+        if role not in losses:
+            continue
         with problems.stage(f"roles.{role}", path=f"roles.{role}"):
             plans[role] = plan_role(
                 role,
                 chosen,
-                loss=losses.get(role),
+                loss=losses[role],
                 experts=experts(models[role]) if role in models else 1,
                 device=device,
                 run_dir=str(run_dir),

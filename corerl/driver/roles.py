@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from attrs import define, field
+from attrs import define, evolve, field
 
 from corerl.algorithms.schedules import learning_rate
-from corerl.cluster.group import Pending
+from corerl.calls import Call
 from corerl.config.schema import TrainConfig
 from corerl.data.plan import StepPlan, plan_forward, plan_steps
-from corerl.driver.together import Call
 from corerl.trainer.group import TrainGroup
-from corerl.types import Array, LossSpec, Output, SampleBatch, Step
+from corerl.types import Array, LossSpec, Output, SampleBatch, Step, TrainResult
 
 
 @define(kw_only=True)
@@ -74,10 +73,12 @@ class Role:
             **self._at_once,
         )
 
-    def start(self, shared: Any, plans: Sequence[StepPlan], rollout_step: int, loss: LossSpec) -> list[Pending]:
+    def start(
+        self, shared: Any, plans: Sequence[StepPlan], rollout_step: int, loss: LossSpec
+    ) -> list[Call[TrainResult]]:
         """Have the ranks do these optimizer steps of the batch, which lies in the object store as `shared`; returns at
-        once. Each step's result is for `TrainGroup.wait_train`. A step of which no token is left to learn from is left
-        out: momentum and decay would move the weights without a gradient."""
+        once. A step of which no token is left to learn from is left out: momentum and decay would move the weights
+        without a gradient."""
         started = []
         for plan in plans:
             if not plan.scales.any():
@@ -94,17 +95,17 @@ class Role:
         *,
         weights: str = "",
         replay: bool = False,
-    ) -> Call:
-        """Have the ranks compute outputs of every token, in one pass; `finish` gives their columns, 0 outside loss
+    ) -> Call[dict[Output, Array]]:
+        """Have the ranks compute outputs of every token, in one pass; the result are their columns, 0 outside loss
         tokens, but for experts, which are every token's."""
         plan = plan_forward(samples, **self._at_once)
-        pending = self.group.forward_async(shared, plan, outputs, weights=weights, replay=replay)
+        call = self.group.forward_async(shared, plan, outputs, of=samples, weights=weights, replay=replay)
 
-        def finish() -> dict[Output, Array]:
+        def wait() -> dict[Output, Array]:
             mask = samples.columns["loss_mask"]
             return {
                 output: column if output is Output.ROUTED_EXPERTS else np.where(mask, column, np.float32(0.0))
-                for output, column in self.group.wait_forward(pending, outputs, of=samples).items()
+                for output, column in call.result().items()
             }
 
-        return Call(self.group.processes, pending, finish)
+        return evolve(call, wait=wait)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from attrs import asdict, define, evolve, field, frozen
 
 from corerl.algorithms.kl import adapted_coefficient
 from corerl.algorithms.overlong import without_truncated
+from corerl.calls import Call, together
 from corerl.cluster.objects import share
 from corerl.config.load import to_plain
 from corerl.config.schema import Config
@@ -33,7 +33,6 @@ from corerl.driver.roles import Role
 from corerl.driver.routing import routed
 from corerl.driver.run_dir import EXPORT
 from corerl.driver.stop import StopRequest
-from corerl.driver.together import Call, together
 from corerl.driver.updates import WeightUpdates
 from corerl.observability.timing import Phases
 from corerl.plugin.events import (
@@ -52,8 +51,7 @@ from corerl.rollout.rewards import Scorer
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.sources import Scored, Source, evaluate
 from corerl.trainer.assign import ACTOR, CRITIC
-from corerl.trainer.group import GroupTrainResult
-from corerl.types import LossSpec, Output
+from corerl.types import LossSpec, Output, TrainResult
 
 CONSTANT_STEPS = 3  # in a row with one reward for all samples before the user is told
 REFERENCE = "reference"  # the snapshot that KL is measured against
@@ -189,7 +187,7 @@ class Run:
             )
         return stamped
 
-    def optimize(self, stamped: Stamped) -> dict[str, list[GroupTrainResult]]:
+    def optimize(self, stamped: Stamped) -> dict[str, list[TrainResult]]:
         """All optimizer steps of the batch; results by role, in the steps' order. None where no token is left to learn
         from. Roles train at the same time, unless they take turns in the memory of their devices."""
         samples = stamped.samples
@@ -198,7 +196,7 @@ class Run:
             return {}
         shared = share(samples)
         training = [name for name, role in self.roles.items() if self.rollout_step >= role.first_step]
-        results: dict[str, list[GroupTrainResult]] = {name: [] for name in training}
+        results: dict[str, list[TrainResult]] = {name: [] for name in training}
         for stage, names in self.residency.turns(training).items():
             self.residency.enter(stage)
             with self.phase("train"):
@@ -207,9 +205,11 @@ class Run:
                     results[name].append(result)
         return {name: steps for name, steps in results.items() if steps}
 
-    def _start_training(self, names: Sequence[str], shared: Any, stamped: Stamped) -> dict[tuple[str, int], Call]:
+    def _start_training(
+        self, names: Sequence[str], shared: Any, stamped: Stamped
+    ) -> dict[tuple[str, int], Call[TrainResult]]:
         """All optimizer steps of these roles, by role and number."""
-        calls = {}
+        calls: dict[tuple[str, int], Call[TrainResult]] = {}
         for name in names:
             role = self.roles[name]
             plans = role.plan(stamped.samples, self.rollout_step)
@@ -221,10 +221,7 @@ class Run:
                 if left_out:
                     text = f"step {self.rollout_step}: {left_out} optimizer steps of {name} are left out: {why}"
                     self.tell(Notice(text=text))
-            for index, pending in enumerate(started):
-                calls[name, index] = Call(
-                    role.group.processes, pending, functools.partial(role.group.wait_train, pending)
-                )
+            calls |= {(name, index): call for index, call in enumerate(started)}
         return calls
 
     def _loss(self, role: Role, kl_coef: float) -> LossSpec:
@@ -271,9 +268,7 @@ class Run:
 
     # ---- what the user sees and keeps -------------------------------------------------------------------------------
 
-    def report(
-        self, scored: Scored, stamped: Stamped | None, results: Mapping[str, Sequence[GroupTrainResult]]
-    ) -> None:
+    def report(self, scored: Scored, stamped: Stamped | None, results: Mapping[str, Sequence[TrainResult]]) -> None:
         """Tell of one rollout step; `stamped` is None where it was not for training."""
         now = time.perf_counter()
         rollout = rollout_metrics(scored)

@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager
 
 from attrs import define, evolve, field
 
+from corerl.calls import POLL_SECONDS
 from corerl.config.schema import WeightsConfig
 from corerl.driver.residency import REST, UPDATE, Residency
-from corerl.driver.together import POLL_SECONDS
 from corerl.errors import CorerlError, WeightUpdateError, WorkerDied
 from corerl.plugin.events import Notice
 from corerl.rollout.engine import Received
@@ -85,14 +85,14 @@ class WeightUpdates:
         sending = group.update_weights_async(self.address, version, verify=verify)
         receiving = fleet.receive_async(self.manifest, version, self.address)
         told = 0.0
-        while not group.processes.ready(sending, POLL_SECONDS):
+        while not sending.ready(POLL_SECONDS):
             # Senders would wait in vain, until a timeout, for an engine that has died, or is done with it.
             failed = {name: each for name, each in fleet.received(receiving, 0.0).items() if each.error}
             if failed and time.monotonic() - told > TELL_SECONDS:  # again: a rank may not have begun
                 told = time.monotonic()
                 for name, each in failed.items():
                     group.give_up(name, each.error)
-        result = group.wait_update(sending)
+        result = sending.result()
         silent = Received(version=version, bytes=0, error="it does not answer", died=True)
         received = dict.fromkeys(fleet.names, silent) | fleet.received(receiving, ANSWER_SECONDS)
         failed = {name: each for name, each in received.items() if each.error}

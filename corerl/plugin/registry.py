@@ -15,7 +15,7 @@ from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from attrs import field, frozen
+from attrs import asdict, field, frozen
 
 from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, PluginNotFound
 from corerl.plugin.api import API
@@ -82,21 +82,6 @@ class Installed:
 
 
 @frozen(kw_only=True)
-class Loaded:
-    """A plugin's spec, and where it came from."""
-
-    name: str  # also of its table in the config
-    distribution: str  # empty where the config named 'package.module:SPEC'
-    version: str
-    value: str
-    spec: Any  # BackendSpec, EngineSpec or ExtensionSpec
-    metadata: str = field(eq=False, default="")  # where the distribution's were found
-
-    def __str__(self) -> str:
-        return f"{self.name!r} ({self.distribution} {self.version})" if self.distribution else repr(self.name)
-
-
-@frozen(kw_only=True)
 class Copy:
     """One set of metadata of a distribution."""
 
@@ -115,15 +100,22 @@ class Copy:
 class Entry:
     """An entry point, from metadata alone."""
 
-    name: str
-    distribution: str
+    name: str  # also of its table in the config
+    distribution: str  # empty where the config named 'package.module:SPEC'
     version: str
-    value: str
-    location: str = field(eq=False)  # directory of the metadata
+    value: str  # "package.module:SPEC"
+    location: str = field(eq=False, default="")  # directory of the metadata
     metadata: str = field(eq=False, default="")  # their own directory or file
 
     def __str__(self) -> str:
         return f"{self.name!r} ({self.distribution} {self.version})" if self.distribution else repr(self.name)
+
+
+@frozen(kw_only=True)
+class Loaded(Entry):
+    """With its spec."""
+
+    spec: Any  # BackendSpec, EngineSpec or ExtensionSpec
 
 
 def installed(kind: Kind) -> list[Installed]:
@@ -165,7 +157,7 @@ def installed_names(kind: Kind) -> list[str]:
     return sorted({entry.name for entry in scan(kind)})
 
 
-def copies(of: Entry | Loaded) -> list[Copy]:
+def copies(of: Entry) -> list[Copy]:
     """The sets of metadata of a plugin's distribution that differ, the one that is used first. One is as it should be.
 
     An editable install by setuptools has two that say the same: what was installed, and what it was built from.
@@ -186,7 +178,7 @@ def copies(of: Entry | Loaded) -> list[Copy]:
     return [each for each in ordered if each is ordered[0] or not each.says_as(ordered[0])]
 
 
-def found_twice(of: Entry | Loaded) -> str:
+def found_twice(of: Entry) -> str:
     """A sentence where the plugin's distribution has several sets of metadata; "" where it has one."""
     found = copies(of)
     if len(found) < 2:
@@ -240,7 +232,7 @@ def locate(kind: Kind, name: str) -> Entry:
     wanted = [entry for entry in entries if is_named(entry, name)]
     module, colon, _ = name.partition(":")
     if not wanted and colon and _is_module(module):
-        return Entry(name=name, distribution="", version="", value=name, location="")
+        return Entry(name=name, distribution="", version="", value=name)
     if not wanted:
         raise PluginNotFound(_not_found(kind, name, entries))
     if len(wanted) > 1:
@@ -292,14 +284,7 @@ def _entries_of(distribution: Distribution, kind: Kind) -> Iterator[Entry]:
 def _loaded(kind: Kind, entry: Entry) -> Loaded:
     spec = _load_spec(kind, entry)
     _require_usable(kind, entry, spec)
-    return Loaded(
-        name=entry.name,
-        distribution=entry.distribution,
-        version=entry.version,
-        value=entry.value,
-        spec=spec,
-        metadata=entry.metadata,
-    )
+    return Loaded(**asdict(entry), spec=spec)
 
 
 def _load_spec(kind: Kind, entry: Entry) -> Spec:
@@ -327,7 +312,7 @@ def _import(noun: str, label: str, value: str, *, cure: str) -> Any:
     return found
 
 
-def _cure(of: Entry | Loaded) -> str:
+def _cure(of: Entry) -> str:
     """How the message of a plugin that cannot be imported ends."""
     if not of.distribution:
         return ""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from corerl.calls import Call
 from corerl.errors import CorerlError, EngineFailed, WorkerDied
 from corerl.rollout.engine import GenerateRequest, Generation, Received
 from corerl.rollout.service import EngineAssignment
@@ -56,12 +57,17 @@ class EngineFleet:
         self._without_weights: set[int] = set()  # the dead, and those in their place until an update
         self._failure: CorerlError | None = None  # for which all were ended; later deaths are of that
 
-    def start_async(self) -> Any:
-        """Construct all replicas; `wait_started` blocks until they are there."""
-        return self.processes.construct([(assignment,) for assignment in self.assignments])
+    def start(self) -> None:
+        """Construct all replicas; returns when they are there."""
+        self.start_async().result()
 
-    def wait_started(self, pending: Any) -> None:
-        self.processes.wait(pending)
+    def start_async(self) -> Call[None]:
+        constructing = self.processes.construct([(assignment,) for assignment in self.assignments])
+
+        def wait() -> None:
+            self.processes.wait(constructing)
+
+        return Call(self.processes, constructing, wait)
 
     def __len__(self) -> int:
         return len(self.assignments)

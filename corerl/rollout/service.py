@@ -9,7 +9,7 @@ from attrs import frozen
 
 from corerl.config.load import structure
 from corerl.config.schema import ModelConfig
-from corerl.plugin.fingerprint import Origin, origin, require_same_origin
+from corerl.plugin.origins import Origin, require_same
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received
 from corerl.types import MemoryKind
@@ -22,7 +22,7 @@ class EngineAssignment:
     """What the driver tells one replica: plain data."""
 
     engine: str  # the name, resolved again where it serves
-    origin: Origin  # of what the driver resolved
+    origins: tuple[Origin, ...]  # of what the driver resolved
     model: ModelConfig
     options: Mapping[str, Any]  # the engine's own table
     context: EngineContext
@@ -33,7 +33,7 @@ class EngineService:
 
     def __init__(self, assignment: EngineAssignment) -> None:
         loaded = load(Kind.ENGINES, assignment.engine)
-        require_same_origin(assignment.origin, origin(Kind.ENGINES, loaded))
+        require_same(assignment.origins, (Kind.ENGINES, loaded))
         options = structure(assignment.options, loaded.spec.config, path=f"engines.{loaded.name}")
         engine_class: type[Engine] = load_implementation(Kind.ENGINES, loaded)
         self.engine = engine_class(assignment.model, options, assignment.context)

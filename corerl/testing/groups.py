@@ -22,8 +22,8 @@ from corerl.data.plan import plan_forward, plan_steps
 from corerl.driver.updates import meeting_at
 from corerl.errors import CorerlError, EngineFailed
 from corerl.models.config import hf_config
-from corerl.plugin.fingerprint import origin
 from corerl.plugin.options import resolve_tables
+from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
 from corerl.rollout.engine import EngineContext, GenerateRequest, SamplingParams
 from corerl.rollout.fleet import EngineFleet
@@ -31,8 +31,8 @@ from corerl.rollout.service import EngineAssignment
 from corerl.testing import wrappers
 from corerl.testing.harness import LOSS, Setup, samples_at, step_at
 from corerl.trainer.assign import ACTOR, RolePlan, plan_role
-from corerl.trainer.group import GroupTrainResult, TrainGroup
-from corerl.types import FloatArray, Output, SampleBatch
+from corerl.trainer.group import TrainGroup
+from corerl.types import FloatArray, Output, SampleBatch, TrainResult
 from corerl.weights.transport import Address
 
 ENGINE = "transformers"
@@ -92,7 +92,7 @@ def launched(plan: RolePlan, seats: Sequence[Seat]) -> Iterator[TrainGroup]:
         group.processes.kill()
 
 
-def train(group: TrainGroup, setup: Setup, number: int, samples: SampleBatch | None = None) -> GroupTrainResult:
+def train(group: TrainGroup, setup: Setup, number: int, samples: SampleBatch | None = None) -> TrainResult:
     batch = samples or samples_at(number)
     (plan,) = plan_steps(
         batch,
@@ -130,7 +130,7 @@ def engine(setup: Setup, seats: Sequence[Seat]) -> Iterator[EngineFleet]:
     loaded = load(Kind.ENGINES, ENGINE)
     assignment = EngineAssignment(
         engine=ENGINE,
-        origin=origin(Kind.ENGINES, loaded),
+        origins=origins_of((Kind.ENGINES, loaded)),
         model=ModelConfig(path=setup.model),
         options={},
         context=EngineContext(name="engine-0", index=0, device="cpu", precision="float32"),
@@ -141,7 +141,7 @@ def engine(setup: Setup, seats: Sequence[Seat]) -> Iterator[EngineFleet]:
     )
     try:
         fleet = EngineFleet(processes, [assignment])
-        fleet.wait_started(fleet.start_async())
+        fleet.start()
         yield fleet
     finally:
         processes.kill()
@@ -202,7 +202,7 @@ def sampled(fleet: EngineFleet, number: int) -> SampleBatch:
 class Wrapped:
     """A group whose ranks had three wrappers, and one of which was killed."""
 
-    results: list[GroupTrainResult]  # of steps 0 to 2
+    results: list[TrainResult]  # of steps 0 to 2
     logprobs: FloatArray
     calls: list[tuple[int, str, str, str]]  # process, wrapper, hook, in or out
     processes: list[Mapping[str, Any]]  # by rank: pid, threads, env

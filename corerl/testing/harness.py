@@ -18,7 +18,7 @@ from corerl.data.packing import pack
 from corerl.data.plan import plan_forward, plan_steps
 from corerl.errors import CorerlError
 from corerl.plugin.context import Context
-from corerl.plugin.fingerprint import fingerprint
+from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
 from corerl.trainer.assignment import Assignment
 from corerl.trainer.worker import Worker
@@ -155,8 +155,7 @@ def make_worker(setup: Setup, *, resume: str = "") -> Worker:
             context=Context(role=role, rank=rank, world_size=world_size, local_rank=local_rank, run_dir=""),
             backend=setup.backend,
             config=role_config(setup, resume=resume),
-            loss=setup.loss,
-            fingerprint=fingerprint(load(Kind.BACKENDS, setup.backend), [], setup.loss),
+            origins=origins_of((Kind.BACKENDS, load(Kind.BACKENDS, setup.backend))),
         )
     )
     if setup.lifted:

@@ -14,9 +14,9 @@ from corerl.config.load import to_plain
 from corerl.config.schema import ClusterInfo, Config, RoleConfig
 from corerl.plugin.capabilities import PRECISIONS, Capability
 from corerl.plugin.context import Context
-from corerl.plugin.fingerprint import fingerprint
 from corerl.plugin.observers import extensions_for
 from corerl.plugin.options import backend_name, check_capabilities, check_spec, role_options
+from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import Process, Resources
 from corerl.trainer.assignment import TRANSPORTS, Assignment
@@ -32,7 +32,7 @@ class RolePlan:
 
     role: str
     backend: Loaded
-    loss: LossSpec | None  # None where it is not trained
+    loss: LossSpec
     assignments: tuple[Assignment, ...]  # one a rank
     data_parallel: int  # parts that the samples of a step are split into, as the spec has it
     environment: dict[str, str]  # that the backend asks for; the run adds its own
@@ -58,16 +58,16 @@ def plan_role(
     role: str,
     config: Config,
     *,
-    loss: LossSpec | None,
+    loss: LossSpec,
     experts: int,
     device: str,
     run_dir: str,
     resume: str,
     model: Mapping[str, Any] | None = None,
 ) -> RolePlan:
-    """`config` is resolved: options are the plugins' own classes. `loss` is None for a role that is not trained,
-    `experts` how many the model has, `resume` the directory of the role's part of a checkpoint, empty where it begins,
-    `model` the fields of its Hugging Face config, which a backend may want to check.
+    """`config` is resolved: options are the plugins' own classes. `experts` is how many the model has, `resume` the
+    directory of the role's part of a checkpoint, empty where it begins, `model` the fields of its Hugging Face config,
+    which a backend may want to check.
 
     Raises what is wrong with the role, in the user's terms: unknown backend, a capability that it lacks, its own
     checks.
@@ -101,8 +101,7 @@ def plan_role(
         backend=name,
         config=role_config,
         extensions=tuple(evolve(choice, options=to_plain(choice.options)) for choice, _ in extensions),
-        loss=loss,
-        fingerprint=fingerprint(backend, [loaded for _, loaded in extensions], loss),
+        origins=origins_of((Kind.BACKENDS, backend), *[(Kind.EXTENSIONS, loaded) for _, loaded in extensions]),
     )
     return RolePlan(
         role=role,

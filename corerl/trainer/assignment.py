@@ -7,8 +7,7 @@ from attrs import frozen
 from corerl.config.schema import ExtensionChoice, RoleConfig
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
-from corerl.plugin.fingerprint import Fingerprint
-from corerl.types import LossSpec
+from corerl.plugin.origins import Origin
 
 TRANSPORTS = {
     "ipc": Capability.UPDATE_IPC,
@@ -26,5 +25,4 @@ class Assignment:
     backend: str  # the name, resolved again where the worker runs
     config: RoleConfig  # with `options` as a plain table
     extensions: tuple[ExtensionChoice, ...] = ()  # those that live in workers, options as plain tables
-    loss: LossSpec | None = None
-    fingerprint: Fingerprint  # of what the driver resolved
+    origins: tuple[Origin, ...]  # of what the driver resolved

@@ -1,4 +1,5 @@
-"""A role's ranks as one object on the driver: a dozen verbs, each blocking, those that take long also as `*_async`."""
+"""A role's ranks as one object on the driver: a dozen verbs, each blocking; those that take long also as `*_async`,
+which returns the `Call` at once."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 
+from corerl.calls import Call
 from corerl.cluster.group import Pending, ProcessGroup
 from corerl.cluster.placement import Seat
 from corerl.cluster.process import Outcome
@@ -20,7 +22,6 @@ from corerl.types import (
     InitResult,
     LossSpec,
     MemoryKind,
-    Metric,
     Output,
     ParallelLayout,
     SampleBatch,
@@ -34,24 +35,6 @@ from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
 ALL_KINDS = frozenset(MemoryKind)
-
-
-@frozen(kw_only=True)
-class GroupTrainResult:
-    """One optimizer step of the whole group."""
-
-    applied: bool
-    metrics: Mapping[str, Metric] = field(factory=dict)  # merged over the ranks
-    grad_norm: float
-    tokens: int  # over all dp ranks
-
-
-@frozen(eq=False)
-class PendingInit:
-    """Ranks that are starting; `TrainGroup.wait_init` turns this into their InitResult."""
-
-    constructing: Pending
-    initialising: Pending
 
 
 class TrainGroup:
@@ -95,17 +78,21 @@ class TrainGroup:
 
     def init(self) -> InitResult:
         """Let the ranks meet, build, load and resume. Raises ContractError where they disagree on where they stand."""
-        return self.wait_init(self.init_async())
+        return self.init_async().result()
 
-    def init_async(self) -> PendingInit:
+    def init_async(self) -> Call[InitResult]:
         host, port, listening = self.processes.listen(0)  # first: it would queue behind what takes seconds to import
         constructing = self.processes.construct([(assignment,) for assignment in self.plan.assignments])
         meeting = [(host, port, listening if rank == 0 else None) for rank in range(len(self.processes))]
-        return PendingInit(constructing, self.processes.start_each("init", meeting))
+        initialising = self.processes.start_each("init", meeting)
 
-    def wait_init(self, pending: PendingInit) -> InitResult:
-        self.processes.wait(pending.constructing)
-        results: list[InitResult] = self.processes.wait(pending.initialising)
+        def wait() -> InitResult:
+            self.processes.wait(constructing)
+            return self._agreed(self.processes.wait(initialising))
+
+        return Call(self.processes, initialising, wait)
+
+    def _agreed(self, results: Sequence[InitResult]) -> InitResult:
         self.layouts = [result.layout for result in results]
         for rank, result in enumerate(results):
             for what in ("optimizer_step", "weights_version"):
@@ -136,19 +123,20 @@ class TrainGroup:
     def dp_size(self) -> int:
         return self.layouts[0].dp_size
 
-    def train(self, samples: Any, plan: StepPlan, loss: LossSpec, step: Step) -> GroupTrainResult:
-        """One optimizer step. `samples` is a SampleBatch, or a reference to one in the object store; `plan` says which
-        of them each dp rank takes, in which micro-batches. Raises the first rank's error, after which no rank is left;
-        ContractError where the ranks disagree on whether the step was applied, or on the gradient's norm."""
-        return self.wait_train(self.train_async(samples, plan, loss, step))
+    def train(self, samples: Any, plan: StepPlan, loss: LossSpec, step: Step) -> TrainResult:
+        """One optimizer step of the whole group: metrics merged over its ranks, tokens of all dp ranks. `samples` is a
+        SampleBatch, or a reference to one in the object store; `plan` says which of them each dp rank takes, in which
+        micro-batches. Raises the first rank's error, after which no rank is left; ContractError where the ranks
+        disagree on whether the step was applied, or on the gradient's norm."""
+        return self.train_async(samples, plan, loss, step).result()
 
-    def train_async(self, samples: Any, plan: StepPlan, loss: LossSpec, step: Step) -> Pending:
+    def train_async(self, samples: Any, plan: StepPlan, loss: LossSpec, step: Step) -> Call[TrainResult]:
         pending = self.processes.start("train", samples, plan, loss, step)
         # Said of a rank that dies in it, and so cannot say where.
-        return evolve(pending, method=f"train at optimizer step {step.optimizer_step}")
+        pending = evolve(pending, method=f"train at optimizer step {step.optimizer_step}")
+        return Call(self.processes, pending, lambda: self._merged(self.processes.wait(pending)))
 
-    def wait_train(self, pending: Pending) -> GroupTrainResult:
-        results: list[TrainResult] = self.processes.wait(pending)
+    def _merged(self, results: Sequence[TrainResult]) -> TrainResult:
         if len({result.applied for result in results}) != 1:
             self.processes.kill()
             applied = [rank for rank, result in enumerate(results) if result.applied]
@@ -160,7 +148,7 @@ class TrainGroup:
                 f"{self.role}: the ranks disagree on the gradient's norm, {norms}; each must report the whole model's"
             )
         # The backend's metrics come from output ranks alone, an extension's from every rank that it measures on.
-        return GroupTrainResult(
+        return TrainResult(
             applied=results[0].applied,
             metrics=merge_metrics(result.metrics for result in results),
             grad_norm=results[0].grad_norm,
@@ -179,16 +167,20 @@ class TrainGroup:
     ) -> dict[Output, Array]:
         """Columns [N, ...] aligned with the tokens of `of`, the batch that `samples` is or refers to. With `replay`
         its tokens pass through the experts that its column `routed_experts` names."""
-        pending = self.forward_async(samples, plan, outputs, weights=weights, replay=replay)
-        return self.wait_forward(pending, outputs, of=of)
+        return self.forward_async(samples, plan, outputs, of=of, weights=weights, replay=replay).result()
 
     def forward_async(
-        self, samples: Any, plan: StepPlan, outputs: tuple[Output, ...], *, weights: str = "", replay: bool = False
-    ) -> Pending:
-        return self.processes.start("forward", samples, plan, outputs, weights, replay)
-
-    def wait_forward(self, pending: Pending, outputs: tuple[Output, ...], *, of: SampleBatch) -> dict[Output, Array]:
-        return scatter(self.processes.wait(pending), outputs, of, role=self.role)
+        self,
+        samples: Any,
+        plan: StepPlan,
+        outputs: tuple[Output, ...],
+        *,
+        of: SampleBatch,
+        weights: str = "",
+        replay: bool = False,
+    ) -> Call[dict[Output, Array]]:
+        pending = self.processes.start("forward", samples, plan, outputs, weights, replay)
+        return Call(self.processes, pending, lambda: scatter(self.processes.wait(pending), outputs, of, role=self.role))
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -206,28 +198,15 @@ class TrainGroup:
         """Send the actor's weights to whoever receives at `address`, as `version`, which must be above every earlier
         one; bytes are of all ranks, seconds of the slowest. An engine that could not be reached is an entry in the
         result's `engines`. With `verify` it has the sums of what was sent, by tensor (`corerl.weights.verify`)."""
-        return self.wait_update(self.update_weights_async(address, version, verify=verify))
+        return self.update_weights_async(address, version, verify=verify).result()
 
-    def update_weights_async(self, address: Address, version: int, *, verify: bool = False) -> Pending:
-        return self.processes.start("update_weights", address, version, verify)
+    def update_weights_async(self, address: Address, version: int, *, verify: bool = False) -> Call[UpdateResult]:
+        pending = self.processes.start("update_weights", address, version, verify)
+        return Call(self.processes, pending, lambda: _whole(self.processes.wait(pending)))
 
     def give_up(self, engine: str, reason: str) -> None:
         """While an update goes on: its senders wait for this engine no more, which has died or ended its part."""
         self.processes.aside("give_up", engine, reason)
-
-    def wait_update(self, pending: Pending) -> UpdateResult:
-        results: list[UpdateResult] = self.processes.wait(pending)
-        engines: dict[str, str] = {}
-        for result in results:
-            for name, error in result.engines.items():
-                engines[name] = engines.get(name) or error
-        return UpdateResult(
-            version=results[0].version,
-            bytes=sum(result.bytes for result in results),
-            seconds=max(result.seconds for result in results),
-            engines=engines,
-            sums={name: value for result in results for name, value in result.sums.items()},
-        )
 
     def snapshot(self, name: str) -> Snapshot:
         """A handle on weights kept by this name; nothing is kept before its `create` or `load`."""
@@ -287,6 +266,21 @@ class Snapshot:
 
     def drop(self) -> None:
         self.processes.call("snapshot", "drop", self.name, {})
+
+
+def _whole(results: Sequence[UpdateResult]) -> UpdateResult:
+    """One update, from what each rank did of it."""
+    engines: dict[str, str] = {}
+    for result in results:
+        for name, error in result.engines.items():
+            engines[name] = engines.get(name) or error
+    return UpdateResult(
+        version=results[0].version,
+        bytes=sum(result.bytes for result in results),
+        seconds=max(result.seconds for result in results),
+        engines=engines,
+        sums={name: value for result in results for name, value in result.sums.items()},
+    )
 
 
 def _fault(layouts: Sequence[ParallelLayout]) -> str:

@@ -20,9 +20,9 @@ from corerl.errors import PluginError, WrongState
 from corerl.memory.cache import empty_cache
 from corerl.memory.communicators import lone_rank_options
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.fingerprint import fingerprint, require_same
 from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_worker_extensions
+from corerl.plugin.origins import require_same
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation
 from corerl.trainer.assignment import TRANSPORTS, Assignment
 from corerl.trainer.collectives import collectives_begun
@@ -80,9 +80,7 @@ class Worker:
         loaded = self._load(Kind.BACKENDS, assignment.backend)
         extensions = [self._load(Kind.EXTENSIONS, choice.name) for choice in assignment.extensions]
         require_same(
-            assignment.fingerprint,
-            fingerprint(loaded, extensions, assignment.loss),
-            plugins=[loaded, *extensions],
+            assignment.origins, (Kind.BACKENDS, loaded), *[(Kind.EXTENSIONS, extension) for extension in extensions]
         )
         options = structure(assignment.config.options, loaded.spec.config, path=f"backends.{loaded.name}")
         self.config = evolve(assignment.config, options=options)

@@ -112,7 +112,7 @@ LACKING = (
     "every node"
 )
 OLDER = (
-    "): its plugins are not the driver's (driver's first): corerl-mine version '0.2' against '0.1'; "
+    "): backend 'mine' is corerl-mine 0.1, the driver's is corerl-mine 0.2; "
     "install the same corerl and the same plugins on every node"
 )
 

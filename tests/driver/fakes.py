@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from attrs import evolve
 
+from corerl.calls import Call
 from corerl.config.schema import Config
 from corerl.data.plan import StepPlan
 from corerl.driver.residency import Residency, residency_plan
@@ -20,7 +21,6 @@ from corerl.errors import CorerlError, WorkerDied
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
 from corerl.plugin.hookspecs import hookimpl
 from corerl.rollout.engine import Received
-from corerl.trainer.group import GroupTrainResult
 from corerl.types import (
     LossSpec,
     MemoryKind,
@@ -29,6 +29,7 @@ from corerl.types import (
     SampleBatch,
     SleepResult,
     Step,
+    TrainResult,
     UpdateResult,
 )
 from corerl.weights.transport import Address
@@ -76,9 +77,10 @@ class Group:
         self.log.append(" ".join(["sleep", *sorted(kinds)]))
         return self.slept
 
-    def update_weights_async(self, address: Any, version: int, *, verify: bool) -> None:
+    def update_weights_async(self, address: Any, version: int, *, verify: bool) -> Call[UpdateResult]:
         self.verified.append(verify)
         self.log.append(f"send {version}")
+        return Call(self, None, self._updated)
 
     def receive_async(self, manifest: Any, version: int, address: Any) -> None:
         self.log.append(f"receive {version}")
@@ -86,7 +88,7 @@ class Group:
     def ready(self, pending: None, timeout: float) -> bool:
         return self.answers
 
-    def wait_update(self, pending: None) -> UpdateResult:
+    def _updated(self) -> UpdateResult:
         self._wait()
         return self.sent if self.verified[-1] else evolve(self.sent, sums={})
 
@@ -118,22 +120,21 @@ class Group:
             raise self.failure
 
     def forward_async(
-        self, shared: Any, plan: Any, outputs: tuple[Output, ...], *, weights: str, replay: bool
-    ) -> float:
+        self, shared: Any, plan: Any, outputs: tuple[Output, ...], *, of: SampleBatch, weights: str, replay: bool
+    ) -> Call[dict[Output, Any]]:
         self.passes.append((outputs, weights, replay))
-        return {Output.VALUES: 0.5, Output.LOGPROBS: -2.0 if weights == REFERENCE else -1.0}[outputs[0]]
-
-    def wait_forward(self, value: float, outputs: tuple[Output, ...], *, of: SampleBatch) -> dict[Output, Any]:
+        value = {Output.VALUES: 0.5, Output.LOGPROBS: -2.0 if weights == REFERENCE else -1.0}[outputs[0]]
         columns: dict[Output, Any] = {output: np.full(len(of.tokens), value, np.float32) for output in outputs}
-        return columns | ({EXPERTS: CHOSEN} if EXPERTS in outputs else {})
+        return Call(self, None, lambda: columns | ({EXPERTS: CHOSEN} if EXPERTS in outputs else {}))
 
-    def train_async(self, shared: SampleBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Step:
+    def train_async(self, shared: SampleBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Call[TrainResult]:
         self.losses.append(loss)
-        return step
 
-    def wait_train(self, step: Step) -> GroupTrainResult:
-        self.log.append(f"train at {step.optimizer_step} of {step.rollout_step}")
-        return GroupTrainResult(applied=True, metrics={}, grad_norm=float(step.optimizer_step), tokens=5)
+        def wait() -> TrainResult:
+            self.log.append(f"train at {step.optimizer_step} of {step.rollout_step}")
+            return TrainResult(applied=True, metrics={}, grad_norm=float(step.optimizer_step), tokens=5)
+
+        return Call(self, None, wait)
 
 
 LOSS = LossSpec(name="clipped", params={"kl_coef": 0.5})

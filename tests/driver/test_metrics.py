@@ -17,8 +17,7 @@ from corerl.driver.metrics import (
 )
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources import Scored
-from corerl.trainer.group import GroupTrainResult
-from corerl.types import Metric, Reduction, SampleBatch
+from corerl.types import Metric, Reduction, SampleBatch, TrainResult
 
 
 def samples(**columns: list[float]) -> SampleBatch:
@@ -41,11 +40,11 @@ def scored(exact_match: float | None) -> Scored:
 
 def result(
     loss: float, *, applied: bool = True, norm: float = 1.0, diff: tuple[float, float] | None = None
-) -> GroupTrainResult:
+) -> TrainResult:
     metrics = {"loss": Metric(loss, 4.0, Reduction.SUM), "entropy": Metric(6.0 * loss, 3.0)}
     if diff is not None:
         metrics |= {"logprob_diff": Metric(4 * diff[0], 4.0), "logprob_diff_max": Metric(diff[1], 1.0, Reduction.MAX)}
-    return GroupTrainResult(applied=applied, metrics=metrics, grad_norm=norm, tokens=10)
+    return TrainResult(applied=applied, metrics=metrics, grad_norm=norm, tokens=10)
 
 
 def test_rollout_metrics_are_means_over_samples_and_a_count_of_sampled_tokens() -> None:
@@ -85,7 +84,7 @@ def test_extremes_stay_extremes_and_a_mean_over_nothing_is_left_out() -> None:
         {"peak": Metric(peak, 1.0, Reduction.MAX), "least": Metric(peak, 1.0, Reduction.MIN), "ratio": ratio}
         for peak, ratio in ((1.0, Metric(0.0, 0.0)), (9.0, Metric(6.0, 3.0)), (2.0, Metric(4.0, 1.0)))
     ]
-    steps = [GroupTrainResult(applied=True, metrics=part, grad_norm=1.0, tokens=1) for part in parts]
+    steps = [TrainResult(applied=True, metrics=part, grad_norm=1.0, tokens=1) for part in parts]
     found = train_metrics(steps, lr=0.01)
     assert (found["train/peak"], found["train/least"], found["train/ratio"]) == (9.0, 1.0, 3.0)
     assert math.isnan(train_metrics(steps[:1], lr=0.01)["train/ratio"])

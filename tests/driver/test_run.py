@@ -23,8 +23,7 @@ from corerl.plugin.observers import Observers
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources import Evaluation, Scored
 from corerl.trainer.assign import loss_of
-from corerl.trainer.group import GroupTrainResult
-from corerl.types import Metric, Output, SampleBatch
+from corerl.types import Metric, Output, SampleBatch, TrainResult
 from tests.driver.fakes import (
     CHOSEN,
     EXPERTS,
@@ -104,7 +103,7 @@ def test_the_learning_rate_that_is_reported_is_the_one_that_was_used_last(make_r
     ears = Ears()
     config = make_config(run={"steps": 5}, train=TRAIN)  # 5 x 2 mini-batches x 3 epochs: steps 0 to 29
     run = make_run(config, observers=Observers([("ears", ears)]), rollout_step=5)
-    result = GroupTrainResult(applied=True, metrics={"loss": Metric(1.0, 1.0)}, grad_norm=1.0, tokens=5)
+    result = TrainResult(applied=True, metrics={"loss": Metric(1.0, 1.0)}, grad_norm=1.0, tokens=5)
     stamped = Stamped(samples=batch(), metrics={"correction/mean": 0.75})
     run.actor.optimizer_step = 30
     run.report(scored(), stamped, {"actor": [result] * 6})

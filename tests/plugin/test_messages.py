@@ -217,7 +217,7 @@ def test_a_worker_with_another_version_says_both(refusals: dict[str, tuple[str, 
     error, message = refusals["newer"]
     assert error == "PluginIncompatible"
     assert message == (
-        "its plugins are not the driver's (driver's first): corerl-newer version '0.2' against '0.3'; "
+        "backend 'newer' is corerl-newer 0.3, the driver's is corerl-newer 0.2; "
         "install the same corerl and the same plugins on every node"
     )
 

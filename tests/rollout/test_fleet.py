@@ -18,7 +18,7 @@ from corerl.cluster.placement import arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import ModelConfig
 from corerl.errors import CorerlError, EngineFailed, WorkerDied
-from corerl.plugin.fingerprint import origin
+from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
 from corerl.rollout.engine import EngineContext, GenerateRequest, Generation, SamplingParams
 from corerl.rollout.fleet import EngineFleet
@@ -40,7 +40,7 @@ def fleet() -> Iterator[EngineFleet]:
     assignments = [
         EngineAssignment(
             engine="fake",
-            origin=origin(Kind.ENGINES, load(Kind.ENGINES, "fake")),
+            origins=origins_of((Kind.ENGINES, load(Kind.ENGINES, "fake"))),
             model=ModelConfig(),
             options={},
             context=EngineContext(name=f"engine-{index}", index=index, device="cpu", precision="float32"),
@@ -58,7 +58,7 @@ def fleet() -> Iterator[EngineFleet]:
                 threads=2,
             )
             fleet = EngineFleet(processes, assignments, restarts=1)
-            fleet.wait_started(fleet.start_async())
+            fleet.start()
             yield fleet
             processes.kill()
 
@@ -67,7 +67,7 @@ def test_an_engine_of_several_ranks_has_as_many_receivers_under_its_name() -> No
     assignments = [
         EngineAssignment(
             engine="fake",
-            origin=origin(Kind.ENGINES, load(Kind.ENGINES, "fake")),
+            origins=origins_of((Kind.ENGINES, load(Kind.ENGINES, "fake"))),
             model=ModelConfig(),
             options={},
             context=EngineContext(name=f"engine-{index}", index=index, device="cpu", precision="float32", bundles=2),
@@ -103,7 +103,7 @@ def test_where_a_failure_ends_all_engines_it_is_told_and_not_that_they_are_gone(
     context = EngineContext(name="engine-0", index=0, device="cpu", precision="float32")
     alone = EngineAssignment(
         engine="fake",
-        origin=origin(Kind.ENGINES, load(Kind.ENGINES, "fake")),
+        origins=origins_of((Kind.ENGINES, load(Kind.ENGINES, "fake"))),
         model=ModelConfig(),
         options={},
         context=context,

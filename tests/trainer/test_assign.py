@@ -92,15 +92,7 @@ def test_the_loss_is_the_algorithms_with_its_numbers() -> None:
     assert loss.params["entropy_coef"] == 0.02
     assert Output.ENTROPY in loss.outputs
     plan = planned(config)
-    assert all(assignment.loss == loss for assignment in plan.assignments)
-    assert plan.assignments[0].fingerprint.loss == (
-        "clipped(clip_high=0.3, clip_low=0.1, entropy_coef=0.02, kl_coef=0.0, kl_estimator='k3')"
-    )
-
-
-def test_a_role_that_is_not_trained_has_no_loss() -> None:
-    plan = plan_role("actor", config_for(), loss=None, experts=1, device="cpu", run_dir="runs/x", resume="")
-    assert [(each.loss, each.fingerprint.loss) for each in plan.assignments] == [(None, ""), (None, "")]
+    assert plan.loss == loss
 
 
 def test_an_unknown_backend_is_answered_with_those_that_are_installed() -> None:
@@ -161,7 +153,7 @@ def test_what_a_backend_refuses_of_a_model_or_of_train_is_named_where_it_stands(
             plan_role(
                 role,
                 config,
-                loss=None,
+                loss=loss_of(role, config),
                 experts=1,
                 device="cpu",
                 run_dir="",

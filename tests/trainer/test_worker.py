@@ -483,13 +483,12 @@ def test_clear_memory_collects_what_only_points_at_itself(worker: Worker) -> Non
 
 
 def test_plugins_that_are_not_the_drivers_are_refused_with_both_sides(assignment: Assignment) -> None:
-    driver = evolve(assignment.fingerprint, version="0.0.9", loss="other")
+    core, backend, *rest = assignment.origins
+    driver = (core, evolve(backend, version="0.0.9"), *rest)
     with pytest.raises(PluginIncompatible) as caught:
-        Worker(evolve(assignment, fingerprint=driver))
-    own = assignment.fingerprint
+        Worker(evolve(assignment, origins=driver))
     assert caught.value.message == (
-        "its plugins are not the driver's (driver's first): "
-        f"corerl version '0.0.9' against '{own.version}'; loss 'other' against {own.loss!r}; "
+        f"backend 'plain' is corerl {backend.version}, the driver's is corerl 0.0.9; "
         "install the same corerl and the same plugins on every node"
     )
 

@@ -59,9 +59,10 @@ def test_a_worker_that_finds_another_version_of_the_backend_than_the_driver_says
 
     plan = groups.plan_of(subject.setup("qwen3"), 1, subject.directory)
     (assignment,) = plan.assignments
-    other = evolve(assignment, fingerprint=evolve(assignment.fingerprint, version="0.0.0.dev0"))
+    core, backend = assignment.origins
+    other = evolve(assignment, origins=(core, evolve(backend, version="0.0.0.dev0")))
     with groups.launched(evolve(plan, assignments=(other,)), seats["actor"]) as group:
-        with pytest.raises(PluginIncompatible, match=r"actor rank 0 .*its plugins are not the driver's.*0\.0\.0\.dev0"):
+        with pytest.raises(PluginIncompatible, match=r"actor rank 0 .*, the driver's is .*0\.0\.0\.dev0"):
             group.init()
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from corerl.driver.together import Call, together
+from corerl.calls import Call, together
 from corerl.errors import WorkerDied
 
 
@@ -37,11 +37,11 @@ def test_the_first_error_is_raised_while_others_would_wait_for_ever() -> None:
 def test_an_error_is_of_the_earliest_call_that_has_it() -> None:
     group = Group(3)
 
-    def failing(step: int) -> Call:
-        def finish() -> None:
+    def failing(step: int) -> Call[None]:
+        def wait() -> None:
             raise WorkerDied(f"its process died in step {step}")
 
-        return Call(group, None, finish)
+        return Call(group, None, wait)
 
     with pytest.raises(WorkerDied, match="^its process died in step 0$"):
         together({step: failing(step) for step in range(3)})
