@@ -19,7 +19,7 @@ def train(config: Config) -> Summary:
             with run.training():
                 stamped = run.with_advantages(scored)
                 results = run.optimize(stamped)
-                run.rollout_step += 1
+                run.progress.step += 1
                 run.push_weights()
                 run.report(scored, stamped, results)
                 run.save()
@@ -36,7 +36,7 @@ def collect(config: Config) -> Summary:
             run.push_weights()
         run.evaluate()
         for scored in run.source:  # which writes each batch down
-            run.rollout_step += 1
+            run.progress.step += 1
             run.report(scored, None, {})
             run.mend_engines()
             if run.stopping:

@@ -14,7 +14,9 @@ from attrs import frozen
 
 from corerl import train as loop
 from corerl.config.schema import BackendChoice, Config
+from corerl.driver.progress import Progress
 from corerl.driver.run import Summary
+from corerl.plugin.observers import Observers
 
 ONE_SCREEN = 40  # lines
 
@@ -43,13 +45,13 @@ class FakeRun:
         self.source = iter(f"batch {step}" for step in range(steps))
         self.stopping = False
         self.stop_in = stop_in
-        self.rollout_step = 5
+        self.progress = Progress(Observers([]), 5)
 
     def push_weights(self) -> None:
         self.log.append("push")
 
     def evaluate(self) -> None:
-        self.log.append(f"evaluate {self.rollout_step}")
+        self.log.append(f"evaluate {self.progress.step}")
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -61,19 +63,19 @@ class FakeRun:
         return FakeStamped(samples=f"samples of {scored}")
 
     def optimize(self, stamped: FakeStamped) -> str:
-        self.log.append(f"train on {stamped.samples} at {self.rollout_step}")
-        self.stopping = self.stopping or self.rollout_step == self.stop_in
+        self.log.append(f"train on {stamped.samples} at {self.progress.step}")
+        self.stopping = self.stopping or self.progress.step == self.stop_in
         return f"results of {stamped.samples}"
 
     def report(self, scored: str, stamped: FakeStamped, results: str) -> None:
         self.log.append(f"report {scored}: {results}")
 
     def save(self) -> None:
-        self.log.append(f"save {self.rollout_step}")
+        self.log.append(f"save {self.progress.step}")
 
     def finish(self) -> Summary:
         self.log.append("finish")
-        return Summary(reason="finished", run_dir=Path(), steps_done=self.rollout_step)
+        return Summary(reason="finished", run_dir=Path(), steps_done=self.progress.step)
 
 
 def run_loop(monkeypatch: pytest.MonkeyPatch, run: FakeRun) -> Summary:

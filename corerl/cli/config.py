@@ -16,6 +16,7 @@ def add_parser(subparsers: Any) -> None:
     for action in (check, show):
         action.add_argument("file", metavar="FILE", help="a TOML file")
         action.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as algorithm.clip_high=0.28")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

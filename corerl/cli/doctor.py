@@ -17,6 +17,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--config", metavar="FILE", default="", help="a TOML file, with all plugins that it selects")
     parser.add_argument("--nodes", action="store_true", help="also ask every node of the config's cluster.address")
     parser.add_argument("--json", action="store_true", help="as a JSON array, for programs")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ def add_parser(subparsers: Any) -> None:
         help="such as data.source=other.jsonl; what is found goes to run.dir/eval, by default of WHAT's own run",
     )
     parser.add_argument("--json", action="store_true", help="print the scores alone, as JSON")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

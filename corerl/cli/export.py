@@ -11,6 +11,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint's directory, or a run's: its newest one")
     parser.add_argument("directory", metavar="DIRECTORY", help="to write to; must not exist")
     parser.add_argument("--role", default="actor", help="whose weights: actor (the default) or critic")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,40 +14,27 @@ from importlib import import_module
 from corerl import __version__
 from corerl.errors import CorerlError
 
-# Modules of this package, each with `add_parser(subparsers)` and `run(args) -> int`; light, so that help is instant.
-COMMANDS = (
-    "train",
-    "eval",
-    "export",
-    "config",
-    "backends",
-    "engines",
-    "extensions",
-    "verify",
-    "options",
-    "doctor",
-    "new-backend",
-)
+# Modules of this package, each with `add_parser(subparsers)`, whose parsers say what runs; light: help is instant.
+COMMANDS = ("train", "eval", "export", "config", "plugins", "verify", "options", "doctor", "new_backend")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a failure, 2 something for the user to mend, 130 interrupted, 141 nobody reads stdout."""
-    modules = {name: import_module(f"corerl.cli.{name.replace('-', '_')}") for name in COMMANDS}
     parser = argparse.ArgumentParser(
         prog="corerl", description="Reinforcement-learning post-training of language models on pluggable backends."
     )
     parser.add_argument("--version", action="version", version=f"corerl {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors; also CORERL_DEBUG=1")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in modules.values():
-        module.add_parser(subparsers)
+    for name in COMMANDS:
+        import_module(f"corerl.cli.{name}").add_parser(subparsers)
     args = _parse(parser, argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: what a terminal cannot show ends no command
     # 'module:name', in a config or as a plugin, means a module beside the run, as it would for `python -m`.
     sys.path.insert(0, os.getcwd())
     try:
-        status: int = modules[args.command].run(args)
+        status: int = args.run(args)
         sys.stdout.flush()
         return status
     except CorerlError as error:

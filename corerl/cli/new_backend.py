@@ -16,6 +16,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("new-backend", help="write a package with a training backend that works")
     parser.add_argument("name", metavar="NAME", help="what a run's backend.name will say: a-z, 0-9 and hyphens")
     parser.add_argument("directory", metavar="DIR", nargs="?", help="new or empty; NAME where it is not given")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

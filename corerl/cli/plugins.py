@@ -1,4 +1,4 @@
-"""What `corerl backends`, `engines` and `extensions` have in common: plugins of one kind, and why some will not run."""
+"""`corerl backends`, `engines` and `extensions`, each `[--json]`: what is installed, and why some will not run."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ if TYPE_CHECKING:
     from corerl.plugin.registry import Installed
 
 
-def add_listing(subparsers: Any, kind: str, what: str) -> None:
-    """The command `kind`; `what` are these plugins in words."""
-    parser = subparsers.add_parser(kind, help=f"list the {what} that are installed, and their state")
-    parser.add_argument("--json", action="store_true", help="as a JSON array, for programs")
+KINDS = {"backends": "training backends", "engines": "rollout engines", "extensions": "observers and wrappers"}
 
 
-def list_plugins(kind: str, args: argparse.Namespace) -> int:
-    """Print every plugin of `kind`, a value of `Kind`, and those that could be installed."""
+def add_parser(subparsers: Any) -> None:
+    for kind, what in KINDS.items():
+        parser = subparsers.add_parser(kind, help=f"list the {what} that are installed, and their state")
+        parser.add_argument("--json", action="store_true", help="as a JSON array, for programs")
+        parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
     from corerl.plugin.registry import INSTALL_HINTS, Kind, installed
 
+    kind = Kind(args.command)
     with redirect_stdout(sys.stderr):  # what a plugin prints as it is imported is no part of the list
-        found = installed(Kind(kind))
+        found = installed(kind)
     names = {each.name for each in found}
-    missing = {name: hint for name, hint in INSTALL_HINTS[Kind(kind)].items() if name not in names}
+    missing = {name: hint for name, hint in INSTALL_HINTS[kind].items() if name not in names}
     print(_json(found, missing) if args.json else _text(found, missing))
     return 0
 

@@ -10,6 +10,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("train", help="train as a configuration says")
     parser.add_argument("file", metavar="FILE", help="a TOML file")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as algorithm.clip_high=0.28")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -28,6 +28,7 @@ def add_parser(subparsers: Any) -> None:
         help="TOML with a line for each check that may fail: C20 = 'reason, link'",
     )
     parser.add_argument("--report", metavar="FILE", help="write what each check found as JSON")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -32,6 +32,17 @@ class Pending:
     told: set[int] = field(factory=set)  # members whose answers `on_answer` has been told of
 
 
+@frozen(kw_only=True)
+class Watching:
+    """Who is told of what goes on in a group while someone waits for its calls."""
+
+    # Who is late, and where, once a call has taken `seconds`; then after twice as long, and so on. 0 seconds: never.
+    notify: Callable[[str], None] | None = None
+    seconds: float = 0.0
+    # Once of every answer, with the member's name; the processes then record what they do in their calls.
+    on_answer: Callable[[str, Pending, Outcome], None] | None = None
+
+
 class ProcessGroup:
     """Equal processes with names such as `actor rank 0`."""
 
@@ -44,19 +55,10 @@ class ProcessGroup:
         *,
         failure: type[CorerlError] = HookFailed,
         threads: int = 1,
-        notify: Callable[[str], None] | None = None,
-        watchdog: float = 0.0,
-        on_answer: Callable[[str, Pending, Outcome], None] | None = None,
+        watching: Watching | None = None,
     ) -> None:
         """`failure` is what foreign exceptions of the processes become. With one thread calls run in the order in which
-        they were started; with more, that many at once.
-
-        `notify` is told, while someone waits for a call that has taken `watchdog` seconds, who is late and where; then
-        after twice as long, and so on. 0 seconds, or no one to tell: never.
-
-        `on_answer` is told once of every answer that is waited for, with the member's name; the processes then record
-        what they do in their calls.
-        """
+        they were started; with more, that many at once."""
         if len(names) != len(seats):
             raise CorerlError(f"{len(names)} processes for {len(seats)} seats; give each process one")
         self.names = list(names)
@@ -65,11 +67,9 @@ class ProcessGroup:
         self._seats = list(seats)
         self._failure = failure
         self._threads = threads
-        self._on_answer = on_answer
+        self._watching = watching or Watching()
         self._actors = [self._spawn(member) for member in range(len(names))]
         self._alive = True
-        self._notify = notify
-        self._watchdog = watchdog
         self._answered = 0.0  # time.monotonic() when the last call that was waited for had been answered by all
 
     def __len__(self) -> int:
@@ -200,17 +200,18 @@ class ProcessGroup:
             neighbours=self._seats[member].neighbours,
             environment=self._environment,
             failure=self._failure,
-            traced=self._on_answer is not None,
+            traced=self._watching.on_answer is not None,
         )
 
     def _look(self, pending: Pending, waiting: Collection[int]) -> float | None:
         """Look at the members that have not answered, where it is time to; returns the seconds until it is time again,
         None for never. Two looks, a moment apart: a call that merely takes long moves on between them."""
-        if self._notify is None or not self._watchdog:
+        notify, seconds = self._watching.notify, self._watching.seconds
+        if notify is None or not seconds:
             return None
         watch = pending.watch
         if watch.due is None:  # several calls may have been started at once, and each begins when the one before ends
-            watch.started, watch.due = max(watch.started, self._answered), self._watchdog
+            watch.started, watch.due = max(watch.started, self._answered), seconds
         if watch.seconds >= watch.due:
             statuses = self._statuses(waiting)
             if watch.seen is None:
@@ -218,7 +219,7 @@ class ProcessGroup:
             else:
                 if _stuck(watch.seen, statuses):
                     done = [member for member in pending.members if member not in waiting]
-                    self._notify(sentence(self.names, pending.method, watch.seconds, statuses, done))
+                    notify(sentence(self.names, pending.method, watch.seconds, statuses, done))
                 watch.seen, watch.due = None, 2 * watch.seconds
         return max(0.0, watch.due - watch.seconds)
 
@@ -238,9 +239,9 @@ class ProcessGroup:
         name, method = self.names[member], pending.method
         try:
             outcome: Outcome = ray.get(ref)
-            if self._on_answer is not None and member not in pending.told:
+            if self._watching.on_answer is not None and member not in pending.told:
                 pending.told.add(member)
-                self._on_answer(name, pending, outcome)
+                self._watching.on_answer(name, pending, outcome)
             return outcome
         except RayActorError as error:
             detail = _last_line(error).rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]

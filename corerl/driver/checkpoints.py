@@ -10,10 +10,10 @@ from attrs import define
 
 from corerl.checkpoint.commit import begin, commit, retain
 from corerl.config.schema import CheckpointConfig
+from corerl.driver.progress import Progress
 from corerl.driver.roles import Role
 from corerl.errors import SaveFailed
 from corerl.plugin.events import CheckpointSaved
-from corerl.plugin.observers import Observers
 
 
 @define
@@ -23,7 +23,7 @@ class Checkpoints:
     run_dir: Path
     config: CheckpointConfig
     roles: Mapping[str, Role]
-    observers: Observers
+    progress: Progress
     newest: Path | None = None  # that is complete
     last_step: int = -1  # rollout step of the newest one begun
     _pending: tuple[Path, Mapping[str, Any]] | None = None
@@ -76,4 +76,4 @@ class Checkpoints:
         self.newest = commit(partial, state, ranks=ranks)
         self._pending = None
         retain(self.run_dir, self.config.keep)
-        self.observers.emit(CheckpointSaved(step=state["rollout_step"], path=str(self.newest)))
+        self.progress.tell(CheckpointSaved(step=state["rollout_step"], path=str(self.newest)))

@@ -7,14 +7,13 @@ import functools
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from attrs import evolve
 
 from corerl.algorithms.advantages import spread
 from corerl.calls import Call, together
-from corerl.cluster.group import Pending, ProcessGroup
+from corerl.cluster.group import Pending, ProcessGroup, Watching
 from corerl.cluster.placement import Seat, seated
 from corerl.cluster.process import Outcome
 from corerl.cluster.runtime import ray_session
@@ -24,6 +23,7 @@ from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.prepare import Prepared, prepare, title
 from corerl.driver.processes import ENGINES
+from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency, residency_plan
 from corerl.driver.roles import Role
 from corerl.driver.run import REFERENCE, Run, answers_in, passes_of
@@ -31,10 +31,9 @@ from corerl.driver.run_dir import occupied, write_config
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates, meeting_at
 from corerl.errors import EngineFailed, SaveFailed
-from corerl.observability.timing import Phases
 from corerl.plugin import hooktrace
-from corerl.plugin.events import Notice, PhaseStarted, RunFinished, RunStarted, Worked
-from corerl.plugin.observers import Observers, load_observers, traced
+from corerl.plugin.events import RunFinished, RunStarted, Worked
+from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.options import merge_environments, notes
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, one_line
@@ -69,26 +68,25 @@ def launch(config: Config) -> Iterator[Run]:
 
 
 def _launched(prepared: Prepared) -> Iterator[Run]:
-    config, step = prepared.config, prepared.first_step
+    config = prepared.config
     write_config(prepared.run_dir, config)
-    observers = load_observers(config.extensions, str(prepared.run_dir))
+    progress = Progress(load_observers(config.extensions, str(prepared.run_dir)), prepared.first_step)
     started = time.perf_counter()
-    run: Run | None = None
     try:
-        observers.emit(
+        progress.tell(
             RunStarted(
                 run_dir=str(prepared.run_dir),
                 steps=config.run.steps,
-                first_step=step,
+                first_step=progress.step,
                 title=title(prepared),
                 mode=config.run.mode,
             )
         )
         for text in [*notes(config), *missing_answers(prepared)]:
-            observers.emit(Notice(text=text))
+            progress.notice(text)
         with contextlib.ExitStack() as stack:
-            stop = stack.enter_context(StopRequest(lambda text: observers.emit(Notice(text=text))))
-            run = _start(prepared, observers, stop, stack)
+            stop = stack.enter_context(StopRequest(progress.notice))
+            run = _start(prepared, progress, stop, stack)
             with _rescuing(run):
                 yield run
             run.source.close()
@@ -97,17 +95,17 @@ def _launched(prepared: Prepared) -> Iterator[Run]:
             if run.updates is not None:
                 run.updates.fleet.close()
     except BaseException:
-        observers.emit(
+        progress.tell(
             RunFinished(
                 reason="failed",
-                steps_done=run.rollout_step if run else step,
+                steps_done=progress.step,
                 seconds=time.perf_counter() - started,
                 artifacts={"run directory": str(prepared.run_dir)},
             )
         )
-        observers.shutdown("failed")
+        progress.observers.shutdown("failed")
         raise
-    observers.shutdown("finished")
+    progress.observers.shutdown("finished")
 
 
 @contextlib.contextmanager
@@ -121,49 +119,114 @@ def _rescuing(run: Run) -> Iterator[None]:
         try:
             run.checkpoints.rescue()
         except Exception as error:
-            run.tell(Notice(text=f"the checkpoint that was being written is lost: {one_line(error)}"))
+            run.progress.notice(f"the checkpoint that was being written is lost: {one_line(error)}")
         raise
 
 
-def _start(
-    prepared: Prepared,
-    observers: Observers,
-    stop: StopRequest,
-    stack: contextlib.ExitStack,
-) -> Run:
-    config, state, step = prepared.config, prepared.state, prepared.first_step
-    reward: Scorer = prepared.reward
-    if config.run.samples:  # first: its processes start while Ray does
-        # The source may score in a thread of its own while the loop evaluates.
-        reward = InTurn(stack.enter_context(scorer(prepared.reward, config.reward)))
-        if prepared.function is not None:
-            reward = EpisodeScorer(reward, failed_value=config.reward.failed_value)
-    observers.emit(PhaseStarted(name="starting Ray", step=step))
-    session = ray_session(address=config.cluster.address, cpus=prepared.plan.seating.cpus, forward=hooktrace.wanted())
-    stack.enter_context(session)
-    seats = stack.enter_context(seated(prepared.plan.seating, timeout=SEATED_WITHIN))
-    observers.emit(PhaseStarted(name=f"starting {_counted(seats)}", step=step))
-    watched: dict[str, Any] = {
-        "notify": lambda text: observers.emit(Notice(text=text)),
-        "watchdog": config.cluster.watchdog,
-        "on_answer": functools.partial(tell_of, observers) if traced(config.extensions) else None,
-    }
-    groups: dict[str, TrainGroup] = {}
-    for name, plan in prepared.plan.roles.items():
-        groups[name] = TrainGroup.launch(
-            plan, seats[name], environment_of(prepared, plan.backend.name, plan.environment), **watched
+def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: contextlib.ExitStack) -> Run:
+    config, state = prepared.config, prepared.state
+    reward = _scorer(prepared, stack)  # first: its processes start while Ray does
+    groups, fleet, inits = _start_processes(prepared, progress, stack)
+    roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.plan.roles.items()}
+    if config.algorithm.kl_coef and config.run.trains:
+        groups[ACTOR].snapshot(REFERENCE).load()
+    source, sampler = _start_source(prepared, fleet, reward, stack)
+    sharing = offloaded(config, prepared.device)
+    residency = Residency(
+        plan=residency_plan(sharing, passed={each.role for each in passes_of(config)}),
+        groups={name: groups[name] for name in sharing},
+        fleet=fleet,
+        progress=progress,
+    )
+    updates: WeightUpdates | None = None
+    if fleet is not None:
+        updates = WeightUpdates(
+            config=config.weights,
+            group=groups[ACTOR],
+            fleet=fleet,
+            source=source,
+            manifest=groups[ACTOR].manifest(),
+            address=meeting_at(address_of(prepared, fleet), groups[ACTOR]),
+            version=inits[ACTOR].weights_version,
+            residency=residency,
+            progress=progress,
         )
+    checkpoints = Checkpoints(
+        run_dir=prepared.run_dir,
+        config=config.checkpoint,
+        roles=roles,
+        newest=prepared.resume,
+        last_step=progress.step if state else -1,
+        progress=progress,
+    )
+    own = config.algorithm.kl_coef
+    run = Run(
+        config=config,
+        run_dir=prepared.run_dir,
+        progress=progress,
+        stop=stop,
+        roles=roles,
+        updates=updates,
+        residency=residency,
+        source=source,
+        sampler=sampler,
+        reward=reward,
+        params=prepared.params,
+        held_out=prepared.prompts.held_out_prompts(),
+        checkpoints=checkpoints,
+        kl_coef=state.get("kl_coef", own) if config.algorithm.kl_target else own,
+        before=answers_in(state),
+    )
+    if fleet is not None:
+        fleet.on_lost = run.bring_weights
+        progress.begin("sending the first weights")
+    return run
+
+
+def _scorer(prepared: Prepared, stack: contextlib.ExitStack) -> Scorer:
+    """What scores samples: in processes of its own where any are drawn."""
+    config = prepared.config
+    if not config.run.samples:
+        return prepared.reward
+    # The source may score in a thread of its own while the loop evaluates.
+    reward: Scorer = InTurn(stack.enter_context(scorer(prepared.reward, config.reward)))
+    if prepared.function is not None:
+        reward = EpisodeScorer(reward, failed_value=config.reward.failed_value)
+    return reward
+
+
+def _start_processes(
+    prepared: Prepared, progress: Progress, stack: contextlib.ExitStack
+) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult]]:
+    """The ranks of each role and the engines, all of them ready; `stack` ends them."""
+    config, plan = prepared.config, prepared.plan
+    progress.begin("starting Ray")
+    session = ray_session(address=config.cluster.address, cpus=plan.seating.cpus, forward=hooktrace.wanted())
+    stack.enter_context(session)
+    seats = stack.enter_context(seated(plan.seating, timeout=SEATED_WITHIN))
+    progress.begin(f"starting {_counted(seats)}")
+    watching = Watching(
+        notify=progress.notice,
+        seconds=config.cluster.watchdog,
+        on_answer=functools.partial(tell_of, progress) if traced(config.extensions) else None,
+    )
+    groups: dict[str, TrainGroup] = {}
+    for name, role in plan.roles.items():
+        environment = environment_of(prepared, role.backend.name, role.environment)
+        groups[name] = TrainGroup.launch(role, seats[name], environment, watching=watching)
         stack.callback(groups[name].processes.kill)
     fleet: EngineFleet | None = None
     if config.run.samples:
-        fleet = make_fleet(prepared, seats[ENGINES], **watched)
+        fleet = make_fleet(prepared, seats[ENGINES], watching)
         stack.callback(fleet.processes.kill)
-    sharing = offloaded(config, prepared.device)
-    inits = _init(groups, fleet, in_turns=bool(sharing))
-    roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.plan.roles.items()}
-    actor = groups[ACTOR]
-    if config.algorithm.kl_coef and config.run.trains:
-        actor.snapshot(REFERENCE).load()
+    return groups, fleet, _init(groups, fleet, in_turns=bool(offloaded(config, prepared.device)))
+
+
+def _start_source(
+    prepared: Prepared, fleet: EngineFleet | None, reward: Scorer, stack: contextlib.ExitStack
+) -> tuple[Source, Sampler | None]:
+    """Of the run's batches, where a resumed run's stands; and what samples in the loop's thread, if anything does."""
+    config, state = prepared.config, prepared.state
     sampler: Sampler | None = None
     aside: Sampler | None = None
     if fleet is not None:
@@ -177,66 +240,7 @@ def _start(
     stack.callback(source.close)
     if state and config.run.trains:
         source.restore(state["source"], prepared.resume)
-
-    def phase(name: str) -> AbstractContextManager[None]:
-        return run.phase(name)
-
-    def tell(notice: Notice) -> None:
-        observers.emit(notice)
-
-    residency = Residency(
-        plan=residency_plan(sharing, passed={each.role for each in passes_of(config)}),
-        groups={name: groups[name] for name in sharing},
-        fleet=fleet,
-        phase=phase,
-        tell=tell,
-    )
-    updates: WeightUpdates | None = None
-    if fleet is not None:
-        updates = WeightUpdates(
-            config=config.weights,
-            group=actor,
-            fleet=fleet,
-            source=source,
-            manifest=actor.manifest(),
-            address=meeting_at(address_of(prepared, fleet), actor),
-            version=inits[ACTOR].weights_version,
-            residency=residency,
-            phase=phase,
-            tell=tell,
-        )
-    run = Run(
-        config=config,
-        run_dir=prepared.run_dir,
-        observers=observers,
-        phases=Phases(),
-        stop=stop,
-        roles=roles,
-        updates=updates,
-        residency=residency,
-        source=source,
-        sampler=sampler,
-        reward=reward,
-        params=prepared.params,
-        held_out=prepared.prompts.held_out_prompts(),
-        checkpoints=Checkpoints(
-            run_dir=prepared.run_dir,
-            config=config.checkpoint,
-            roles=roles,
-            newest=prepared.resume,
-            last_step=step if state else -1,
-            observers=observers,
-        ),
-        rollout_step=step,
-        kl_coef=state.get("kl_coef", config.algorithm.kl_coef)
-        if config.algorithm.kl_target
-        else config.algorithm.kl_coef,
-        before=answers_in(state),
-    )
-    if fleet is not None:
-        fleet.on_lost = run.bring_weights
-        observers.emit(PhaseStarted(name="sending the first weights", step=step))
-    return run
+    return source, sampler
 
 
 def address_of(prepared: Prepared, fleet: EngineFleet) -> Address:
@@ -256,9 +260,9 @@ def address_of(prepared: Prepared, fleet: EngineFleet) -> Address:
     )
 
 
-def tell_of(observers: Observers, process: str, pending: Pending, outcome: Outcome) -> None:
+def tell_of(progress: Progress, process: str, pending: Pending, outcome: Outcome) -> None:
     """Of a call that `process` has answered."""
-    observers.emit(
+    progress.tell(
         Worked(
             process=process,
             verb=outcome.method,
@@ -413,7 +417,7 @@ def calls_of(prepared: Prepared) -> int:
     return prepared.plan.engine.spec.calls(prepared.config.engines[prepared.plan.engine.name], prepared.plan.engines)
 
 
-def make_fleet(prepared: Prepared, seats: list[Seat], **watched: Any) -> EngineFleet:
+def make_fleet(prepared: Prepared, seats: list[Seat], watching: Watching) -> EngineFleet:
     config, engine = prepared.config, prepared.plan.engine
     options = config.engines[engine.name]
     assignments = [
@@ -444,6 +448,6 @@ def make_fleet(prepared: Prepared, seats: list[Seat], **watched: Any) -> EngineF
         environment,
         failure=EngineFailed,
         threads=calls_of(prepared) + 2,  # beside what is sampled for training an evaluation, and `pause`
-        **watched,
+        watching=watching,
     )
     return EngineFleet(processes, assignments, restarts=config.rollout.restarts)

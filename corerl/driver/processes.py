@@ -18,7 +18,7 @@ from corerl.models.config import experts
 from corerl.plugin.capabilities import FULL, Capability, Grade
 from corerl.plugin.options import backend_name, check_spec, role_options
 from corerl.plugin.registry import Kind, Loaded, load
-from corerl.trainer.assign import ACTOR, RolePlan, cluster_of, plan_role
+from corerl.trainer.assign import ACTOR, RolePlan, cluster_of, plan_role, require_capable
 from corerl.types import LossSpec
 
 ENGINES = "engines"  # the group of engine processes, beside those of the roles
@@ -70,20 +70,21 @@ def plan_processes(
     chosen = evolve(config, weights=evolve(config.weights, transport=transport))
     plans: dict[str, RolePlan] = {}
     for role in config.chosen_roles:
-        check_backend(role, config, clusters[role], problems)
-        if role not in losses:
-            continue
-        with problems.stage(f"roles.{role}", path=f"roles.{role}"):
-            plans[role] = plan_role(
-                role,
-                chosen,
-                loss=losses[role],
-                experts=experts(models[role]) if role in models else 1,
-                device=device,
-                run_dir=str(run_dir),
-                resume=str(resume / role) if resume else "",
-                model=fields.get(role),
-            )
+        of_model = experts(models[role]) if role in models else 1
+        saved = str(resume / role) if resume else ""
+        check_backend(role, chosen, clusters[role], problems, experts=of_model, resume=saved)
+        if role in losses:
+            with problems.stage(f"roles.{role}", path=f"roles.{role}"):
+                plans[role] = plan_role(
+                    role,
+                    chosen,
+                    loss=losses[role],
+                    experts=of_model,
+                    device=device,
+                    run_dir=str(run_dir),
+                    resume=saved,
+                    model=fields.get(role),
+                )
     if problems:
         return None
     resources = [plan.resources for plan in plans.values()]
@@ -102,15 +103,19 @@ def plan_processes(
     )
 
 
-def check_backend(role: str, config: Config, cluster: ClusterInfo, problems: Problems) -> None:
-    """Whether its spec accepts the role's options, and each of its data-parallel groups has samples. `plan_role` asks
-    the first too, but not where a capability is missing."""
+def check_backend(
+    role: str, config: Config, cluster: ClusterInfo, problems: Problems, *, experts: int, resume: str
+) -> None:
+    """Whether it can do what the run asks of it, its spec accepts the role's options, and each of its data-parallel
+    groups has samples. `plan_role` asks the first two, but tells of one alone."""
+    backend = load(Kind.BACKENDS, backend_name(config, role))
+    options = role_options(config, role, backend)
     with problems.stage("backends"):
-        backend = load(Kind.BACKENDS, backend_name(config, role))
-        options = role_options(config, role, backend)
         check_spec(backend, options, cluster, config=config, role=role)
         if line := uneven(role, config, data_parallel=backend.spec.data_parallel(options, cluster)):
             problems.add(line)
+    with problems.stage(f"roles.{role}", path=f"roles.{role}"):
+        require_capable(role, config, backend, cluster, experts=experts, resume=resume)
 
 
 def check_extensions(config: Config, cluster: ClusterInfo, problems: Problems) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 
 from attrs import define, field, frozen
 
-from corerl.plugin.events import Notice
+from corerl.driver.progress import Progress
 from corerl.rollout.fleet import EngineFleet
 from corerl.trainer.assign import ACTOR
 from corerl.trainer.group import ALL_KINDS, TrainGroup
@@ -77,8 +76,7 @@ class Residency:
     plan: Mapping[str, Stage] = field(factory=dict)
     groups: Mapping[str, TrainGroup] = field(factory=dict)  # of the roles in the plan
     fleet: EngineFleet | None = None
-    phase: Callable[[str], AbstractContextManager[None]]  # shown and counted while it lasts
-    tell: Callable[[Notice], None]
+    progress: Progress
 
     _stage: str = ""  # the one that was entered last
     _engines: EngineMemory = EngineMemory.NOTHING  # they sleep before ranks are built
@@ -112,11 +110,11 @@ class Residency:
         leaving = {role: held - stage.ranks.get(role, frozenset()) for role, held in self._ranks.items()}
         coming = {role: stage.ranks.get(role, frozenset()) - held for role, held in self._ranks.items()}
         if self._engines > engines or any(leaving.values()):
-            with self.phase("sleep"):
+            with self.progress.phase("sleep"):
                 self._lay_down(leaving, engines)
         waking = engines is not EngineMemory.NOTHING and self._engines is EngineMemory.NOTHING
         if waking or any(coming.values()):
-            with self.phase("wake_up"):
+            with self.progress.phase("wake_up"):
                 self._wake(coming, engines=waking)
         self._engines, self._stage = engines, name
 
@@ -145,7 +143,7 @@ class Residency:
                 if not self._ranks[role]:
                     self._residual = max(self._residual, slept.residual_bytes)
                 for note in slept.notes:
-                    self.tell(Notice(text=f"{role} rank {rank}: {note}"))
+                    self.progress.notice(f"{role} rank {rank}: {note}")
         if self._engines > engines and self.fleet is not None:
             self.fleet.sleep()
             self._engines = EngineMemory.NOTHING

@@ -28,23 +28,19 @@ from corerl.driver.metrics import (
     time_metrics,
     train_metrics,
 )
+from corerl.driver.progress import Progress
 from corerl.driver.residency import FORWARD, REST, SAMPLE, Residency, saving
 from corerl.driver.roles import Role
 from corerl.driver.routing import routed
 from corerl.driver.run_dir import EXPORT
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates
-from corerl.observability.timing import Phases
 from corerl.plugin.events import (
     Evaluated,
-    Event,
-    Notice,
-    PhaseStarted,
     RunFinished,
     Shown,
     StepFinished,
 )
-from corerl.plugin.observers import Observers
 from corerl.rollout.engine import SamplingParams
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.rewards import Scorer
@@ -104,8 +100,7 @@ class Run:
 
     config: Config
     run_dir: Path
-    observers: Observers
-    phases: Phases
+    progress: Progress
     stop: StopRequest
     roles: Mapping[str, Role]
     updates: WeightUpdates | None  # of the engines' weights; None where nothing is sampled
@@ -117,7 +112,6 @@ class Run:
     held_out: Sequence[Prompt]
     checkpoints: Checkpoints
 
-    rollout_step: int
     kl_coef: float  # what algorithm.kl_coef has been adapted to
 
     started: float = field(factory=time.perf_counter)
@@ -133,22 +127,12 @@ class Run:
     @property
     def stopping(self) -> bool:
         """Whether a request to stop is heeded now: where engines have just got new weights, as a resumed run's do."""
-        fresh = not self.config.run.samples or self.rollout_step % self.config.weights.every == 0
+        fresh = not self.config.run.samples or self.progress.step % self.config.weights.every == 0
         return self.stop.requested and fresh
 
     @property
     def actor(self) -> Role:
         return self.roles[ACTOR]
-
-    def tell(self, event: Event) -> None:
-        self.observers.emit(event)
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Shown while it lasts, and counted in the step's seconds."""
-        self.tell(PhaseStarted(name=name, step=self.rollout_step))
-        with self.phases(name):
-            yield
 
     # ---- from samples to optimizer steps ----------------------------------------------------------------------------
 
@@ -168,7 +152,7 @@ class Run:
                 )
                 for each in passes
             }
-            with self.phase("forward"):
+            with self.progress.phase("forward"):
                 for each, found in together(calls).items():
                     samples = samples.with_columns(**{name: found[output] for name, output in each.columns.items()})
         stamped = stamp(
@@ -192,14 +176,14 @@ class Run:
         from. Roles train at the same time, unless they take turns in the memory of their devices."""
         samples = stamped.samples
         if not samples.columns["loss_mask"].any():
-            self.tell(Notice(text=f"step {self.rollout_step} is passed over: none of its samples has a loss token"))
+            self.progress.notice(f"step {self.progress.step} is passed over: none of its samples has a loss token")
             return {}
         shared = share(samples)
-        training = [name for name, role in self.roles.items() if self.rollout_step >= role.first_step]
+        training = [name for name, role in self.roles.items() if self.progress.step >= role.first_step]
         results: dict[str, list[TrainResult]] = {name: [] for name in training}
         for stage, names in self.residency.turns(training).items():
             self.residency.enter(stage)
-            with self.phase("train"):
+            with self.progress.phase("train"):
                 calls = self._start_training(names, shared, stamped)
                 for (name, _), result in together(calls).items():
                     results[name].append(result)
@@ -212,15 +196,15 @@ class Run:
         calls: dict[tuple[str, int], Call[TrainResult]] = {}
         for name in names:
             role = self.roles[name]
-            plans = role.plan(stamped.samples, self.rollout_step)
-            started = role.start(shared, plans, self.rollout_step, self._loss(role, stamped.kl_coef))
+            plans = role.plan(stamped.samples, self.progress.step)
+            started = role.start(shared, plans, self.progress.step, self._loss(role, stamped.kl_coef))
             for left_out, why in (
                 (role.steps_of_batch - len(plans), "the batch has fewer groups, which are not split"),
                 (len(plans) - len(started), "no sample in them has a loss token"),
             ):
                 if left_out:
-                    text = f"step {self.rollout_step}: {left_out} optimizer steps of {name} are left out: {why}"
-                    self.tell(Notice(text=text))
+                    text = f"step {self.progress.step}: {left_out} optimizer steps of {name} are left out: {why}"
+                    self.progress.notice(text)
             calls |= {(name, index): call for index, call in enumerate(started)}
         return calls
 
@@ -256,7 +240,7 @@ class Run:
         if slept or self._pushed_at is None or fleet.dead:  # those that have slept, or are new, hold none
             return True
         every = self.config.weights.every
-        due = self.rollout_step % every == 0 or self._evaluation_due()
+        due = self.progress.step % every == 0 or self._evaluation_due()
         return due and self._pushed_at != self.actor.optimizer_step
 
     @contextlib.contextmanager
@@ -272,7 +256,7 @@ class Run:
         """Tell of one rollout step; `stamped` is None where it was not for training."""
         now = time.perf_counter()
         rollout = rollout_metrics(scored)
-        seconds = {**scored.seconds, **self.phases.take()}
+        seconds = {**scored.seconds, **self.progress.seconds.take()}
         metrics = {**rollout, **(stamped.metrics if stamped else {})}
         if stamped and self.config.algorithm.old_logprobs == "recompute":
             metrics |= recomputed_mismatch(stamped.samples)
@@ -288,56 +272,54 @@ class Run:
         metrics |= time_metrics(seconds, now - self._step_started, rollout["rollout/tokens"])
         self._warn(scored)
         self._step_started = now
-        self.tell(StepFinished(step=scored.step, metrics=metrics, shown=scored.shown()))
+        self.progress.tell(StepFinished(step=scored.step, metrics=metrics, shown=scored.shown()))
 
     def _warn(self, scored: Scored) -> None:
         """Of what makes a step teach less than it could."""
         if scored.first_failure:
             failed = sum(scored.failures.values())
-            self.tell(Notice(text=f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}"))
+            self.progress.notice(f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}")
         rewards = scored.rewards
         self._constant = self._constant + 1 if len(rewards) > 1 and (rewards == rewards[0]).all() else 0
         if self._constant == CONSTANT_STEPS:
-            self.tell(
-                Notice(
-                    text=f"every sample of the last {CONSTANT_STEPS} steps had the reward {rewards[0]:g}: nothing is "
-                    "learned from that; look at reward.name, data.answer_key, and what is sampled"
-                )
+            self.progress.notice(
+                f"every sample of the last {CONSTANT_STEPS} steps had the reward {rewards[0]:g}: nothing is learned "
+                "from that; look at reward.name, data.answer_key, and what is sampled"
             )
 
     def evaluate(self, *, always: bool = False) -> None:
         """On the held-out prompts, where it is due: a function of the steps done alone, so that a resumed run evaluates
         where an uninterrupted one does."""
         if self.sampler is not None and self.held_out and (always or self._evaluation_due()):
-            with self.phase("eval"):
+            with self.progress.phase("eval"):
                 evaluation = evaluate(self.sampler, self.held_out, self.reward, params=self.params)
             self._evaluation = evaluation.metrics
             if evaluation.first_failure:
                 failed = sum(evaluation.failures.values())
-                self.tell(Notice(text=f"evaluation: {failed} samples failed; the first: {evaluation.first_failure}"))
+                self.progress.notice(f"evaluation: {failed} samples failed; the first: {evaluation.first_failure}")
             self._before = self._before or evaluation.shown
             self._after = evaluation.shown
-            self.tell(Evaluated(step=self.rollout_step, metrics=evaluation.metrics, shown=evaluation.shown))
-        self.tell(PhaseStarted(name="rollout" if self.sampler else "reading", step=self.rollout_step))
+            self.progress.tell(Evaluated(step=self.progress.step, metrics=evaluation.metrics, shown=evaluation.shown))
+        self.progress.begin("rollout" if self.sampler else "reading")
 
     def _evaluation_due(self) -> bool:
         every = self.config.eval.every
         if not every:
             return False
-        if self.rollout_step == 0:
+        if self.progress.step == 0:
             return self.config.eval.at_start
-        return self.rollout_step % every == 0 or self.rollout_step >= self.config.run.steps
+        return self.progress.step % every == 0 or self.progress.step >= self.config.run.steps
 
     def save(self) -> None:
         """Where one is due, begin a checkpoint; where one is written, make it visible."""
-        with self.phases("save"):
+        with self.progress.seconds("save"):
             self.checkpoints.complete(wait=False)
-            if self.checkpoints.due(self.rollout_step):
+            if self.checkpoints.due(self.progress.step):
                 self._start_save(background=self.config.checkpoint.background)
 
     def _start_save(self, *, background: bool) -> None:
         state = {
-            "rollout_step": self.rollout_step,
+            "rollout_step": self.progress.step,
             # Where it was not adapted, a run that resumes and adapts it begins with its own.
             **({"kl_coef": self.kl_coef} if self.config.algorithm.kl_target else {}),
             "source": self.source.position,
@@ -345,7 +327,7 @@ class Run:
             "before": [asdict(shown) for shown in self._before],
         }
         self.checkpoints.start(
-            self.rollout_step,
+            self.progress.step,
             state,
             background=background,
             files=self.source.save,
@@ -355,7 +337,7 @@ class Run:
     def finish(self) -> Summary:
         """Save what is not saved, export, and tell how it went."""
         # A request that comes in the last step has nothing left to stop.
-        done = self.rollout_step >= self.config.run.steps or self.config.run.mode == "eval"
+        done = self.progress.step >= self.config.run.steps or self.config.run.mode == "eval"
         reason = "interrupted" if self.stop.requested and not done else "finished"
         artifacts = {"run directory": str(self.run_dir)}
         if self.config.run.mode == "rollout-only":
@@ -366,22 +348,22 @@ class Run:
             artifacts["to go on"] = (
                 f"the same command with {shlex.quote(f'run.dir={self.run_dir}')} checkpoint.resume=auto"
             )
-        self.tell(
+        self.progress.tell(
             RunFinished(
                 reason=reason,
-                steps_done=self.rollout_step,
+                steps_done=self.progress.step,
                 seconds=time.perf_counter() - self.started,
                 before=self._before,
                 after=self._after,
                 artifacts=artifacts,
             )
         )
-        return Summary(reason=reason, run_dir=self.run_dir, steps_done=self.rollout_step, evaluation=self._evaluation)
+        return Summary(reason=reason, run_dir=self.run_dir, steps_done=self.progress.step, evaluation=self._evaluation)
 
     def _finish_training(self, *, export: bool) -> dict[str, str]:
         """Paths of what is left, by what it is."""
-        self.tell(PhaseStarted(name="saving", step=self.rollout_step))
-        if self.checkpoints.last_step != self.rollout_step:
+        self.progress.begin("saving")
+        if self.checkpoints.last_step != self.progress.step:
             self.residency.enter(REST)
             self._start_save(background=False)
         self.checkpoints.complete(wait=True)
@@ -392,6 +374,6 @@ class Run:
         if export:
             from corerl.driver.export import export as write_model
 
-            self.tell(PhaseStarted(name="exporting", step=self.rollout_step))
+            self.progress.begin("exporting")
             artifacts["model"] = str(write_model(newest, self.run_dir / EXPORT, replace=True))
         return artifacts

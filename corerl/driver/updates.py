@@ -6,15 +6,14 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 
 from attrs import define, evolve, field
 
 from corerl.calls import POLL_SECONDS
 from corerl.config.schema import WeightsConfig
+from corerl.driver.progress import Progress
 from corerl.driver.residency import REST, UPDATE, Residency
 from corerl.errors import CorerlError, WeightUpdateError, WorkerDied
-from corerl.plugin.events import Notice
 from corerl.rollout.engine import Received
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.sources import Source
@@ -50,8 +49,7 @@ class WeightUpdates:
     address: Address
     version: int  # of the next update
     residency: Residency
-    phase: Callable[[str], AbstractContextManager[None]]  # shown and counted while it lasts
-    tell: Callable[[Notice], None]
+    progress: Progress
 
     _updates: int = 0  # that all engines took
     _unverified: set[str] = field(factory=set)  # engines that cannot tell what they hold
@@ -70,12 +68,12 @@ class WeightUpdates:
         """One update of all engines. Those that it did not reach, which serve nothing now, with why."""
         with contextlib.ExitStack() as stack:
             if self.source.overlaps:
-                with self.phase("hold"):
+                with self.progress.phase("hold"):
                     stack.enter_context(self.source.updating(self.version))
             if self.fleet.dead:
                 self._replace(self.fleet.replace_dead)
             self.residency.enter(UPDATE)
-            with self.phase("update_weights"):
+            with self.progress.phase("update_weights"):
                 return self._update(verify=verify)
 
     def _update(self, *, verify: bool) -> dict[str, Received]:
@@ -112,11 +110,9 @@ class WeightUpdates:
         for name, loaded in self.fleet.weight_sums(self.manifest.dtype).items():
             if loaded is None:
                 if name not in self._unverified:
-                    self.tell(
-                        Notice(
-                            text=f"{name} cannot tell what it has loaded (Engine.weight_sums): it is not compared with "
-                            "what was sent; weights.verify_every=0 asks no more"
-                        )
+                    self.progress.notice(
+                        f"{name} cannot tell what it has loaded (Engine.weight_sums): it is not compared with what was "
+                        "sent; weights.verify_every=0 asks no more"
                     )
                 self._unverified.add(name)
             elif wrong := difference(sums, loaded):
@@ -151,6 +147,6 @@ class WeightUpdates:
         replaced = replace()
         self.residency.engines_changed()
         for engine, error in replaced.items():
-            self.tell(Notice(text=f"{engine} is replaced: {error.message}"))
+            self.progress.notice(f"{engine} is replaced: {error.message}")
         self._served -= replaced.keys()
         self.address = meeting_at(self.address, self.group)  # the dead one hangs in whatever was built at the old

@@ -10,24 +10,10 @@ from typing import Any
 from corerl.config.load import structure
 from corerl.config.schema import ExtensionChoice
 from corerl.errors import CorerlError, PluginBroken
-from corerl.plugin.contract import HookManager, build_manager, call_each
+from corerl.plugin.contract import build_manager, call_each
 from corerl.plugin.events import Event
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation, one_line
 from corerl.plugin.spec import Process
-
-
-class Emitter:
-    """Calls each observer by itself, and those that raised once no more."""
-
-    def __init__(self, manager: HookManager) -> None:
-        self._manager = manager
-        self._silenced: set[str] = set()
-
-    def emit(self, event: Event) -> None:
-        what = type(event).__name__
-        for name, error in call_each(self._manager, "observe", skip=self._silenced, event=event):
-            self._silenced.add(name)
-            print(f"warning: {name} is disabled, since observe({what}) raised {one_line(error)}", file=sys.stderr)
 
 
 class Observers:
@@ -39,14 +25,17 @@ class Observers:
     def __init__(self, extensions: Sequence[tuple[str, object]]) -> None:
         plugins = [(f"extension:{name}", plugin) for name, plugin in reversed(extensions)]
         self._manager = build_manager(plugins, hooks=("observe", "shutdown"), where="driver")
-        self._emitter = Emitter(self._manager)
+        self._silenced: set[str] = set()  # those that have raised
         self._closed = False
         self._telling = threading.RLock()
 
     def emit(self, event: Event) -> None:
         """Tell every observer, in the config's order; one event at a time, whatever thread it comes from."""
         with self._telling:
-            self._emitter.emit(event)
+            for name, error in call_each(self._manager, "observe", skip=self._silenced, event=event):
+                self._silenced.add(name)
+                what = f"observe({type(event).__name__})"
+                print(f"warning: {name} is disabled, since {what} raised {one_line(error)}", file=sys.stderr)
 
     def shutdown(self, reason: str) -> None:
         """Once on each; a second call does nothing."""

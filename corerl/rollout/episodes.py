@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -20,9 +20,6 @@ from corerl.rollout.front import API_KEY, MODEL, Client
 from corerl.rollout.rewards import Failure, Scorer, Scores, gathered, is_number, short, told
 from corerl.rollout.sampler import Rollout
 from corerl.types import IntArray
-
-if TYPE_CHECKING:
-    pass
 
 
 @frozen(kw_only=True)

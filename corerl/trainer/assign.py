@@ -77,9 +77,7 @@ def plan_role(
     backend = load(Kind.BACKENDS, name)
     options = role_options(config, role, backend)
     cluster = cluster_of(role, config, device=device, model=model)
-    saved_ranks = written_ranks(Path(resume)) if resume else 0
-    needs = needed(role, config, cluster, experts=experts, saved_ranks=saved_ranks)
-    check_capabilities(backend.spec, needs, name=backend.name)
+    require_capable(role, config, backend, cluster, experts=experts, resume=resume)
     check_spec(backend, options, cluster, config=config, role=role)
     extensions = extensions_for(config.extensions, Process.WORKER)
     role_config = RoleConfig(
@@ -114,6 +112,15 @@ def plan_role(
         environment=dict(backend.spec.environment(options, cluster)),
         resources=backend.spec.resources(options, cluster),
     )
+
+
+def require_capable(
+    role: str, config: Config, backend: Loaded, cluster: ClusterInfo, *, experts: int, resume: str
+) -> None:
+    """Raises Unsupported with a line for each capability that the run will use of the role's backend and it lacks."""
+    saved_ranks = written_ranks(Path(resume)) if resume else 0
+    needs = needed(role, config, cluster, experts=experts, saved_ranks=saved_ranks)
+    check_capabilities(backend.spec, needs, name=backend.name)
 
 
 def cluster_of(role: str, config: Config, *, device: str, model: Mapping[str, Any] | None = None) -> ClusterInfo:

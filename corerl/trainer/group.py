@@ -3,16 +3,15 @@ which returns the `Call` at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from attrs import evolve, frozen
 
 from corerl.calls import Call
-from corerl.cluster.group import Pending, ProcessGroup
+from corerl.cluster.group import ProcessGroup, Watching
 from corerl.cluster.placement import Seat
-from corerl.cluster.process import Outcome
 from corerl.data.plan import StepPlan
 from corerl.errors import ContractError
 from corerl.trainer.assign import RolePlan
@@ -56,22 +55,11 @@ class TrainGroup:
         seats: Sequence[Seat],
         environment: Mapping[str, str],
         *,
-        notify: Callable[[str], None] | None = None,
-        watchdog: float = 0.0,
-        on_answer: Callable[[str, Pending, Outcome], None] | None = None,
+        watching: Watching | None = None,
     ) -> TrainGroup:
-        """Start a process for each rank, with `environment` set before it imports anything; returns at once. `notify`
-        is told of ranks that are late by `watchdog` seconds, `on_answer` of every answer."""
+        """Start a process for each rank, with `environment` set before it imports anything; returns at once."""
         names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
-        processes = ProcessGroup(
-            names,
-            "corerl.trainer.worker:Worker",
-            seats,
-            environment,
-            notify=notify,
-            watchdog=watchdog,
-            on_answer=on_answer,
-        )
+        processes = ProcessGroup(names, "corerl.trainer.worker:Worker", seats, environment, watching=watching)
         return cls(processes, plan)
 
     # ---- training ---------------------------------------------------------------------------------------------------

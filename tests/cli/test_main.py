@@ -24,7 +24,7 @@ class Failing(ModuleType):
         self.outcome = outcome
 
     def add_parser(self, subparsers: Any) -> None:
-        subparsers.add_parser("failing")
+        subparsers.add_parser("failing").set_defaults(run=self.run)
 
     def run(self, args: argparse.Namespace) -> int:
         if isinstance(self.outcome, BaseException):
@@ -97,6 +97,7 @@ class Told(ModuleType):
         parser.add_argument("file")
         parser.add_argument("overrides", nargs="*")
         parser.add_argument("--flag", action="store_true")
+        parser.set_defaults(run=self.run)
 
     def run(self, args: argparse.Namespace) -> int:
         self.args.append(args)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.cluster.group import Pending, ProcessGroup
+from corerl.cluster.group import Pending, ProcessGroup, Watching
 from corerl.cluster.objects import share
 from corerl.cluster.placement import Seat, arrange, seated
 from corerl.cluster.process import Outcome, fair_threads
@@ -102,7 +102,7 @@ def test_every_answer_is_told_of_once_however_often_it_is_looked_at(start: Start
     def hear(name: str, pending: Pending, outcome: Outcome) -> None:
         told.append((name, pending.method, outcome))
 
-    group = start(2, "tests.cluster.members:Shows", on_answer=hear)
+    group = start(2, "tests.cluster.members:Shows", watching=Watching(on_answer=hear))
     names = ["actor rank 0", "actor rank 1"]
     began = time.time()
     group.wait(group.construct([(), ()]))
@@ -136,7 +136,7 @@ def test_a_rank_that_waits_in_a_collective_is_seen_there(start: Start, tmp_path:
     def hear(name: str, pending: Pending, outcome: Outcome) -> None:
         told[name, pending.method] = outcome
 
-    group = start(2, "tests.cluster.ranks:Rank", on_answer=hear)
+    group = start(2, "tests.cluster.ranks:Rank", watching=Watching(on_answer=hear))
     group.wait(group.construct([(0, 2), (1, 2)]))
     host, port, listening = group.listen(0)
     group.wait(group.start_each("init", [(host, port, listening, ""), (host, port, None, "")]))

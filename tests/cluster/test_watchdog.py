@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from corerl.cluster.group import ProcessGroup
+from corerl.cluster.group import ProcessGroup, Watching
 from corerl.cluster.placement import arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.cluster.watchdog import Status, late, listed, sentence
@@ -109,7 +109,7 @@ def ranks(told: Told) -> Iterator[ProcessGroup]:
     """Four that have met; the last was held up while it built its model."""
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with ray_session(address="", cpus=4), seated(arrange({"ranks": 4}, cpus=1.0, gpus=0.0), timeout=60.0) as seats:
-        group = ProcessGroup(NAMES[:4], RANK, seats["ranks"], environment, notify=told, watchdog=1.0)
+        group = ProcessGroup(NAMES[:4], RANK, seats["ranks"], environment, watching=Watching(notify=told, seconds=1.0))
         host, port, listening = group.listen(0)
         group.wait(group.construct([(rank, 4) for rank in range(4)]))
         meeting = [(host, port, listening if rank == 0 else None, told.gate if rank == 3 else "") for rank in range(4)]

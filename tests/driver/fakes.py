@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from attrs import evolve
 from corerl.calls import Call
 from corerl.config.schema import Config
 from corerl.data.plan import StepPlan
+from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency, residency_plan
 from corerl.driver.roles import Role
 from corerl.driver.run import REFERENCE
@@ -20,6 +20,7 @@ from corerl.driver.updates import WeightUpdates
 from corerl.errors import CorerlError, WorkerDied
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
 from corerl.plugin.hookspecs import hookimpl
+from corerl.plugin.observers import Observers
 from corerl.rollout.engine import Received
 from corerl.types import (
     LossSpec,
@@ -185,15 +186,13 @@ def told(ears: Ears) -> list[str]:
     return [notice.text for notice in ears.notices]
 
 
-@contextlib.contextmanager
-def unseen(phase: str) -> Iterator[None]:
-    """A phase that nobody is shown."""
-    yield
+def progress(ears: Ears | None = None, *, step: int = 0) -> Progress:
+    return Progress(Observers([("ears", ears or Ears())]), step)
 
 
 def staying() -> Residency:
     """Nobody shares a device."""
-    return Residency(phase=unseen, tell=lambda notice: None)
+    return Residency(progress=progress())
 
 
 def sharing(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: Group | None = None) -> Residency:
@@ -202,8 +201,7 @@ def sharing(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: G
         plan=residency_plan(list(groups), passed),
         groups=groups,  # type: ignore[arg-type]  # the part of a TrainGroup that is used
         fleet=fleet or Group(),  # type: ignore[arg-type]
-        phase=unseen,
-        tell=lambda notice: None,
+        progress=progress(),
     )
 
 
@@ -214,8 +212,7 @@ def make_updates(config: Config, actor: Group, fleet: Group, ears: Ears | None =
         "address": Address(transport="disk", engines=fleet.names),
         "version": 0,
         "residency": staying(),
-        "phase": unseen,
-        "tell": (ears or Ears()).observe,
+        "progress": progress(ears),
         **parts,
     }
     return WeightUpdates(config=config.weights, group=actor, fleet=fleet, **given)  # type: ignore[arg-type]

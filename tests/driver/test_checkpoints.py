@@ -10,6 +10,7 @@ from corerl.checkpoint.commit import latest, read_state
 from corerl.checkpoint.writer import stage, write
 from corerl.config.schema import CheckpointConfig
 from corerl.driver.checkpoints import Checkpoints
+from corerl.driver.progress import Progress
 from corerl.errors import SaveFailed, WorkerDied
 from corerl.plugin.events import CheckpointSaved, Event
 from corerl.plugin.hookspecs import hookimpl
@@ -75,7 +76,7 @@ def make(run_dir: Path, heard: Heard, *, keep: int = 2, **roles: Group) -> Check
         run_dir=run_dir,
         config=CheckpointConfig(every=2, keep=keep),
         roles=roles,  # type: ignore[arg-type]  # the part of a Role that saves
-        observers=Observers([("heard", heard)]),
+        progress=Progress(Observers([("heard", heard)]), 0),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from attrs import evolve
 
 from corerl import hookimpl
-from corerl.cluster.group import Pending
+from corerl.cluster.group import Pending, Watching
 from corerl.cluster.placement import Seat
 from corerl.cluster.process import Outcome
 from corerl.config.schema import ClusterInfo
@@ -24,10 +24,12 @@ from corerl.driver.launch import (
     tell_of,
 )
 from corerl.driver.prepare import Prepared, prepare
+from corerl.driver.progress import Progress
 from corerl.errors import ConfigError, DataError, SaveFailed, WorkerDied
-from corerl.plugin.events import Event, Notice, Span, Worked
+from corerl.plugin.events import Event, Span, Worked
 from corerl.plugin.observers import Observers
 from corerl.plugin.registry import Kind, load
+from tests.driver.fakes import Ears, progress, told
 from tests.driver.saved import make_config
 
 
@@ -113,11 +115,11 @@ def test_engines_have_the_precision_that_the_actor_is_trained_in_and_the_devices
     own = evolve(prepared, config=evolve(prepared.config, roles=config.roles))
     seat = Seat(group=None, bundle=0, cpus=1.0, gpus=1.0, devices=(4, 5))  # never sat on
     for each, precision in ((prepared, "float32"), (own, "bfloat16")):
-        (engine,) = make_fleet(each, seats=[seat]).assignments
+        (engine,) = make_fleet(each, [seat], Watching()).assignments
         assert engine.context.precision == precision
     seating = evolve(prepared.plan.seating, widths={"engines": 2})
     wide = evolve(prepared, plan=evolve(prepared.plan, seating=seating))
-    (engine,) = make_fleet(wide, seats=[seat]).assignments
+    (engine,) = make_fleet(wide, [seat], Watching()).assignments
     assert (engine.context.bundles, engine.context.devices) == (2, (4, 5))
     assert engine.context.run_dir == str(prepared.run_dir)
 
@@ -133,17 +135,17 @@ class Hears:
 
 def test_an_answer_is_told_with_what_the_driver_asked_and_what_the_process_did() -> None:
     hears = Hears()
-    observers = Observers([("hears", hears)])
+    telling = Progress(Observers([("hears", hears)]), 0)
     pending = Pending("train at optimizer step 2", (0,), (), asked=1.0)
     spans = (Span(name="optimizer", started=3.0, ended=4.0),)
     waits = (Span(name="all_reduce", started=3.5, ended=3.75),)
     done = Outcome(value="much", started=2.0, ended=4.0, method="train", lane=1, spans=spans, waits=waits)
-    tell_of(observers, "actor rank 0", pending, done)
+    tell_of(telling, "actor rank 0", pending, done)
     whole = Worked(
         process="actor rank 0", verb="train", call="train at optimizer step 2", asked=1.0, started=2.0, ended=4.0,
         lane=1, spans=spans, waits=waits,
     )  # fmt: skip
-    tell_of(observers, "actor rank 0", pending, evolve(done, value=None, error=SaveFailed("disk full")))
+    tell_of(telling, "actor rank 0", pending, evolve(done, value=None, error=SaveFailed("disk full")))
     assert hears.heard == [whole, evolve(whole, error="disk full")]
 
 
@@ -164,14 +166,10 @@ class Saves:
 
 
 class FakeRun:
-    rollout_step = 3
-
     def __init__(self, error: Exception | None = None) -> None:
         self.checkpoints = Saves(error)
-        self.told: list[Event] = []
-
-    def tell(self, event: Event) -> None:
-        self.told.append(event)
+        self.ears = Ears()
+        self.progress = progress(self.ears, step=3)
 
 
 def fail_with(failure: BaseException, run: FakeRun, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +186,7 @@ def fail_with(failure: BaseException, run: FakeRun, run_dir: Path, monkeypatch: 
 def test_a_failure_keeps_the_checkpoint_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = FakeRun()
     fail_with(ValueError("a fault"), run, tmp_path / "run", monkeypatch)
-    assert (run.checkpoints.asked, run.told) == (1, [])
+    assert (run.checkpoints.asked, told(run.ears)) == (1, [])
 
 
 def test_a_failure_stays_the_error_where_the_checkpoint_is_lost_too(
@@ -196,7 +194,7 @@ def test_a_failure_stays_the_error_where_the_checkpoint_is_lost_too(
 ) -> None:
     run = FakeRun(WorkerDied("the ranks have ended"))
     fail_with(ValueError("a fault"), run, tmp_path / "run", monkeypatch)
-    assert run.told == [Notice(text="the checkpoint that was being written is lost: WorkerDied: the ranks have ended")]
+    assert told(run.ears) == ["the checkpoint that was being written is lost: WorkerDied: the ranks have ended"]
 
 
 @pytest.mark.parametrize("failure", [SaveFailed("a fault"), KeyboardInterrupt("a fault")])

@@ -20,7 +20,7 @@ from corerl.driver.residency import (
     training,
 )
 from corerl.types import MemoryKind, SleepResult
-from tests.driver.fakes import Ears, Group, sharing, staying, told, unseen
+from tests.driver.fakes import Ears, Group, progress, sharing, staying, told
 from tests.end_to_end.command import numbers
 from tests.in_process import execute_here, small
 
@@ -164,7 +164,7 @@ def test_what_a_rank_says_of_its_sleep_reaches_the_user() -> None:
     actor, ears = Group(), Ears()
     actor.slept = [evolve(actor.slept[0], notes=notes) for notes in ((), ("host memory could not be pinned",))]
     plan = residency_plan(["actor"], passed=[])
-    residency = Residency(plan=plan, groups={"actor": actor}, phase=unseen, tell=ears.observe)  # type: ignore[dict-item]
+    residency = Residency(plan=plan, groups={"actor": actor}, progress=progress(ears))  # type: ignore[dict-item]
     residency.enter(SAMPLE)
     assert told(ears) == ["actor rank 1: host memory could not be pinned"]
 

@@ -17,9 +17,7 @@ from corerl.driver.advantages import Stamped
 from corerl.driver.residency import SAMPLE
 from corerl.driver.run import REFERENCE, Run, answers_in
 from corerl.errors import DataError
-from corerl.observability.timing import Phases
 from corerl.plugin.events import Shown
-from corerl.plugin.observers import Observers
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources import Evaluation, Scored
 from corerl.trainer.assign import loss_of
@@ -32,6 +30,7 @@ from tests.driver.fakes import (
     Group,
     Source,
     make_updates,
+    progress,
     role,
     sharing,
     staying,
@@ -51,15 +50,15 @@ TRAIN = {
 def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     monkeypatch.setattr(driver, "share", lambda value: value)  # no object store
 
-    def make(config: Config, *, actor: Group | None = None, **parts: Any) -> Run:
+    def make(
+        config: Config, *, actor: Group | None = None, ears: Ears | None = None, rollout_step: int = 0, **parts: Any
+    ) -> Run:
         needed = [each.name for each in attrs.fields(Run) if each.default is attrs.NOTHING]
         return Run(
             **{
                 **dict.fromkeys(needed),
                 "config": config,
-                "observers": Observers([]),
-                "phases": Phases(),
-                "rollout_step": 0,
+                "progress": progress(ears, step=rollout_step),
                 "sampler": "a sampler",
                 "kl_coef": config.algorithm.kl_coef,
                 "roles": {"actor": role("actor", actor, config)},
@@ -102,7 +101,7 @@ def scored() -> Scored:
 def test_the_learning_rate_that_is_reported_is_the_one_that_was_used_last(make_run: Callable[..., Run]) -> None:
     ears = Ears()
     config = make_config(run={"steps": 5}, train=TRAIN)  # 5 x 2 mini-batches x 3 epochs: steps 0 to 29
-    run = make_run(config, observers=Observers([("ears", ears)]), rollout_step=5)
+    run = make_run(config, ears=ears, rollout_step=5)
     result = TrainResult(applied=True, metrics={"loss": Metric(1.0, 1.0)}, grad_norm=1.0, tokens=5)
     stamped = Stamped(samples=batch(), metrics={"correction/mean": 0.75})
     run.actor.optimizer_step = 30
@@ -231,7 +230,7 @@ def test_a_coefficient_that_is_taken_off_rewards_is_not_in_the_loss_too(make_run
 
 def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]) -> None:
     ears, actor = Ears(), Group()
-    run = make_run(make_config(algorithm={"overlong": "mask"}), actor=actor, observers=Observers([("ears", ears)]))
+    run = make_run(make_config(algorithm={"overlong": "mask"}), actor=actor, ears=ears)
     cut = batch().with_rows(truncated=np.array([True, True]))
     stamped = run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=cut)))
     assert run.optimize(stamped) == {} and actor.losses == []
@@ -241,7 +240,7 @@ def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]
 def test_a_mini_batch_without_a_loss_token_moves_nothing_and_is_told(make_run: Callable[..., Run]) -> None:
     ears, config = Ears(), make_config(algorithm={"overlong": "mask"}, train={"mini_batches": 2, "epochs": 3})
     actor = role("actor", config=config)
-    run = make_run(config, roles={"actor": actor}, observers=Observers([("ears", ears)]))
+    run = make_run(config, roles={"actor": actor}, ears=ears)
     cut = batch().with_rows(truncated=np.array([False, True]), group=np.array([0, 1]))
     results = run.optimize(run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=cut))))
     assert [each.grad_norm for each in results["actor"]] == [0.0, 1.0, 2.0]  # the numbers of the steps that were done
@@ -252,7 +251,7 @@ def test_a_mini_batch_without_a_loss_token_moves_nothing_and_is_told(make_run: C
 def test_fewer_groups_than_mini_batches_are_fewer_steps_and_told(make_run: Callable[..., Run]) -> None:
     ears, config = Ears(), make_config(train={"mini_batches": 4, "epochs": 2})
     actor = role("actor", config=config)
-    run = make_run(config, roles={"actor": actor}, observers=Observers([("ears", ears)]))
+    run = make_run(config, roles={"actor": actor}, ears=ears)
     two = batch().with_rows(group=np.array([0, 1]))
     results = run.optimize(run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=two))))
     assert len(results["actor"]) == actor.optimizer_step == 4
@@ -263,12 +262,12 @@ def test_fewer_groups_than_mini_batches_are_fewer_steps_and_told(make_run: Calla
 
 def test_a_stop_is_heeded_where_engines_have_new_weights(make_run: Callable[..., Run]) -> None:
     run = make_run(make_config(weights={"every": 3}, checkpoint={"every": 0}), stop=Stop(True))
-    assert [step for run.rollout_step, step in enumerate(range(7)) if run.stopping] == [0, 3, 6]
+    assert [step for run.progress.step, step in enumerate(range(7)) if run.stopping] == [0, 3, 6]
     run.stop = Stop(False)
     assert not run.stopping
     saved = {"every": 3}
     without = make_run(make_config(run={"mode": "train-only"}, weights=saved, checkpoint={"every": 0}), stop=Stop(True))
-    assert all(without.stopping for without.rollout_step in range(4))  # there are no engines
+    assert all(without.stopping for without.progress.step in range(4))  # there are no engines
 
 
 # ---- optimizer steps -------------------------------------------------------------------------------------------------
@@ -292,9 +291,9 @@ def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) 
     run = make_run(make_config(), roles=roles, updates=make_updates(make_config(), actor, fleet, version=3))
     run.push_weights()
     stamped = run.with_advantages(scored())
-    for run.rollout_step in range(4):
+    for run.progress.step in range(4):
         trained = list(run.optimize(stamped))
-        assert trained == (["critic"] if run.rollout_step < 2 else ["actor", "critic"])
+        assert trained == (["critic"] if run.progress.step < 2 else ["actor", "critic"])
         run.push_weights()
     # Weights that no step has changed are not sent again.
     assert actor.log == ["send 3", "train at 0 of 2", "send 4", "train at 1 of 3", "send 5"]
@@ -305,7 +304,7 @@ def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) 
 
 def test_a_reward_that_never_differs_is_told_once_until_it_does(make_run: Callable[..., Run]) -> None:
     ears = Ears()
-    run = make_run(make_config(), observers=Observers([("ears", ears)]))
+    run = make_run(make_config(), ears=ears)
     same = evolve(scored(), rewards=np.array([0.25, 0.25], np.float32))
     line = (
         "every sample of the last 3 steps had the reward 0.25: nothing is learned from that; "
@@ -322,7 +321,7 @@ def test_a_reward_that_never_differs_is_told_once_until_it_does(make_run: Callab
 
 def test_the_first_sample_without_a_reward_is_named(make_run: Callable[..., Run]) -> None:
     ears = Ears()
-    run = make_run(make_config(), observers=Observers([("ears", ears)]))
+    run = make_run(make_config(), ears=ears)
     failed = evolve(scored(), failures={"timeout": 2, "died": 1}, first_failure="reward 'mine:f' took 30 s on 'a'")
     run.report(failed, None, {})
     assert told(ears) == ["step 4: 3 samples failed; the first: reward 'mine:f' took 30 s on 'a'"]
@@ -355,10 +354,10 @@ def test_weights_go_out_every_so_many_steps_and_before_an_evaluation(make_run: C
     updates = make_updates(config, actor, Group())
     run = make_run(config, actor=actor, updates=updates, rollout_step=1)  # resumed: engines hold nothing yet
     pushed = []
-    for run.rollout_step in range(1, 8):
+    for run.progress.step in range(1, 8):
         before = len(actor.log)
         run.push_weights()
-        pushed += [run.rollout_step] if len(actor.log) > before else []
+        pushed += [run.progress.step] if len(actor.log) > before else []
         run.actor.optimizer_step += 1
     assert pushed == [1, 3, 4, 6, 7]
 
@@ -428,13 +427,13 @@ def test_evaluation_is_due_at_the_start_at_multiples_and_at_the_end(
     evaluated: list[int] = []
 
     def evaluate(*_: Any, **__: Any) -> Evaluation:
-        evaluated.append(run.rollout_step)
+        evaluated.append(run.progress.step)
         return Evaluation(metrics={"eval/reward": 0.5}, shown=())
 
     monkeypatch.setattr(driver, "evaluate", evaluate)
     run = make_run(evolve(make_config(run={"steps": 7}), eval=config), held_out=["a prompt"])
     for step in range(8):
-        run.rollout_step = step
+        run.progress.step = step
         run.evaluate()
     assert evaluated == steps
 
@@ -531,9 +530,8 @@ def test_a_resumed_run_ends_with_the_answers_from_before_any_training(
     def evaluating(response: str, **parts: Any) -> tuple[Run, Saves, Ears]:
         monkeypatch.setattr(driver, "evaluate", lambda *_, **__: Evaluation(metrics={}, shown=answers(response)))
         saves, ears = Saves(-1), Ears()
-        observers = Observers([("ears", ears)])
         common = {"held_out": ["a prompt"], "source": Source(), "stop": Stop(True), "run_dir": Path("/run")}
-        run = make_run(make_config(), checkpoints=saves, observers=observers, **common, **parts)
+        run = make_run(make_config(), checkpoints=saves, ears=ears, **common, **parts)
         run.evaluate()
         run.finish()
         return run, saves, ears
