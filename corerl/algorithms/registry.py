@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from functools import lru_cache, partial
 from typing import Any
 
 from corerl.algorithms.losses import Loss, LossInputs, LossResult, clipped, value
 from corerl.config.functions import imported
 from corerl.errors import ConfigError
+from corerl.messages import did_you_mean
 from corerl.types import LossSpec, Output, Scalar
 
 LOSSES: Mapping[str, Loss] = {"clipped": clipped, "value": value}
@@ -34,7 +34,7 @@ def _resolved(loss: str, given: tuple[tuple[str, Scalar], ...]) -> Callable[[Los
     if unknown and len(named) == len(parameters):
         raise ConfigError(
             f"loss {loss!r} has no parameter {unknown[0]!r}; it takes: {', '.join(named) or 'none'}"
-            + _nearest(unknown[0], named)
+            + did_you_mean(unknown[0], named)
         )
     needed = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.default is p.empty]
     missing = [name for name in needed if name not in params]
@@ -93,7 +93,8 @@ def _find(name: str) -> Loss:
         return LOSSES[name]
     if ":" not in name:
         raise ConfigError(
-            f"unknown loss {name!r}; known: {', '.join(sorted(LOSSES))}, or 'module:function'" + _nearest(name, LOSSES)
+            f"unknown loss {name!r}; known: {', '.join(sorted(LOSSES))}, or 'module:function'"
+            + did_you_mean(name, LOSSES)
         )
     return imported(name, setting="algorithm.loss")
 
@@ -106,8 +107,3 @@ def _parameters(function: Loss, *, name: str) -> list[inspect.Parameter]:
     if not inputs or inputs[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD) or not by_name:
         raise ConfigError(f"loss {name!r} has the signature {signature}; write it as (inputs, *, its parameters)")
     return others
-
-
-def _nearest(name: str, known: Mapping[str, object] | list[str]) -> str:
-    near = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

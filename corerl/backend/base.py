@@ -32,7 +32,8 @@ from corerl.models.random import RandomSource
 from corerl.models.readers import FirstOf, SafetensorsSource
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
-from corerl.plugin.hookspecs import Hooks, hookimpl
+from corerl.plugin.contract import HOOKS
+from corerl.plugin.hookspecs import hookimpl
 from corerl.plugin.host import BackendBase
 from corerl.types import (
     ForwardResult,
@@ -57,8 +58,6 @@ from corerl.weights.transport import WeightSender
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-HOOKS = frozenset(name for name in vars(Hooks) if not name.startswith("_"))
 
 Extra: TypeAlias = Mapping[str, torch.Tensor | bool | int | float | str]
 
@@ -96,7 +95,7 @@ class Backend(BackendBase, ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # Overriding a marked method loses pluggy's mark, and the hook would silently have no implementation.
         super().__init_subclass__(**kwargs)
-        for name in HOOKS & vars(cls).keys():
+        for name in vars(cls).keys() & set(HOOKS):
             hookimpl(vars(cls)[name])
 
     # ---- what a backend writes --------------------------------------------------------------------------------------

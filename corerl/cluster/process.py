@@ -18,6 +18,7 @@ from corerl.cluster.nodes import this_node
 from corerl.cluster.spans import Recorder
 from corerl.cluster.watchdog import Status, frame_of, stand
 from corerl.errors import CorerlError, HookFailed, PluginError
+from corerl.messages import one_line
 from corerl.plugin.events import Span
 
 STATUS = "status"  # the concurrency group that answers while all other threads work
@@ -50,8 +51,7 @@ def portable(error: BaseException, where: str, failure: type[CorerlError] = Hook
         failed = error if type(error) is ours else ours(str(error))
         failed.details = error.details
     else:
-        text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        failed = failure(f"{where}: {text.removesuffix(': ')}")
+        failed = failure(f"{where}: {one_line(error)}")
     failed.details = failed.details or f"{where}\n" + "".join(traceback.format_exception(error))
     return failed
 

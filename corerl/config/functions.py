@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
 from corerl.errors import ConfigError
+from corerl.messages import did_you_mean
 
 
 def imported(name: str, *, setting: str) -> Callable[..., Any]:
@@ -24,9 +24,8 @@ def imported(name: str, *, setting: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         functions = [each for each, value in vars(module).items() if callable(value)]
-        near = get_close_matches(attribute, functions, n=1)
         raise ConfigError(
             f"{setting}: {name!r}: module {module_name!r} has no function {attribute!r}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
+            + did_you_mean(attribute, functions)
         )
     return function

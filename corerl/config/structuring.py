@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from cattrs.gen import make_dict_structure_fn, override
 
 from corerl.config.words import choices, class_fields, is_union, parse_toml, spell, spell_value
 from corerl.errors import ConfigError
+from corerl.messages import did_you_mean, nearest
 
 T = TypeVar("T")
 Keys = tuple[str | int, ...]  # a dotted path, taken apart; integers index arrays
@@ -246,8 +246,8 @@ def _missing(field: attrs.Attribute[Any], keys: Keys) -> Iterator[Problem]:
 def _unknown(error: ForbiddenExtraKeysError, keys: Keys) -> Iterator[Problem]:
     known = list(class_fields(error.cl))
     for key in sorted(error.extra_fields):
-        near = difflib.get_close_matches(key, known, n=1) or _deeper(error.cl, key)
-        advice = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+        near = nearest(key, known) or next(iter(_deeper(error.cl, key)), "")
+        advice = f"did you mean {near!r}?" if near else f"known: {', '.join(known) or 'none'}"
         yield Problem((*keys, key), f"unknown key; {advice}")
 
 
@@ -271,8 +271,8 @@ def _text(error: BaseException) -> str:
 def _mismatch(value: Any, kind: Any) -> str:
     """What was expected and what stands there, with a hint at the commonest slips: letters and quotes."""
     hint = ""
-    if near := difflib.get_close_matches(str(value), [str(choice) for choice in choices(kind)], n=1):
-        hint = f"; did you mean {near[0]!r}?"
+    if near := did_you_mean(str(value), [str(choice) for choice in choices(kind)]):
+        hint = near
     elif kind is str and isinstance(value, (bool, int, float, date, time)):
         hint = "; put it in quotes"
     elif isinstance(value, str):

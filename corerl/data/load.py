@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from corerl.data.mixture import MixedPrompts
 from corerl.data.prompts import PromptSource, SortDigits
 from corerl.data.rows import RowPrompts, open_rows
 from corerl.errors import ConfigError
+from corerl.messages import did_you_mean
 
 if TYPE_CHECKING:
     from corerl.config.schema import DataConfig
@@ -62,10 +62,7 @@ def _source(
         return GENERATED[source](held_out=data.held_out, seed=seed)
     path = Path(source)
     if not source or (not os.path.exists(path) and path.suffix not in (".jsonl", ".parquet")):
-        near = get_close_matches(source, GENERATED, n=1)
-        raise ConfigError(
-            f"{setting}: unknown source {source!r}; known: {KNOWN}{f'; did you mean {near[0]!r}?' if near else ''}"
-        )
+        raise ConfigError(f"{setting}: unknown source {source!r}; known: {KNOWN}{did_you_mean(source, GENERATED)}")
     return RowPrompts(
         open_rows(path),
         prompt_key=prompt_key or data.prompt_key,

@@ -7,7 +7,6 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 from corerl.data.chat import read_messages, readable
 from corerl.data.prompts import Prompt, PromptSource, split
 from corerl.errors import ConfigError, DataError
+from corerl.messages import did_you_mean
 
 BATCH = 1024  # rows that are decoded together
 
@@ -196,10 +196,9 @@ class RowPrompts(PromptSource):
         if not isinstance(row, dict):
             raise DataError(f"{where}: got {_kind(row)}, wanted a JSON object with the field {key!r}")
         if key not in row:
-            near = get_close_matches(key, row, n=1)
             raise DataError(
                 f"{where}: no field {key!r}; it has: {', '.join(row) or 'none'}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
+                + did_you_mean(key, row)
                 + "; set data.prompt_key"
             )
         value = row[key]

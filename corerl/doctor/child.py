@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from attrs import asdict, frozen
 
-from corerl.plugin.registry import one_line
+from corerl.messages import one_line
 from corerl.plugin.spec import Finding, Level
 
 LIMIT = 300.0  # seconds that one look may take: importing torch on a cold, shared file system takes a minute

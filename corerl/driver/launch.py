@@ -31,12 +31,13 @@ from corerl.driver.run_dir import occupied, write_config
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates, meeting_at
 from corerl.errors import EngineFailed, SaveFailed
+from corerl.messages import one_line
 from corerl.plugin import hooktrace
 from corerl.plugin.events import RunFinished, RunStarted, Worked
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.options import merge_environments, notes
 from corerl.plugin.origins import origins_of
-from corerl.plugin.registry import Kind, one_line
+from corerl.plugin.registry import Kind
 from corerl.rollout.asynchronous import Asynchronous
 from corerl.rollout.engine import EngineContext
 from corerl.rollout.episodes import EpisodeScorer

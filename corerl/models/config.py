@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from transformers.models.auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from corerl.errors import ModelError
+from corerl.messages import did_you_mean
 
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
@@ -93,7 +93,7 @@ def _from_fields(given: Mapping[str, Any]) -> PreTrainedConfig:
     known = {name for name in vars(default) if not name.startswith("_")} | set(default.attribute_map) | UNDECLARED
     for name in fields:
         if name not in known:
-            raise ModelError(f"model.config.{name} is no field of a {model_type} config{_nearest(name, known)}")
+            raise ModelError(f"model.config.{name} is no field of a {model_type} config{did_you_mean(name, known)}")
     return config
 
 
@@ -104,14 +104,9 @@ def _known_type(fields: Mapping[str, Any], where: str) -> str:
     if model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"{where}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
-            f"{_nearest(model_type, CONFIG_MAPPING)}"
+            f"{did_you_mean(model_type, CONFIG_MAPPING)}"
         )
     return model_type
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _line(error: Exception) -> str:

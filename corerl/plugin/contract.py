@@ -12,10 +12,10 @@ from typing import Any
 import pluggy
 
 from corerl.errors import ContractError
+from corerl.messages import nearest
 from corerl.plugin import hooktrace
 from corerl.plugin.hookspecs import PROJECT, REQUIRED, Hooks
 from corerl.plugin.hooktrace import HookTrace
-from corerl.plugin.registry import nearest
 
 HOOKS = tuple(name for name in vars(Hooks) if not name.startswith("_"))
 LIST_HOOKS = ("shutdown", "observe")  # called plugin by plugin, so that one that raises does not silence the others

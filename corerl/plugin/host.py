@@ -21,6 +21,7 @@ from corerl.errors import (
     WeightUpdateError,
     WrongState,
 )
+from corerl.messages import one_line
 from corerl.plugin.capabilities import FULL, PRECISIONS, Capability, Grade, Support, refusal
 from corerl.plugin.context import Context
 from corerl.plugin.contract import (
@@ -32,7 +33,6 @@ from corerl.plugin.contract import (
     require_instance,
 )
 from corerl.plugin.hookspecs import NEEDS, RESULTS
-from corerl.plugin.registry import one_line
 from corerl.types import (
     ForwardResult,
     InitResult,

@@ -10,9 +10,10 @@ from typing import Any
 from corerl.config.load import structure
 from corerl.config.schema import ExtensionChoice
 from corerl.errors import CorerlError, PluginBroken
+from corerl.messages import one_line
 from corerl.plugin.contract import build_manager, call_each
 from corerl.plugin.events import Event
-from corerl.plugin.registry import Kind, Loaded, load, load_implementation, one_line
+from corerl.plugin.registry import Kind, Loaded, load, load_implementation
 from corerl.plugin.spec import Process
 
 

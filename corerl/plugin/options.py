@@ -12,8 +12,9 @@ from attrs import evolve, frozen
 from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo, Config
 from corerl.errors import ConfigError, PluginError, Unsupported
+from corerl.messages import nearest
 from corerl.plugin.capabilities import FULL, Capability, Grade, refusal
-from corerl.plugin.registry import Kind, Loaded, installed_names, load, nearest
+from corerl.plugin.registry import Kind, Loaded, installed_names, load
 from corerl.plugin.spec import BackendSpec, Environment, Problem
 
 JOINED = {"LD_PRELOAD": ":"}  # variables that hold a list, with its separator: several plugins may add to one

@@ -6,7 +6,6 @@ silence, and answer an unknown name with nothing.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import re
@@ -18,6 +17,7 @@ import attrs
 from attrs import asdict, field, frozen
 
 from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, PluginNotFound
+from corerl.messages import did_you_mean, nearest, one_line
 from corerl.plugin.api import API
 from corerl.plugin.spec import BackendSpec, EngineSpec, ExtensionSpec, Spec
 
@@ -207,14 +207,8 @@ def unknown(name: str) -> PluginNotFound:
     """For a name that is of no kind."""
     names = {kind: installed_names(kind) for kind in Kind}
     listed = "; ".join(f"{kind.value}: {', '.join(known) or 'none'}" for kind, known in names.items())
-    near = nearest(name, sorted({each for kind, known in names.items() for each in [*known, *INSTALL_HINTS[kind]]}))
-    advice = f"; did you mean {near!r}?" if near else ""
-    return PluginNotFound(f"unknown plugin {name!r}; installed {listed}{advice}")
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """The known name that is most like `name`, or "" where none is."""
-    return next(iter(difflib.get_close_matches(name, known, n=1)), "")
+    known = sorted({each for kind, names_of in names.items() for each in [*names_of, *INSTALL_HINTS[kind]]})
+    return PluginNotFound(f"unknown plugin {name!r}; installed {listed}{did_you_mean(name, known)}")
 
 
 def load(kind: Kind, name: str) -> Loaded:
@@ -396,8 +390,3 @@ def _normalised(distribution: str) -> str:
 
 def _dotted(api: tuple[int, int]) -> str:
     return ".".join(map(str, api))
-
-
-def one_line(error: BaseException) -> str:
-    """The type and the first line of an error's text."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")

@@ -10,7 +10,8 @@ import attrs
 
 from corerl.config.words import class_fields, spell, to_plain, toml_key, toml_value
 from corerl.errors import PluginBroken
-from corerl.plugin.registry import Kind, Loaded, one_line
+from corerl.messages import one_line
+from corerl.plugin.registry import Kind, Loaded
 
 SELECTED_BY = {Kind.BACKENDS: "backend.name", Kind.ENGINES: "rollout.engine"}
 WIDTH = 100  # of a comment

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import numbers
 import os
@@ -17,6 +16,7 @@ from attrs import Factory, field, frozen
 
 from corerl.config.functions import imported
 from corerl.errors import ConfigError, RewardError
+from corerl.messages import nearest
 from corerl.types import BoolArray, FloatArray
 
 if TYPE_CHECKING:
@@ -166,9 +166,9 @@ def resolve_reward(name: str, options: Mapping[str, Any]) -> Reward:
     function = BUILT_IN.get(name)
     if function is None:
         if ":" not in name:
-            near = difflib.get_close_matches(name, BUILT_IN, n=1)
+            near = nearest(name, BUILT_IN)
             raise ConfigError(
-                f"reward.name: unknown reward {name!r}{f', did you mean {near[0]!r}?' if near else ''}; "
+                f"reward.name: unknown reward {name!r}{f', did you mean {near!r}?' if near else ''}; "
                 f"built in: {', '.join(sorted(BUILT_IN))}; your own is written 'module:function'"
             )
         function = imported(name, setting="reward.name")

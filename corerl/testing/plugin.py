@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from corerl.messages import one_line
 from corerl.plugin.capabilities import Capability, Grade
 from corerl.plugin.registry import Kind, load
 from corerl.testing.marks import LEVELS, MARK, Check
@@ -223,7 +224,7 @@ def pytest_runtest_makereport(
     elif failed and found.check.id in session.expected:
         outcome, reason = "expected", session.expected[found.check.id]
     elif failed:
-        outcome, reason = "failed", _first_line(call)
+        outcome, reason = "failed", one_line(call.excinfo.value) if call.excinfo else ""
     elif report.when == "call":
         outcome = "passed"
     if outcome in ("unsupported", "expected"):
@@ -266,13 +267,6 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 def _skip_reason(report: pytest.TestReport) -> str:
     where = report.longrepr
     return str(where[2]).removeprefix("Skipped: ") if isinstance(where, tuple) else str(where)
-
-
-def _first_line(call: pytest.CallInfo[None]) -> str:
-    if call.excinfo is None:
-        return ""
-    text = str(call.excinfo.value).strip()
-    return f"{call.excinfo.typename}: {text.partition(chr(10))[0]}".removesuffix(": ")
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------

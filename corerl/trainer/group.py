@@ -246,14 +246,14 @@ class Snapshot:
 
     def create(self) -> None:
         """From the current weights, in place of an earlier one of that name."""
-        self.processes.call("snapshot", "create", self.name, {})
+        self.processes.call("create_snapshot", self.name)
 
     def load(self, path: str = "") -> None:
         """From a model directory; an empty path means the weights that the run started from."""
-        self.processes.call("snapshot", "load", self.name, {"path": path})
+        self.processes.call("load_snapshot", self.name, path)
 
     def drop(self) -> None:
-        self.processes.call("snapshot", "drop", self.name, {})
+        self.processes.call("drop_snapshot", self.name)
 
 
 def _whole(results: Sequence[UpdateResult]) -> UpdateResult:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -166,16 +166,16 @@ class Worker:
         return self.backend.stream
 
     def update_weights(self, address: Address, version: int, verify: bool = False) -> UpdateResult:
-        """With `verify` a rank tells the sums of what it sent; the first alone, where all send the same."""
+        """With `verify` each rank tells the sums of what it sent; the first alone, where all send the same."""
         if address.transport in TRANSPORTS:
             self.backend.require(TRANSPORTS[address.transport], f"update_weights over {address.transport!r}")
         if self.sender is None or self._address != address:
             if self.sender is not None:
                 self.sender.close()
             self.sender, self._address = open_sender(address, rank=self.context.rank), address
-        if not verify or not (self.sender.by_bucket or self.context.rank == self.sender.root):
+        if not verify:
             return self.host.update_weights(sender=self.sender, version=version)
-        summing = SummingSender(self.sender)
+        summing = SummingSender(self.sender, self.context.rank)
         return evolve(self.host.update_weights(sender=summing, version=version), sums=summing.sums)
 
     def give_up(self, engine: str, reason: str) -> None:
@@ -200,10 +200,17 @@ class Worker:
         gc.collect()
         empty_cache(torch.device(self.config.device))
 
-    def snapshot(self, action: str, name: str, arguments: Mapping[str, Any]) -> None:
-        needs = frozenset() if action == "drop" else frozenset({MemoryKind.PARAM})
-        with self.host.entering("snapshot", needs=needs):
-            getattr(self.backend, f"{action}_snapshot")(name, **arguments)
+    def create_snapshot(self, name: str) -> None:
+        with self.host.entering("snapshot", needs=frozenset({MemoryKind.PARAM})):
+            self.backend.create_snapshot(name)
+
+    def load_snapshot(self, name: str, path: str) -> None:
+        with self.host.entering("snapshot", needs=frozenset({MemoryKind.PARAM})):
+            self.backend.load_snapshot(name, path)
+
+    def drop_snapshot(self, name: str) -> None:
+        with self.host.entering("snapshot", needs=frozenset()):
+            self.backend.drop_snapshot(name)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 

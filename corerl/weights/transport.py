@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
+from corerl.errors import WeightUpdateError
 from corerl.weights.manifest import Bucket, Manifest
 
 if TYPE_CHECKING:
@@ -40,16 +41,14 @@ class WeightSender(ABC):
     """The trainer's end. A transport's own failure becomes an entry for its engines in `commit`, never an exception:
     the ranks that gather must stay in step."""
 
-    every_rank: bool = False  # each rank must hold each bucket; else only `root` sends, and others gather towards it
-    root: int = 0
-    by_bucket: bool = False  # where not every rank does, that one sends which the bucket names, and not `root`
     sent: int | None = None  # bytes of this update, for a transport that does not send its buckets as they are
 
+    def __init__(self) -> None:
+        self.given_up: dict[str, str] = {}  # engines that are not waited for, each with why
+
     def sender_of(self, bucket: Bucket) -> int | None:
-        """The rank that must hold this bucket, and sends it; None where each does."""
-        if self.every_rank:
-            return None
-        return bucket.sender if self.by_bucket else self.root
+        """The rank that must hold this bucket, and sends it, while others gather towards it; None where each does."""
+        return 0
 
     @abstractmethod
     def begin(self, manifest: Manifest, version: int) -> None:
@@ -72,7 +71,7 @@ class WeightSender(ABC):
     def give_up(self, engine: str, reason: str) -> None:
         """Wait for this engine no more: its process has ended, or it has. Called from another thread while an update
         goes on, and perhaps several times; an answer that it has given still counts."""
-        return
+        self.given_up[engine] = reason  # one assignment: no lock
 
     @abstractmethod
     def close(self) -> None: ...
@@ -98,3 +97,12 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+
+def require_undamaged(bucket: Bucket, version: int, *, got: int, sent: int) -> None:
+    """Raises WeightUpdateError where the checksum of what came is another one than the sender's."""
+    if got != sent:
+        raise WeightUpdateError(
+            f"bucket {bucket.index} of version {version} was damaged on its way: checksum {got:#x}, sent with "
+            f"{sent:#x}; the update is refused"
+        )

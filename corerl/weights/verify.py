@@ -51,12 +51,16 @@ def difference(sent: Mapping[str, int], loaded: Mapping[str, int]) -> str:
 
 
 class SummingSender(WeightSender):
-    """Another sender; keeps the sums of what is sent through it."""
+    """The sender of `rank`; keeps the sums of what this rank sends through it, or rank 0 where each sends."""
 
-    def __init__(self, sender: WeightSender) -> None:
+    def __init__(self, sender: WeightSender, rank: int) -> None:
+        super().__init__()
         self._sender = sender
-        self.every_rank, self.root, self.by_bucket = sender.every_rank, sender.root, sender.by_bucket
+        self._rank = rank
         self.sums: dict[str, int] = {}
+
+    def sender_of(self, bucket: Bucket) -> int | None:
+        return self._sender.sender_of(bucket)
 
     def begin(self, manifest: Manifest, version: int) -> None:
         self._sender.begin(manifest, version)
@@ -65,7 +69,8 @@ class SummingSender(WeightSender):
         return self._sender.room(numel, dtype)
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        self.sums |= bit_sums(bucket.views(flat))  # before: the transport may have done with it afterwards
+        if (self.sender_of(bucket) or 0) == self._rank:
+            self.sums |= bit_sums(bucket.views(flat))  # before: the transport may have done with it afterwards
         self._sender.send(bucket, flat)
 
     def commit(self, version: int) -> Mapping[str, str]:

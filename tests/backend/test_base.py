@@ -71,7 +71,7 @@ def test_a_hook_that_is_overridden_without_a_mark_is_the_one_that_is_called(setu
     host = PluginHost(Sleepless(), name="sleepless", context=CONTEXT)
     host.init(evolve(role_config(setup), options=PlainConfig()), CONTEXT)
     assert host.sleep({MemoryKind.PARAM}) == SleepResult(freed_bytes=-1, residual_bytes=1)
-    assert {"init", "train", "forward", "save", "sleep", "shutdown"} < HOOKS
+    assert {"init", "train", "forward", "save", "sleep", "shutdown"} < set(HOOKS)
 
 
 def test_extra_state_comes_back_to_the_same_backend_and_to_no_other(setup: Setup, tmp_path: Path) -> None:

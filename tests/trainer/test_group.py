@@ -305,10 +305,10 @@ def test_a_snapshot_is_named_in_everything_that_is_asked_of_it() -> None:
     snapshot.load("models/m")
     snapshot.drop()
     assert processes.calls == [
-        ("snapshot", "create", "reference", {}),
-        ("snapshot", "load", "reference", {"path": ""}),
-        ("snapshot", "load", "reference", {"path": "models/m"}),
-        ("snapshot", "drop", "reference", {}),
+        ("create_snapshot", "reference"),
+        ("load_snapshot", "reference", ""),
+        ("load_snapshot", "reference", "models/m"),
+        ("drop_snapshot", "reference"),
     ]
 
 

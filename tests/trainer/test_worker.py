@@ -431,7 +431,7 @@ def test_memory_that_sleeps_is_given_back_and_comes_back_bit_for_bit(worker: Wor
     for refused in (
         lambda: train(worker, batch),
         lambda: logprobs(worker, batch),
-        lambda: worker.snapshot("create", "old", {}),
+        lambda: worker.create_snapshot("old"),
     ):
         with pytest.raises(NotResident):
             refused()
@@ -446,9 +446,9 @@ def test_a_snapshot_answers_with_the_weights_that_it_was_made_of(worker: Worker,
     initial = logprobs(worker, batch)
     train(worker, batch)
     trained = logprobs(worker, batch)
-    worker.snapshot("create", "trained", {})
-    worker.snapshot("load", "initial", {"path": ""})
-    worker.snapshot("load", "model", {"path": str(model)})
+    worker.create_snapshot("trained")
+    worker.load_snapshot("initial", "")
+    worker.load_snapshot("model", str(model))
     train(worker, batch, 1)
     now = logprobs(worker, batch)
     assert not np.array_equal(now, trained)
@@ -457,7 +457,7 @@ def test_a_snapshot_answers_with_the_weights_that_it_was_made_of(worker: Worker,
     assert np.array_equal(logprobs(worker, batch, "model"), initial)
     assert np.array_equal(logprobs(worker, batch), now)
     worker.sleep({MemoryKind.PARAM})
-    worker.snapshot("drop", "trained", {})  # host memory: the device may sleep
+    worker.drop_snapshot("trained")  # host memory: the device may sleep
     worker.wake_up({MemoryKind.PARAM})
     with pytest.raises(WrongState, match=r"no snapshot 'trained'; known: initial, model; "):
         logprobs(worker, batch, "trained")

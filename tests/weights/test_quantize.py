@@ -136,7 +136,7 @@ def test_the_manifest_has_a_dtype_for_each_tensor_and_places_where_any_may_begin
 def test_they_travel_as_any_bucket_does_and_what_is_verified_is_what_was_sent(transport: str, tmp_path: Path) -> None:
     sent = quantized(MANIFEST)
     address = Address(transport=transport, engines=("e",), path=str(tmp_path), timeout=20.0)
-    sender = SummingSender(open_sender(address))
+    sender = SummingSender(open_sender(address), 0)
     loaded: dict[str, torch.Tensor] = {}
 
     def load(bucket: Bucket, flat: torch.Tensor) -> None:

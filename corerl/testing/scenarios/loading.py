@@ -22,8 +22,6 @@ from corerl.types import (
 )
 from corerl.weights.chunks import TensorSource
 
-SNAPSHOT_ACTIONS: list[tuple[str, dict[str, str]]] = [("create", {}), ("drop", {}), ("load", {"path": ""})]
-
 
 @frozen(kw_only=True)
 class Loaded:
@@ -71,8 +69,10 @@ def load_watched(setup: Setup, resume: str, snapshots: bool) -> Loaded:
     chunks = worker.backend.local_state(StateKey.MASTER)
     read = sum(source.bytes_read for source in sources)
     with Allocations() as of_snapshots:
-        for action, arguments in SNAPSHOT_ACTIONS if snapshots else ():
-            worker.snapshot(action, "reference", arguments)
+        if snapshots:
+            worker.create_snapshot("reference")
+            worker.drop_snapshot("reference")
+            worker.load_snapshot("reference", "")
     report = Loaded(
         read=read,
         held=sum(chunk.view.numel() * 4 for chunk in chunks),

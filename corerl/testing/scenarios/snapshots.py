@@ -39,13 +39,13 @@ class Snapshotted:
 def use_snapshots(setup: Setup, samples: SampleBatch, other: str) -> Snapshotted:
     with running(setup) as worker:
         first = forward(worker, setup, samples)
-        worker.snapshot("create", "reference", {})
+        worker.create_snapshot("reference")
         for number in range(3):
             train(worker, setup, number)
         before = state_of(worker)
         kept = forward(worker, setup, samples, weights="reference")
-        worker.snapshot("load", "start", {"path": ""})
-        worker.snapshot("load", "other", {"path": other})
+        worker.load_snapshot("start", "")
+        worker.load_snapshot("other", other)
         started_from = forward(worker, setup, samples, weights="start")
         of_other = forward(worker, setup, samples, weights="other")
         failed = ""
@@ -54,7 +54,7 @@ def use_snapshots(setup: Setup, samples: SampleBatch, other: str) -> Snapshotted
             failed = error_of(lambda: worker.host.forward(batch=batch, outputs=setup.loss.outputs, weights="reference"))
         after = state_of(worker)
         current = forward(worker, setup, samples)
-        worker.snapshot("drop", "reference", {})
+        worker.drop_snapshot("reference")
         dropped = error_of(lambda: forward(worker, setup, samples, weights="reference"))
         return Snapshotted(
             first=first,

@@ -56,7 +56,7 @@ def refusals(setup: Setup, lacks: Sequence[Capability], directory: str) -> dict[
             worker.update_weights(address, 1)
 
         verbs: dict[Capability, list[Callable[[], object]]] = {
-            Capability.SNAPSHOTS: [lambda: worker.snapshot("create", "reference", {})],
+            Capability.SNAPSHOTS: [lambda: worker.create_snapshot("reference")],
             Capability.SLEEP: [
                 lambda: worker.sleep(frozenset(MemoryKind)),
                 lambda: worker.wake_up(frozenset(MemoryKind)),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import TypeAlias, TypeVar
 
 from corerl.errors import ConfigError
+from corerl.messages import did_you_mean
 from corerl.weights.transport import Address, WeightReceiver, WeightSender
 from corerl.weights.transports.collective import CollectiveReceiver, CollectiveSender
 from corerl.weights.transports.delta import DeltaReceiver, DeltaSender
@@ -52,9 +52,7 @@ def open_receiver(address: Address, *, index: int) -> WeightReceiver:
 
 def _look_up(table: dict[str, T], transport: str) -> T:
     if transport not in table:
-        near = get_close_matches(transport, table, n=1)
         raise ConfigError(
-            f"unknown weight transport {transport!r}; known: {', '.join(sorted(table))}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
+            f"unknown weight transport {transport!r}; known: {', '.join(sorted(table))}{did_you_mean(transport, table)}"
         )
     return table[transport]

@@ -36,9 +36,10 @@ import torch.distributed as dist
 from attrs import define, field, frozen
 
 from corerl.errors import WeightUpdateError
+from corerl.messages import first_line
 from corerl.weights.checksum import checksum, digest
 from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.transport import Address, WeightReceiver, WeightSender
+from corerl.weights.transport import Address, WeightReceiver, WeightSender, require_undamaged
 from corerl.weights.transports.group import Group
 
 BUFFERS = 2  # at each end
@@ -72,9 +73,8 @@ class CollectiveSender(WeightSender):
     """One rank's end; its own failures, and those of engines, become entries in `commit`. Rank 0's hosts the store at
     the address, and hears the engines."""
 
-    by_bucket = True
-
     def __init__(self, address: Address, rank: int = 0) -> None:
+        super().__init__()
         self._address = address
         self._rank = rank
         self._listening = address.listening  # until the store takes it over
@@ -86,11 +86,13 @@ class CollectiveSender(WeightSender):
         self._members: tuple[int, ...] = ()  # engines in the group
         self._errors: dict[str, str] = {}
         self._broken = ""
-        self._lost: dict[str, str] = {}  # by engine: why it is not waited for, said by another thread
         # On the host a GPU's tensors would be gathered one by one, and through memory that is not pinned.
         self._has_rooms = address.device != "cpu"
         self._rooms: deque[_Room] = deque()  # the next one first
         self._largest = 0  # elements of a bucket of this update
+
+    def sender_of(self, bucket: Bucket) -> int | None:
+        return bucket.sender
 
     def begin(self, manifest: Manifest, version: int) -> None:
         self._errors, self._broken, self._largest = {}, "", manifest.largest
@@ -167,15 +169,12 @@ class CollectiveSender(WeightSender):
                     name = self._address.engines[index]
                     late = f"no answer within {self._address.timeout:g} s"
                     self._failed(
-                        index, f"did not commit version {version}: {self._lost.get(name) or self._broken or late}"
+                        index, f"did not commit version {version}: {self.given_up.get(name) or self._broken or late}"
                     )
                     self._drop_group()
                 else:
                     self._failed(index, answer["error"])
         return {name: self._errors.get(name, self._broken) for name in self._address.engines}
-
-    def give_up(self, engine: str, reason: str) -> None:
-        self._lost[engine] = reason  # one assignment: no lock
 
     def close(self) -> None:
         self._drop_group()
@@ -197,7 +196,7 @@ class CollectiveSender(WeightSender):
             except dist.DistNetworkError as error:
                 raise WeightUpdateError(
                     f"port {address.port}, where weights are sent from, is in use: another process took it since it "
-                    f"was chosen; start the run again ({_first_line(error)})"
+                    f"was chosen; start the run again ({first_line(error)})"
                 ) from error
         return self._store
 
@@ -209,7 +208,7 @@ class CollectiveSender(WeightSender):
             answer = self._answer(store, f"{version}/ready/{index}", index, deadline)
             if answer is None:
                 late = f"did not join the update to version {version} in {self._address.timeout:g} s"
-                self._failed(index, self._lost.get(name, late))
+                self._failed(index, self.given_up.get(name, late))
             elif answer.get("error"):
                 self._failed(index, answer["error"])
             elif answer["digest"] != manifest.digest:
@@ -262,8 +261,8 @@ class CollectiveSender(WeightSender):
         name = self._address.engines[index]
         while True:
             left = deadline - time.monotonic()
-            answer = _take(store, key, 0.0 if name in self._lost else min(left, ASK_SECONDS))
-            if answer is not None or left <= 0 or name in self._lost:
+            answer = _take(store, key, 0.0 if name in self.given_up else min(left, ASK_SECONDS))
+            if answer is not None or left <= 0 or name in self.given_up:
                 return answer
 
     def _failed(self, index: int, error: str) -> None:
@@ -275,7 +274,7 @@ class CollectiveSender(WeightSender):
         """Which engine of the group is given up, and why, or that another sender has left its own; "" where neither is
         so. The store is asked now and then."""
         names = [self._address.engines[index] for index in self._members]
-        if lost := next((f"{name}: {self._lost[name]}" for name in names if name in self._lost), ""):
+        if lost := next((f"{name}: {self.given_up[name]}" for name in names if name in self.given_up), ""):
             return lost
         if not self._others or self._store is None or time.monotonic() - self._asked_store < ASK_SECONDS:
             return ""
@@ -283,7 +282,7 @@ class CollectiveSender(WeightSender):
         return _left(self._store, self._generation)
 
     def _break(self, error: Exception) -> None:
-        self._broken = f"the collective failed: {_first_line(error)}"
+        self._broken = f"the collective failed: {first_line(error)}"
         if self._store is not None and self._members:
             with contextlib.suppress(dist.DistError):  # of the store itself; they find out by themselves
                 _put(self._store, f"broken/{self._generation}", {"error": self._broken})
@@ -316,7 +315,7 @@ class CollectiveReceiver(WeightReceiver):
         except WeightUpdateError:
             raise
         except Exception as error:
-            raise WeightUpdateError(f"cannot join the update to version {version}: {_first_line(error)}") from error
+            raise WeightUpdateError(f"cannot join the update to version {version}: {first_line(error)}") from error
         self._rest = deque(manifest.buckets)
         while self._rest or self._coming:
             if not self._coming:
@@ -327,11 +326,7 @@ class CollectiveReceiver(WeightReceiver):
                 self._expect(version)
             came, sent = self._receive(version)
             got = checksum(came.flat)
-            if got != sent:
-                raise WeightUpdateError(
-                    f"bucket {came.bucket.index} of version {version} was damaged on its way: checksum {got:#x}, "
-                    f"sent with {sent:#x}; the update is refused"
-                )
+            require_undamaged(came.bucket, version, got=got, sent=sent)
             yield came.bucket, came.flat
 
     def acknowledge(self, version: int, error: str) -> None:
@@ -369,7 +364,7 @@ class CollectiveReceiver(WeightReceiver):
         try:
             _put(self._open_store(), key, {"error": error})
         except Exception as failure:
-            raise WeightUpdateError(f"cannot report to the trainer: {_first_line(failure)}") from failure
+            raise WeightUpdateError(f"cannot report to the trainer: {first_line(failure)}") from failure
 
     def _take_memory(self, manifest: Manifest) -> None:
         size, dtype, device = manifest.largest, getattr(torch, manifest.dtype), self._address.device
@@ -380,7 +375,7 @@ class CollectiveReceiver(WeightReceiver):
             self._buffers.extend(torch.empty(size, dtype=dtype, device=device) for _ in range(BUFFERS))
         except RuntimeError as error:
             needs = f"{BUFFERS} buckets of {size * dtype.itemsize} bytes"
-            raise WeightUpdateError(f"no memory on {device} to receive {needs}: {_first_line(error)}") from error
+            raise WeightUpdateError(f"no memory on {device} to receive {needs}: {first_line(error)}") from error
 
     def _give_memory_back(self) -> None:
         if self._address.device != "cpu":  # whoever sleeps on this device needs it
@@ -448,7 +443,7 @@ class CollectiveReceiver(WeightReceiver):
         self._drop_groups()
         self._rest.clear()
         self._coming.clear()
-        return WeightUpdateError(f"bucket {bucket.index} of version {version} did not arrive: {_first_line(error)}")
+        return WeightUpdateError(f"bucket {bucket.index} of version {version} did not arrive: {first_line(error)}")
 
     def _left_by_sender(self) -> str:
         """Why a sender has left its group; "" as long as none has, which the store is asked now and then."""
@@ -482,7 +477,3 @@ def _left(store: dist.Store, generation: int) -> str:
     """Why a sender has left its group of this generation; "" where none has."""
     key = f"broken/{generation}"
     return str(json.loads(store.get(key))["error"]) if store.check([key]) else ""
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0] or type(error).__name__

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from corerl.errors import WeightUpdateError
 from corerl.weights.checksum import checksum
 from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.transport import Address, WeightReceiver, WeightSender
+from corerl.weights.transport import Address, WeightReceiver, WeightSender, require_undamaged
 
 POLL_SECONDS = 0.005
 TENSOR = "bucket"
@@ -58,13 +58,13 @@ class DiskSender(WeightSender):
     """Writes each version, waits for the engines to read it, and removes what is older."""
 
     def __init__(self, address: Address) -> None:
+        super().__init__()
         self._address = address
         self._digest = ""
         self._checksums: list[int] = []
         self._began = False
         self._partial = Path()  # of the update that is written
         self._error = ""  # why this update cannot be written
-        self._lost: dict[str, str] = {}  # by engine: why it is not waited for, said by another thread
 
     def begin(self, manifest: Manifest, version: int) -> None:
         self._error, self._checksums, self._digest, self._began = "", [], manifest.digest, True
@@ -114,9 +114,6 @@ class DiskSender(WeightSender):
                 shutil.rmtree(other, ignore_errors=True)
         return answers
 
-    def give_up(self, engine: str, reason: str) -> None:
-        self._lost[engine] = reason  # one assignment: no lock
-
     def close(self) -> None:
         """The engines have loaded the last version: a copy of the weights is not left behind. A rank that never sent
         closes too, maybe while another one writes: it takes nothing away."""
@@ -133,8 +130,8 @@ class DiskSender(WeightSender):
             for index, name in enumerate(self._address.engines):
                 if index in answers:
                     continue
-                if name in self._lost:
-                    answers[index] = f"did not commit version {version}: {self._lost[name]}"
+                if name in self.given_up:
+                    answers[index] = f"did not commit version {version}: {self.given_up[name]}"
                 state = _read_state(self._address.path, index)
                 if state is None or state["version"] != version:
                     continue
@@ -176,11 +173,7 @@ class DiskReceiver(WeightReceiver):
         for bucket, sent in zip(manifest.buckets, content["checksums"], strict=True):
             flat = self.read(bucket, directory, content)
             got = checksum(flat)
-            if got != sent:
-                raise WeightUpdateError(
-                    f"bucket {bucket.index} of version {version} was damaged on its way: checksum {got:#x}, "
-                    f"sent with {sent:#x}; the update is refused"
-                )
+            require_undamaged(bucket, version, got=got, sent=sent)
             yield bucket, flat.to(self._address.device)
 
     def acknowledge(self, version: int, error: str) -> None:

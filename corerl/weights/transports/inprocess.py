@@ -14,6 +14,7 @@ class InProcessSender(WeightSender):
     """`load` gets each bucket's tensors by HF name; they are only valid during the call."""
 
     def __init__(self, load: Callable[[Mapping[str, torch.Tensor]], None], *, engine: str = "engine-0") -> None:
+        super().__init__()
         self._load = load
         self._engine = engine
         self._error = ""

@@ -31,10 +31,11 @@ import torch
 from attrs import define, field, frozen
 
 from corerl.errors import WeightUpdateError
+from corerl.messages import first_line
 from corerl.weights.checksum import Digest, checksum
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.shared import Handle, Shared, opened, share
-from corerl.weights.transport import Address, WeightReceiver, WeightSender
+from corerl.weights.transport import Address, WeightReceiver, WeightSender, require_undamaged
 
 BUFFERS = 2
 LOOK_SECONDS = 0.1  # between two looks at what another thread has said
@@ -86,12 +87,10 @@ class IpcSender(WeightSender):
     """One rank's end. Those with no receiver on their device gather along, and send nothing."""
 
     def __init__(self, address: Address, rank: int) -> None:
+        super().__init__()
         self._address = address
         self._rank = rank
         self._mine = [index for index, sender in enumerate(address.senders) if sender == rank]
-        ranks = set(address.senders)
-        self.every_rank = len(ranks) > 1
-        self.root = min(ranks, default=0)
         self._listener: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, _Peer] = {}  # by receiver index
@@ -100,12 +99,15 @@ class IpcSender(WeightSender):
         self._pending: _Pending | None = None
         self._errors: dict[int, str] = {}  # by receiver index, of this update
         self._done: dict[int, str] = {}
-        self._lost: dict[str, str] = {}  # by engine: why it is not waited for, said by another thread
         self._version = -1
         self._joining = False  # no bucket has been sent yet
         self._manifest: Manifest | None = None
 
     # ---- what a sender does ------------------------------------------------------------------------------------------
+
+    def sender_of(self, bucket: Bucket) -> int | None:
+        ranks = set(self._address.senders)
+        return None if len(ranks) > 1 else min(ranks, default=0)
 
     def begin(self, manifest: Manifest, version: int) -> None:
         self._errors, self._done, self._version, self._manifest = {}, {}, version, manifest
@@ -135,7 +137,7 @@ class IpcSender(WeightSender):
             buffer = self._next(numel * dtype.itemsize)
         except (OSError, RuntimeError) as error:  # no memory, of the host or of the device
             for index in self._taking:
-                self._drop(index, f"the trainer has no memory to send from: {_line(error)}")
+                self._drop(index, f"the trainer has no memory to send from: {first_line(error)}")
             return None
         return buffer.shared.bytes[: numel * dtype.itemsize].view(dtype) if buffer is not None else None
 
@@ -171,9 +173,6 @@ class IpcSender(WeightSender):
             answers[name] = answers.get(name) or self._errors.get(index) or self._done.get(index, "")
         return answers
 
-    def give_up(self, engine: str, reason: str) -> None:
-        self._lost[engine] = reason  # one assignment: no lock
-
     def close(self) -> None:
         self._pending = None
         for index in list(self._peers):
@@ -206,7 +205,7 @@ class IpcSender(WeightSender):
         deadline = time.monotonic() + self._address.timeout
         while True:
             for index in self._mine:
-                reason = self._lost.get(self._address.engines[index])
+                reason = self.given_up.get(self._address.engines[index])
                 if reason is not None and index not in self._errors and index not in self._done:
                     self._drop(index, reason)
             left = deadline - time.monotonic()
@@ -315,7 +314,7 @@ class IpcSender(WeightSender):
         try:
             _send(self._peers[index].connection, message, descriptors)
         except OSError as error:
-            self._drop(index, f"its connection broke: {_line(error)}")
+            self._drop(index, f"its connection broke: {first_line(error)}")
 
     def _drop(self, index: int, reason: str) -> None:
         """This receiver has no part in the update any more. It connects anew for another one, if it lives."""
@@ -383,11 +382,7 @@ class IpcReceiver(WeightReceiver):
                 self._opened[message["buffer"]] = opened(message["handle"], descriptors)
             flat = self._opened[message["buffer"]][: bucket.numel * dtype.itemsize].view(dtype)
             got, sent = checksum(flat), message["checksum"]
-            if got != sent:
-                raise WeightUpdateError(
-                    f"bucket {bucket.index} of version {version} was damaged on its way: checksum {got:#x}, "
-                    f"sent with {sent:#x}; the update is refused"
-                )
+            require_undamaged(bucket, version, got=got, sent=sent)
             yield bucket, flat
             if flat.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()  # the copies out of it are done
@@ -469,7 +464,7 @@ class IpcReceiver(WeightReceiver):
                 ) from error
             except OSError as error:
                 self.close()
-                raise WeightUpdateError(f"the connection to the trainer broke: {_line(error)}") from error
+                raise WeightUpdateError(f"the connection to the trainer broke: {first_line(error)}") from error
             if message is None:
                 self.close()
                 raise WeightUpdateError(
@@ -493,7 +488,7 @@ class IpcReceiver(WeightReceiver):
             _send(self._connection, message)
         except OSError as error:
             self.close()
-            raise WeightUpdateError(f"cannot report to the trainer: {_line(error)}") from error
+            raise WeightUpdateError(f"cannot report to the trainer: {first_line(error)}") from error
 
 
 def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: list[int] | None = None) -> None:
@@ -507,7 +502,3 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int
         return None, []
     message: dict[str, Any] = json.loads(data)
     return message, descriptors
-
-
-def _line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0] or type(error).__name__

@@ -121,8 +121,8 @@ def test_each_rank_sends_to_its_own_receivers_and_an_engine_over_two_ranks_commi
     address = address_of("a", "a", "b", senders=(0, 1, 1))
     senders = [open_sender(address, rank=rank) for rank in range(3)]
     receivers = [open_receiver(address, index=index) for index in range(3)]
-    assert [sender.every_rank for sender in senders] == [True] * 3
     manifest = manifest_of()
+    assert {sender.sender_of(bucket) for sender in senders for bucket in manifest.buckets} == {None}
     for version, reason in ((1, ""), (2, "it has another shape")):
         readers = [
             Reader(receiver, manifest, version, reason if index == 1 else "")
@@ -143,7 +143,7 @@ def test_each_rank_sends_to_its_own_receivers_and_an_engine_over_two_ranks_commi
 
 def test_one_rank_sends_where_all_engines_are_on_its_device() -> None:
     sender = open_sender(address_of("a", "b", senders=(1, 1)), rank=1)
-    assert (sender.every_rank, sender.root) == (False, 1)
+    assert {sender.sender_of(bucket) for bucket in manifest_of().buckets} == {1}
 
 
 def test_an_engine_that_dies_while_it_loads_is_known_at_once_and_its_successor_gets_the_next_update() -> None:

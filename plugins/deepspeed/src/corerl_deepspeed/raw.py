@@ -13,7 +13,7 @@ from attrs import Attribute, field, frozen, has
 from corerl.config.schema import at_least
 from corerl.config.structuring import attempt
 from corerl.config.words import class_fields, spell_value
-from corerl.plugin.registry import nearest
+from corerl.messages import nearest
 
 ZERO = "zero_optimization"
 

@@ -6,12 +6,12 @@ The only module that imports SGLang. The file holds fields of SGLang's ServerArg
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import sys
 from pathlib import Path
 
 from corerl.errors import ConfigError
+from corerl.messages import did_you_mean
 from corerl_sglang.fp8 import for_device
 from corerl_sglang.parent import end_with_parent
 
@@ -27,8 +27,7 @@ def main() -> None:
     known = [field.name for field in dataclasses.fields(ServerArgs)]
     for name in arguments:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            sys.exit(f"SGLang's server has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            sys.exit(f"SGLang's server has no argument {name!r}{did_you_mean(name, known)}")
     if arguments.get("quantization"):
         import torch
 

@@ -1,0 +1,27 @@
+"""How errors are worded, wherever they are raised."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that is most like `name`, or "" where none is."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: a question where there is one like it, else nothing."""
+    near = nearest(name, known)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def first_line(error: BaseException) -> str:
+    """Of an error's text; its type where it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def one_line(error: BaseException) -> str:
+    """The type of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from corerl.messages import did_you_mean, first_line, nearest, one_line
+
+
+def test_a_name_that_is_like_a_known_one_is_asked_for() -> None:
+    known = {"clipped": 1, "value": 2}
+    assert (nearest("cliped", known), did_you_mean("cliped", known)) == ("clipped", "; did you mean 'clipped'?")
+    assert (nearest("grpo", known), did_you_mean("grpo", known)) == ("", "")
+    assert nearest("a", iter(["ab", "a"])) == "a"
+
+
+def test_an_error_is_one_line_with_or_without_its_type() -> None:
+    error = ValueError("\n  a cause\nand its story")
+    assert (first_line(error), one_line(error)) == ("a cause", "ValueError: a cause")
+    assert (first_line(KeyError()), one_line(KeyError())) == ("KeyError", "KeyError")
