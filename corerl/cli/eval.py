@@ -31,7 +31,10 @@ def run(args: argparse.Namespace) -> int:
     from corerl.checkpoint.commit import latest, read_state
     from corerl.checkpoint.format import checkpoints_dir
     from corerl.config.load import config_of, load_config
-    from corerl.train import evaluate
+    from corerl.imports import uncollected
+
+    with uncollected():
+        from corerl.train import evaluate
 
     what = Path(args.what)
     given = [*args.overrides, "run.mode=eval", *(["extensions=[]"] if args.json else [])]

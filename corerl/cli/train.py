@@ -15,7 +15,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from corerl.config.load import load_config
-    from corerl.train import execute
+    from corerl.imports import uncollected
+
+    with uncollected():
+        from corerl.train import execute
 
     execute(load_config(args.file, args.overrides))
     return 0

@@ -18,6 +18,7 @@ from corerl.cluster.nodes import this_node
 from corerl.cluster.spans import Recorder
 from corerl.cluster.watchdog import Status, frame_of, stand
 from corerl.errors import CorerlError, HookFailed, PluginError
+from corerl.imports import uncollected
 from corerl.messages import one_line
 from corerl.plugin.events import Span
 
@@ -99,7 +100,8 @@ class Process:
         def make() -> None:
             module, _, attribute = self.target.partition(":")
             self._beginning = "import"
-            made = getattr(importlib.import_module(module), attribute)
+            with uncollected():
+                made = getattr(importlib.import_module(module), attribute)
             self._beginning = "start"
             try:
                 self.held = made(*args)
