@@ -59,7 +59,7 @@ def measure(*, rounds: int, size: int, calls: int) -> Report:
     samples = make_batch(np.full(size, 13), prompt=7, vocab=16)  # the quickstart's
     step_plan = plan_one_step(samples, dp_size=RANKS, tokens_per_micro_batch=16384)
     step = Step(optimizer_step=0, rollout_step=0, lr=1e-3)
-    seating = arrange({"actor": RANKS, "bare": RANKS}, cpus=1.0, gpus=0.0)
+    seating = arrange({"actor": RANKS, "bare": RANKS})
     with ray_session(address="", cpus=seating.cpus), seated(seating, timeout=60.0) as seats:
         group = TrainGroup.launch(plan, seats["actor"], ENVIRONMENT)
         group.init()

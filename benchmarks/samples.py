@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from corerl.data.plan import StepPlan, plan_steps
-from corerl.types import IntArray, SampleBatch
+from corerl.types import IntArray, ParallelLayout, SampleBatch
 
 GROUP = 8  # samples of one prompt
 
@@ -41,12 +41,8 @@ def plan_one_step(batch: SampleBatch, *, dp_size: int, tokens_per_micro_batch: i
     """All samples as one optimizer step."""
     (plan,) = plan_steps(
         batch,
-        mini_batches=1,
-        epochs=1,
-        dp_size=dp_size,
+        ParallelLayout.data_parallel(rank=0, world_size=dp_size),
         tokens_per_micro_batch=tokens_per_micro_batch,
-        sequence_multiple=1,
-        micro_batch_multiple=1,
         aggregation="token-mean",
         max_tokens=1,
         seed=0,

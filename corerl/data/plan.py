@@ -9,7 +9,7 @@ import numpy as np
 from attrs import frozen
 
 from corerl.errors import ConfigError, DataError
-from corerl.types import FloatArray, IntArray, SampleBatch
+from corerl.types import FloatArray, IntArray, ParallelLayout, SampleBatch
 
 AGGREGATIONS = ("token-mean", "sequence-mean", "constant-length")
 
@@ -25,19 +25,18 @@ class StepPlan:
 
 def plan_steps(
     batch: SampleBatch,
+    layout: ParallelLayout,
     *,
-    mini_batches: int,
-    epochs: int,
-    dp_size: int,
     tokens_per_micro_batch: int,
-    sequence_multiple: int,
-    micro_batch_multiple: int,
+    mini_batches: int = 1,
+    epochs: int = 1,
     aggregation: str,
     max_tokens: int,
     seed: int,
 ) -> list[StepPlan]:
     """The optimizer steps of one rollout batch, in order: `epochs` times `mini_batches` of them, or as many as there
-    are groups where these are fewer, as after a postprocess that leaves samples out.
+    are groups where these are fewer, as after a postprocess that leaves samples out. `layout` is any rank's: it tells
+    how many dp ranks there are, and what they want of sequences and micro-batches.
 
     In every epoch each sample belongs to exactly one step, and the samples of a group (`rows["group"]`) to the same
     one. The epochs' orders follow from `seed` alone; give each rollout step another one.
@@ -53,39 +52,26 @@ def plan_steps(
             f"algorithm.aggregation: unknown aggregation {aggregation!r}; take one of {', '.join(AGGREGATIONS)}"
         )
     groups, group_of = np.unique(batch.rows["group"], return_inverse=True)
-    sizes = _padded(batch.lengths, sequence_multiple)
+    sizes = _padded(batch.lengths, layout.sequence_multiple)
     loss_tokens = count_loss_tokens(batch)
     steps = []
     for epoch in range(epochs):
         order = np.random.default_rng([seed, epoch]).permutation(len(groups))
         for chosen_groups in np.array_split(order, min(mini_batches, len(groups))):
             chosen = np.flatnonzero(np.isin(group_of, chosen_groups))
-            micro_batches, filler = _share(
-                chosen,
-                sizes[chosen],
-                dp_size=dp_size,
-                budget=tokens_per_micro_batch,
-                micro_batch_multiple=micro_batch_multiple,
-            )
+            micro_batches, filler = _share(chosen, sizes[chosen], layout, budget=tokens_per_micro_batch)
             scales = np.zeros(len(batch), dtype=np.float32)
             scales[chosen] = _scales(loss_tokens[chosen], aggregation=aggregation, max_tokens=max_tokens)
             steps.append(StepPlan(micro_batches=micro_batches, filler=filler, scales=scales))
     return steps
 
 
-def plan_forward(
-    batch: SampleBatch, *, dp_size: int, tokens_per_micro_batch: int, sequence_multiple: int, micro_batch_multiple: int
-) -> StepPlan:
+def plan_forward(batch: SampleBatch, layout: ParallelLayout, *, tokens_per_micro_batch: int) -> StepPlan:
     """All samples once, for a pass without a loss: every scale is 0."""
     if not len(batch):
         raise DataError("the rollout batch has no samples; nothing can be passed through the model")
-    micro_batches, filler = _share(
-        np.arange(len(batch)),
-        _padded(batch.lengths, sequence_multiple),
-        dp_size=dp_size,
-        budget=tokens_per_micro_batch,
-        micro_batch_multiple=micro_batch_multiple,
-    )
+    sizes = _padded(batch.lengths, layout.sequence_multiple)
+    micro_batches, filler = _share(np.arange(len(batch)), sizes, layout, budget=tokens_per_micro_batch)
     return StepPlan(micro_batches=micro_batches, filler=filler, scales=np.zeros(len(batch), dtype=np.float32))
 
 
@@ -117,15 +103,15 @@ def _scales(loss_tokens: IntArray, *, aggregation: str, max_tokens: int) -> Floa
 
 
 def _share(
-    chosen: IntArray, sizes: IntArray, *, dp_size: int, budget: int, micro_batch_multiple: int
+    chosen: IntArray, sizes: IntArray, layout: ParallelLayout, *, budget: int
 ) -> tuple[tuple[tuple[IntArray, ...], ...], tuple[tuple[bool, ...], ...]]:
     """Share `chosen` samples of `sizes` tokens among dp ranks, pack each share, and level the numbers with fillers."""
     packed = [
         [chosen[share[members]] for members in _first_fit_decreasing(sizes[share], budget)]
-        for share in _balance(sizes, dp_size)
+        for share in _balance(sizes, layout.dp_size)
     ]
     most = max(len(micro_batches) for micro_batches in packed)
-    count = -(-most // micro_batch_multiple) * micro_batch_multiple
+    count = -(-most // layout.micro_batch_multiple) * layout.micro_batch_multiple
     cheapest = chosen[[int(np.argmin(sizes))]]  # a filler costs a pass of its tokens: take the shortest sample
     return (
         tuple(tuple(real + [cheapest] * (count - len(real))) for real in packed),

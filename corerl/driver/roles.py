@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from attrs import define, evolve, field
+from attrs import define, evolve
 
 from corerl.algorithms.schedules import learning_rate
 from corerl.calls import Call
@@ -30,16 +30,6 @@ class Role:
     first_step: int = 0  # the rollout step in which its training begins
     rollout_steps: int  # of the whole run
     optimizer_step: int  # the next one
-    _at_once: dict[str, int] = field(init=False)  # what one pass through the model may hold
-
-    def __attrs_post_init__(self) -> None:
-        layout = self.group.layouts[0]
-        self._at_once = {
-            "dp_size": layout.dp_size,
-            "tokens_per_micro_batch": self.train.tokens_per_micro_batch,
-            "sequence_multiple": layout.sequence_multiple,
-            "micro_batch_multiple": layout.micro_batch_multiple,
-        }
 
     def lr(self, optimizer_step: int) -> float:
         schedule = self.train.schedule
@@ -65,12 +55,13 @@ class Role:
         """The optimizer steps of this rollout batch: `steps_of_batch`, or fewer where it has too few groups."""
         return plan_steps(
             samples,
+            self.group.layouts[0],
+            tokens_per_micro_batch=self.train.tokens_per_micro_batch,
             mini_batches=self.train.mini_batches,
             epochs=self.train.epochs,
             aggregation=self.aggregation,
             max_tokens=self.max_tokens,
             seed=self.seed * 1_000_003 + rollout_step,
-            **self._at_once,
         )
 
     def start(
@@ -98,7 +89,8 @@ class Role:
     ) -> Call[dict[Output, Array]]:
         """Have the ranks compute outputs of every token, in one pass; the result are their columns, 0 outside loss
         tokens, but for experts, which are every token's."""
-        plan = plan_forward(samples, **self._at_once)
+        layout, tokens = self.group.layouts[0], self.train.tokens_per_micro_batch
+        plan = plan_forward(samples, layout, tokens_per_micro_batch=tokens)
         call = self.group.forward_async(shared, plan, outputs, of=samples, weights=weights, replay=replay)
 
         def wait() -> dict[Output, Array]:

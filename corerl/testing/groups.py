@@ -51,9 +51,7 @@ SEATED_WITHIN = 60.0  # seconds
 def seats() -> Iterator[Mapping[str, list[Seat]]]:
     """Ray on this machine with room for two ranks and an engine."""
     with ray_session(address="", cpus=3):
-        with seated(
-            arrange({ACTOR: 2, "engines": 1}, apart=("engines",), cpus=1.0, gpus=0.0), timeout=SEATED_WITHIN
-        ) as all_seats:
+        with seated(arrange({ACTOR: 2, "engines": 1}, apart=("engines",)), timeout=SEATED_WITHIN) as all_seats:
             yield all_seats
 
 
@@ -96,12 +94,8 @@ def train(group: TrainGroup, setup: Setup, number: int, samples: SampleBatch | N
     batch = samples or samples_at(number)
     (plan,) = plan_steps(
         batch,
-        mini_batches=1,
-        epochs=1,
-        dp_size=group.dp_size,
+        group.layouts[0],
         tokens_per_micro_batch=setup.train.tokens_per_micro_batch,
-        sequence_multiple=group.layouts[0].sequence_multiple,
-        micro_batch_multiple=group.layouts[0].micro_batch_multiple,
         aggregation="token-mean",
         max_tokens=32,
         seed=0,
@@ -110,13 +104,7 @@ def train(group: TrainGroup, setup: Setup, number: int, samples: SampleBatch | N
 
 
 def logprobs(group: TrainGroup, setup: Setup, batch: SampleBatch) -> FloatArray:
-    plan = plan_forward(
-        batch,
-        dp_size=group.dp_size,
-        tokens_per_micro_batch=setup.train.tokens_per_micro_batch,
-        sequence_multiple=group.layouts[0].sequence_multiple,
-        micro_batch_multiple=group.layouts[0].micro_batch_multiple,
-    )
+    plan = plan_forward(batch, group.layouts[0], tokens_per_micro_batch=setup.train.tokens_per_micro_batch)
     columns = group.forward(share(batch), plan, (Output.LOGPROBS,), of=batch)
     return columns[Output.LOGPROBS]
 

@@ -30,6 +30,7 @@ from corerl.types import (
     LossSpec,
     Output,
     PackedBatch,
+    ParallelLayout,
     SampleBatch,
     Step,
     TrainResult,
@@ -177,23 +178,24 @@ def running(setup: Setup, *, resume: str = "") -> Iterator[Worker]:
     worker.shutdown("the check is done")
 
 
+def padded_layout(worker: Worker, setup: Setup) -> ParallelLayout:
+    """The rank's own, with sequences padded as the setup asks besides."""
+    layout = worker.backend.layout
+    return evolve(layout, sequence_multiple=math.lcm(setup.sequence_multiple, layout.sequence_multiple))
+
+
 def packed_for_training(worker: Worker, setup: Setup, samples: SampleBatch) -> PackedBatch:
     """This rank's share of one optimizer step over all samples."""
-    layout = worker.backend.layout
-    multiple = math.lcm(setup.sequence_multiple, layout.sequence_multiple)
+    layout = padded_layout(worker, setup)
     (plan,) = plan_steps(
         samples,
-        mini_batches=1,
-        epochs=1,
-        dp_size=layout.dp_size,
+        layout,
         tokens_per_micro_batch=setup.train.tokens_per_micro_batch,
-        sequence_multiple=multiple,
-        micro_batch_multiple=layout.micro_batch_multiple,
         aggregation="token-mean",
         max_tokens=32,
         seed=0,
     )
-    return pack(samples, plan, layout.dp_rank, sequence_multiple=multiple)
+    return pack(samples, plan, layout.dp_rank, sequence_multiple=layout.sequence_multiple)
 
 
 def train(worker: Worker, setup: Setup, number: int, *, samples: SampleBatch | None = None) -> TrainResult:
@@ -206,16 +208,9 @@ def forward(
     worker: Worker, setup: Setup, samples: SampleBatch, *, weights: str = "", outputs: tuple[Output, ...] = ()
 ) -> ForwardResult:
     """Log-probs and entropy, or a critic's values, or what else is asked for, of this rank's share of the samples."""
-    layout = worker.backend.layout
-    multiple = math.lcm(setup.sequence_multiple, layout.sequence_multiple)
-    plan = plan_forward(
-        samples,
-        dp_size=layout.dp_size,
-        tokens_per_micro_batch=setup.train.tokens_per_micro_batch,
-        sequence_multiple=multiple,
-        micro_batch_multiple=layout.micro_batch_multiple,
-    )
-    batch = pack(samples, plan, layout.dp_rank, sequence_multiple=multiple)
+    layout = padded_layout(worker, setup)
+    plan = plan_forward(samples, layout, tokens_per_micro_batch=setup.train.tokens_per_micro_batch)
+    batch = pack(samples, plan, layout.dp_rank, sequence_multiple=layout.sequence_multiple)
     return worker.host.forward(batch=batch, outputs=outputs or setup.loss.outputs, weights=weights)
 
 

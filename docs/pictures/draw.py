@@ -22,7 +22,7 @@ from corerl.models.tokenizer import character_tokenizer
 from corerl.rollout.conversation import Conversation, Renderer
 from corerl.rollout.engine import Generation
 from corerl.trainer.assign import ACTOR, CRITIC
-from corerl.types import MemoryKind, SampleBatch
+from corerl.types import MemoryKind, ParallelLayout, SampleBatch
 from corerl.weights.manifest import build_manifest
 
 HERE = Path(__file__).parent
@@ -109,12 +109,9 @@ def example() -> list[StepPlan]:
     )
     return plan_steps(
         batch,
-        mini_batches=2,
-        epochs=1,
-        dp_size=2,
+        ParallelLayout.data_parallel(rank=0, world_size=2),
         tokens_per_micro_batch=BUDGET,
-        sequence_multiple=1,
-        micro_batch_multiple=1,
+        mini_batches=2,
         aggregation="token-mean",
         max_tokens=max(RESPONSES),
         seed=1,

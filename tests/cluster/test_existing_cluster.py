@@ -40,7 +40,7 @@ def test_ranks_on_both_nodes_talk_to_each_other_and_leave_the_cluster_as_it_was(
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with ray_session(address=address, cpus=4.0):
         there = ray.cluster_resources()["CPU"]
-        with seated(arrange({"ranks": 4}, cpus=1.0, gpus=0.0), timeout=60.0) as seats:
+        with seated(arrange({"ranks": 4}), timeout=60.0) as seats:
             names = [f"actor rank {rank}" for rank in range(4)]
             group = ProcessGroup(names, RANK, seats["ranks"], environment)
             host, port, listening = group.listen(0)
@@ -64,7 +64,7 @@ def test_ranks_on_both_nodes_talk_to_each_other_and_leave_the_cluster_as_it_was(
 def test_bundles_go_where_the_custom_resource_is(address: str) -> None:
     with ray_session(address=address, cpus=2.0):
         having = [node["NodeID"] for node in ray.nodes() if "h200" in node["Resources"]]
-        with seated(arrange({"ranks": 2}, cpus=1.0, gpus=0.0, resources={"h200": 1.0}), timeout=60.0) as seats:
+        with seated(arrange({"ranks": 2}, resources={"h200": 1.0}), timeout=60.0) as seats:
             group = ProcessGroup(["actor rank 0", "actor rank 1"], MEMBER, seats["ranks"], {})
             group.wait(group.construct([(0,), (1,)]))
             assert group.call("node") == having * 2
@@ -74,7 +74,7 @@ def test_bundles_go_where_the_custom_resource_is(address: str) -> None:
 def test_too_little_of_a_custom_resource_is_said_with_what_is_there_and_what_is_asked(address: str) -> None:
     with ray_session(address=address, cpus=3.0):
         with pytest.raises(CorerlError) as caught:
-            with seated(arrange({"ranks": 3}, cpus=1.0, gpus=0.0, resources={"h200": 1.0}), timeout=1.0):
+            with seated(arrange({"ranks": 3}, resources={"h200": 1.0}), timeout=1.0):
                 pass
     assert "\n" not in caught.value.message
     assert "the cluster has no room for 3 bundles of {'CPU': 1.0, 'h200': 1.0}" in caught.value.message
@@ -122,7 +122,7 @@ def test_no_process_outlives_a_driver_that_is_killed(address: str, joins: bool) 
 def drive(address: str) -> None:
     """A driver whose two processes work for longer than it lives."""
     with ray_session(address=address, cpus=2.0):
-        with seated(arrange({"ranks": 2}, cpus=1.0, gpus=0.0), timeout=60.0) as seats:
+        with seated(arrange({"ranks": 2}), timeout=60.0) as seats:
             group = ProcessGroup(["actor rank 0", "actor rank 1"], MEMBER, seats["ranks"], {})
             group.wait(group.construct([(0,), (1,)]))
             print(*group.call("pid"), flush=True)

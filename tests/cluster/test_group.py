@@ -29,7 +29,7 @@ Start = Callable[..., ProcessGroup]
 def seats() -> Iterator[list[Seat]]:
     """Three, of one CPU each."""
     with ray_session(address="", cpus=4):
-        with seated(arrange({"actor": 3}, cpus=1.0, gpus=0.0), timeout=60.0) as seats:
+        with seated(arrange({"actor": 3}), timeout=60.0) as seats:
             yield seats["actor"]
 
 
@@ -206,7 +206,7 @@ def test_seats_are_shares_of_their_bundles(seats: list[Seat]) -> None:
     assert [(seat.cpus, seat.gpus) for seat in seats] == [(1.0, 0.0)] * 3
     assert [(seat.bundle, seat.neighbours) for seat in seats] == [(0, 3), (1, 3), (2, 3)]
     # One CPU of four is left, and two processes share it.
-    with seated(arrange({"actor": 1, "engines": 1}, cpus=1.0, gpus=0.0), timeout=60.0) as both:
+    with seated(arrange({"actor": 1, "engines": 1}), timeout=60.0) as both:
         assert [(seat.bundle, seat.cpus) for seat in (*both["actor"], *both["engines"])] == [(0, 0.5), (0, 0.5)]
 
 

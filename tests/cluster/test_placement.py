@@ -23,17 +23,17 @@ from corerl.cluster.placement import arrange, physical_order
 def test_groups_share_bundles_and_are_spread_evenly_over_them(
     ranks: int, engines: int, bundles: int, rank_places: tuple[int, ...], engine_places: tuple[int, ...]
 ) -> None:
-    seating = arrange({"actor": ranks, "engines": engines}, cpus=1.0, gpus=0.0)
+    seating = arrange({"actor": ranks, "engines": engines})
     assert seating.places == {"actor": rank_places, "engines": engine_places}
     assert seating.bundles == bundles
 
 
 def test_a_group_apart_has_bundles_of_its_own_behind_the_shared_ones() -> None:
-    seating = arrange({"actor": 2, "critic": 1, "engines": 3}, apart=["engines"], cpus=1.0, gpus=0.0)
+    seating = arrange({"actor": 2, "critic": 1, "engines": 3}, apart=["engines"])
     assert seating.places == {"actor": (0, 1), "critic": (0,), "engines": (2, 3, 4)}
     assert [seating.share(bundle) for bundle in range(5)] == [1 / 2, 1.0, 1.0, 1.0, 1.0]
 
-    seating = arrange({"actor": 1, "critic": 2, "engines": 2}, apart=["critic"], cpus=1.0, gpus=0.0)
+    seating = arrange({"actor": 1, "critic": 2, "engines": 2}, apart=["critic"])
     assert seating.places == {"actor": (0,), "critic": (2, 3), "engines": (0, 1)}
     assert seating.bundles == 4
 
@@ -68,7 +68,7 @@ def test_a_bundle_is_what_one_process_takes() -> None:
     seating = arrange({"actor": 3}, cpus=4.0, gpus=2.0, resources={"h200": 1.0})
     assert seating.bundle == {"CPU": 4.0, "GPU": 2.0, "h200": 1.0}
     assert seating.cpus == 12.0
-    assert arrange({"actor": 1}, cpus=1.0, gpus=0.0).bundle == {"CPU": 1.0}
+    assert arrange({"actor": 1}).bundle == {"CPU": 1.0}
 
 
 def test_no_bundle_is_given_away_more_than_once_and_none_is_left_empty() -> None:

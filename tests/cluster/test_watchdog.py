@@ -108,7 +108,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 def ranks(told: Told) -> Iterator[ProcessGroup]:
     """Four that have met; the last was held up while it built its model."""
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with ray_session(address="", cpus=4), seated(arrange({"ranks": 4}, cpus=1.0, gpus=0.0), timeout=60.0) as seats:
+    with ray_session(address="", cpus=4), seated(arrange({"ranks": 4}), timeout=60.0) as seats:
         group = ProcessGroup(NAMES[:4], RANK, seats["ranks"], environment, watching=Watching(notify=told, seconds=1.0))
         host, port, listening = group.listen(0)
         group.wait(group.construct([(rank, 4) for rank in range(4)]))

@@ -4,22 +4,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from corerl.data.plan import StepPlan, count_loss_tokens, plan_forward, plan_steps
 from corerl.errors import ConfigError, DataError
-from corerl.types import SampleBatch
+from corerl.types import ParallelLayout, SampleBatch
 
 DEFAULTS: dict[str, Any] = {
-    "mini_batches": 1,
-    "epochs": 1,
-    "dp_size": 2,
+    "layout": ParallelLayout.data_parallel(rank=0, world_size=2),
     "tokens_per_micro_batch": 32,
-    "sequence_multiple": 1,
-    "micro_batch_multiple": 1,
     "aggregation": "token-mean",
     "max_tokens": 16,
     "seed": 3,
 }
+
+
+def layout(dp_size: int, **multiples: int) -> ParallelLayout:
+    return evolve(ParallelLayout.data_parallel(rank=0, world_size=dp_size), **multiples)
 
 
 def batch_of(lengths: list[int], *, samples_per_group: int = 1, prompt: int = 1) -> SampleBatch:
@@ -108,7 +109,7 @@ def test_weights_of_each_step_sum_to_one_and_are_zero_outside_of_it(aggregation:
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_micro_batches_keep_to_the_budget_and_ranks_to_one_number(multiple: int) -> None:
     batch = random_batch(60)
-    plan = plan_forward(batch, dp_size=3, tokens_per_micro_batch=64, sequence_multiple=multiple, micro_batch_multiple=4)
+    plan = plan_forward(batch, layout(3, sequence_multiple=multiple, micro_batch_multiple=4), tokens_per_micro_batch=64)
     padded = [-(-int(length) // multiple) * multiple for length in batch.lengths]
     assert real_samples(plan) == list(range(60))
     assert len({len(rank) for rank in plan.micro_batches}) == 1
@@ -123,9 +124,7 @@ def test_packing_equals_first_fit_decreasing_sample_by_sample() -> None:
     for seed in range(30):
         rng = np.random.default_rng(seed)
         lengths, budget = rng.integers(1, 25, 40).tolist(), int(rng.integers(5, 50))
-        plan = plan_forward(
-            batch_of(lengths), dp_size=1, tokens_per_micro_batch=budget, sequence_multiple=1, micro_batch_multiple=1
-        )
+        plan = plan_forward(batch_of(lengths), layout(1), tokens_per_micro_batch=budget)
         bins: list[list[int]] = []
         for sample in sorted(range(40), key=lambda sample: (-lengths[sample], sample)):
             fitting = (held for held in bins if sum(lengths[s] for s in held) + lengths[sample] <= budget)
@@ -138,15 +137,13 @@ def test_packing_equals_first_fit_decreasing_sample_by_sample() -> None:
 
 
 def test_a_sample_longer_than_the_budget_has_a_micro_batch_of_its_own() -> None:
-    plan = plan_forward(
-        batch_of([50, 3, 4]), dp_size=1, tokens_per_micro_batch=10, sequence_multiple=1, micro_batch_multiple=1
-    )
+    plan = plan_forward(batch_of([50, 3, 4]), layout(1), tokens_per_micro_batch=10)
     assert [sorted(members.tolist()) for members in plan.micro_batches[0]] == [[0], [1, 2]]
 
 
 def test_ranks_get_almost_equally_many_tokens() -> None:
     batch = random_batch(400)
-    plan = plan_forward(batch, dp_size=4, tokens_per_micro_batch=64, sequence_multiple=1, micro_batch_multiple=1)
+    plan = plan_forward(batch, layout(4), tokens_per_micro_batch=64)
     tokens = [
         sum(
             int(batch.lengths[members].sum())
@@ -160,9 +157,7 @@ def test_ranks_get_almost_equally_many_tokens() -> None:
 
 
 def test_fewer_samples_than_ranks_are_filled_up_with_the_shortest_sample() -> None:
-    plan = plan_forward(
-        batch_of([9, 4]), dp_size=3, tokens_per_micro_batch=16, sequence_multiple=1, micro_batch_multiple=2
-    )
+    plan = plan_forward(batch_of([9, 4]), layout(3, micro_batch_multiple=2), tokens_per_micro_batch=16)
     assert plan.filler == ((False, True), (False, True), (True, True))
     assert [[members.tolist() for members in rank] for rank in plan.micro_batches] == [
         [[0], [1]],
@@ -194,4 +189,4 @@ def test_an_unknown_aggregation_is_answered_with_the_known_ones() -> None:
 
 def test_a_batch_without_samples_is_refused() -> None:
     with pytest.raises(DataError, match="the rollout batch has no samples"):
-        plan_forward(batch_of([]), dp_size=1, tokens_per_micro_batch=8, sequence_multiple=1, micro_batch_multiple=1)
+        plan_forward(batch_of([]), layout(1), tokens_per_micro_batch=8)

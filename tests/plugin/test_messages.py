@@ -190,7 +190,7 @@ def refusals(amiss: Path, stale: Path, good: Path) -> dict[str, tuple[str, str]]
             (assignments[name],) = plan.assignments
         environment = {"PYTHONPATH": os.pathsep.join(map(str, (stale, amiss, ROOT))), "OMP_NUM_THREADS": "1"}
         with ray_session(address="", cpus=1.0):
-            with seated(arrange({"ranks": 1}, cpus=1.0, gpus=0.0), timeout=60.0) as seats:
+            with seated(arrange({"ranks": 1}), timeout=60.0) as seats:
                 group = ProcessGroup(["actor rank 0"], "tests.plugin.workers:Refusing", seats["ranks"], environment)
                 group.wait(group.construct([()]))
                 found = {name: group.call("refusal", assignment)[0] for name, assignment in assignments.items()}

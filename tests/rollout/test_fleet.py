@@ -48,7 +48,7 @@ def fleet() -> Iterator[EngineFleet]:
         for index in range(2)
     ]
     with ray_session(address="", cpus=2):
-        with seated(arrange({"engines": 2}, cpus=1.0, gpus=0.0), timeout=60.0) as seats:
+        with seated(arrange({"engines": 2}), timeout=60.0) as seats:
             processes = ProcessGroup(
                 ["engine-0", "engine-1"],
                 "tests.rollout.services:Mortal",

@@ -431,7 +431,7 @@ def test_a_sample_that_was_never_given_is_an_error() -> None:
 @pytest.fixture(scope="module")
 def seats() -> Iterator[list[Seat]]:
     with ray_session(address="", cpus=2):
-        with seated(arrange({"actor": 2}, cpus=1.0, gpus=0.0), timeout=60.0) as seats:
+        with seated(arrange({"actor": 2}), timeout=60.0) as seats:
             yield seats["actor"]
 
 
@@ -443,12 +443,8 @@ def launched(seats: list[Seat], **options: Any) -> TrainGroup:
 def training_plan(batch: SampleBatch) -> StepPlan:
     (plan,) = plan_steps(
         batch,
-        mini_batches=1,
-        epochs=1,
-        dp_size=2,
+        ParallelLayout.data_parallel(rank=0, world_size=2),
         tokens_per_micro_batch=8,
-        sequence_multiple=1,
-        micro_batch_multiple=1,
         aggregation="token-mean",
         max_tokens=8,
         seed=0,
@@ -472,7 +468,7 @@ def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_e
     assert trained.metrics["tokens"].total == trained.tokens
     assert trained.tokens >= 18  # fillers cost tokens too
 
-    passing = plan_forward(batch, dp_size=2, tokens_per_micro_batch=8, sequence_multiple=1, micro_batch_multiple=1)
+    passing = plan_forward(batch, ParallelLayout.data_parallel(rank=0, world_size=2), tokens_per_micro_batch=8)
     assert group.forward(shared, passing, LOGPROBS, of=batch)[Output.LOGPROBS].tolist() == list(range(18))
     group.snapshot("reference").load("500")
     group.snapshot("old").create()

@@ -49,7 +49,7 @@ from corerl.testing.models import write_tiny_model
 from corerl.trainer.assign import loss_of, plan_role
 from corerl.trainer.assignment import Assignment
 from corerl.trainer.worker import Worker
-from corerl.types import FloatArray, LossSpec, MemoryKind, Output, SampleBatch, Step, TrainResult
+from corerl.types import FloatArray, LossSpec, MemoryKind, Output, ParallelLayout, SampleBatch, Step, TrainResult
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import open_receiver
@@ -106,12 +106,8 @@ def worker(assignment: Assignment) -> Iterator[Worker]:
 def training_plan(batch: SampleBatch) -> StepPlan:
     (plan,) = plan_steps(
         batch,
-        mini_batches=1,
-        epochs=1,
-        dp_size=1,
+        ParallelLayout.data_parallel(rank=0, world_size=1),
         tokens_per_micro_batch=48,
-        sequence_multiple=1,
-        micro_batch_multiple=1,
         aggregation="token-mean",
         max_tokens=32,
         seed=0,
@@ -121,7 +117,7 @@ def training_plan(batch: SampleBatch) -> StepPlan:
 
 def logprobs(worker: Worker, batch: SampleBatch, weights: str = "") -> FloatArray:
     """[N] in the batch's order."""
-    plan = plan_forward(batch, dp_size=1, tokens_per_micro_batch=48, sequence_multiple=1, micro_batch_multiple=1)
+    plan = plan_forward(batch, ParallelLayout.data_parallel(rank=0, world_size=1), tokens_per_micro_batch=48)
     result = worker.forward(batch, plan, (Output.LOGPROBS,), weights)
     column = np.zeros(len(batch.tokens), dtype=np.float32)
     for sample, values in zip(
@@ -163,7 +159,7 @@ def test_experts_are_neither_told_nor_taken_by_a_backend_that_cannot(config: Con
     worker.init("127.0.0.1", 0)
     batch = make_samples(1)
     told = batch.with_columns(routed_experts=np.zeros((len(batch.tokens), 1, 1), np.int16))
-    plan = plan_forward(batch, dp_size=1, tokens_per_micro_batch=48, sequence_multiple=1, micro_batch_multiple=1)
+    plan = plan_forward(batch, ParallelLayout.data_parallel(rank=0, world_size=1), tokens_per_micro_batch=48)
     for verb in (
         lambda: worker.forward(batch, plan, (Output.ROUTED_EXPERTS,)),
         lambda: worker.forward(told, plan, (Output.LOGPROBS,), replay=True),

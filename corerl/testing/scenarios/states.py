@@ -33,6 +33,7 @@ from corerl.types import (
     MicroBatch,
     Output,
     PackedBatch,
+    ParallelLayout,
     TrainResult,
 )
 from corerl.weights.transport import Address
@@ -47,7 +48,7 @@ def refusals(setup: Setup, lacks: Sequence[Capability], directory: str) -> dict[
     """Capability -> the errors of the verbs that ask for it, "" where one works. Those that are no verb's are left out;
     some of these are asked for with `start_refused`."""
     samples = make_samples(0)
-    plan = plan_forward(samples, dp_size=1, tokens_per_micro_batch=48, sequence_multiple=1, micro_batch_multiple=1)
+    plan = plan_forward(samples, ParallelLayout.data_parallel(rank=0, world_size=1), tokens_per_micro_batch=48)
     told = samples.with_columns(**{EXPERTS: np.zeros((len(samples.tokens), 1, 1), np.int16)})
     with running(setup) as worker:
 
