@@ -93,6 +93,13 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 # ---- samples and batches ---------------------------------------------------------------------------------------------
 
 
+def rows_at(offsets: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
+    """Of ragged rows with `offsets` [B + 1], which elements the rows [n] are, end to end, and their offsets [n + 1]."""
+    lengths = np.diff(offsets)[rows]
+    picked = np.concatenate([[0], np.cumsum(lengths)])
+    return np.arange(picked[-1]) + np.repeat(offsets[:-1][rows] - picked[:-1], lengths), picked
+
+
 @frozen(kw_only=True)
 class SampleBatch:
     """The samples of one rollout step as ragged arrays; enters the object store once, and workers read it in place.
@@ -132,9 +139,7 @@ class SampleBatch:
 
     def take(self, samples: IntArray) -> SampleBatch:
         """These samples [n] alone, in this order."""
-        lengths = self.lengths[samples]
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        tokens = np.arange(offsets[-1]) + np.repeat(self.offsets[samples] - offsets[:-1], lengths)
+        tokens, offsets = rows_at(self.offsets, samples)
         return evolve(
             self,
             tokens=self.tokens[tokens],

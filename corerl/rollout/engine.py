@@ -10,7 +10,7 @@ import numpy as np
 from attrs import Factory, field, frozen
 
 from corerl.config.schema import ModelConfig, WeightsConfig
-from corerl.types import Array, BoolArray, FloatArray, IntArray, MemoryKind
+from corerl.types import Array, BoolArray, FloatArray, IntArray, MemoryKind, rows_at
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
@@ -58,11 +58,10 @@ class GenerateRequest:
 
     def take(self, rows: IntArray) -> GenerateRequest:
         """These rows [n], in their order, as a request of their own."""
-        parts = self.split()
-        picked = [parts[row] for row in rows]
+        tokens, offsets = rows_at(self.offsets, rows)
         return GenerateRequest(
-            tokens=np.concatenate([np.zeros(0, dtype=np.int64), *picked]),
-            offsets=np.cumsum([0, *map(len, picked)]),
+            tokens=self.tokens[tokens],
+            offsets=offsets,
             noise_keys=self.noise_keys[rows],
             params=self.params,
             begun=self.begun[rows],

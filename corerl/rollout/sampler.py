@@ -16,7 +16,7 @@ from corerl.errors import ConfigError, EngineFailed
 from corerl.rollout.encoding import encode
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.noise import noise_keys
-from corerl.types import Array, IntArray, Output, SampleBatch
+from corerl.types import Array, IntArray, Output, SampleBatch, rows_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -149,8 +149,10 @@ class Sampler:
         """What `sample` asks for."""
         tokens, offsets = self._encode(prompts)
         group, sample = rows_of(len(prompts), samples)
+        repeated, rows = rows_at(offsets, group)
         return GenerateRequest(
-            **_repeated(tokens, offsets, group),
+            tokens=tokens[repeated],
+            offsets=rows,
             # A prompt that comes twice in one step (a data set smaller than the step) must not draw the same twice.
             noise_keys=noise_keys(
                 self._seed,
@@ -267,14 +269,6 @@ def _with_experts(batches: Sequence[SampleBatch]) -> Sequence[SampleBatch]:
 def rows_of(prompts: int, samples: int) -> tuple[IntArray, IntArray]:
     """[R] of which prompt each row is, and which sample of it."""
     return np.repeat(np.arange(prompts), samples), np.tile(np.arange(samples), prompts)
-
-
-def _repeated(tokens: IntArray, offsets: IntArray, rows: IntArray) -> dict[str, IntArray]:
-    """The ragged rows [R] that `rows` picks, as `tokens` and `offsets`."""
-    lengths = np.diff(offsets)[rows]
-    picked = np.concatenate([[0], np.cumsum(lengths)])
-    source = np.arange(picked[-1]) + np.repeat(offsets[:-1][rows] - picked[:-1], lengths)
-    return {"tokens": tokens[source], "offsets": picked}
 
 
 def _occurrence(prompts: Sequence[Prompt]) -> IntArray:
