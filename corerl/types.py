@@ -125,6 +125,9 @@ class SampleBatch:
         for name, column in self.columns.items():
             if len(column) != len(self.tokens):
                 raise ValueError(f"column {name!r} has {len(column)} entries for {len(self.tokens)} tokens")
+        mask = self.columns.get("loss_mask")
+        if mask is not None and mask.dtype != np.bool_:  # of numbers, x[mask] would be elements 0 and 1
+            raise ValueError(f"column 'loss_mask' is {mask.dtype}, wanted bool; write mask.astype(bool)")
         for name, row in self.rows.items():
             if len(row) != len(self):
                 raise ValueError(f"row {name!r} has {len(row)} entries for {len(self)} samples")

@@ -412,7 +412,9 @@ class RolloutConfig:
         default=256,
         validator=at_least(1),
     )
-    stop: tuple[str, ...] = option("tokens that end a sample, besides the tokenizer's end of sequence", default=())
+    stop: tuple[str, ...] = option(
+        "tokens that end a sample, besides those of the tokenizer and of the model's generation_config.json", default=()
+    )
     function: str = option(
         "'module:function' that plays each sample as an episode: it asks the policy over several turns, with tools "
         "between them, at an OpenAI-compatible base URL; empty: a sample is one response",

@@ -14,11 +14,9 @@ from corerl.config.schema import Config
 from corerl.errors import ModelError
 from corerl.models.config import hf_config
 from corerl.models.export import export_directory
-from corerl.models.tokenizer import load_tokenizer
+from corerl.models.tokenizer import GENERATION, load_tokenizer
 
 SHARD_BYTES = 4 * 2**30
-# How a model's authors sample from it, and which tokens end a sample: some are named there alone.
-GENERATION = "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

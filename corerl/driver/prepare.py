@@ -22,7 +22,7 @@ from corerl.driver.processes import ProcessPlan, plan_processes
 from corerl.driver.run_dir import in_the_way, resume_from
 from corerl.errors import CheckpointError, ConfigError
 from corerl.models.config import experts, hf_config
-from corerl.models.tokenizer import CHARACTERS, load_tokenizer, require_room_for_tokens
+from corerl.models.tokenizer import CHARACTERS, end_tokens, load_tokenizer, require_room_for_tokens
 from corerl.plugin.options import resolve_tables, selected
 from corerl.plugin.registry import load
 from corerl.rollout.encoding import require_encodable
@@ -161,7 +161,8 @@ def _sampled(config: Config, tokenizer: PreTrainedTokenizerBase | None, problems
     if tokenizer is not None:
         with problems.stage("rollout.stop"):
             replays = config.algorithm.routing_replay == "engine"
-            params = evolve(sampling_params(rollout, tokenizer), routed_experts=replays)
+            ends = end_tokens(tokenizer, config.model.path)
+            params = evolve(sampling_params(rollout, tokenizer, ends), routed_experts=replays)
     prompts: PromptSource | None = None
     with problems.stage("data", path="data.source"):
         prompts = load_prompts(config.data, seed=config.run.seed)

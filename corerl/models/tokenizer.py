@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,11 +12,13 @@ from tokenizers import decoders, models, processors
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corerl.errors import ModelError
+from corerl.messages import first_line
 
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
 
 CHARACTERS = "characters:"
+GENERATION = "generation_config.json"  # how a model's authors sample from it; some ends of a text are named there alone
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3 of a character tokenizer
 
 
@@ -70,6 +73,21 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
     )
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> list[int]:
+    """At which a text ends: the tokenizer's own end of sequence, then what the generation_config.json beside the model
+    at `path`, if there is one, names besides: the end of a turn, of models that talk. Raises ModelError where that
+    cannot be read."""
+    ends = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    file = Path(path) / GENERATION
+    if path and file.is_file():
+        try:
+            named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            ends += [int(token) for token in (named if isinstance(named, list) else [named]) if token is not None]
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ModelError(f"model.path: {file} names no tokens that can be read: {first_line(error)}") from error
+    return list(dict.fromkeys(ends))
 
 
 def require_room_for_tokens(

@@ -89,16 +89,19 @@ class _TokenLogprobs(torch.autograd.Function):
         compute = _of_all_rows if shard.group is None else _of_shared_rows
         logprobs, normalizer, entropy = compute(hidden, weight, bias, targets, temperature, with_entropy, chunk, shard)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
-        ctx.temperature, ctx.with_entropy, ctx.chunk, ctx.shard = temperature, with_entropy, chunk, shard
+        ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # an entropy that is a metric alone has no gradient, and costs none
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_logprobs: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         exact, shard = normalizer.dtype, ctx.shard
+        if d_logprobs is None:
+            d_logprobs = torch.zeros_like(normalizer)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros_like(weight, dtype=exact) if need_weight else None
@@ -109,14 +112,14 @@ class _TokenLogprobs(torch.autograd.Function):
             d_chosen = d_logprobs * mine
         # Factors of a token are put together here, so that its logits are passed over as few times as can be.
         falls, d_chosen = -d_logprobs / ctx.temperature, d_chosen / ctx.temperature
-        if ctx.with_entropy:
+        if d_entropy is not None:
             slope = -d_entropy / ctx.temperature
             falls = falls + slope * entropy
         for part in _chunks(len(hidden), ctx.chunk):
             z = _logits(hidden[part], weight, bias, ctx.temperature, exact, shard)
             log_p = torch.sub(z, normalizer[part, None], out=z if z.dtype == exact else None)
             del z
-            if ctx.with_entropy:
+            if d_entropy is not None:
                 p = log_p.exp()
                 factor = torch.addcmul(falls[part, None], log_p, slope[part, None], out=log_p)
             else:

@@ -48,6 +48,7 @@ class Group:
     rollout: Rollout | None = None
     rewards: FloatArray = field(factory=lambda: np.zeros(0, np.float32))  # [G]
     failed: BoolArray = field(factory=lambda: np.zeros(0, np.bool_))  # [G] has no reward of its own
+    first_failure: str = ""  # of those that were scored together with it, where one of its own failed
 
     def drew(self, generation: Generation) -> None:
         if len(generation.tokens):
@@ -101,7 +102,8 @@ class Tally:
         """The groups as the batch of rollout step `step`. Raises RewardError where none of the samples has a reward."""
         if all(group.failed.all() for group in groups):
             samples = sum(len(group.failed) for group in groups)
-            raise RewardError(f"{self.first_failure}; and fails on all {samples} samples")
+            first = next((group.first_failure for group in groups if group.first_failure), self.first_failure)
+            raise RewardError(f"{first}; and fails on all {samples} samples")
         rollout = Rollout.concatenate([group.rollout for group in groups if group.rollout is not None])
         rewards = np.concatenate([group.rewards for group in groups])
         counts = {"stale_samples": self.stale_samples, "stale_tokens": self.stale_tokens}
@@ -414,6 +416,7 @@ class Asynchronous(Source):
                 self._tally.score(scores)
                 for group, rollout, reward, none in zip(groups, rollouts, rewards, failed, strict=True):
                     group.rollout, group.rewards, group.failed = rollout, reward, none
+                    group.first_failure = scores.first if none.any() else ""
                     if self._wanted(group):
                         self._keep(group)
                 self._state.notify_all()

@@ -40,6 +40,9 @@ def _flaw(scored: Scored) -> str:
     batch = scored.rollout.batch
     if not len(batch):
         return "without samples"
+    if not isinstance(scored.rewards, np.ndarray) or scored.rewards.dtype.kind not in "fiu":
+        kind = getattr(scored.rewards, "dtype", type(scored.rewards).__name__)
+        return f"whose rewards are {kind}, wanted a numpy array of numbers"
     if len(scored.rewards) != len(batch) or len(scored.rollout.texts) != len(batch):
         return (
             f"of {len(batch)} samples with {len(scored.rewards)} rewards and {len(scored.rollout.texts)} texts; "

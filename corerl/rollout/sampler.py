@@ -183,12 +183,12 @@ class Sampler:
         return np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded]), offsets
 
 
-def sampling_params(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
-    """The config's sampling, its stop texts as token ids after the tokenizer's own end of sequence.
+def sampling_params(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> SamplingParams:
+    """The config's sampling, its stop texts as token ids after `ends`, which are the model's own.
 
     Raises ConfigError where a stop text is not exactly one token.
     """
-    stops = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    stops = list(ends)
     for text in rollout.stop:
         try:
             stops.append(stop_token(text, tokenizer))

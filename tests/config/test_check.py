@@ -279,8 +279,36 @@ def test_experts_can_be_replayed_from_where_they_are_recorded() -> None:
 
 
 def test_groups_of_one_have_no_spread_to_sample_for() -> None:
-    (line,) = problems(evolve(PPO, algorithm=AlgorithmConfig(name="ppo", dynamic_sampling=2)))
-    assert line.startswith("algorithm.dynamic_sampling: a group of one sample has no spread")
+    alone = evolve(VALID, rollout=evolve(VALID.rollout, samples=1))
+    lines = problems(evolve(alone, algorithm=AlgorithmConfig(dynamic_sampling=2)))
+    assert any(line.startswith("algorithm.dynamic_sampling: a group of one sample has no spread") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("config", "algorithm", "setting"),
+    [
+        (PPO, {"name": "ppo"}, "algorithm.name='ppo'"),
+        (VALID, {"kl_coef": 0.1, "kl_in": "reward"}, "algorithm.kl_in='reward'"),
+    ],
+)
+def test_groups_of_equal_rewards_are_not_left_out_where_they_teach(
+    config: Config, algorithm: dict[str, Any], setting: str
+) -> None:
+    several = evolve(config, rollout=evolve(config.rollout, samples=4))
+    assert problems(evolve(several, algorithm=AlgorithmConfig(**algorithm))) == []
+    (line,) = problems(evolve(several, algorithm=AlgorithmConfig(**algorithm, dynamic_sampling=2)))
+    assert line == (
+        f"algorithm.dynamic_sampling: drops groups of equal rewards, and those still teach with {setting}; set it to 0"
+    )
+
+
+def test_an_estimator_without_a_gradient_is_no_loss() -> None:
+    def lines(**algorithm: Any) -> list[str]:
+        return problems(evolve(VALID, algorithm=AlgorithmConfig(kl_estimator="k1", **algorithm)))
+
+    (line,) = lines(kl_coef=0.1)
+    assert line.startswith("algorithm.kl_estimator: 'k1' in the loss has the gradient 0 in expectation; take 'k2' or")
+    assert lines() == lines(kl_coef=0.1, kl_in="reward") == []
 
 
 def test_a_mode_that_could_do_nothing_is_refused() -> None:

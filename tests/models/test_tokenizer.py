@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -5,7 +6,7 @@ import pytest
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
 from corerl.models.config import hf_config
-from corerl.models.tokenizer import character_tokenizer, load_tokenizer, require_room_for_tokens
+from corerl.models.tokenizer import character_tokenizer, end_tokens, load_tokenizer, require_room_for_tokens
 from corerl.testing.models import tiny_fields
 
 DIGITS = "characters:0123456789>s"
@@ -68,3 +69,20 @@ def test_a_special_token_that_no_sample_has_needs_no_room() -> None:
     tokenizer.add_tokens(["think"])
     with pytest.raises(ModelError, match="numbers 'think' 16, which wants 17"):
         require_room_for_tokens(hf_config(model), tokenizer, model)
+
+
+@pytest.mark.parametrize(("named", "ends"), [(106, [2, 106]), ([2, 107, 106], [2, 107, 106]), (None, [2])])
+def test_a_text_ends_where_the_models_generation_config_says_too(
+    tmp_path: Path, named: int | list[int] | None, ends: list[int]
+) -> None:
+    tokenizer = load_tokenizer(tokenizer=DIGITS, path="")
+    assert end_tokens(tokenizer, str(tmp_path)) == end_tokens(tokenizer, "") == [2]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named, "temperature": 0.6}))
+    assert end_tokens(tokenizer, str(tmp_path)) == ends
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"eos_token_id": "</s>"}', '{"eos_token_id": [{}]}'])
+def test_ends_that_cannot_be_read_are_told_with_their_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"^model.path: .*/generation_config.json names no tokens that can be read: "):
+        end_tokens(load_tokenizer(tokenizer=DIGITS, path=""), str(tmp_path))

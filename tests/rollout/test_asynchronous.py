@@ -20,7 +20,7 @@ from corerl.data.prompts import Prompt, PromptStream, SortDigits
 from corerl.errors import EngineFailed, RewardError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.ops.noise import hash_keys
-from corerl.rollout.asynchronous import Asynchronous
+from corerl.rollout.asynchronous import Asynchronous, Group, Tally
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.episodes import Episode, EpisodeFunction, EpisodeScorer
 from corerl.rollout.front import Front
@@ -475,6 +475,17 @@ def test_an_engines_error_is_the_loops_and_ends_all_threads() -> None:
     with pytest.raises(EngineFailed, match="^engine-1 is broken$"):
         for _ in source:
             pass
+
+
+def test_a_batch_without_rewards_is_told_with_its_own_first_failure() -> None:
+    failed = np.ones(2, np.bool_)
+    request = GenerateRequest(
+        tokens=np.zeros(0, np.int64), offsets=np.zeros(3, np.int64), noise_keys=np.arange(2), params=SamplingParams()
+    )
+    group = Group(number=0, prompt=Prompt(index=0, text="a", answer="b"), request=request)
+    group.failed, group.first_failure = failed, "reward 'mine' raised ValueError: no"
+    with pytest.raises(RewardError, match=r"^reward 'mine' raised ValueError: no; and fails on all 2 samples$"):
+        Tally().batch(1, [group], None)  # which has heard of no failure since the last batch
 
 
 def test_a_reward_that_fails_on_every_sample_of_a_batch_ends_the_run_and_on_some_does_not() -> None:

@@ -63,6 +63,13 @@ def no_tokens(batch: Scored) -> Scored:
     )
 
 
+def numbers_for_mask(batch: Scored) -> Scored:
+    """As np.where(condition, 0, mask) makes of a mask."""
+    samples = batch.rollout.batch
+    mask = np.where(samples.columns["loss_mask"], 1, 0)
+    return evolve(batch, rollout=evolve(batch.rollout, batch=samples.with_columns(loss_mask=mask)))
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -70,6 +77,9 @@ def no_tokens(batch: Scored) -> Scored:
         (lambda batch: None, r"returned NoneType, wanted a Scored$"),
         (lambda batch: evolve(batch, rewards=batch.rewards[:3]), r"of 4 samples with 3 rewards and 4 texts"),
         (lambda batch: evolve(batch, rewards=batch.rewards * np.nan), r"whose rewards are not all finite$"),
+        (lambda batch: evolve(batch, rewards=list(batch.rewards)), r"whose rewards are list, wanted a numpy array of "),
+        (lambda batch: evolve(batch, rewards=np.array(["1"] * 4)), r"whose rewards are <U1, wanted a numpy array of "),
+        (numbers_for_mask, r"raised ValueError: column 'loss_mask' is int64, wanted bool; write mask.astype\(bool\)"),
         (no_tokens, r"without a single loss token$"),
     ],
 )

@@ -121,14 +121,14 @@ def test_a_prompt_that_comes_twice_in_a_step_draws_other_noise_the_second_time()
     assert twice[:2] == keys()[:2]
 
 
-def test_stop_texts_become_tokens_after_the_end_of_sequence() -> None:
+def test_stop_texts_become_tokens_after_the_models_own_ends() -> None:
     config = RolloutConfig(temperature=0.7, top_p=0.9, max_tokens=7, stop=("s", ">"))
-    assert sampling_params(config, TOKENIZER) == SamplingParams(
-        temperature=0.7, top_p=0.9, max_tokens=7, stop_tokens=(2, 15, 14)
+    assert sampling_params(config, TOKENIZER, [2, 14]) == SamplingParams(
+        temperature=0.7, top_p=0.9, max_tokens=7, stop_tokens=(2, 14, 15)
     )
     for text in ("12", "x"):
         with pytest.raises(ConfigError, match=f"rollout.stop: '{text}'"):
-            sampling_params(RolloutConfig(stop=(text,)), TOKENIZER)
+            sampling_params(RolloutConfig(stop=(text,)), TOKENIZER, [2])
 
 
 def test_prompts_are_taken_and_joined_with_their_samples() -> None:
