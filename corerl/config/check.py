@@ -152,11 +152,6 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"{'algorithm.name=' if algorithm.name == 'ppo' else 'algorithm.kl_in='}"
             f"{(algorithm.name if algorithm.name == 'ppo' else algorithm.kl_in)!r}; set it to 0"
         )
-    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        yield (
-            "algorithm.kl_estimator: 'k1' in the loss has the gradient 0 in expectation; take 'k2' or 'k3', or "
-            "algorithm.kl_in='reward'"
-        )
     if algorithm.kl_target and not algorithm.kl_coef:
         yield "algorithm.kl_target: adapts algorithm.kl_coef, which is 0; set kl_coef to where it begins"
     if algorithm.kl_in == "reward" and not algorithm.kl_coef:

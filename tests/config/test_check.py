@@ -302,15 +302,6 @@ def test_groups_of_equal_rewards_are_not_left_out_where_they_teach(
     )
 
 
-def test_an_estimator_without_a_gradient_is_no_loss() -> None:
-    def lines(**algorithm: Any) -> list[str]:
-        return problems(evolve(VALID, algorithm=AlgorithmConfig(kl_estimator="k1", **algorithm)))
-
-    (line,) = lines(kl_coef=0.1)
-    assert line.startswith("algorithm.kl_estimator: 'k1' in the loss has the gradient 0 in expectation; take 'k2' or")
-    assert lines() == lines(kl_coef=0.1, kl_in="reward") == []
-
-
 def test_a_mode_that_could_do_nothing_is_refused() -> None:
     nothing_held_out = evolve(VALID, run=RunConfig(mode="eval"), data=DataConfig(held_out=0))
     assert problems(nothing_held_out) == [
