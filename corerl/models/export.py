@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -52,7 +53,10 @@ def export_directory(
             os.rename(path, replaced)
         os.rename(staging, path)
         shutil.rmtree(replaced, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter is what safetensors makes of a full disk
+        shutil.rmtree(staging, ignore_errors=True)  # which takes the room that is wanted
+        if replaced.exists() and not path.exists():
+            os.rename(replaced, path)
         raise SaveFailed(f"the model could not be exported to {path}: {error}") from error
     return written
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,4 +69,39 @@ def test_an_export_that_fails_leaves_the_earlier_one_as_it_was(tiny_models: dict
     assert torch.equal(load_file(path / SINGLE)["a"], torch.ones(2))
     export_directory(path, config=config, tokenizer=None, tensors=[("a", torch.zeros(2))])
     assert torch.equal(load_file(path / SINGLE)["a"], torch.zeros(2))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf"]
+
+
+def test_a_disk_that_is_full_amid_a_shard_is_told_and_nothing_half_written_stays(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    config = hf_config(ModelConfig(path=str(tiny_model)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(SaveFailed, match=r"^the model could not be exported to .*/hf: "):
+            export_directory(tmp_path / "hf", config=config, tokenizer=None, tensors=stream(tiny_model))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_that_cannot_take_its_place_leaves_the_earlier_one_there(
+    tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, path = hf_config(ModelConfig(path=str(tiny_models["qwen3"]))), tmp_path / "hf"
+    export_directory(path, config=config, tokenizer=None, tensors=[("a", torch.ones(2))])
+    rename = os.rename
+
+    def refuses_the_new_one(source: Path, target: Path) -> None:
+        if source.name.endswith(".writing"):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuses_the_new_one)
+    with pytest.raises(SaveFailed, match="Input/output error"):
+        export_directory(path, config=config, tokenizer=None, tensors=[("a", torch.zeros(2))])
+    assert torch.equal(load_file(path / SINGLE)["a"], torch.ones(2))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf"]
