@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from corerl.checkpoint.format import (
     read_index,
     read_json,
     step_dir,
+    sync,
     tensor_file,
     write_json,
 )
@@ -47,19 +49,22 @@ def commit(partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int] 
     `state` (plain data).
 
     `ranks` says how many ranks each role has. Without it, a missing rank is noticed where it held a part that no other
-    rank wrote. A complete checkpoint of the same step is replaced. Raises SaveFailed, and nothing becomes visible.
+    rank wrote. Whatever else lies in the directory, as the driver's own files do, belongs to the checkpoint. A complete
+    checkpoint of the same step is replaced. Raises SaveFailed, and nothing becomes visible.
     """
     target, replaced = partial.with_suffix(""), partial.with_suffix(REPLACED)
     try:
         roles = dict(ranks) if ranks is not None else _roles_found(partial)
         if not roles:
             raise SaveFailed(f"cannot complete {partial}: no role has written to it")
-        files = {}
         for role, count in roles.items():
+            _require_written(partial / role, count)
             _check_role(partial / role, role, count)
-            for rank in range(count):
-                for name in (tensor_file(rank), index_file(rank)):
-                    files[f"{role}/{name}"] = (partial / role / name).stat().st_size
+        files = {}
+        for path in sorted(partial.rglob("[!.]*")):
+            if path.is_file():
+                sync(path)  # what the driver wrote itself; of the ranks' files nothing is left to sync
+                files[str(path.relative_to(partial))] = path.stat().st_size
         write_json(partial / DRIVER_FILE, {"format": FORMAT, "state": dict(state), "roles": roles, "files": files})
         if target.exists():
             shutil.rmtree(replaced, ignore_errors=True)
@@ -79,9 +84,14 @@ def read_state(path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{directory} was never completed: resume from one whose name has no {PARTIAL!r}")
     if not os.path.isdir(directory):
         raise CheckpointError(f"no checkpoint at {directory}: give the directory of one, .../checkpoints/step-00000050")
-    if not (directory / DRIVER_FILE).exists() and (newest := latest(directory)):
-        raise CheckpointError(f"{directory} is the directory of a run: give its newest checkpoint, {newest}")
+    if not (directory / DRIVER_FILE).exists():
+        if newest := latest(directory):
+            raise CheckpointError(f"{directory} is the directory of a run: give its newest checkpoint, {newest}")
+        for fault in passed_over(directory).values():
+            raise CheckpointError(f"{directory} is the directory of a run, none of whose checkpoints is whole: {fault}")
     content = read_json(directory / DRIVER_FILE)
+    if not isinstance(content.get("files"), dict) or not isinstance(content.get("state"), dict):
+        raise CheckpointError(f"{directory / DRIVER_FILE} lacks 'files' or 'state': resume from another checkpoint")
     for name, size in content["files"].items():
         file = directory / name
         found = file.stat().st_size if file.exists() else None
@@ -94,29 +104,71 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
 def latest(run_dir: str | Path) -> Path | None:
     """The newest checkpoint that can be resumed; half-written and damaged ones are passed over."""
-    return next((path for path in _committed(run_dir) if _is_complete(path)), None)
+    return next((path for path in _committed(run_dir) if _fault(path) is None), None)
 
 
-def retain(run_dir: str | Path, keep: int) -> list[Path]:
-    """Remove complete checkpoints but the newest `keep` (0 keeps all), and partial ones no newer than the newest
-    complete one, which no save can still be writing. Returns what was removed. Called after a commit."""
-    complete = [path for path in _committed(run_dir) if _is_complete(path)]
-    removed = complete[keep:] if keep else []
-    if complete:
-        partials = sorted(checkpoints_dir(run_dir).glob(f"step-*{PARTIAL}"))
-        removed += [path for path in partials if _step(path) <= _step(complete[0])]
-    for path in removed:
+def passed_over(run_dir: str | Path) -> dict[Path, str]:
+    """Checkpoints that were completed after `latest` and cannot be resumed any more, newest first, with what is wrong
+    with each."""
+    found: dict[Path, str] = {}
+    for path in _committed(run_dir):
+        fault = _fault(path)
+        if fault is None:
+            break
+        found[path] = fault
+    return found
+
+
+def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
+    """Remove complete checkpoints but the newest `keep` (0 keeps all), and partial ones no newer than `committed`,
+    which no save can still be writing. The one that was just `committed` stays, and counts as the newest: steps above
+    its own are of a run that could not be resumed. Returns a line for each that could not be removed."""
+    kept, surplus = {committed}, []
+    for path in _committed(run_dir):
+        if path == committed or _fault(path) is not None:
+            continue
+        replaced = path.suffix == REPLACED and path.with_suffix("") in kept  # a commit ended before it could remove it
+        if replaced or (keep and len(kept) >= keep):
+            surplus.append(path)
+        else:
+            kept.add(path)
+    left: list[str] = []
+    hidden: set[Path] = set()
+    for path in surplus:
         # Out of sight first: a removal that is interrupted must not leave what looks like a damaged checkpoint.
-        hidden = path.with_suffix(PARTIAL)
-        if hidden != path:
-            shutil.rmtree(hidden, ignore_errors=True)
-            os.replace(path, hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
-    return removed
+        aside = path.with_suffix(PARTIAL)
+        with _telling(path, left):
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(path, aside)
+            hidden.add(aside)
+    stale = {path for path in checkpoints_dir(run_dir).glob(f"step-*{PARTIAL}") if _step(path) <= _step(committed)}
+    for path in sorted(hidden | stale):
+        with _telling(path, left):
+            shutil.rmtree(path)
+    return left
+
+
+@contextlib.contextmanager
+def _telling(path: Path, left: list[str]) -> Iterator[None]:
+    """A block that removes `path`; where the system refuses, `left` has a line more."""
+    try:
+        yield
+    except OSError as error:
+        left.append(f"{path} could not be removed: {error.strerror}")
 
 
 def _roles_found(partial: Path) -> dict[str, int]:
     return {path.name: written_ranks(path) for path in sorted(partial.iterdir()) if path.is_dir()}
+
+
+def _require_written(directory: Path, ranks: int) -> None:
+    for rank in range(ranks):
+        for name in (tensor_file(rank), index_file(rank)):
+            if not (directory / name).exists():
+                raise SaveFailed(
+                    f"{directory / name} is missing, though rank {rank} has written it: run.dir must be one directory "
+                    "that all nodes share"
+                )
 
 
 def _check_role(directory: Path, role: str, ranks: int) -> None:
@@ -161,9 +213,10 @@ def _step(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def _is_complete(path: Path) -> bool:
+def _fault(path: Path) -> str | None:
+    """Why a committed checkpoint cannot be resumed; None where it can."""
     try:
         read_state(path)
-    except CheckpointError:
-        return False
-    return True
+    except CheckpointError as error:
+        return error.message
+    return None

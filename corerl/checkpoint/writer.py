@@ -25,6 +25,9 @@ from corerl.weights.chunks import Chunk
 
 Job: TypeAlias = Callable[[], object]
 
+STORED = torch.float32
+BLOCK = 2**29  # bytes
+
 
 @frozen(eq=False)
 class Staged:
@@ -44,6 +47,8 @@ def stage(state: Mapping[str, Sequence[Chunk]], extra: Mapping[str, Any]) -> Sta
     tensors: dict[str, torch.Tensor] = {}
     boxes: list[SavedBox] = []
     devices: set[torch.device] = set()
+    own = [chunk.view for chunks in state.values() for chunk in chunks if not chunk.replica]
+    space = _PinnedSpace(sum(_bytes(view) for view in own if view.device.type == "cuda"))
     for key, chunks in state.items():
         for chunk in chunks:
             if chunk.replica:
@@ -52,7 +57,9 @@ def stage(state: Mapping[str, Sequence[Chunk]], extra: Mapping[str, Any]) -> Sta
             boxes.append(SavedBox(key, chunk.name, chunk.shape, chunk.offsets, chunk.sizes, stored))
             if stored in tensors:
                 raise SaveFailed(f"two chunks of this rank hold {stored!r}: mark one of them as a replica")
-            tensors[stored] = _host_copy(chunk.view, torch.float32)
+            view = chunk.view.detach()
+            host = space.take(view) if view.device.type == "cuda" else torch.empty(view.shape, dtype=STORED)
+            tensors[stored] = host.copy_(view, non_blocking=True)
             devices.add(chunk.view.device)
     for device in devices:
         if device.type == "cuda":
@@ -127,9 +134,31 @@ class BackgroundWriter:
         raise SaveFailed(f"the background save failed: {message}") from error
 
 
-def _host_copy(view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    host = torch.empty(tuple(view.shape), dtype=dtype, pin_memory=view.device.type == "cuda")
-    return host.copy_(view.detach(), non_blocking=True)
+class _PinnedSpace:
+    """Pinned memory for copies, cut out of blocks: torch makes a power of two of each size that it is asked for, and
+    keeps all of it, pinned, for the next save. Tensor by tensor that is up to twice of what is saved."""
+
+    def __init__(self, nbytes: int) -> None:
+        """For `nbytes` in all, of tensors of any size."""
+        self._block_bytes = min(BLOCK, 1 << max(nbytes - 1, 1).bit_length())
+        self._block: torch.Tensor | None = None
+        self._used = 0  # of the block
+
+    def take(self, view: torch.Tensor) -> torch.Tensor:
+        """Room for a copy of `view`, of its shape."""
+        nbytes = _bytes(view)
+        if nbytes > self._block_bytes:
+            return torch.empty(view.shape, dtype=STORED, pin_memory=True)
+        if self._block is None or self._used + nbytes > self._block_bytes:
+            self._block, self._used = torch.empty(self._block_bytes, dtype=torch.uint8, pin_memory=True), 0
+        room = self._block[self._used : self._used + nbytes]
+        self._used += nbytes
+        return room.view(STORED).view(view.shape)
+
+
+def _bytes(view: torch.Tensor) -> int:
+    """Of its copy."""
+    return view.numel() * STORED.itemsize
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:

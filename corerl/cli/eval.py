@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
     from corerl.checkpoint.commit import latest, read_state
     from corerl.checkpoint.format import checkpoints_dir
+    from corerl.cli.newest import checkpoint_of
     from corerl.config.load import config_of, load_config
     from corerl.imports import uncollected
 
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     what = Path(args.what)
     given = [*args.overrides, "run.mode=eval", *(["extensions=[]"] if args.json else [])]
     if os.path.isdir(what):
-        checkpoint = (latest(what) or what).absolute()
+        checkpoint = checkpoint_of(what).absolute()
         run_dir = checkpoint.parent
         if run_dir.name == checkpoints_dir("").name:  # else it was copied to where it is
             run_dir = run_dir.parent

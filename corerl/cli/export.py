@@ -17,10 +17,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from corerl.checkpoint.commit import latest
+    from corerl.cli.newest import checkpoint_of
     from corerl.driver.export import export
 
-    checkpoint = Path(args.checkpoint)
-    written = export(latest(checkpoint) or checkpoint, Path(args.directory), role=args.role)
+    written = export(checkpoint_of(Path(args.checkpoint)), Path(args.directory), role=args.role)
     print(f"wrote {written}")
     return 0

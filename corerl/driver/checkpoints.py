@@ -56,7 +56,7 @@ class Checkpoints:
         """Make a save that all ranks have written visible. Raises SaveFailed where one could not be written."""
         if self._pending is None:
             return
-        # Every role is asked, whatever one says.
+        # Where one is not done the others are asked all the same: one that failed is told of now.
         written = [role.group.saved(wait=wait) for role in self.roles.values()]
         if all(written):
             self._commit(*self._pending)
@@ -75,5 +75,6 @@ class Checkpoints:
         ranks = {name: len(role.group.layouts) for name, role in self.roles.items()}
         self.newest = commit(partial, state, ranks=ranks)
         self._pending = None
-        retain(self.run_dir, self.config.keep)
+        for line in retain(self.run_dir, self.config.keep, committed=self.newest):
+            self.progress.notice(f"a checkpoint that is not kept: {line}")
         self.progress.tell(CheckpointSaved(step=state["rollout_step"], path=str(self.newest)))

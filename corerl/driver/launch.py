@@ -27,7 +27,7 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency, residency_plan
 from corerl.driver.roles import Role
 from corerl.driver.run import REFERENCE, Run, answers_in, passes_of
-from corerl.driver.run_dir import occupied, write_config
+from corerl.driver.run_dir import lost_checkpoints, occupied, write_config
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates, meeting_at
 from corerl.errors import EngineFailed, SaveFailed
@@ -83,7 +83,7 @@ def _launched(prepared: Prepared) -> Iterator[Run]:
                 mode=config.run.mode,
             )
         )
-        for text in [*notes(config), *missing_answers(prepared)]:
+        for text in [*lost_checkpoints(config, prepared.run_dir), *notes(config), *missing_answers(prepared)]:
             progress.notice(text)
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(StopRequest(progress.notice))

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from corerl.checkpoint.commit import latest
+from corerl.checkpoint.commit import latest, passed_over
+from corerl.checkpoint.format import checkpoints_dir
 from corerl.config.load import dump_toml
 from corerl.config.schema import Config
 from corerl.errors import ConfigError
@@ -71,6 +72,12 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None
             f"run.dir: {run_dir} already holds a run ({newest.name}), whose numbers run.mode={config.run.mode!r} would "
             f"write over; give another run.dir{advice}"
         )
+    if starting and newest is None and (damaged := passed_over(run_dir)):
+        fault = next(iter(damaged.values()))
+        raise ConfigError(
+            f"run.dir: {run_dir} already holds a run, and none of its checkpoints can be resumed: {fault}; give "
+            f"another run.dir, or, to begin anew here, remove {checkpoints_dir(run_dir)}"
+        )
     if resume == "auto":
         return newest
     chosen = None if resume == "never" else Path(resume).absolute()
@@ -81,6 +88,16 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None
             "or give another run.dir"
         )
     return chosen
+
+
+def lost_checkpoints(config: Config, run_dir: Path) -> list[str]:
+    """A line for each checkpoint that `checkpoint.resume = "auto"` has passed over."""
+    if config.checkpoint.resume != "auto":
+        return []
+    return [
+        f"checkpoint.resume: {path.name} is passed over, and the run goes back to an older checkpoint: {fault}"
+        for path, fault in passed_over(run_dir).items()
+    ]
 
 
 def in_the_way(config: Config, run_dir: Path, resume: Path | None) -> Iterator[str]:

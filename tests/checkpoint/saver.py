@@ -22,8 +22,7 @@ def main() -> None:
             values = torch.full((ROWS, 2), float(step))
             chunk = Chunk("w", (2 * ROWS, 2), (rank * ROWS, 0), (ROWS, 2), values)
             write(stage({"master": [chunk]}, {}), partial / "actor", rank)
-        commit(partial, {"rollout_step": step})
-        retain(sys.argv[1], 2)
+        retain(sys.argv[1], 2, committed=commit(partial, {"rollout_step": step}))
         print(step, flush=True)
 
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +12,7 @@ import pytest
 import torch
 
 import corerl
-from corerl.checkpoint.commit import begin, commit, latest, read_state, retain
+from corerl.checkpoint.commit import begin, commit, latest, passed_over, read_state, retain
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.checkpoint.writer import stage, write
 from corerl.errors import CheckpointError, SaveFailed
@@ -40,10 +43,30 @@ def test_the_newest_complete_checkpoint_is_the_latest(tmp_path: Path) -> None:
     save(tmp_path, 100)
     nine = save(tmp_path, 9)
     assert latest(tmp_path) == tmp_path / "checkpoints" / "step-00000100"
+    assert passed_over(tmp_path) == {}
     begin(tmp_path, 150)
     file = tmp_path / "checkpoints" / "step-00000100" / "actor" / "rank-00001.safetensors"
+    whole_size = file.stat().st_size
     file.write_bytes(file.read_bytes()[:-1])
     assert latest(tmp_path) == nine
+    hundred = file.parents[1]
+    fault = f"{file} has {whole_size - 1} bytes instead of {whole_size}: the checkpoint is damaged"
+    assert {path: text.split(",")[0] for path, text in passed_over(tmp_path).items()} == {hundred: fault}
+
+
+def test_what_else_lies_in_a_checkpoint_belongs_to_it(tmp_path: Path) -> None:
+    partial = begin(tmp_path, 4)
+    write(stage(cut(0, 1, whole()), {}), partial / "actor", 0)
+    (partial / "step-00000004.npz").write_bytes(b"a batch in flight")
+    path = commit(partial, STATE)
+    assert json.loads((path / "checkpoint.json").read_text())["files"] == {
+        name: (path / name).stat().st_size
+        for name in ("actor/rank-00000.json", "actor/rank-00000.safetensors", "step-00000004.npz")
+    }
+    (path / "step-00000004.npz").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="step-00000004.npz has 0 bytes instead of 17: the checkpoint is damaged"):
+        read_state(path)
+    assert latest(tmp_path) is None
 
 
 def test_a_save_of_the_same_step_replaces_the_earlier_one(tmp_path: Path) -> None:
@@ -104,9 +127,11 @@ def test_a_checkpoint_that_does_not_hold_every_element_once_is_refused(
 def test_a_rank_or_role_that_did_not_write_is_refused_where_their_number_is_known(tmp_path: Path) -> None:
     partial = begin(tmp_path, 1)
     write(stage(cut(0, 1, whole()), {}), partial / "actor", 0)
-    with pytest.raises(SaveFailed, match="rank-00001.json is missing"):
+    with pytest.raises(
+        SaveFailed, match="actor/rank-00001.safetensors is missing, though rank 1 .* one directory that all nodes share"
+    ):
         commit(partial, STATE, ranks={"actor": 2})
-    with pytest.raises(SaveFailed, match="critic/rank-00000.json is missing"):
+    with pytest.raises(SaveFailed, match="critic/rank-00000.safetensors is missing"):
         commit(partial, STATE, ranks={"actor": 1, "critic": 1})
     with pytest.raises(SaveFailed, match="no role has written to it"):
         commit(begin(tmp_path, 2), STATE)
@@ -138,29 +163,67 @@ def test_what_cannot_be_resumed_is_explained(tmp_path: Path) -> None:
     (path / "checkpoint.json").write_text('{"format"')
     with pytest.raises(CheckpointError, match=r"checkpoint.json cannot be read"):
         read_state(path)
+    (path / "checkpoint.json").write_text('{"format": "corerl-checkpoint-1"}')
+    with pytest.raises(CheckpointError, match=r"checkpoint.json lacks 'files' or 'state'"):
+        read_state(path)
     (path / "checkpoint.json").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint.json is missing"):
         read_state(path)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path} is the directory of a run, none .* is whole: {path}/"):
+        read_state(tmp_path)
+
+
+def left(run_dir: Path) -> list[str]:
+    return sorted(path.name.removeprefix("step-0000") for path in (run_dir / "checkpoints").iterdir())
 
 
 def test_retention_keeps_the_newest_and_clears_what_was_given_up(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
-        save(tmp_path, step)
+        newest = save(tmp_path, step)
     begin(tmp_path, 2)  # a save that was interrupted, long ago
     begin(tmp_path, 5)  # one that is being written
-    assert retain(tmp_path, 0) == [tmp_path / "checkpoints" / "step-00000002.partial"]
+    assert retain(tmp_path, 0, committed=newest) == []
+    assert left(tmp_path) == ["0001", "0002", "0003", "0004", "0005.partial"]
     begin(tmp_path, 1)
-    retain(tmp_path, 2)
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["step-00000003", "step-00000004", "step-00000005.partial"]
+    assert retain(tmp_path, 2, committed=newest) == []
+    assert left(tmp_path) == ["0003", "0004", "0005.partial"]
 
 
 def test_retention_never_counts_a_damaged_checkpoint_as_kept(tmp_path: Path) -> None:
     good = save(tmp_path, 1)
     damaged = save(tmp_path, 2)
     (damaged / "checkpoint.json").unlink()
-    retain(tmp_path, 1)
+    retain(tmp_path, 1, committed=good)
     assert latest(tmp_path) == good
+
+
+def test_retention_never_removes_what_was_just_completed(tmp_path: Path) -> None:
+    for step in (90, 100):  # of a disk that came back
+        save(tmp_path, step)
+    assert retain(tmp_path, 2, committed=save(tmp_path, 50)) == []
+    assert left(tmp_path) == ["0050", "0100"]
+
+
+def test_what_an_interrupted_replacement_left_is_no_checkpoint_more(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    shutil.copytree(path, path.with_suffix(".replaced"))
+    assert retain(tmp_path, 2, committed=path) == []
+    assert left(tmp_path) == ["0001", "0002"]
+
+
+def test_what_cannot_be_removed_is_told_and_the_others_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, newest = (save(tmp_path, step) for step in (1, 2, 3))
+    replace = os.replace
+
+    def refusing(source: Path, target: Path) -> None:
+        if source == second:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refusing)
+    assert retain(tmp_path, 1, committed=newest) == [f"{second} could not be removed: Directory not empty"]
+    assert not first.exists() and latest(tmp_path) == newest
 
 
 @pytest.mark.parametrize("moment", ["step-*.partial/actor/.rank-00000*", "step-*.partial/actor/rank-00000.json"])

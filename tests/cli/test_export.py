@@ -28,6 +28,18 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path, capsys
         assert torch.equal(embedding(tmp_path / name), model.get_input_embeddings().weight)
 
 
+def test_a_newer_checkpoint_that_is_damaged_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make_config()
+    model = make_model(config, seed=1)
+    damaged = [save(tmp_path, config, model, step=step) for step in (2, 10)][1]
+    (damaged / "actor/rank-00001.json").unlink()
+    assert main(["export", str(tmp_path), str(tmp_path / "model")]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"wrote {tmp_path}/model\n"
+    line = "corerl: step-00000010 is passed over, step-00000002 is taken: "
+    assert err.startswith(f"{line}{damaged}/actor/rank-00001.json is missing")
+
+
 def test_what_cannot_be_exported_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = make_config()
     checkpoint = save(tmp_path, config, make_model(config, seed=1), step=2)

@@ -9,7 +9,7 @@ from attrs import evolve
 from corerl.config.load import load_config
 from corerl.config.schema import CheckpointConfig, RunConfig
 from corerl.driver.prepare import prepare
-from corerl.driver.run_dir import resume_from, write_config
+from corerl.driver.run_dir import lost_checkpoints, resume_from, write_config
 from corerl.errors import ConfigError
 from tests.driver.saved import config_in, make_config, make_model, save
 
@@ -38,6 +38,33 @@ def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"already holds a run \(step-00000004\)"):
             resume_from(config_in(run, resume), run, starting=True)
     assert resume_from(config_in(run), run, starting=False) is None
+
+
+def test_a_resumed_run_tells_which_checkpoints_it_passes_over(tmp_path: Path) -> None:
+    config = make_config()
+    older, newest = (save(tmp_path, config, make_model(config, seed=1), step=step) for step in (2, 4))
+    assert lost_checkpoints(config_in(tmp_path, "auto"), tmp_path) == []
+    (newest / "actor/rank-00001.json").unlink()
+    assert resume_from(config_in(tmp_path, "auto"), tmp_path, starting=True) == older
+    line = "checkpoint.resume: step-00000004 is passed over, and the run goes back to an older checkpoint: "
+    (told,) = lost_checkpoints(config_in(tmp_path, "auto"), tmp_path)
+    assert told.startswith(f"{line}{newest}/actor/rank-00001.json is missing")
+    assert lost_checkpoints(config_in(tmp_path, str(older)), tmp_path) == []  # chosen by hand
+
+
+@pytest.mark.parametrize("resume", ["never", "auto", "elsewhere"])
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path: Path, resume: str) -> None:
+    config = make_config()
+    elsewhere, only = (save(tmp_path / name, config, make_model(config, seed=1), step=4) for name in ("other", "run"))
+    (only / "actor/rank-00001.json").unlink()
+    chosen = config_in(tmp_path / "run", str(elsewhere) if resume == "elsewhere" else resume)
+    with pytest.raises(ConfigError) as caught:
+        resume_from(chosen, tmp_path / "run", starting=True)
+    line = f"run.dir: {tmp_path}/run already holds a run, and none of its checkpoints can be resumed: "
+    assert caught.value.message.startswith(f"{line}{only}/actor/rank-00001.json is missing")
+    assert caught.value.message.endswith(f"to begin anew here, remove {only.parent}")
+    begun = resume_from(chosen, tmp_path / "run", starting=False)
+    assert begun == (elsewhere if resume == "elsewhere" else None)
 
 
 @pytest.mark.parametrize("resume", ["never", "auto", "newest"])

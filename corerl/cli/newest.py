@@ -1,0 +1,18 @@
+"""Which checkpoint a command line means that names a checkpoint's directory or a run's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def checkpoint_of(what: Path) -> Path:
+    """A run's newest checkpoint that is whole, with a line on stderr for each newer one; anything else as it is."""
+    from corerl.checkpoint.commit import latest, passed_over
+
+    newest = latest(what)
+    if newest is None:
+        return what
+    for path, fault in passed_over(what).items():
+        print(f"corerl: {path.name} is passed over, {newest.name} is taken: {fault}", file=sys.stderr)
+    return newest
