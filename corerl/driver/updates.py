@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 
 from corerl.calls import POLL_SECONDS
 from corerl.config.schema import WeightsConfig
@@ -37,6 +37,15 @@ def meeting_at(address: Address, actor: TrainGroup) -> Address:
     return evolve(address, host=host, port=port, listening=listening)
 
 
+@frozen(kw_only=True)
+class Missed:
+    """Why an update did not reach one engine."""
+
+    error: str  # what it says, and what those say that sent to it
+    died: bool  # its process has ended
+    silent: bool  # it has not answered, and may hang
+
+
 @define(kw_only=True, eq=False)
 class WeightUpdates:
     """Of one run: which engines have what, and the version that comes next."""
@@ -64,7 +73,7 @@ class WeightUpdates:
             self._evict(failed)
         self._updates += 1
 
-    def _attempt(self, *, verify: bool) -> dict[str, Received]:
+    def _attempt(self, *, verify: bool) -> dict[str, Missed]:
         """One update of all engines. Those that it did not reach, which serve nothing now, with why."""
         with contextlib.ExitStack() as stack:
             if self.source.overlaps:
@@ -76,7 +85,7 @@ class WeightUpdates:
             with self.progress.phase("update_weights"):
                 return self._update(verify=verify)
 
-    def _update(self, *, verify: bool) -> dict[str, Received]:
+    def _update(self, *, verify: bool) -> dict[str, Missed]:
         # Used even where no engine takes it: two streams must never share a version.
         version, self.version = self.version, self.version + 1
         group, fleet = self.group, self.fleet
@@ -89,21 +98,16 @@ class WeightUpdates:
             if failed and time.monotonic() - told > TELL_SECONDS:  # again: a rank may not have begun
                 told = time.monotonic()
                 for name, each in failed.items():
-                    group.give_up(name, each.error)
+                    group.give_up(name, version, each.error)
         result = sending.result()
-        silent = Received(version=version, bytes=0, error="it does not answer", died=True)
-        received = dict.fromkeys(fleet.names, silent) | fleet.received(receiving, ANSWER_SECONDS)
-        failed = {name: each for name, each in received.items() if each.error}
-        failed |= {
-            name: evolve(received[name], error=error)
-            for name, error in result.engines.items()
-            if error and not received[name].error
-        }
-        fleet.lost_weights(failed)
-        self._served |= received.keys() - failed.keys()
-        if result.sums and not failed:
+        received = fleet.received(receiving, ANSWER_SECONDS)
+        fared = {name: _missed(received.get(name), result.engines.get(name, "")) for name in fleet.names}
+        missed = {name: each for name, each in fared.items() if each is not None}
+        fleet.lost_weights(missed)
+        self._served |= fared.keys() - missed.keys()
+        if result.sums and not missed:
             self._require_loaded(result.sums, version)
-        return failed
+        return missed
 
     def _require_loaded(self, sums: Mapping[str, int], version: int) -> None:
         """Raises WeightUpdateError where an engine holds something else than was sent."""
@@ -120,19 +124,21 @@ class WeightUpdates:
                     f"{name} holds other weights than it was sent as version {version}: {wrong}; it loads them wrongly"
                 )
 
-    def _evict(self, failed: Mapping[str, Received]) -> None:
-        """New processes in the place of the dead, whose deaths explain the other failures; of those that failed, where
-        all live. They rejoin with the next full update.
+    def _evict(self, missed: Mapping[str, Missed]) -> None:
+        """New processes in the place of the dead, whose deaths explain the other failures; where all live, of those
+        that are silent, or else of all that the update missed. They rejoin with the next full update.
 
         Raises WeightUpdateError of an engine that lives and has never taken an update: the next would end the same.
         """
-        dead = {name: each for name, each in failed.items() if each.died}
-        if not dead and (never := sorted(failed.keys() - self._served)):
-            reasons = "; ".join(f"{name}: {failed[name].error}" for name in never)
+        dead = {name: each for name, each in missed.items() if each.died}
+        silent = {name: each for name, each in missed.items() if each.silent}
+        culprits = dead or silent or missed
+        if not dead and (never := sorted(culprits.keys() - self._served)):
+            reasons = "; ".join(f"{name}: {missed[name].error}" for name in never)
             raise WeightUpdateError(f"weights version {self.version - 1} did not reach every engine: {reasons}")
         errors: dict[str, CorerlError] = {
             name: WorkerDied(each.error) if each.died else WeightUpdateError(f"{name}: {each.error}")
-            for name, each in (dead or failed).items()
+            for name, each in culprits.items()
         }
 
         def replace() -> Mapping[str, CorerlError]:
@@ -150,3 +156,18 @@ class WeightUpdates:
             self.progress.notice(f"{engine} is replaced: {error.message}")
         self._served -= replaced.keys()
         self.address = meeting_at(self.address, self.group)  # the dead one hangs in whatever was built at the old
+
+
+def _missed(answer: Received | None, sender: str) -> Missed | None:
+    """What an engine that may have answered, and its senders, make of an update together; None where it has arrived.
+    Either may know why, while the other sees no more than a connection that ends."""
+    if answer is None:
+        said = f"no answer within {ANSWER_SECONDS:g} s after the update's end"
+    elif answer.error or sender:
+        said = answer.error
+    else:
+        return None
+    died = answer is not None and answer.died
+    known = died or sender in said  # it may have told them, and its death tells more than what follows from it
+    error = said if known else f"{said}; the trainer: {sender}" if said else sender
+    return Missed(error=error, died=died, silent=answer is None)

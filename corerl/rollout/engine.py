@@ -142,7 +142,7 @@ class Received:
     version: int
     bytes: int
     error: str = ""  # empty where it committed; else it serves nothing until a full update commits
-    died: bool = False  # its process has ended, or does not answer
+    died: bool = False  # its process has ended
 
 
 @frozen(kw_only=True)

@@ -16,6 +16,9 @@ from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
 
+CLOSE_SECONDS = 60.0  # that a replica has to end by itself
+
+
 class Processes(Protocol):
     """What the fleet needs of a group of processes; `corerl.cluster.ProcessGroup` is one."""
 
@@ -243,10 +246,10 @@ class EngineFleet:
         return sum(self._ask_all("wake_up", frozenset({MemoryKind.PARAM})).values())
 
     def close(self) -> None:
-        """End the replicas, whatever they generate."""
+        """End the replicas, whatever they generate, and whether they answer or hang."""
         try:
             for method in ("pause", "close"):  # who dies in it has ended too
-                self.processes.answers(self.processes.start(method))
+                self.processes.answered(self.processes.start(method), CLOSE_SECONDS)
         finally:
             self.processes.kill()
 

@@ -192,9 +192,10 @@ class TrainGroup:
         pending = self.processes.start("update_weights", address, version, verify)
         return Call(self.processes, pending, lambda: _whole(self.processes.wait(pending)))
 
-    def give_up(self, engine: str, reason: str) -> None:
-        """While an update goes on: its senders wait for this engine no more, which has died or ended its part."""
-        self.processes.aside("give_up", engine, reason)
+    def give_up(self, engine: str, version: int, reason: str) -> None:
+        """While the update to `version` goes on: its senders wait for this engine no more, which has died or ended its
+        part."""
+        self.processes.aside("give_up", engine, version, reason)
 
     def snapshot(self, name: str) -> Snapshot:
         """A handle on weights kept by this name; nothing is kept before its `create` or `load`."""

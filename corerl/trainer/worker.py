@@ -178,10 +178,10 @@ class Worker:
         summing = SummingSender(self.sender, self.context.rank)
         return evolve(self.host.update_weights(sender=summing, version=version), sums=summing.sums)
 
-    def give_up(self, engine: str, reason: str) -> None:
-        """While `update_weights` goes on, in another thread: wait for this engine no more."""
+    def give_up(self, engine: str, version: int, reason: str) -> None:
+        """While `update_weights` to `version` goes on, in another thread: wait for this engine no more."""
         if self.sender is not None:
-            self.sender.give_up(engine, reason)
+            self.sender.give_up(engine, version, reason)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         return self.host.save(path=path, step=step, background=background)

@@ -41,10 +41,17 @@ class WeightSender(ABC):
     """The trainer's end. A transport's own failure becomes an entry for its engines in `commit`, never an exception:
     the ranks that gather must stay in step."""
 
+    version: int = -1  # of the update that goes on, or was the last; `begin` sets it
     sent: int | None = None  # bytes of this update, for a transport that does not send its buckets as they are
 
     def __init__(self) -> None:
-        self.given_up: dict[str, str] = {}  # engines that are not waited for, each with why
+        self._given_up: dict[str, tuple[int, str]] = {}  # by engine: of which version, and why
+
+    @property
+    def given_up(self) -> dict[str, str]:
+        """Engines that this update does not wait for, each with why."""
+        # A copy: `give_up` comes from another thread.
+        return {name: reason for name, (version, reason) in dict(self._given_up).items() if version == self.version}
 
     def sender_of(self, bucket: Bucket) -> int | None:
         """The rank that must hold this bucket, and sends it, while others gather towards it; None where each does."""
@@ -68,10 +75,11 @@ class WeightSender(ABC):
     def commit(self, version: int) -> Mapping[str, str]:
         """Wait for the engines; engine name -> "" where it committed `version`, else why it did not."""
 
-    def give_up(self, engine: str, reason: str) -> None:
-        """Wait for this engine no more: its process has ended, or it has. Called from another thread while an update
-        goes on, and perhaps several times; an answer that it has given still counts."""
-        self.given_up[engine] = reason  # one assignment: no lock
+    def give_up(self, engine: str, version: int, reason: str) -> None:
+        """In the update to `version` wait for this engine no more: its process has ended, or it has. Called from
+        another thread, before that update, while it goes on or too late, and perhaps several times; an answer that the
+        engine has given still counts."""
+        self._given_up[engine] = (version, reason)  # one assignment: no lock
 
     @abstractmethod
     def close(self) -> None: ...

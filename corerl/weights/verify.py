@@ -78,8 +78,8 @@ class SummingSender(WeightSender):
         self.sent = self._sender.sent
         return engines
 
-    def give_up(self, engine: str, reason: str) -> None:
-        self._sender.give_up(engine, reason)
+    def give_up(self, engine: str, version: int, reason: str) -> None:
+        self._sender.give_up(engine, version, reason)
 
     def close(self) -> None:
         self._sender.close()

@@ -96,8 +96,8 @@ class Group:
     def received(self, pending: None, timeout: float) -> dict[str, Received]:
         return self.fared if self.answers else {}
 
-    def give_up(self, engine: str, reason: str) -> None:
-        self.log.append(f"give up {engine}: {reason}")
+    def give_up(self, engine: str, version: int, reason: str) -> None:
+        self.log.append(f"give up {engine} in {version}: {reason}")
         self.answers = True  # which is what it is for
 
     def replace(self, failed: Mapping[str, CorerlError]) -> None:

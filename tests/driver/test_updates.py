@@ -28,14 +28,27 @@ def test_each_push_has_a_version_of_its_own() -> None:
 
 def test_a_push_that_an_engine_did_not_take_says_which_and_why() -> None:
     actor, fleet = Group(), Group()
-    # The engine knows better than the sender, which only sees that no answer comes.
-    actor.sent = evolve(actor.sent, engines={"engine-0": "", "engine-1": "no answer"})
     fleet.fared["engine-1"] = Received(version=0, bytes=0, error="bucket 3 was damaged")
-    updates = make_updates(make_config(), actor, fleet, version=7)
-    with pytest.raises(
-        WeightUpdateError, match="^weights version 7 did not reach every engine: engine-1: bucket 3 was damaged$"
+    for sender, told_of_it in (
+        ("no memory to send from", "bucket 3 was damaged; the trainer: no memory to send from"),
+        ("bucket 3 was damaged", "bucket 3 was damaged"),  # as the engine said
     ):
-        updates.push()
+        actor.sent = evolve(actor.sent, engines={"engine-0": "", "engine-1": sender})
+        with pytest.raises(WeightUpdateError) as caught:
+            make_updates(make_config(), actor, fleet, version=7).push()
+        assert caught.value.message == f"weights version 7 did not reach every engine: engine-1: {told_of_it}"
+
+
+def test_an_engine_that_says_nothing_is_not_taken_for_dead_and_what_the_trainer_knows_is_told() -> None:
+    actor, fleet = Group(), Group()
+    del fleet.fared["engine-1"]
+    actor.sent = evolve(actor.sent, engines={"engine-0": "", "engine-1": "cannot write v7: No space left on device"})
+    with pytest.raises(WeightUpdateError) as caught:
+        make_updates(make_config(), actor, fleet, version=7).push()
+    assert caught.value.message == (
+        "weights version 7 did not reach every engine: engine-1: no answer within 60 s after the update's end; the "
+        "trainer: cannot write v7: No space left on device"
+    )
 
 
 def test_a_push_ends_with_a_rank_that_died_and_waits_for_no_engine() -> None:
@@ -70,8 +83,8 @@ def test_an_engine_that_dies_in_an_update_is_given_up_and_replaced_and_all_get_t
     updates.push()
     assert actor.log == [
         "send 1",
-        "give up engine-0: bucket 3 did not arrive",
-        "give up engine-1: its process died",
+        "give up engine-0 in 1: bucket 3 did not arrive",
+        "give up engine-1 in 1: its process died",
         "send 2",
     ]
     # What the other engine says follows from the death of the one: it stays.
@@ -95,6 +108,14 @@ def test_an_engine_that_fails_alive_is_replaced_and_if_its_successor_fails_too_t
     ):
         updates.push()
     assert len(fleet.log) == 3
+
+
+def test_of_an_engine_that_hangs_the_others_failures_follow_and_it_alone_is_replaced() -> None:
+    updates, _, fleet, _ = evicting({"engine-0": FAILED})
+    del fleet.fared["engine-1"]
+    updates.push()
+    silence = "no answer within 60 s after the update's end"
+    assert fleet.log == ["receive 1", f"replace engine-1: WeightUpdateError: engine-1: {silence}", "receive 2"]
 
 
 def test_an_engine_that_died_more_often_than_is_allowed_ends_the_run_with_its_death() -> None:

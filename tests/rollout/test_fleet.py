@@ -114,6 +114,30 @@ def test_where_a_failure_ends_all_engines_it_is_told_and_not_that_they_are_gone(
             fleet.pause()
 
 
+class Hanging:
+    """One process, which answers nothing any more."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def start(self, method: str) -> str:
+        return method
+
+    def answered(self, pending: str, timeout: float) -> dict[int, Any]:
+        assert 0 < timeout < 3600
+        self.log.append(pending)
+        return {}
+
+    def kill(self) -> None:
+        self.log.append("kill")
+
+
+def test_engines_that_hang_are_ended_with_the_run() -> None:
+    hanging = Hanging()
+    EngineFleet(hanging, []).close()  # type: ignore[arg-type]  # as much of it as is asked
+    assert hanging.log == ["pause", "close", "kill"]
+
+
 def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:
     """Weights of `version` for all replicas; each one's error, or ""."""
     manifest = build_manifest([("weight", (4,))], dtype="float32", bucket_bytes=1024)

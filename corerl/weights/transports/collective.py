@@ -95,6 +95,7 @@ class CollectiveSender(WeightSender):
         return bucket.sender
 
     def begin(self, manifest: Manifest, version: int) -> None:
+        self.version = version
         self._errors, self._broken, self._largest = {}, "", manifest.largest
         self._rooms.clear()  # of an update that did not come to its end
         try:

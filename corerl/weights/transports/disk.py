@@ -31,6 +31,7 @@ from corerl.weights.checksum import checksum
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address, WeightReceiver, WeightSender, require_undamaged
 
+PARTIAL = ".partial"
 POLL_SECONDS = 0.005
 TENSOR = "bucket"
 
@@ -41,7 +42,7 @@ def _directory(path: str, version: int) -> Path:
 
 def _directories(path: str) -> list[Path]:
     """Of all versions, those half written too; what a user may have put beside them is none."""
-    return [each for each in Path(path).glob("v*") if re.fullmatch(r"v\d{8,}(\.partial)?", each.name)]
+    return [each for each in Path(path).glob("v*") if re.fullmatch(rf"v\d{{8,}}({re.escape(PARTIAL)})?", each.name)]
 
 
 def bucket_file(index: int) -> str:
@@ -67,11 +68,14 @@ class DiskSender(WeightSender):
         self._error = ""  # why this update cannot be written
 
     def begin(self, manifest: Manifest, version: int) -> None:
+        self.version = version
         self._error, self._checksums, self._digest, self._began = "", [], manifest.digest, True
         directory = _directory(self._address.path, version)
-        self._partial = directory.with_name(f"{directory.name}.partial")
+        self._partial = directory.with_name(f"{directory.name}{PARTIAL}")
         try:
-            shutil.rmtree(self._partial, ignore_errors=True)
+            for earlier in _directories(self._address.path):
+                if earlier.name.endswith(PARTIAL):  # of an update, or of a run, that failed
+                    shutil.rmtree(earlier, ignore_errors=True)
             self._partial.mkdir(parents=True)
         except OSError as error:
             self._error = f"cannot write {self._partial}: {error}"
@@ -100,13 +104,17 @@ class DiskSender(WeightSender):
 
     def commit(self, version: int) -> Mapping[str, str]:
         directory = _directory(self._address.path, version)
+        if self._error:  # what is there is of no use, and the disk may be full: there must be room to say so
+            shutil.rmtree(self._partial, ignore_errors=True)
         try:
+            self._partial.mkdir(exist_ok=True)
             content = {"digest": self._digest, "checksums": self._checksums, "error": self._error, **self.told()}
             _write_json(self._partial / "manifest.json", content)
             if directory.exists():  # of an earlier run that was killed
                 shutil.rmtree(directory)
             os.replace(self._partial, directory)
         except OSError as error:
+            shutil.rmtree(self._partial, ignore_errors=True)
             return dict.fromkeys(self._address.engines, self._error or f"cannot write {directory}: {error}")
         answers = self._wait_for_engines(directory, version)
         for other in _directories(self._address.path):
@@ -200,10 +208,14 @@ class DiskReceiver(WeightReceiver):
         self._nonce = uuid.uuid4().hex
         directory = _directory(self._address.path, version)
         self._tell(version, done=False, error="")
-        deadline = time.monotonic() + self._address.timeout
+        seconds = 2 * self._address.timeout  # the sender is writing all that time, or waits for another engine
+        deadline = time.monotonic() + seconds
         while not (directory / f"for-{self._nonce}").exists():
             if time.monotonic() > deadline:
-                raise WeightUpdateError(f"{directory} did not appear within {self._address.timeout:g} s")
+                raise WeightUpdateError(
+                    f"{directory} was not written within {seconds:g} s: give the update more time (cluster.timeout), "
+                    f"or another weights.transport than {self._address.transport!r}"
+                )
             time.sleep(POLL_SECONDS)
         return directory
 

@@ -20,7 +20,7 @@ class InProcessSender(WeightSender):
         self._error = ""
 
     def begin(self, manifest: Manifest, version: int) -> None:
-        self._error = ""
+        self.version, self._error = version, ""
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         if self._error:

@@ -18,6 +18,7 @@ once and of no other's.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -99,7 +100,6 @@ class IpcSender(WeightSender):
         self._pending: _Pending | None = None
         self._errors: dict[int, str] = {}  # by receiver index, of this update
         self._done: dict[int, str] = {}
-        self._version = -1
         self._joining = False  # no bucket has been sent yet
         self._manifest: Manifest | None = None
 
@@ -110,7 +110,7 @@ class IpcSender(WeightSender):
         return None if len(ranks) > 1 else min(ranks, default=0)
 
     def begin(self, manifest: Manifest, version: int) -> None:
-        self._errors, self._done, self._version, self._manifest = {}, {}, version, manifest
+        self._errors, self._done, self.version, self._manifest = {}, {}, version, manifest
         self._turn, self._pending = 0, None
         for peer in self._peers.values():
             peer.taking = False
@@ -248,7 +248,7 @@ class IpcSender(WeightSender):
                 self._disconnect(found)
         elif message["is"] == "hello":
             self._greet(connection, message)
-        elif found is not None and message["version"] == self._version:
+        elif found is not None and message["version"] == self.version:
             peer = self._peers[found]
             if message["is"] == "free":
                 peer.loading.discard(message["bucket"])
@@ -263,7 +263,7 @@ class IpcSender(WeightSender):
 
     def _greet(self, connection: socket.socket, message: Mapping[str, Any]) -> None:
         """A receiver asks to take part, or refuses."""
-        index, version = int(message["index"]), self._version
+        index, version = int(message["index"]), self.version
         if index not in self._mine:
             wrong = f"receiver {index} is not of rank {self._rank}, whose receivers are {self._mine}"
             _send(connection, {"is": "no", "version": message["version"], "error": wrong})
@@ -302,7 +302,7 @@ class IpcSender(WeightSender):
 
     def _hand_over(self, index: int, bucket: Bucket, digest: int, buffer: int) -> None:
         peer = self._peers[index]
-        message: dict[str, Any] = {"is": "bucket", "version": self._version, "bucket": bucket.index, "buffer": buffer}
+        message: dict[str, Any] = {"is": "bucket", "version": self.version, "bucket": bucket.index, "buffer": buffer}
         descriptors: list[int] = []
         if buffer not in peer.handles:
             peer.handles[buffer], descriptors = self._buffers[buffer].shared.handle()
@@ -319,6 +319,9 @@ class IpcSender(WeightSender):
     def _drop(self, index: int, reason: str) -> None:
         """This receiver has no part in the update any more. It connects anew for another one, if it lives."""
         self._errors.setdefault(index, reason)
+        if (peer := self._peers.get(index)) is not None:
+            with contextlib.suppress(OSError):  # it has gone
+                _send(peer.connection, {"is": "no", "version": self.version, "error": reason[:ERROR_CHARACTERS]})
         self._disconnect(index)
 
     def _disconnect(self, index: int) -> None:
@@ -411,9 +414,7 @@ class IpcReceiver(WeightReceiver):
         self._asked = version
         self._hello(digest, version, error)
         # The sender answers at once, but for the time that it has not begun.
-        message, _ = self._expect("answer", version, 2 * self._address.timeout)
-        if message["is"] == "no":
-            raise WeightUpdateError(message["error"])
+        self._expect("answer", version, 2 * self._address.timeout)
         self._joined = version
 
     def _hello(self, digest: str, version: int, error: str) -> None:
@@ -450,14 +451,15 @@ class IpcReceiver(WeightReceiver):
             self._connection = connection
 
     def _expect(self, what: str, version: int, timeout: float) -> tuple[dict[str, Any], list[int]]:
-        """The next message of this version, awaited as `what`; those of earlier ones are left over."""
+        """The next message of this version, awaited as `what`; those of earlier ones are left over. Raises
+        WeightUpdateError where the sender says that this engine has no part in it."""
         if self._connection is None:
             raise WeightUpdateError("the connection to the trainer is closed")
         deadline = time.monotonic() + timeout
         while True:
             self._connection.settimeout(max(0.001, deadline - time.monotonic()))
             try:
-                message, descriptors = _receive(self._connection)
+                message, descriptors = _last_words(self._connection)
             except TimeoutError as error:
                 raise WeightUpdateError(
                     f"version {version}: the trainer sent no {what} within {timeout:g} s"
@@ -471,6 +473,8 @@ class IpcReceiver(WeightReceiver):
                     f"the trainer closed the connection while version {version} was on its way: its process has "
                     "ended, or it has given this engine up"
                 )
+            if message["version"] == version and message["is"] == "no":
+                raise WeightUpdateError(message["error"])
             if message["version"] == version:
                 return message, descriptors
             self._keep(message, descriptors)
@@ -487,12 +491,39 @@ class IpcReceiver(WeightReceiver):
             self._connection.settimeout(self._address.timeout)
             _send(self._connection, message)
         except OSError as error:
+            refusal = self._refusal(message["version"])
             self.close()
-            raise WeightUpdateError(f"cannot report to the trainer: {first_line(error)}") from error
+            raise WeightUpdateError(refusal or f"cannot report to the trainer: {first_line(error)}") from error
+
+    def _refusal(self, version: int) -> str:
+        """Why the sender, which has closed the connection, left this engine out of the update; "" where it did not say:
+        it may have done so after this engine last listened."""
+        if self._connection is None:
+            return ""
+        self._connection.settimeout(0)  # nothing comes any more
+        with contextlib.suppress(OSError):
+            while True:
+                message, descriptors = _last_words(self._connection)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                if message is None:
+                    break
+                if message["is"] == "no" and message["version"] == version:
+                    return str(message["error"])
+        return ""
 
 
 def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: list[int] | None = None) -> None:
     socket.send_fds(connection, [json.dumps(message).encode()], descriptors or [])
+
+
+def _last_words(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """As `_receive`. Where the other end was closed before it had read all that this one said, the system tells that
+    first, once, and only then what the other end has said until then."""
+    try:
+        return _receive(connection)
+    except ConnectionResetError:
+        return _receive(connection)
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:

@@ -16,7 +16,7 @@ from corerl.weights import shared
 from corerl.weights.manifest import Manifest, build_manifest
 from corerl.weights.shared import opened
 from corerl.weights.transport import Address
-from corerl.weights.transports import open_receiver, open_sender
+from corerl.weights.transports import ipc, open_receiver, open_sender
 from corerl.weights.transports.ipc import IpcReceiver, IpcSender
 from tests.weights.transports.test_transports import Peer, manifest_of, push, sums_of, weights
 
@@ -200,11 +200,50 @@ def test_an_engines_error_of_any_length_is_an_entry_and_the_next_update_arrives(
 
 def test_an_engine_that_is_given_up_is_waited_for_no_more() -> None:
     sender = open_sender(address_of("a", timeout=120.0))
-    threading.Timer(0.2, sender.give_up, ("a", "its process died")).start()
+    threading.Timer(0.2, sender.give_up, ("a", 1, "its process died")).start()
     began = time.monotonic()
     assert push(sender, weights(1), 1) == {"a": "its process died"}
     assert time.monotonic() - began < 60
     sender.close()
+
+
+def test_an_engine_is_given_up_in_one_update_and_takes_the_next_however_late_that_is_told(pair: Any) -> None:
+    sender, receiver = pair
+    sender.give_up("e", 1, "its process died")
+    reader = Reader(receiver, FOUR, 2)
+    reader.go.release(len(FOUR.buckets))
+    assert push_four(sender, 2) == {"e": ""}
+    reader.thread.join()
+
+
+def test_an_engine_hears_why_the_trainer_cannot_go_on_and_takes_the_next_update(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = pair
+    share, shared_so_far = ipc.share, []
+
+    def full(nbytes: int, device: torch.device) -> Any:
+        if shared_so_far:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        shared_so_far.append(nbytes)
+        return share(nbytes, device)
+
+    reader = Reader(receiver, FOUR, 1)
+    reader.go.release(len(FOUR.buckets))
+    reason = "the trainer has no memory to send from: CUDA out of memory. Tried to allocate 1.00 GiB"
+    with monkeypatch.context() as patch:
+        patch.setattr(ipc, "share", full)
+        sender.begin(FOUR, 1)
+        for bucket in FOUR.buckets:
+            if sender.room(4, torch.float32) is not None:
+                sender.send(bucket, torch.zeros(4))
+        assert sender.commit(1) == {"e": reason}
+    reader.thread.join()
+    assert reader.failure == reason
+    reader = Reader(receiver, FOUR, 2)
+    reader.go.release(len(FOUR.buckets))
+    assert push_four(sender, 2) == {"e": ""}
+    reader.thread.join()
 
 
 def test_an_engine_that_stops_loading_is_left_out_within_the_timeout(pair: Any) -> None:
@@ -218,9 +257,7 @@ def test_an_engine_that_stops_loading_is_left_out_within_the_timeout(pair: Any) 
     for _ in FOUR.buckets:
         reader.go.release()
     reader.thread.join()
-    assert "the trainer closed the connection while version 1 was on its way" in reader.failure or (
-        "cannot report to the trainer" in reader.failure
-    )
+    assert reader.failure == "did not load bucket 0 within 0.5 s"
     sender.close()
 
 
