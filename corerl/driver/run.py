@@ -58,6 +58,10 @@ def answers_in(state: Mapping[str, Any]) -> tuple[Shown, ...]:
     return tuple(Shown(**shown) for shown in state.get("before", []))
 
 
+def _questions(answers: Sequence[Shown]) -> list[tuple[str, str]]:
+    return [(shown.prompt, shown.answer) for shown in answers]
+
+
 @frozen(kw_only=True)
 class Summary:
     """How a run ended."""
@@ -297,7 +301,8 @@ class Run:
             if evaluation.first_failure:
                 failed = sum(evaluation.failures.values())
                 self.progress.notice(f"evaluation: {failed} samples failed; the first: {evaluation.first_failure}")
-            self._before = self._before or evaluation.shown
+            if _questions(self._before) != _questions(evaluation.shown):  # a checkpoint's may be of other data
+                self._before = evaluation.shown
             self._after = evaluation.shown
             self.progress.tell(Evaluated(step=self.progress.step, metrics=evaluation.metrics, shown=evaluation.shown))
         self.progress.begin("rollout" if self.sampler else "reading")

@@ -35,7 +35,7 @@ def export_directory(
     directory that is there already is replaced only when the new one is complete. Raises SaveFailed where the disk
     refuses.
     """
-    path = Path(path)
+    path = Path(path).resolve()  # a link to another disk goes on pointing there
     staging, replaced = path.with_name(f".{path.name}.writing"), path.with_name(f".{path.name}.replaced")
     try:
         for left_over in (staging, replaced):

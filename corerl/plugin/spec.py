@@ -13,7 +13,7 @@ from enum import Enum, StrEnum
 from typing import Any, TypeAlias
 
 from attrs import field, frozen
-from attrs.validators import matches_re
+from attrs.validators import in_, matches_re
 
 from corerl.config.schema import ClusterInfo
 from corerl.plugin.capabilities import Capability, Support
@@ -55,7 +55,8 @@ class Resources:
     """What one rank, or one engine replica, takes of its bundle."""
 
     cpus: float = 1.0
-    gpus: float = 0.0  # 1.0 where the device is cuda; the placement makes fractions of it
+    # 1 where the device is cuda, else 0; the placement makes fractions of it.
+    gpus: float = field(default=0.0, validator=in_((0.0, 1.0)))
 
 
 class Process(Enum):

@@ -524,8 +524,8 @@ def test_a_request_to_stop_in_the_last_step_interrupts_nothing(
 def test_a_resumed_run_ends_with_the_answers_from_before_any_training(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answers(response: str) -> tuple[Shown, ...]:
-        return (Shown(prompt="a", response=response, answer="b", reward=0.5),)
+    def answers(response: str, prompt: str = "a") -> tuple[Shown, ...]:
+        return (Shown(prompt=prompt, response=response, answer="b", reward=0.5),)
 
     def evaluating(response: str, **parts: Any) -> tuple[Run, Saves, Ears]:
         monkeypatch.setattr(driver, "evaluate", lambda *_, **__: Evaluation(metrics={}, shown=answers(response)))
@@ -542,3 +542,6 @@ def test_a_resumed_run_ends_with_the_answers_from_before_any_training(
     _, saves, ears = evaluating("at the resume", before=restored, rollout_step=25)
     assert (ears.finished[0].before, ears.finished[0].after) == (answers("at first"), answers("at the resume"))
     assert answers_in(saves.states[0]) == answers("at first")
+    # Those of other data say nothing of these: they were answers to other prompts.
+    _, _, ears = evaluating("at the resume", before=answers("of other data", prompt="c"), rollout_step=25)
+    assert (ears.finished[0].before, ears.finished[0].after) == (answers("at the resume"),) * 2

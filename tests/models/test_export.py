@@ -72,6 +72,18 @@ def test_an_export_that_fails_leaves_the_earlier_one_as_it_was(tiny_models: dict
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf"]
 
 
+def test_a_link_to_a_directory_stays_one_export_after_export(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    config, path = hf_config(ModelConfig(path=str(tiny_models["qwen3"]))), tmp_path / "run/model"
+    for directory in ("run", "large/model"):
+        (tmp_path / directory).mkdir(parents=True)
+    path.symlink_to(tmp_path / "large/model")
+    for value in (1.0, 2.0, 3.0):
+        export_directory(path, config=config, tokenizer=None, tensors=[("a", torch.full((2,), value))])
+        assert path.is_symlink()
+        assert torch.equal(load_file(tmp_path / "large/model" / SINGLE)["a"], torch.full((2,), value))
+    assert [entry.name for entry in (tmp_path / "large").iterdir()] == ["model"]
+
+
 def test_a_disk_that_is_full_amid_a_shard_is_told_and_nothing_half_written_stays(
     tiny_model: Path, tmp_path: Path
 ) -> None:
