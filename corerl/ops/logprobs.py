@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from corerl.ops.softmax import RowSums, Slopes, gradient_, row_sums
 
 # Of one chunk. Each reads the whole weight and adds to its whole gradient, which larger chunks do fewer times.
 LOGITS = {"cpu": 2**24, "cuda": 2**28}  # 64 MiB and 1 GiB in float32; up to 2.5 times that at once
-NEVER = -1e30  # a padding row's logit: exp() makes it 0, and unlike -inf it stays no NaN when multiplied by that 0
 
 
 def token_logprobs(
@@ -86,50 +88,54 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk: int,
         shard: _Shard,
     ) -> tuple[Tensor, Tensor]:
-        compute = _of_all_rows if shard.group is None else _of_shared_rows
-        logprobs, normalizer, entropy = compute(hidden, weight, bias, targets, temperature, with_entropy, chunk, shard)
-        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
+        here, mine = _mine(targets, shard, len(weight))
+        parts = [
+            row_sums(
+                linear(hidden[part], weight, bias),
+                here[part],
+                temperature=temperature,
+                real=shard.real,
+                with_spread=with_entropy,
+            )
+            for part in _chunks(len(hidden), chunk)
+        ]
+        sums = RowSums(*(torch.cat(each) for each in zip(*parts, strict=True)))
+        if shard.group is not None and len(hidden):
+            sums = _over_ranks(sums, mine, shard.group)
+        log_total = sums.total.log()
+        entropy = log_total - sums.spread / sums.total if with_entropy else torch.zeros_like(log_total)
+        ctx.save_for_backward(hidden, weight, bias, targets, sums.peak + log_total, entropy)
         ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)  # an entropy that is a metric alone has no gradient, and costs none
-        return logprobs, entropy
+        return (sums.chosen - sums.peak) - log_total, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        exact, shard = normalizer.dtype, ctx.shard
+        exact, shard, temperature = normalizer.dtype, ctx.shard, ctx.temperature
         if d_logprobs is None:
             d_logprobs = torch.zeros_like(normalizer)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros_like(weight, dtype=exact) if need_weight else None
         d_bias = torch.zeros_like(bias, dtype=exact) if need_bias else None
-        here, d_chosen = targets, d_logprobs
-        if shard.group is not None:
-            here, mine = _mine(targets, shard, len(weight))
-            d_chosen = d_logprobs * mine
-        # Factors of a token are put together here, so that its logits are passed over as few times as can be.
-        falls, d_chosen = -d_logprobs / ctx.temperature, d_chosen / ctx.temperature
+        here, mine = _mine(targets, shard, len(weight))
+        falls, rises, slope = -d_logprobs / temperature, d_logprobs * mine / temperature, None
         if d_entropy is not None:
-            slope = -d_entropy / ctx.temperature
+            slope = -d_entropy / temperature
             falls = falls + slope * entropy
         for part in _chunks(len(hidden), ctx.chunk):
-            z = _logits(hidden[part], weight, bias, ctx.temperature, exact, shard)
-            log_p = torch.sub(z, normalizer[part, None], out=z if z.dtype == exact else None)
-            del z
-            if d_entropy is not None:
-                p = log_p.exp()
-                factor = torch.addcmul(falls[part, None], log_p, slope[part, None], out=log_p)
-            else:
-                p, factor = log_p.exp_(), falls[part, None]
-            chosen = here[part, None]
-            # Rounded once: of a likely token, what falls and what rises almost cancel.
-            d_z_chosen = p.gather(-1, chosen) * factor.expand_as(p).gather(-1, chosen) + d_chosen[part, None]
-            d_z = torch.mul(p, factor, out=p if exact == hidden.dtype else torch.empty_like(p, dtype=hidden.dtype))
-            del log_p, p, factor
-            d_z.scatter_(-1, chosen, d_z_chosen.to(d_z.dtype))
+            d_z = gradient_(
+                linear(hidden[part], weight, bias),
+                here[part],
+                normalizer[part],
+                Slopes(falls[part], rises[part], slope[part] if slope is not None else None),
+                temperature=temperature,
+                real=shard.real,
+            )
             if d_bias is not None:
                 d_bias += d_z.sum(0, dtype=exact)
             if d_hidden is not None:
@@ -141,79 +147,20 @@ class _TokenLogprobs(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
-def _of_all_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    with_entropy: bool,
-    chunk: int,
-    shard: _Shard,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, normalizers and entropies [T] (zero unless asked for), where this rank has the whole matrix."""
-    exact = torch.promote_types(hidden.dtype, torch.float32)
-    logprobs = torch.empty(len(hidden), dtype=exact, device=hidden.device)
-    normalizer = torch.empty_like(logprobs)
-    entropy = torch.zeros_like(logprobs)
-    for part in _chunks(len(hidden), chunk):
-        z = _logits(hidden[part], weight, bias, temperature, exact, shard).to(exact)
-        log_p = z.log_softmax(-1)
-        logprobs[part] = log_p.gather(-1, targets[part, None]).squeeze(-1)
-        top = z.argmax(-1, keepdim=True)  # where log p is nearest 0, so least is lost in the difference
-        normalizer[part] = (z.gather(-1, top) - log_p.gather(-1, top)).squeeze(-1)
-        if with_entropy:
-            log_p = torch.sub(z, normalizer[part, None], out=log_p)  # rounded as backward has it, for H + log p
-            entropy[part] = -torch.exp(log_p, out=z).mul_(log_p).sum(-1)
-    return logprobs, normalizer, entropy
+def _over_ranks(sums: RowSums, mine: Tensor, group: dist.ProcessGroup) -> RowSums:
+    """Of all rows that the group's ranks share.
 
-
-def _of_shared_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    with_entropy: bool,
-    chunk: int,
-    shard: _Shard,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same where the group's ranks share the rows.
-
-    Each rank reduces its own logits against their own maximum m, chunk by chunk: A = sum exp(z - m) and
-    B = sum exp(z - m) (z - m). Only then do the ranks speak, once for all tokens: with M the maximum of all ranks, a
-    rank's A becomes exp(m - M) A and its B exp(m - M) (B + (m - M) A). Their sums give the normalizer M + log A and
-    the entropy log A - B / A.
+    Each rank has summed its own below their own maximum m. Only now do the ranks speak, once for all tokens: with M the
+    maximum of all ranks, a rank's A becomes exp(m - M) A and its B exp(m - M) (B + (m - M) A).
     """
-    exact = torch.promote_types(hidden.dtype, torch.float32)
-    here, mine = _mine(targets, shard, len(weight))
-    peak = torch.empty(len(hidden), dtype=exact, device=hidden.device)
-    sums = peak.new_zeros((3, len(hidden)))
-    total, spread, chosen = sums
-    for part in _chunks(len(hidden), chunk):
-        z = _logits(hidden[part], weight, bias, temperature, exact, shard).to(exact)
-        peak[part] = z.amax(-1)
-        chosen[part] = z.gather(-1, here[part, None]).squeeze(-1)
-        z.sub_(peak[part, None])
-        if with_entropy:
-            powers = z.exp()
-            total[part] = powers.sum(-1)
-            spread[part] = powers.mul_(z).sum(-1)
-        else:
-            total[part] = z.exp_().sum(-1)
-    if len(hidden):
-        highest = peak.clone()
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=shard.group)
-        below = peak - highest
-        spread.add_(below * total).mul_(below.exp())
-        total.mul_(below.exp())
-        chosen.mul_(mine)
-        dist.all_reduce(sums, group=shard.group)
-        peak = highest
-    log_total = total.log()
-    normalizer = peak + log_total
-    entropy = log_total - spread / total if with_entropy else torch.zeros_like(peak)
-    return chosen - normalizer, normalizer, entropy
+    highest = sums.peak.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    below = sums.peak - highest
+    scale = below.exp()
+    summed = torch.stack([sums.chosen * mine, sums.total * scale, (sums.spread + below * sums.total) * scale])
+    dist.all_reduce(summed, group=group)
+    chosen, total, spread = summed
+    return RowSums(chosen=chosen, peak=highest, total=total, spread=spread)
 
 
 def _mine(targets: Tensor, shard: _Shard, rows: int) -> tuple[Tensor, Tensor]:
@@ -224,20 +171,8 @@ def _mine(targets: Tensor, shard: _Shard, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(tokens: int, chunk: int) -> list[slice]:
-    return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
-
-
-def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, exact: torch.dtype, shard: _Shard
-) -> Tensor:
-    """[C, V]: the product in the precision of the model, as its head computes it; in `exact` where more was done."""
-    z = torch.nn.functional.linear(hidden, weight, bias)
-    if temperature != 1.0:
-        z = z.to(exact).div_(temperature)
-    if shard.real < len(weight):
-        z = z.to(exact)
-        z[:, shard.real :] = NEVER
-    return z
+    """At least one, though it may be empty."""
+    return [slice(start, min(start + chunk, tokens)) for start in range(0, max(tokens, 1), chunk)]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -15,7 +15,6 @@ from corerl.types import MemoryKind
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
-
 CLOSE_SECONDS = 60.0  # that a replica has to end by itself
 
 

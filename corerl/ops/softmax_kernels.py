@@ -1,0 +1,131 @@
+"""What `softmax` does, in Triton: logits are read from memory once in each pass."""
+
+# A kernel's arguments are pointers and scalars of Triton's own.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from corerl.ops.softmax import RowSums, Slopes
+
+COLUMNS = 4096  # of a row that one program has in registers at a time
+WARPS = 8
+
+
+def row_sums(
+    logits: Tensor, targets: Tensor, sums: RowSums, *, temperature: float, real: int, with_spread: bool
+) -> None:
+    """Into `sums`."""
+    with torch.cuda.device_of(logits):
+        _row_sums[(len(logits),)](
+            logits,
+            targets.contiguous(),
+            *sums,
+            logits.stride(0),
+            real,
+            float(temperature),  # an int would be another kernel's
+            SPREAD=with_spread,
+            COLUMNS=COLUMNS,
+            num_warps=WARPS,
+        )
+
+
+def gradient_(
+    logits: Tensor, targets: Tensor, normalizer: Tensor, slopes: Slopes, *, temperature: float, real: int
+) -> None:
+    """In the place of `logits`."""
+    tokens, columns = logits.shape
+    with torch.cuda.device_of(logits):
+        _gradient[(tokens, triton.cdiv(columns, COLUMNS))](
+            logits,
+            targets.contiguous(),
+            normalizer,
+            slopes.falls,
+            slopes.rises,
+            slopes.slope if slopes.slope is not None else slopes.falls,  # not read
+            logits.stride(0),
+            columns,
+            real,
+            float(temperature),  # an int would be another kernel's
+            ENTROPY=slopes.slope is not None,
+            COLUMNS=COLUMNS,
+            num_warps=WARPS,
+        )
+
+
+@triton.jit
+def _row_sums(
+    logits,
+    targets,
+    chosen,
+    peak,
+    total,
+    spread,
+    stride,
+    real,
+    temperature,
+    SPREAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * stride
+    m = -1e30
+    a = 0.0
+    b = 0.0
+    for first in range(0, real, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        inside = columns < real
+        x = tl.div_rn(tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32), temperature)
+        x = tl.where(inside, x, -1e30)
+        highest = tl.maximum(m, tl.max(x, 0))
+        # What was summed below a lower peak, below this one.
+        shift = m - highest
+        scale = tl.exp(shift)
+        below = x - highest
+        powers = tl.exp(below)
+        if SPREAD:
+            b = scale * (b + shift * a) + tl.sum(powers * below, 0)
+        a = scale * a + tl.sum(powers, 0)
+        m = highest
+    x_y = tl.load(logits + tl.load(targets + row)).to(tl.float32)
+    tl.store(chosen + row, tl.div_rn(x_y, temperature))
+    tl.store(peak + row, m)
+    tl.store(total + row, a)
+    if SPREAD:
+        tl.store(spread + row, b)
+
+
+@triton.jit
+def _gradient(
+    logits,
+    targets,
+    normalizer,
+    falls,
+    rises,
+    slope,
+    stride,
+    width,
+    real,
+    temperature,
+    ENTROPY: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * stride
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    x = tl.load(logits + columns, mask=columns < real, other=0.0).to(tl.float32)
+    log_p = tl.div_rn(x, temperature) - tl.load(normalizer + row)
+    factor = tl.load(falls + row)
+    if ENTROPY:
+        factor += tl.load(slope + row) * log_p
+    d = tl.exp(log_p) * factor
+    d = tl.where(columns == tl.load(targets + row), d + tl.load(rises + row), d)
+    d = tl.where(columns < real, d, 0.0)
+    tl.store(logits + columns, d.to(logits.dtype.element_ty), mask=columns < width)
