@@ -3,9 +3,9 @@
 python -m benchmarks.logprobs --output found/logprobs.json
 python -m benchmarks.logprobs --tiny
 
-16k tokens of Qwen3's vocabulary; hidden states are 1024 wide as in the 0.6B shape and 4096 as in the 8B one, in bfloat16.
-The products are those of logits, twice since the backward pass makes them again, of the gradient of hidden states and of
-the weight's, whose sum is float32; in chunks of as many tokens.
+16k tokens of Qwen3's vocabulary; hidden states are 1024 wide as in the 0.6B shape and 4096 as in the 8B one, in
+bfloat16. The products are those of logits, twice since the backward pass makes them again, of the gradient of hidden
+states and of the weight's, whose sum is float32; in chunks of as many tokens.
 """
 
 from __future__ import annotations
