@@ -36,7 +36,7 @@ help: ## this list
 	@echo "  ARGS=              more words for quickstart (ARGS=\"run.seed=1\") and test (ARGS=\"tests/config -x\")"
 
 # Three stamps: what a run needs, so that `make quickstart` installs no more, the tools on top of it, and
-# an environment of its own with the oldest transformers.
+# an environment of its own with the oldest transformers, and with Triton, which costs every process that imports torch.
 # pip compiles nothing: Python compiles the modules that are imported, a small share of torch and transformers.
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
@@ -57,7 +57,7 @@ $(OLDEST)/.installed: $(PROJECTS) $(CONSTRAINTS) constraints-oldest.txt
 	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	@awk -F== '!named[$$1]++' constraints-oldest.txt $(CONSTRAINTS) > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install -q --no-compile -c $(OLDEST)/constraints.txt $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
-	$(OLDEST)/bin/python -m pip install -q --no-compile -c $(OLDEST)/constraints.txt -e . -e plugins/fsdp pytest pytest-timeout pytest-xdist
+	$(OLDEST)/bin/python -m pip install -q --no-compile -c $(OLDEST)/constraints.txt -e . -e plugins/fsdp pytest pytest-timeout pytest-xdist triton
 	@touch $@
 
 setup: $(DEV) ## create or update the environment with everything below in it
@@ -68,8 +68,9 @@ quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and 
 test: $(DEV) ## the tests of core and plugins that pass without a GPU
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-test-fsdp-oldest: $(OLDEST)/.installed ## the tests of models and of the FSDP plugin with the oldest transformers
+test-fsdp-oldest: $(OLDEST)/.installed ## the tests of models and of the FSDP plugin with the oldest transformers, of kernels without a GPU
 	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -o corerl_level=1 plugins/fsdp/tests tests/models $(ARGS)
+	TRITON_INTERPRET=1 $(OLDEST)/bin/python -m pytest tests/ops/test_softmax.py
 
 lint: $(DEV) ## style, formatting and the borders between packages
 	$(BIN)/ruff check .

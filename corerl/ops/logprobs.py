@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from corerl.ops.softmax import RowSums, Slopes, gradient_, row_sums
 
 # Of one chunk. Each reads the whole weight and adds to its whole gradient, which larger chunks do fewer times.
-LOGITS = {"cpu": 2**24, "cuda": 2**28}  # 64 MiB and 1 GiB in float32; up to 2.5 times that at once
+LOGITS = {"cpu": 2**24, "cuda": 2**29}  # 64 MiB in float32, up to 2.5 times that at once; 1 GiB in bfloat16, once
 
 
 def token_logprobs(
@@ -31,7 +31,7 @@ def token_logprobs(
     """Log-probs [T] of `targets` [T] under softmax((hidden weight^T + bias) / temperature), and its entropy [T].
 
     hidden [T, H], weight [V, H], bias [V]. Both results are float32 (float64 for float64 input); entropy is None unless
-    asked for. Logits exist for `chunk_tokens` tokens at a time, by default as many as make 2**24 logits (2**28 on a
+    asked for. Logits exist for `chunk_tokens` tokens at a time, by default as many as make 2**24 logits (2**29 on a
     GPU); the backward pass makes them again instead of keeping them.
 
     With z the tempered logits, p = softmax(z), y the target and H = -sum_j p_j log p_j:
