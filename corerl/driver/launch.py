@@ -81,6 +81,7 @@ def _launched(prepared: Prepared) -> Iterator[Run]:
                 first_step=progress.step,
                 title=title(prepared),
                 mode=config.run.mode,
+                same_run=prepared.same_run,
             )
         )
         for text in [*lost_checkpoints(config, prepared.run_dir), *notes(config), *missing_answers(prepared)]:

@@ -19,7 +19,7 @@ from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource, PromptStream
 from corerl.driver.problems import Problems
 from corerl.driver.processes import ProcessPlan, plan_processes
-from corerl.driver.run_dir import in_the_way, resume_from
+from corerl.driver.run_dir import in_the_way, lies_in, resume_from
 from corerl.errors import CheckpointError, ConfigError
 from corerl.models.config import experts, hf_config
 from corerl.models.tokenizer import CHARACTERS, end_tokens, load_tokenizer, require_room_for_tokens
@@ -60,6 +60,11 @@ class Prepared:
         """Rollout steps that are behind it. One that only samples has none: what it resumes is another run's, of which
         it takes the weights."""
         return 0 if self.config.run.mode == "rollout-only" else int(self.state.get("rollout_step", 0))
+
+    @property
+    def same_run(self) -> bool:
+        """What it resumes lies in its own directory, and so do the numbers from before."""
+        return self.resume is None or lies_in(self.resume, self.run_dir)
 
 
 def prepare(config: Config, *, starting: bool = True) -> Prepared:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import shlex
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ from corerl.checkpoint.commit import latest, passed_over
 from corerl.checkpoint.format import checkpoints_dir
 from corerl.config.load import dump_toml
 from corerl.config.schema import Config
-from corerl.errors import ConfigError
-from corerl.observability.files import keep
+from corerl.errors import ConfigError, DataError
+from corerl.observability.files import keep, read_lines
+from corerl.observability.history import METRICS_FILE
+from corerl.observability.jsonl import SAMPLES_FILE
 from corerl.observability.tracking import CONFIG_FILE
 from corerl.rollout.saved import ROLLOUTS
 
@@ -100,12 +103,23 @@ def lost_checkpoints(config: Config, run_dir: Path) -> list[str]:
     ]
 
 
+def lies_in(checkpoint: Path, run_dir: Path) -> bool:
+    return checkpoint.resolve().is_relative_to(run_dir.resolve())
+
+
 def in_the_way(config: Config, run_dir: Path, resume: Path | None) -> Iterator[str]:
     """A line for each thing in the directory that a run, as it begins, would mix with its own or put its own in the
     place of."""
+    goes_on = resume is not None and lies_in(resume, run_dir)
+    if goes_on:
+        for name in (METRICS_FILE, SAMPLES_FILE):
+            try:
+                for _ in read_lines(run_dir / name, before=math.inf):
+                    pass
+            except DataError as error:
+                yield f"run.dir: {error.message}"
     keeps = config.run.mode == "rollout-only" or (config.rollout.save and config.run.samples)
-    goes_on = config.run.trains and resume is not None and resume.resolve().is_relative_to(run_dir.resolve())
-    if keeps and not goes_on and os.path.isdir(run_dir / ROLLOUTS):
+    if keeps and not (goes_on and config.run.trains) and os.path.isdir(run_dir / ROLLOUTS):
         yield f"run.dir: {run_dir} holds rollouts already, which would be mixed with new ones; give another run.dir"
     exports = config.run.trains and config.checkpoint.export
     if exports and os.path.lexists(run_dir / EXPORT) and latest(run_dir) is None:

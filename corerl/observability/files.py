@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +19,16 @@ def keep(path: Path) -> None:
         while (other := path.with_stem(f"{path.stem}-{number}")).exists():
             number += 1
         path.rename(other)
+
+
+@contextmanager
+def beside(error: BaseException) -> Iterator[None]:
+    """A block that writes down what goes with `error`. Where it cannot, that is a note of the error's, and no error in
+    its place."""
+    try:
+        yield
+    except Exception as failed:
+        error.add_note(f"besides, what goes with it was not written: {failed}")
 
 
 def reopen(path: Path, *, before: float) -> IO[str]:

@@ -61,11 +61,14 @@ class History:
         }
 
     def recent(self, name: str, steps: int) -> float:
-        """Sum over the last `steps` steps of all that was heard, divided by them: what one step takes on average."""
-        newest = max((known[-1] for known in self._steps.values()), default=0)
+        """Sum over the last `steps` steps of all that was heard, divided by them: what one step takes on average. Steps
+        are those that ended, of which `time/step` tells: some may be of another process, and unknown."""
+        ended, _ = self.series("time/step")
+        if not ended:
+            return 0.0
+        first = max(ended[0], ended[-1] - steps + 1)
         pairs = zip(*self.series(name), strict=True)
-        window = min(steps, newest + 1)
-        return sum(value for step, value in pairs if step > newest - steps) / window
+        return sum(value for step, value in pairs if first <= step <= ended[-1]) / (ended[-1] - first + 1)
 
 
 # Phases of a step in the order in which they happen; a phase that is not named here comes after them.

@@ -34,6 +34,7 @@ PANEL = (
     ("tokens/s", "perf/tokens_per_second", ""),
 )
 PLOT_HEIGHT = 6
+NARROWEST = 20  # columns of a plot and its scale
 RECENT = 20  # steps that the phases' bars are a mean of
 
 
@@ -119,8 +120,10 @@ def _numbers(story: Story) -> RenderableType:
 
 
 def _pictures(story: Story, width: int) -> RenderableType:
-    """The plot on the left, the seconds of each phase on the right."""
+    """The plot on the left, the seconds of each phase on the right; these alone where there is no room for both."""
     side = 32
+    if width < side + NARROWEST:
+        return _phases(story, side)
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=width - side - 1)
     grid.add_column(width=side)

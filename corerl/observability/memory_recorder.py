@@ -13,6 +13,7 @@ from attrs import evolve
 
 from corerl.config.schema import RoleConfig
 from corerl.observability.chosen import steps_chosen
+from corerl.observability.files import beside
 from corerl.observability.specs import MemoryOptions
 from corerl.plugin.context import Context
 from corerl.plugin.hookspecs import hookimpl
@@ -131,18 +132,18 @@ class MemoryRecorder:
         if self._meter is None:
             return (yield)
         self._meter.begin()
-        error = ""
         try:
-            return (yield)
+            result = yield
         except BaseException as raised:
-            error = type(raised).__name__
-            if isinstance(raised, torch.OutOfMemoryError) and self._cuda and self._options.on_out_of_memory:
-                self._dump(f"{hook}-out-of-memory")
+            with beside(raised):
+                self._write(hook, step, type(raised).__name__)
+                if isinstance(raised, torch.OutOfMemoryError) and self._cuda and self._options.on_out_of_memory:
+                    self._dump(f"{hook}-out-of-memory")
             raise
-        finally:
-            self._write(hook, step, error)
+        self._write(hook, step)
+        return result
 
-    def _write(self, hook: str, step: Step | None, error: str) -> None:
+    def _write(self, hook: str, step: Step | None, error: str = "") -> None:
         assert self._meter is not None
         self._peak, now = self._meter.read()
         record: dict[str, Any] = {"hook": hook}

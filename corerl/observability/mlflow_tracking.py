@@ -32,7 +32,7 @@ class Mlflow:
         self._run_dir = Path(run_dir)
         self._client: Any = None  # an MlflowClient, from RunStarted to shutdown
         self._run = ""  # MLflow's id
-        self._reason = "failed"
+        self._reason = ""  # as RunFinished has it
 
     @hookimpl
     def observe(self, event: Event) -> None:
@@ -56,7 +56,7 @@ class Mlflow:
     def shutdown(self, reason: str) -> None:
         client, self._client = self._client, None
         if client is not None:
-            client.set_terminated(self._run, STATUSES[self._reason])
+            client.set_terminated(self._run, STATUSES.get(self._reason or reason, "FAILED"))
 
     def _start(self, event: RunStarted) -> None:
         default = (self._run_dir / STORE).absolute().as_uri()
@@ -68,7 +68,7 @@ class Mlflow:
 
         client = MlflowClient(tracking_uri=uri)
         identity = Identity(self._run_dir / IDENTITY_FILE)
-        known = identity.read(first_step=event.first_step)
+        known = identity.read(goes_on=event.goes_on)
         if known.get("tracking_uri") == uri:
             self._run = known["run_id"]
             client.update_run(self._run, status="RUNNING")
@@ -79,7 +79,7 @@ class Mlflow:
             self._run = run.info.run_id
             identity.write(tracking_uri=uri, run_id=self._run)
             params = [
-                Param(re.sub(r"[^\w\-. /]", "_", key), str(value)[:LONGEST_PARAM])
+                Param(_named(key), str(value)[:LONGEST_PARAM])
                 for key, value in flat(read_config(self._run_dir)).items()
             ]
             for first in range(0, len(params), PARAMS_AT_ONCE):
@@ -92,12 +92,17 @@ class Mlflow:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        named = [Metric(name, float(value), now, step) for name, value in metrics.items()]
+        named = [Metric(_named(name), float(value), now, step) for name, value in metrics.items()]
         self._client.log_batch(self._run, metrics=named)
 
     def _samples(self, kind: str, step: int, shown: Sequence[Shown]) -> None:
         if shown:
             self._client.log_text(self._run, markdown(shown), f"samples/{kind}-{step:08d}.md")
+
+
+def _named(name: str) -> str:
+    """With the characters that MLflow takes."""
+    return re.sub(r"[^\w\-. /]", "_", name)
 
 
 def _experiment(client: Any, name: str) -> str:

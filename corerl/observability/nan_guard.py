@@ -15,6 +15,7 @@ from attrs import evolve
 
 from corerl.config.schema import RoleConfig
 from corerl.errors import HookFailed
+from corerl.observability.files import beside
 from corerl.observability.specs import NanGuardOptions
 from corerl.plugin.context import Context
 from corerl.plugin.hookspecs import hookimpl
@@ -47,8 +48,9 @@ class NanGuard:
         watching = self._watch_for_model() if self._options.parameters and self._model is None else None
         try:
             result = yield
-        except BaseException:
-            self._tell(found, step)  # of what may have been its cause
+        except BaseException as raised:
+            with beside(raised):
+                self._tell(found, step)  # of what may have been its cause
             raise
         finally:
             if watching is not None:

@@ -56,7 +56,7 @@ class Story:
                 self.title, self.run_dir = event.title, event.run_dir
                 self.steps, self.first_step, self.done = event.steps, event.first_step, event.first_step
                 scores = event.mode == "eval"  # of which the summary is, and not of others in the same directory
-                self.history = History() if scores else History.read(event.run_dir, before=event.first_step)
+                self.history = History() if scores else History.read(event.run_dir, before=event.repeats_from)
             case PhaseStarted():
                 if self.phase is not None and self.preparing:
                     self.prepared.append((self.phase.name, now - self.phase.began))

@@ -29,7 +29,7 @@ class Tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self.close()
-            purge = None if math.isinf(event.repeats_from) else event.first_step
+            purge = None if math.isinf(event.repeats_from) else int(event.repeats_from)
             self._writer = SummaryWriter(log_dir=str(self._directory), purge_step=purge, flush_secs=5)
         if self._writer is None:
             return

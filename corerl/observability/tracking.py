@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,13 +41,15 @@ class Identity:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def read(self, *, first_step: int) -> dict[str, str]:
-        """Of the run that this one resumes; empty where it begins, or where it was not tracked before."""
-        if not first_step or not self._path.exists():
+    def read(self, *, goes_on: bool) -> dict[str, str]:
+        """Of the run that this one goes on with; empty where it begins, or where it was not tracked before."""
+        if not goes_on or not self._path.exists():
             return {}
         identity: dict[str, str] = json.loads(self._path.read_text(encoding="utf-8"))
         return identity
 
     def write(self, **identity: str) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(identity) + "\n", encoding="utf-8")
+        part = self._path.with_name(f".{self._path.name}.part")
+        part.write_text(json.dumps(identity) + "\n", encoding="utf-8")
+        os.replace(part, self._path)

@@ -23,7 +23,7 @@ class WeightsAndBiases:
         self._options = options
         self._run_dir = Path(run_dir)
         self._run: Any = None  # a wandb.Run, from RunStarted to shutdown
-        self._reason = "failed"
+        self._reason = ""  # as RunFinished has it
 
     @hookimpl
     def observe(self, event: Event) -> None:
@@ -45,14 +45,14 @@ class WeightsAndBiases:
     def shutdown(self, reason: str) -> None:
         run, self._run = self._run, None
         if run is not None:
-            run.finish(exit_code=1 if self._reason == "failed" else 0)
+            run.finish(exit_code=1 if (self._reason or reason) == "failed" else 0)
 
     def _start(self, event: RunStarted) -> None:
         import wandb
 
         options = self._options
         identity = Identity(self._run_dir / IDENTITY_FILE)
-        run_id = identity.read(first_step=event.first_step).get("run_id") or uuid.uuid4().hex[:12]
+        run_id = identity.read(goes_on=event.goes_on).get("run_id") or uuid.uuid4().hex[:12]
         identity.write(run_id=run_id)
         self._run = wandb.init(
             project=options.project or None,

@@ -26,12 +26,20 @@ class RunStarted:
     first_step: int  # 0, or where the run was resumed
     title: str  # one line: model, backend, engine
     mode: str = "train"  # as run.mode
+    same_run: bool = True  # what is resumed is of run_dir; what that one holds is otherwise of another run
+
+    @property
+    def goes_on(self) -> bool:
+        """Earlier steps in `run_dir` are this run's own."""
+        return self.first_step > 0 and self.same_run
 
     @property
     def repeats_from(self) -> float:
         """Steps from here on are done again: what is known of them from before is replaced. Nothing is where a run only
         scores, whichever weights were scored before."""
-        return math.inf if self.mode == "eval" else self.first_step
+        if self.mode == "eval":
+            return math.inf
+        return self.first_step if self.same_run else 0
 
 
 @frozen(kw_only=True)

@@ -31,8 +31,11 @@ class Observers:
         self._telling = threading.RLock()
 
     def emit(self, event: Event) -> None:
-        """Tell every observer, in the config's order; one event at a time, whatever thread it comes from."""
+        """Tell every observer, in the config's order; one event at a time, whatever thread it comes from. Nobody hears
+        of what happens after `shutdown`."""
         with self._telling:
+            if self._closed:
+                return
             for name, error in call_each(self._manager, "observe", skip=self._silenced, event=event):
                 self._silenced.add(name)
                 what = f"observe({type(event).__name__})"
@@ -40,11 +43,12 @@ class Observers:
 
     def shutdown(self, reason: str) -> None:
         """Once on each; a second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        for name, error in call_each(self._manager, "shutdown", reason=reason):
-            print(f"warning: shutdown of {name} raised {one_line(error)}", file=sys.stderr)
+        with self._telling:
+            if self._closed:
+                return
+            self._closed = True
+            for name, error in call_each(self._manager, "shutdown", reason=reason):
+                print(f"warning: shutdown of {name} raised {one_line(error)}", file=sys.stderr)
 
 
 def load_observers(choices: Sequence[ExtensionChoice], run_dir: str) -> Observers:

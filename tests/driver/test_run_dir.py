@@ -104,6 +104,21 @@ def test_a_run_that_keeps_its_rollouts_goes_on_with_them(tmp_path: Path) -> None
     assert prepare(evolve(config, checkpoint=CheckpointConfig(resume="auto"))).first_step == 4
 
 
+def test_a_run_goes_on_with_the_numbers_of_its_own_directory_and_with_whole_ones_only(tmp_path: Path) -> None:
+    config = make_config()
+    own, other = (save(tmp_path / name, config, make_model(config, seed=1), step=4) for name in ("own", "other"))
+    assert prepare(config_in(tmp_path / "own", str(own))).same_run
+    assert not prepare(config_in(tmp_path / "new", str(other))).same_run
+    (tmp_path / "own/metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "a"\n{"step": 2}\n')
+    with pytest.raises(ConfigError) as caught:
+        prepare(config_in(tmp_path / "own", "auto"))
+    where = f"{tmp_path}/own/metrics.jsonl:2"
+    assert (
+        caught.value.message
+        == f'run.dir: {where}: \'{{"step": 1, "a"\' is no object with a step; mend or delete the line'
+    )
+
+
 def test_a_model_that_a_run_has_not_written_is_not_replaced_by_its_export(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(

@@ -39,3 +39,12 @@ def test_what_a_step_takes_of_late_counts_steps_without_the_phase_as_nothing() -
     assert history.recent("time/save", 4) == 1.5
     assert history.recent("time/train", 100) == 2.0
     assert phases(history) == ["train", "save"]
+    assert History().recent("time/train", 4) == 0.0
+
+
+def test_steps_that_only_another_process_knows_and_one_that_has_not_ended_are_not_counted() -> None:
+    history = History()
+    for step in (100, 101):  # resumed elsewhere
+        history.add(step, {"time/train": 2.0, "time/step": 3.0})
+    history.add(102, {"eval/reward": 0.5, "time/eval": 1.0})  # before the step
+    assert history.recent("time/train", 20) == 2.0

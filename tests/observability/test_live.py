@@ -56,6 +56,15 @@ def test_it_fits_a_terminal(width: int) -> None:
     assert "[bold][bold]" in lines[-1]
 
 
+@pytest.mark.parametrize("width", [1, 33, 41, 51, 52])
+def test_where_there_is_no_room_for_a_plot_the_phases_stand_alone(width: int) -> None:
+    story = Story(Clock())
+    middle(story)
+    text = "\n".join(screen(story, width))
+    assert ("\u2800" in text) == (width >= 52)  # a plot is mostly empty
+    assert ("train           2.000" in text) == (width >= 32)
+
+
 def test_preparation_shows_what_is_done_and_how_long_it_took() -> None:
     clock = Clock()
     story = Story(clock)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from corerl import hookimpl
+from corerl.errors import CorerlError
 from corerl.observability.memory_recorder import MemoryRecorder, ResidentMeter
 from corerl.observability.specs import MemoryOptions
 from corerl.types import MemoryKind, Output
@@ -59,6 +60,17 @@ def test_a_call_that_fails_is_written_too(tmp_path: Path) -> None:
         recorded.forward(batch(), (Output.LOGPROBS,), "no snapshot of this name")
     recorded.shutdown("failed")
     assert [(each["hook"], "error" in each) for each in records(tmp_path)] == [("init", False), ("forward", True)]
+
+
+def test_a_file_that_cannot_be_written_hides_no_error_of_the_backend(tmp_path: Path) -> None:
+    recorder = MemoryRecorder(options=MemoryOptions(), run_dir=str(tmp_path))
+    recorded = host(tmp_path, memory=recorder)
+    recorder.shutdown("")  # closes its file
+    (tmp_path / "memory/actor-0.jsonl").unlink()
+    (tmp_path / "memory/actor-0.jsonl").mkdir()
+    with pytest.raises(CorerlError, match="no snapshot of this name") as caught:
+        recorded.forward(batch(), (Output.LOGPROBS,), "no snapshot of this name")
+    assert "actor-0.jsonl" not in caught.value.message
 
 
 def test_where_the_peak_cannot_be_begun_anew_it_is_said_to_be_the_processs(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 from mlflow import MlflowClient
 
 from corerl.observability.mlflow_tracking import Mlflow
 from corerl.observability.specs import MlflowOptions
-from corerl.plugin.events import Event, RunFinished
+from corerl.plugin.events import Event, RunFinished, StepFinished
 from tests.observability.run import metrics, started, steps, whole
 
 
@@ -21,12 +22,12 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return (tmp_path / "store").as_uri()
 
 
-def track(run_dir: Path, events: list[Event], uri: str) -> None:
+def track(run_dir: Path, events: list[Event], uri: str, reason: str = "finished") -> None:
     options = MlflowOptions(tracking_uri=uri, experiment="sorting", tags={"team": "rl"}, samples_every=2)
     extension = Mlflow(options=options, run_dir=str(run_dir))
     for event in events:
         extension.observe(event)
-    extension.shutdown("finished")
+    extension.shutdown(reason)
 
 
 def runs(uri: str) -> list[Any]:
@@ -65,15 +66,27 @@ def test_a_resumed_run_goes_on_in_the_same_one_and_a_new_run_in_the_directory_do
     tmp_path: Path, store: str
 ) -> None:
     run_dir = tmp_path / "run"
-    track(run_dir, [started(str(run_dir)), *steps(0, 3)], store)
+    track(run_dir, [started(str(run_dir)), *steps(0, 3)], store, "failed")
     (run,) = runs(store)
-    assert run.info.status == "FAILED"  # it never told that it had finished
+    assert run.info.status == "FAILED"
     track(run_dir, [started(str(run_dir), first_step=2), *steps(2, 4), finished("interrupted")], store)
     (run,) = runs(store)
     assert run.info.status == "KILLED"
     assert [step for step, _ in history(store, run, "train/loss")] == [0, 1, 2, 2, 3]
     track(run_dir, [started(str(run_dir))], store)
     assert len(runs(store)) == 2
+    track(run_dir, [evolve(started(str(run_dir), first_step=2), same_run=False)], store)
+    assert len(runs(store)) == 3
+
+
+def test_names_have_the_characters_that_are_taken_and_who_hears_no_end_is_told_the_reason(
+    tmp_path: Path, store: str
+) -> None:
+    told = StepFinished(step=0, metrics={"reward/f:x(1)": 2.0})
+    track(tmp_path / "run", [started(str(tmp_path / "run")), told], store)
+    (run,) = runs(store)
+    assert history(store, run, "reward/f_x_1_") == [(0, 2.0)]
+    assert run.info.status == "FINISHED"
 
 
 def finished(reason: str) -> RunFinished:

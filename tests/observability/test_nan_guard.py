@@ -59,6 +59,19 @@ def test_the_backend_is_entered_before_anything_is_raised(tmp_path: Path) -> Non
     assert entered == [True]
 
 
+def test_a_finding_that_cannot_be_written_hides_no_error_of_the_backend(tmp_path: Path) -> None:
+    (tmp_path / "nan-guard").write_text("a file where a directory should be")
+
+    class Fails:
+        @hookimpl(wrapper=True)
+        def train(self) -> Iterator[None]:
+            yield
+            raise ValueError("out of luck")
+
+    with pytest.raises(CorerlError, match="out of luck"):
+        guarded(tmp_path, inner=Fails()).train(batch(advantages={3: NAN}), LOSS, step(0))
+
+
 def test_what_is_only_logged_is_counted_and_the_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = guarded(tmp_path, action="log")
     result = run.train(batch(old_logprobs={3: NAN}), LOSS, step(0))

@@ -16,9 +16,10 @@ def test_a_config_is_flat_names_and_numbers(tmp_path: Path) -> None:
     assert read_config(tmp_path / "elsewhere") == {}
 
 
-def test_an_identity_is_only_that_of_a_run_that_is_resumed(tmp_path: Path) -> None:
+def test_an_identity_is_only_that_of_a_run_that_goes_on(tmp_path: Path) -> None:
     identity = Identity(tmp_path / "run" / "tracker.json")
-    assert identity.read(first_step=3) == {}
+    assert identity.read(goes_on=True) == {}
     identity.write(run_id="abc")
-    assert Identity(tmp_path / "run" / "tracker.json").read(first_step=3) == {"run_id": "abc"}
-    assert identity.read(first_step=0) == {}
+    assert Identity(tmp_path / "run" / "tracker.json").read(goes_on=True) == {"run_id": "abc"}
+    assert identity.read(goes_on=False) == {}
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["tracker.json"]

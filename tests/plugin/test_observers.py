@@ -116,6 +116,14 @@ def test_shutdown_reaches_every_observer_once_and_never_raises(capsys: pytest.Ca
     assert capsys.readouterr().err == "warning: shutdown of extension:a raised OSError: disk full\n"
 
 
+def test_nobody_hears_of_what_happens_after_the_end() -> None:
+    log: list[str] = []
+    observers = Observers([("a", Hears("a", log))])
+    observers.shutdown("finished")
+    observers.emit(Notice(text="late"))
+    assert log == ["a finished"]
+
+
 def test_an_extension_of_the_driver_cannot_wrap_what_runs_in_workers() -> None:
     class Wraps:
         @hookimpl(wrapper=True)
