@@ -34,9 +34,10 @@ class GenerateRequest:
     noise_keys: IntArray  # [R] from (seed, rollout step, prompt, sample): see rollout.noise
     params: SamplingParams
     # [R] how many of a row's last tokens are its response so far, of a row that was interrupted, or that is an episode
-    # after its first turn: what is drawn next is number `begun` of the response, and at most max_tokens - begun follow.
-    # 0 in a row that begins.
+    # after its first turn: what is drawn next is number `begun` of the response. 0 in a row that begins.
     begun: IntArray = field(default=Factory(lambda self: np.zeros(len(self), dtype=np.int64), takes_self=True))
+    # [R] tokens that each row's response may come to: params.max_tokens, or fewer where a turn of an episode asks so.
+    limits: IntArray = field(default=Factory(lambda self: np.full(len(self), self.params.max_tokens), takes_self=True))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -54,6 +55,7 @@ class GenerateRequest:
             noise_keys=self.noise_keys[start:stop],
             params=self.params,
             begun=self.begun[start:stop],
+            limits=self.limits[start:stop],
         )
 
     def take(self, rows: IntArray) -> GenerateRequest:
@@ -65,12 +67,13 @@ class GenerateRequest:
             noise_keys=self.noise_keys[rows],
             params=self.params,
             begun=self.begun[rows],
+            limits=self.limits[rows],
         )
 
     @property
     def left(self) -> IntArray:
         """[R] tokens that may still be drawn for each row."""
-        return self.params.max_tokens - self.begun
+        return self.limits - self.begun
 
     @classmethod
     def concatenate(cls, parts: Sequence[GenerateRequest]) -> GenerateRequest:
@@ -81,6 +84,7 @@ class GenerateRequest:
             noise_keys=np.concatenate([part.noise_keys for part in parts]),
             params=parts[0].params,
             begun=np.concatenate([part.begun for part in parts]),
+            limits=np.concatenate([part.limits for part in parts]),
         )
 
 

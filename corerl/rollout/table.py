@@ -237,14 +237,15 @@ class Table:
             raise Refused(f"stop: {error}") from error
         if stops:
             params = evolve(params, stop_tokens=tuple(dict.fromkeys([*params.stop_tokens, *stops])))
-        if request.max_tokens is not None:
-            params = evolve(params, max_tokens=min(begun + request.max_tokens, params.max_tokens))
+        # Beside the others' limits: engines draw rows of one length and another together.
+        limit = min(begun + (request.max_tokens or params.max_tokens), params.max_tokens)
         return GenerateRequest(
             tokens=tokens,
             offsets=np.array([0, len(tokens)]),
             noise_keys=np.array([seat.key]),
             params=params,
             begun=np.array([begun]),
+            limits=np.array([limit]),
         )
 
     def _no_room(self, seat: Seat, prompt_tokens: int) -> ChatAnswer:

@@ -145,6 +145,24 @@ def test_what_is_drawn_depends_neither_on_time_nor_on_what_is_drawn_together(pla
     assert reference.outcomes == [float(len(text)) for text in reference.texts]
 
 
+def test_turns_that_ask_for_different_numbers_of_tokens_are_drawn_together(play: Play) -> None:
+    def three_turns(episode: Episode) -> None:
+        messages = episode.messages
+        for limit in (1, 2, None):
+            call = episode.chat(messages, **({"max_tokens": limit} if limit else {}))
+            messages += [call["message"], {"role": "tool", "content": episode.prompt.fields.get("tool", "9>")}]
+
+    oracle = Oracle()
+    play(three_turns, generate=oracle)
+    assert {request.params for request in oracle.requests} == {PARAMS}  # or engines could not draw them together
+    left = {
+        (int(begun), int(left)) for each in oracle.requests for begun, left in zip(each.begun, each.left, strict=True)
+    }
+    # A turn of one token, and two or three of a tool's; a turn of at most two, and as many of a tool's again.
+    assert {pair for pair in left if pair[0] < 5} == {(0, 1), (3, 2), (4, 2)}
+    assert all(begun + drawn == PARAMS.max_tokens for begun, drawn in left if begun >= 5)
+
+
 def test_rows_are_asked_for_in_the_order_of_the_batch_whichever_comes_first(play: Play) -> None:
     plain, oracle = Oracle(), Oracle()
     Sampler(tokenizer=TOKENIZER, generate=plain, seed=7).sample(PROMPTS, rollout_step=5, samples=4, params=PARAMS)

@@ -99,6 +99,20 @@ def test_recorded_logprobs_are_those_of_a_plain_forward_pass_of_each_sequence(
         )
 
 
+def test_a_row_ends_at_its_own_limit(tied: tuple[TransformersEngine, Any]) -> None:
+    served, _ = tied
+    asked = request(12)
+    whole = served.generate(asked)
+    limits = np.random.default_rng(0).integers(1, PARAMS.max_tokens + 1, size=12)
+    cut = served.generate(evolve(asked, limits=limits))
+    for (_, response, _), (_, shorter, _), limit in zip(
+        sequences(asked, whole), sequences(asked, cut), limits, strict=True
+    ):
+        assert shorter == response[:limit]
+    ended = np.isin(cut.tokens[cut.offsets[1:] - 1], PARAMS.stop_tokens)
+    assert cut.truncated.tolist() == (~ended).tolist() and not cut.unfinished.any()
+
+
 def test_the_experts_that_are_told_are_those_of_a_plain_forward_pass_of_each_sequence(tmp_path: Path) -> None:
     model = random_model(MOE, seed=1)
     served = engine(MOE, batch_size=10)

@@ -37,17 +37,21 @@ class LoopEngine(Engine):
         with self._serving.generating() as version:  # refuses without weights, and holds them still
             return Generation.concatenate(
                 [
-                    self._complete(row, int(begun), int(key), request.params, version)
-                    for row, begun, key in zip(request.split(), request.begun, request.noise_keys, strict=True)
+                    self._complete(row, int(begun), int(left), int(key), request.params, version)
+                    for row, begun, left, key in zip(
+                        request.split(), request.begun, request.left, request.noise_keys, strict=True
+                    )
                 ]
             )
 
-    def _complete(self, row: np.ndarray, begun: int, key: int, params: SamplingParams, version: int) -> Generation:
-        """One row of a request, whose last `begun` tokens are the beginning of its response."""
+    def _complete(
+        self, row: np.ndarray, begun: int, left: int, key: int, params: SamplingParams, version: int
+    ) -> Generation:
+        """One row of a request, whose last `begun` tokens are the beginning of its response; `left` more may follow."""
         tokens: list[int] = []
         logprobs: list[float] = []
         unread, cache, stopped = row.tolist(), None, False
-        while not stopped and begun + len(tokens) < params.max_tokens and not self._serving.paused:
+        while not stopped and len(tokens) < left and not self._serving.paused:
             out = self._model(
                 torch.tensor([unread], device=self._device), past_key_values=cache, use_cache=self._options.cache
             )
@@ -60,7 +64,7 @@ class LoopEngine(Engine):
                 cache, unread = out.past_key_values, [token]
             else:
                 unread = [*unread, token]
-        whole = begun + len(tokens) == params.max_tokens
+        whole = len(tokens) == left
         return Generation(
             tokens=np.array(tokens, dtype=np.int64),
             offsets=np.array([0, len(tokens)]),
