@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 
 from corerl.data.prompts import Prompt, PromptSource
 from corerl.errors import DataError, ModelError
+from corerl.messages import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,9 +42,11 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     messages = [dict(message) for message in prompt.messages]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:  # templates refuse a system message, or roles that do not take turns
+    # Templates refuse a system message, or roles that do not take turns; and they are programs, which meet what they were
+    # not written for.
+    except (TemplateError, TypeError, ValueError, LookupError) as error:
         raise DataError(
-            f"prompt {prompt.index}: the tokenizer's chat template refuses its messages ({error}); their roles are: "
+            f"prompt {prompt.index}: the tokenizer's chat template refuses its messages ({one_line(error)}); their roles are: "
             + ", ".join(str(message["role"]) for message in messages)
         ) from error
     return str(text)

@@ -9,6 +9,7 @@ import secrets
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -96,6 +97,7 @@ class Front:
                 "error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}
             }
         except Exception as error:  # a chat template's own, say: whoever asked is told its words
+            traceback.print_exc()  # where it comes from is for whoever runs this
             said = f"{type(error).__name__}: {error}"
             return 500, {"error": {"message": said, "type": "server_error", "param": None, "code": "failed"}}
 

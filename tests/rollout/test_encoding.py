@@ -68,8 +68,12 @@ def test_the_sampler_asks_the_engine_with_these_tokens() -> None:
 
 
 def test_a_chat_that_the_template_refuses_is_named_with_the_templates_reason() -> None:
-    with pytest.raises(DataError, match=r"prompt 3: .*template refuses its messages \(no system messages\).*: system$"):
+    with pytest.raises(
+        DataError, match=r"prompt 3: .*template refuses its messages \(TemplateError: no system messages\).*: system$"
+    ):
         encode(tokenizer(), [SYSTEM])
+    with pytest.raises(DataError, match=r"prompt 2: .*template refuses its messages \(TypeError: .*str.*\); .*user"):
+        encode(tokenizer("{{ messages[0].content + 1 }}"), [CHAT])
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:

@@ -133,12 +133,15 @@ def test_each_conversation_has_a_base_url_of_its_own_until_it_is_shut(front: Fro
     assert not first.requests
 
 
-def test_what_breaks_as_it_answers_is_told_to_whoever_asked(front: Front) -> None:
+def test_what_breaks_as_it_answers_is_told_to_whoever_asked_and_where_it_broke_to_whoever_runs_it(
+    front: Front, capsys: pytest.CaptureFixture[str]
+) -> None:
     def breaks(request: ChatRequest) -> ChatAnswer:
         raise KeyError("tool_call_id")
 
     status, answer = post(front.open(breaks) + "/chat/completions", {"messages": [USER]})
     assert (status, answer["error"]["message"]) == (500, "KeyError: 'tool_call_id'")
+    assert "in breaks\n" in capsys.readouterr().err
 
 
 def test_the_client_asks_over_connections_that_it_keeps(front: Front) -> None:
