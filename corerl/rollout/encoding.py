@@ -46,8 +46,8 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     # not written for.
     except (TemplateError, TypeError, ValueError, LookupError) as error:
         raise DataError(
-            f"prompt {prompt.index}: the tokenizer's chat template refuses its messages ({one_line(error)}); their roles are: "
-            + ", ".join(str(message["role"]) for message in messages)
+            f"prompt {prompt.index}: the tokenizer's chat template refuses its messages ({one_line(error)}); their "
+            "roles are: " + ", ".join(str(message["role"]) for message in messages)
         ) from error
     return str(text)
 
