@@ -42,8 +42,8 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     messages = [dict(message) for message in prompt.messages]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    # Templates refuse a system message, or roles that do not take turns; and they are programs, which meet what they were
-    # not written for.
+    # Templates refuse a system message, or roles that do not take turns; and they are programs, which fail at what they
+    # were not written for.
     except (TemplateError, TypeError, ValueError, LookupError) as error:
         raise DataError(
             f"prompt {prompt.index}: the tokenizer's chat template refuses its messages ({one_line(error)}); their "
