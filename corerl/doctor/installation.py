@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from corerl.doctor.plugins import PIP
+from corerl.ops.buildable import lacking
 from corerl.plugin.registry import Entry, Kind, copies, found_twice, scan
 from corerl.plugin.spec import Finding, Level
 
@@ -103,6 +104,13 @@ def driver() -> Iterator[Finding]:
         for line, count in Counter(text.splitlines()).items():
             device, comma, number = line.rpartition(",")
             yield Finding(level=Level.OK, what=f"{count} x {device}, driver{number}" if comma else f"{count} x {line}")
+        if reason := lacking():
+            yield Finding(
+                level=Level.WARNING,
+                what=reason,
+                why="log-probs on GPUs take torch's operators, more than twice the time and memory of the kernels",
+                mend=f"{PIP} install triton" if "installed" in reason else "the system's package of gcc",
+            )
     else:
         yield Finding(
             level=Level.WARNING,

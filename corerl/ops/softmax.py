@@ -6,13 +6,13 @@ On a GPU with Triton each is one kernel, which reads every logit once; elsewhere
 from __future__ import annotations
 
 import functools
-import os
-import shutil
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from corerl.ops.buildable import lacking
 
 NEVER = -1e30  # a padding row's logit: exp() makes it 0, and unlike -inf it stays no NaN when multiplied by that 0
 
@@ -96,13 +96,8 @@ def _kernels_for(logits: Tensor) -> ModuleType | None:
 
 @functools.cache
 def _kernels() -> ModuleType | None:
-    """None where Triton is not installed, or finds none of the C compilers that it builds its launchers with."""
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+    if lacking():
         return None
-    try:
-        from corerl.ops import softmax_kernels
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        return None
+    from corerl.ops import softmax_kernels
+
     return softmax_kernels

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from corerl.doctor import installation
 from corerl.doctor.child import look
 from corerl.doctor.examine import examine
 from corerl.doctor.installation import driver
@@ -212,7 +213,12 @@ def test_what_the_driver_says_is_counted(
     program.write_text(f"#!/bin/sh\ncat <<END\n{shown}\nEND\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(installation, "lacking", lambda: "")
     assert [finding.what for finding in driver()] == [what]
+    monkeypatch.setattr(installation, "lacking", lambda: "there is no C compiler")
+    counted, slow = driver()
+    assert (counted.what, slow.what) == (what, "there is no C compiler")
+    assert slow.level is Level.WARNING and "more than twice the time" in slow.why and "gcc" in slow.mend
 
 
 def test_a_config_is_checked_and_what_its_processes_are_given_is_shown(tmp_path: Path, site: Path) -> None:
