@@ -41,7 +41,7 @@ class Head:
         self.hidden, self.weight = drawn(tokens, width).requires_grad_(), drawn(words, width).requires_grad_()
         self.targets = torch.randint(0, words, (tokens,), generator=generator, device=device)
         self.weigh = torch.rand(2, tokens, generator=generator, device=device)
-        self.chunk = chunk or max(1, ops.LOGITS[device.type] // words)
+        self.chunk = chunk or ops.chunk_of(self.hidden, words)
 
     def ours(self, *, with_entropy: bool) -> None:
         logprobs, entropy = ops.token_logprobs(
@@ -56,7 +56,7 @@ class Head:
         torch.autograd.grad(loss, (self.hidden, self.weight))
 
     def by_torch(self, *, with_entropy: bool) -> None:
-        with mock.patch.object(softmax, "_kernels_for", new=_none):
+        with mock.patch.object(softmax, "kernels_for", new=_none):
             self.ours(with_entropy=with_entropy)
 
     @torch.no_grad()

@@ -62,7 +62,7 @@ def commit(partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int] 
             _check_role(partial / role, role, count)
         files = {}
         for path in sorted(partial.rglob("[!.]*")):
-            if path.is_file():
+            if path.is_file() and path != partial / DRIVER_FILE:  # of an attempt before, which is written anew
                 sync(path)  # what the driver wrote itself; of the ranks' files nothing is left to sync
                 files[str(path.relative_to(partial))] = path.stat().st_size
         write_json(partial / DRIVER_FILE, {"format": FORMAT, "state": dict(state), "roles": roles, "files": files})
@@ -122,16 +122,19 @@ def passed_over(run_dir: str | Path) -> dict[Path, str]:
 def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
     """Remove complete checkpoints but the newest `keep` (0 keeps all), and partial ones no newer than `committed`,
     which no save can still be writing. The one that was just `committed` stays, and counts as the newest: steps above
-    its own are of a run that could not be resumed. Returns a line for each that could not be removed."""
-    kept, surplus = {committed}, []
+    its own are of a run that could not be resumed. Returns a line for each that could not be removed, or why none was.
+    """
+    if fault := _fault(committed):
+        return [f"nothing is removed, since {committed.name} cannot be resumed: {fault}"]
+    kept, surplus = {committed.name}, []
     for path in _committed(run_dir):
-        if path == committed or _fault(path) is not None:
+        if path.name == committed.name or _fault(path) is not None:
             continue
-        replaced = path.suffix == REPLACED and path.with_suffix("") in kept  # a commit ended before it could remove it
+        replaced = path.suffix == REPLACED and path.stem in kept  # a commit ended before it could remove it
         if replaced or (keep and len(kept) >= keep):
             surplus.append(path)
         else:
-            kept.add(path)
+            kept.add(path.name)
     left: list[str] = []
     hidden: set[Path] = set()
     for path in surplus:

@@ -44,26 +44,27 @@ class Staged:
 def stage(state: Mapping[str, Sequence[Chunk]], extra: Mapping[str, Any]) -> Staged:
     """Copy this rank's chunks (key -> chunks, replicas left out) as float32, and `extra`: mappings, sequences, tensors
     and plain values. Blocks until the copies are done. Raises SaveFailed for a value that JSON cannot hold."""
-    tensors: dict[str, torch.Tensor] = {}
+    views: dict[str, torch.Tensor] = {}
     boxes: list[SavedBox] = []
-    devices: set[torch.device] = set()
-    own = [chunk.view for chunks in state.values() for chunk in chunks if not chunk.replica]
-    space = _PinnedSpace(sum(_bytes(view) for view in own if view.device.type == "cuda"))
     for key, chunks in state.items():
         for chunk in chunks:
             if chunk.replica:
                 continue
             stored = stored_name(key, chunk.name, chunk.offsets)
             boxes.append(SavedBox(key, chunk.name, chunk.shape, chunk.offsets, chunk.sizes, stored))
-            if stored in tensors:
+            if stored in views:
                 raise SaveFailed(f"two chunks of this rank hold {stored!r}: mark one of them as a replica")
-            view = chunk.view.detach()
-            host = space.take(view) if view.device.type == "cuda" else torch.empty(view.shape, dtype=STORED)
-            tensors[stored] = host.copy_(view, non_blocking=True)
-            devices.add(chunk.view.device)
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            views[stored] = chunk.view.detach()
+    on_device = {name: view for name, view in views.items() if view.device.type == "cuda"}
+    pinned = dict(zip(on_device, rooms([_bytes(view) for view in on_device.values()]), strict=True))
+    tensors = {
+        name: (
+            pinned[name].view(STORED).view(view.shape) if name in pinned else torch.empty(view.shape, dtype=STORED)
+        ).copy_(view, non_blocking=True)
+        for name, view in views.items()
+    }
+    for device in {view.device for view in on_device.values()}:
+        torch.cuda.synchronize(device)
     plain = _plain(extra, tensors, "extra")
     return Staged(tensors, RankIndex(boxes=boxes, extra=plain))
 
@@ -134,31 +135,38 @@ class BackgroundWriter:
         raise SaveFailed(f"the background save failed: {message}") from error
 
 
-class _PinnedSpace:
-    """Pinned memory for copies, cut out of blocks: torch makes a power of two of each size that it is asked for, and
-    keeps all of it, pinned, for the next save. Tensor by tensor that is up to twice of what is saved."""
-
-    def __init__(self, nbytes: int) -> None:
-        """For `nbytes` in all, of tensors of any size."""
-        self._block_bytes = min(BLOCK, 1 << max(nbytes - 1, 1).bit_length())
-        self._block: torch.Tensor | None = None
-        self._used = 0  # of the block
-
-    def take(self, view: torch.Tensor) -> torch.Tensor:
-        """Room for a copy of `view`, of its shape."""
-        nbytes = _bytes(view)
-        if nbytes > self._block_bytes:
-            return torch.empty(view.shape, dtype=STORED, pin_memory=True)
-        if self._block is None or self._used + nbytes > self._block_bytes:
-            self._block, self._used = torch.empty(self._block_bytes, dtype=torch.uint8, pin_memory=True), 0
-        room = self._block[self._used : self._used + nbytes]
-        self._used += nbytes
-        return room.view(STORED).view(view.shape)
-
-
 def _bytes(view: torch.Tensor) -> int:
     """Of its copy."""
     return view.numel() * STORED.itemsize
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def rooms(
+    sizes: Sequence[int], *, block_bytes: int = BLOCK, allocate: Callable[[int], torch.Tensor] = _pinned
+) -> list[torch.Tensor]:
+    """For copies of `sizes` bytes, each a multiple of 4: memory of `allocate`, pinned, cut out of blocks.
+
+    torch makes a power of two of each size that it is asked for, and keeps all of it, pinned, for the next save. Tensor
+    by tensor that would be up to twice of what is saved.
+    """
+    blocks: list[torch.Tensor] = []
+    used: list[int] = []
+    found: dict[int, torch.Tensor] = {}
+    left = sum(sizes)
+    # The largest first, each in the first block that has room: the smaller ones fill what is left.
+    for index in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+        size = sizes[index]
+        block = next((at for at, full in enumerate(used) if len(blocks[at]) - full >= size), len(blocks))
+        if block == len(blocks):
+            blocks.append(allocate(1 << (max(size, min(left, block_bytes), 1) - 1).bit_length()))
+            used.append(0)
+        found[index] = blocks[block][used[block] : used[block] + size]
+        used[block] += size
+        left -= size
+    return [found[index] for index in range(len(sizes))]
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:

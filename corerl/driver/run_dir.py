@@ -104,7 +104,8 @@ def lost_checkpoints(config: Config, run_dir: Path) -> list[str]:
 
 
 def lies_in(checkpoint: Path, run_dir: Path) -> bool:
-    return checkpoint.resolve().is_relative_to(run_dir.resolve())
+    """Whether it is one of that run's own; in a directory below there may be another run."""
+    return checkpoint.resolve().parent in (run_dir.resolve(), checkpoints_dir(run_dir).resolve())
 
 
 def in_the_way(config: Config, run_dir: Path, resume: Path | None) -> Iterator[str]:

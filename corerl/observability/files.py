@@ -51,16 +51,18 @@ def read_lines(path: Path, *, before: float) -> Iterator[tuple[str, dict[str, An
     """
     if not path.exists():
         return
-    with path.open(encoding="utf-8", newline="\n") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.endswith(b"\n"):
                 return
             try:
+                line = raw.decode()
                 record = json.loads(line)
                 step = int(record["step"])
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, OverflowError) as error:
+                shown = raw.decode(errors="replace").strip()[:60]
                 raise DataError(
-                    f"{path}:{number}: {line.strip()[:60]!r} is no object with a step; mend or delete the line"
+                    f"{path}:{number}: {shown!r} is no object with a step; mend or delete the line"
                 ) from error
             if step < before:
                 yield line, record

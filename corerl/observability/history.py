@@ -22,6 +22,8 @@ class History:
     def read(cls, run_dir: str, *, before: float) -> History:
         """The steps smaller than `before` of the run in `run_dir`; null is read as NaN."""
         history = cls()
+        if before <= 0:
+            return history  # and what is there is of no concern, damaged or not
         for _, record in read_lines(Path(run_dir) / METRICS_FILE, before=before):
             step = record.pop("step")
             history.add(step, {name: math.nan if value is None else value for name, value in record.items()})

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from corerl.ops.softmax import RowSums, Slopes, gradient_, row_sums
+from corerl.ops.softmax import RowSums, Slopes, gradient_, kernels_for, row_sums
 
 # Of one chunk. Each reads the whole weight and adds to its whole gradient, which larger chunks do fewer times.
-LOGITS = {"cpu": 2**24, "cuda": 2**29}  # 64 MiB in float32, up to 2.5 times that at once; 1 GiB in bfloat16, once
+# 64 MiB and 1 GiB in float32, up to 2.5 times that at once; with kernels 1 GiB in bfloat16, once.
+LOGITS = {"cpu": 2**24, "cuda": 2**28, "kernels": 2**29}
 
 
 def token_logprobs(
@@ -31,8 +32,8 @@ def token_logprobs(
     """Log-probs [T] of `targets` [T] under softmax((hidden weight^T + bias) / temperature), and its entropy [T].
 
     hidden [T, H], weight [V, H], bias [V]. Both results are float32 (float64 for float64 input); entropy is None unless
-    asked for. Logits exist for `chunk_tokens` tokens at a time, by default as many as make 2**24 logits (2**29 on a
-    GPU); the backward pass makes them again instead of keeping them.
+    asked for. Logits exist for `chunk_tokens` tokens at a time, by default as many as make 2**24 logits (2**28 on a
+    GPU, 2**29 where Triton runs); the backward pass makes them again instead of keeping them.
 
     With z the tempered logits, p = softmax(z), y the target and H = -sum_j p_j log p_j:
 
@@ -52,10 +53,16 @@ def token_logprobs(
     `vocab_size` is how many rows of the whole matrix are real; those from there on are padding. They have no part in
     the softmax or the entropy, no target may name one, and their gradient is exactly zero.
     """
-    chunk = chunk_tokens if chunk_tokens is not None else max(1, LOGITS[hidden.device.type] // weight.shape[0])
+    chunk = chunk_tokens if chunk_tokens is not None else chunk_of(hidden, len(weight))
     shard = _shard(weight.shape[0], group, vocab_size)
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, with_entropy, chunk, shard)
     return logprobs, entropy if with_entropy else None
+
+
+def chunk_of(hidden: Tensor, rows: int) -> int:
+    """Tokens whose logits, `rows` for each, exist at a time where nothing else is said."""
+    how = hidden.device.type if kernels_for(hidden) is None else "kernels"
+    return max(1, LOGITS[how] // rows)
 
 
 class _Shard(NamedTuple):
@@ -157,7 +164,7 @@ def _over_ranks(sums: RowSums, mine: Tensor, group: dist.ProcessGroup) -> RowSum
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     below = sums.peak - highest
     scale = below.exp()
-    summed = torch.stack([sums.chosen * mine, sums.total * scale, (sums.spread + below * sums.total) * scale])
+    summed = torch.stack([sums.chosen.where(mine, 0), sums.total * scale, (sums.spread + below * sums.total) * scale])
     dist.all_reduce(summed, group=group)
     chosen, total, spread = summed
     return RowSums(chosen=chosen, peak=highest, total=total, spread=spread)
@@ -165,6 +172,8 @@ def _over_ranks(sums: RowSums, mine: Tensor, group: dist.ProcessGroup) -> RowSum
 
 def _mine(targets: Tensor, shard: _Shard, rows: int) -> tuple[Tensor, Tensor]:
     """Each target as a row of this rank's, 0 where it is another's; and whether it is this rank's."""
+    if shard.group is None:
+        return targets, torch.ones_like(targets, dtype=torch.bool)
     here = targets - shard.first
     mine = (here >= 0) & (here < rows)
     return here * mine, mine

@@ -36,10 +36,13 @@ class Slopes(NamedTuple):
 
 
 def row_sums(logits: Tensor, targets: Tensor, *, temperature: float, real: int, with_spread: bool) -> RowSums:
-    """Of `logits` [C, V] / temperature, whose columns from `real` on are padding with no part; targets [C] int64."""
+    """Of `logits` [C, V] / temperature, whose columns from `real` on are padding with no part; targets [C] int64.
+
+    A target that is none of the real columns is an IndexError, or padding's -1e30, by torch, and NaN by a kernel.
+    """
     exact = torch.promote_types(logits.dtype, torch.float32)
     sums = RowSums(*torch.zeros((4, len(logits)), dtype=exact, device=logits.device))
-    if (kernels := _kernels_for(logits)) is not None:
+    if (kernels := kernels_for(logits)) is not None:
         kernels.row_sums(logits, targets, sums, temperature=temperature, real=real, with_spread=with_spread)
         return sums
     x = _tempered(logits, temperature, real)
@@ -61,7 +64,7 @@ def gradient_(
     normalizer [C] is m + log A, so that log p = x - normalizer. Each element is rounded to that dtype once: of a likely
     target, what falls and what rises almost cancel. That of padding is exactly 0.
     """
-    if (kernels := _kernels_for(logits)) is not None:
+    if (kernels := kernels_for(logits)) is not None:
         kernels.gradient_(logits, targets, normalizer, slopes, temperature=temperature, real=real)
         return logits
     x = _tempered(logits, temperature, real)
@@ -90,7 +93,8 @@ def _tempered(logits: Tensor, temperature: float, real: int) -> Tensor:
     return x
 
 
-def _kernels_for(logits: Tensor) -> ModuleType | None:
+def kernels_for(logits: Tensor) -> ModuleType | None:
+    """What passes over them, or over the logits of such hidden states; None where that is torch."""
     return _kernels() if logits.is_cuda and logits.dtype != torch.float64 and logits.numel() else None
 
 

@@ -94,7 +94,8 @@ def _row_sums(
             b = scale * (b + shift * a) + tl.sum(powers * below, 0)
         a = scale * a + tl.sum(powers, 0)
         m = highest
-    x_y = tl.load(logits + tl.load(targets + row)).to(tl.float32)
+    y = tl.load(targets + row)
+    x_y = tl.load(logits + y, mask=(y >= 0) & (y < real), other=float("nan")).to(tl.float32)  # no target may be another
     tl.store(chosen + row, tl.div_rn(x_y, temperature))
     tl.store(peak + row, m)
     tl.store(total + row, a)

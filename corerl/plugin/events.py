@@ -30,8 +30,8 @@ class RunStarted:
 
     @property
     def goes_on(self) -> bool:
-        """Earlier steps in `run_dir` are this run's own."""
-        return self.first_step > 0 and self.same_run
+        """Trackers know the run already: it is resumed in its directory, or one of its checkpoints is scored."""
+        return self.first_step > 0 and (self.same_run or self.mode == "eval")
 
     @property
     def repeats_from(self) -> float:

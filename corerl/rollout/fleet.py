@@ -172,6 +172,11 @@ class EngineFleet:
                 self._started[replica] += 1
                 self._dead.pop(replica, None)
 
+    def leave_out(self, hanging: Mapping[str, CorerlError]) -> None:
+        """Ask these engines nothing any more, which answer nothing, until others stand in their places."""
+        with self._changing:
+            self._dead |= {self.names.index(name): error for name, error in hanging.items()}
+
     def lost_weights(self, names: Iterable[str]) -> None:
         """An update did not reach these engines: they serve nothing until another one does."""
         with self._changing:

@@ -204,6 +204,40 @@ def test_retention_never_removes_what_was_just_completed(tmp_path: Path) -> None
     assert left(tmp_path) == ["0050", "0100"]
 
 
+def test_a_commit_that_is_tried_again_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partial = begin(tmp_path, 2)
+    write(stage(cut(0, 1, whole()), {}), partial / "actor", 0)
+    replace, refused = os.replace, []
+
+    def once(source: Path, target: Path) -> None:
+        if Path(source) == partial and not refused:
+            refused.append(source)
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", once)
+    with pytest.raises(SaveFailed, match="Input/output error"):
+        commit(partial, {"rollout_step": 2})
+    assert refused
+    path = commit(partial, {"rollout_step": 2, "more": "than before"})
+    assert latest(tmp_path) == path and read_state(path)["more"] == "than before"
+
+
+def test_nothing_is_removed_beside_one_that_cannot_be_resumed(tmp_path: Path) -> None:
+    older, newest = save(tmp_path, 1), save(tmp_path, 2)
+    (newest / "actor/rank-00001.json").unlink()
+    (line,) = retain(tmp_path, 1, committed=newest)
+    assert line.startswith("nothing is removed, since step-00000002 cannot be resumed: ") and latest(tmp_path) == older
+
+
+def test_a_run_directory_may_be_written_in_two_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    monkeypatch.chdir(tmp_path)
+    assert retain(".", 1, committed=newest) == []
+    assert left(tmp_path) == ["0002"]
+
+
 def test_what_an_interrupted_replacement_left_is_no_checkpoint_more(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2)

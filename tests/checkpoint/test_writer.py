@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from corerl.checkpoint.format import SavedBox, stored_name
 from corerl.checkpoint.reader import read_extra
-from corerl.checkpoint.writer import BackgroundWriter, Job, stage, write
+from corerl.checkpoint.writer import BackgroundWriter, Job, rooms, stage, write
 from corerl.errors import SaveFailed
 from corerl.weights.chunks import Chunk
 from tests.checkpoint.roles import cut, whole
@@ -26,6 +26,25 @@ def test_what_is_staged_no_longer_changes_with_the_model(tmp_path: Path) -> None
     write(staged, tmp_path, 0)
     assert load_file(tmp_path / "rank-00000.safetensors")["master/w@0"].tolist() == [0, 1, 2, 3]
     assert read_extra(tmp_path, 0)["rng"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("sizes", [[], [0, 4], [4, 400, 256, 132, 1000, 12, 260, 0, 508], [2100, 300, 300, 300, 300]])
+def test_rooms_for_copies_lie_apart_in_few_blocks_that_are_powers_of_two(sizes: list[int]) -> None:
+    blocks: list[torch.Tensor] = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        blocks.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return blocks[-1]
+
+    found = rooms(sizes, block_bytes=512, allocate=allocate)
+    assert [len(room) for room in found] == sizes
+    for room in found:
+        room.add_(1)
+        assert room.storage_offset() % 4 == 0
+    assert sum(int(block.sum()) for block in blocks) == sum(sizes) and all(int(block.max()) <= 1 for block in blocks)
+    assert all(len(block).bit_count() == 1 for block in blocks)
+    # No more than one block is not filled, but for what no tensor is small enough to fill.
+    assert sum(map(len, blocks)) <= 2 * sum(sizes) + 4
 
 
 def test_values_are_stored_as_float32_and_replicas_are_left_out(tmp_path: Path) -> None:

@@ -109,6 +109,9 @@ class Group:
         well = {name: Received(version=0, bytes=8) for name in self.names}
         self.fared = self.later.pop(0) if self.later else well
 
+    def leave_out(self, hanging: Mapping[str, CorerlError]) -> None:
+        self.log += [f"leave out {name}" for name in hanging]
+
     def lost_weights(self, names: Iterable[str]) -> None:
         self.without_weights = list(names)
 

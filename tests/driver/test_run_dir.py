@@ -109,6 +109,7 @@ def test_a_run_goes_on_with_the_numbers_of_its_own_directory_and_with_whole_ones
     own, other = (save(tmp_path / name, config, make_model(config, seed=1), step=4) for name in ("own", "other"))
     assert prepare(config_in(tmp_path / "own", str(own))).same_run
     assert not prepare(config_in(tmp_path / "new", str(other))).same_run
+    assert not prepare(config_in(tmp_path, str(other))).same_run  # of a run in a directory below
     (tmp_path / "own/metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "a"\n{"step": 2}\n')
     with pytest.raises(ConfigError) as caught:
         prepare(config_in(tmp_path / "own", "auto"))

@@ -42,12 +42,12 @@ def test_a_push_that_an_engine_did_not_take_says_which_and_why() -> None:
 def test_an_engine_that_says_nothing_is_not_taken_for_dead_and_what_the_trainer_knows_is_told() -> None:
     actor, fleet = Group(), Group()
     del fleet.fared["engine-1"]
+    fleet.allowed = 0
     actor.sent = evolve(actor.sent, engines={"engine-0": "", "engine-1": "cannot write v7: No space left on device"})
     with pytest.raises(WeightUpdateError) as caught:
         make_updates(make_config(), actor, fleet, version=7).push()
     assert caught.value.message == (
-        "weights version 7 did not reach every engine: engine-1: no answer within 60 s after the update's end; the "
-        "trainer: cannot write v7: No space left on device"
+        "engine-1: no answer within 60 s after the update's end; the trainer: cannot write v7: No space left on device"
     )
 
 
@@ -115,7 +115,18 @@ def test_of_an_engine_that_hangs_the_others_failures_follow_and_it_alone_is_repl
     del fleet.fared["engine-1"]
     updates.push()
     silence = "no answer within 60 s after the update's end"
-    assert fleet.log == ["receive 1", f"replace engine-1: WeightUpdateError: engine-1: {silence}", "receive 2"]
+    replaced = f"replace engine-1: WeightUpdateError: engine-1: {silence}"
+    assert fleet.log == ["receive 1", "leave out engine-1", replaced, "receive 2"]
+
+
+def test_one_that_hangs_in_its_first_update_is_replaced_as_one_that_dies() -> None:
+    actor, fleet = Group(), Group()
+    del fleet.fared["engine-1"]
+    updates = make_updates(make_config(), actor, fleet)
+    updates.push()
+    assert [line.partition(":")[0] for line in fleet.log] == [
+        "receive 0", "leave out engine-1", "replace engine-1", "receive 1"
+    ]  # fmt: skip
 
 
 def test_an_engine_that_died_more_often_than_is_allowed_ends_the_run_with_its_death() -> None:

@@ -30,6 +30,14 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
     )
 
 
+def test_bytes_that_are_no_text_and_a_step_that_is_no_number_are_named_too(tmp_path: Path) -> None:
+    for line in (b'{"step": 1, "a": "\xff"}', b'{"step": Infinity}'):
+        (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + line + b"\n")
+        with pytest.raises(DataError, match=r"metrics.jsonl:2: .*step.* is no object with a step"):
+            History.read(str(tmp_path), before=9)
+        assert History.read(str(tmp_path), before=0).names() == []  # of a run that begins anew
+
+
 def test_what_a_step_takes_of_late_counts_steps_without_the_phase_as_nothing() -> None:
     history = History()
     for step in range(10):

@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from corerl.observability.mlflow_tracking import Mlflow
 from corerl.observability.specs import MlflowOptions
 from corerl.plugin.events import Event, RunFinished, StepFinished
-from tests.observability.run import metrics, started, steps, whole
+from tests.observability.run import evaluated, metrics, started, steps, whole
 
 
 @pytest.fixture
@@ -76,6 +76,10 @@ def test_a_resumed_run_goes_on_in_the_same_one_and_a_new_run_in_the_directory_do
     track(run_dir, [started(str(run_dir))], store)
     assert len(runs(store)) == 2
     track(run_dir, [evolve(started(str(run_dir), first_step=2), same_run=False)], store)
+    assert len(runs(store)) == 3
+    for step in (2, 4):  # scores of checkpoints, which lie elsewhere, are one curve
+        scored = evolve(started(str(run_dir), first_step=step, mode="eval"), same_run=False)
+        track(run_dir, [scored, evaluated(step)], store)
     assert len(runs(store)) == 3
 
 

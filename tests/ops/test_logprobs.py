@@ -127,6 +127,14 @@ def test_of_a_large_vocabulary_values_and_gradients_are_those_of_float64_of_the_
         assert (error <= share * (size + size.mean())).all()
 
 
+@pytest.mark.parametrize("target", [-100, 9])
+def test_a_target_that_is_no_word_is_an_error(target: int) -> None:
+    hidden, weight, _ = inputs(6, 9, torch.float32, False)
+    assert hidden is not None and weight is not None
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        token_logprobs(hidden, weight, torch.full((6,), target), temperature=1.0)
+
+
 def test_a_frozen_head_gets_no_gradient() -> None:
     hidden, weight, _ = inputs(6, 9, torch.float32, False)
     assert hidden is not None and weight is not None

@@ -29,7 +29,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kernels: ModuleType | None = None
     if request.param == "kernels":
         from corerl.ops import softmax_kernels as kernels
-    monkeypatch.setattr(softmax, "_kernels_for", lambda logits: kernels)
+    monkeypatch.setattr(softmax, "kernels_for", lambda logits: kernels)
     return str(request.param)
 
 
@@ -88,6 +88,16 @@ def test_sums_and_gradients_are_those_of_float64(
             unit = 2**-7  # Triton's interpreter cuts off what a GPU rounds
         # Beside rounding, normalizers of 80 are exact to 8e-6, and float16 knows nothing below 6e-8.
         torch.testing.assert_close(got.double(), d_z, rtol=unit + 1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("target", [-100, 30, 40])
+def test_a_kernel_makes_a_target_that_is_no_word_no_number(target: int, way: str) -> None:
+    logits, y, _ = drawn(torch.float32, words=40)
+    y[2] = target
+    if way == "torch":
+        pytest.skip("an IndexError, which a GPU tells of later")
+    sums = row_sums(logits, y, temperature=1.0, real=30, with_spread=False)
+    assert sums.chosen.isnan().tolist() == [row == 2 for row in range(TOKENS)]
 
 
 def test_a_rank_of_padding_alone_adds_nothing(way: str) -> None:

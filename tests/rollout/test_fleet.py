@@ -17,7 +17,7 @@ from corerl.cluster.group import ProcessGroup
 from corerl.cluster.placement import arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import ModelConfig
-from corerl.errors import CorerlError, EngineFailed, WorkerDied
+from corerl.errors import CorerlError, EngineFailed, WeightUpdateError, WorkerDied
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
 from corerl.rollout.engine import EngineContext, GenerateRequest, Generation, SamplingParams
@@ -35,18 +35,24 @@ REQUEST = GenerateRequest(
 )
 
 
-@pytest.fixture
-def fleet() -> Iterator[EngineFleet]:
-    assignments = [
+def assigned(count: int, *, bundles: int = 1) -> list[EngineAssignment]:
+    return [
         EngineAssignment(
             engine="fake",
             origins=origins_of((Kind.ENGINES, load(Kind.ENGINES, "fake"))),
             model=ModelConfig(),
             options={},
-            context=EngineContext(name=f"engine-{index}", index=index, device="cpu", precision="float32"),
+            context=EngineContext(
+                name=f"engine-{index}", index=index, device="cpu", precision="float32", bundles=bundles
+            ),
         )
-        for index in range(2)
+        for index in range(count)
     ]
+
+
+@pytest.fixture
+def fleet() -> Iterator[EngineFleet]:
+    assignments = assigned(2)
     with ray_session(address="", cpus=2):
         with seated(arrange({"engines": 2}), timeout=60.0) as seats:
             processes = ProcessGroup(
@@ -64,16 +70,7 @@ def fleet() -> Iterator[EngineFleet]:
 
 
 def test_an_engine_of_several_ranks_has_as_many_receivers_under_its_name() -> None:
-    assignments = [
-        EngineAssignment(
-            engine="fake",
-            origins=origins_of((Kind.ENGINES, load(Kind.ENGINES, "fake"))),
-            model=ModelConfig(),
-            options={},
-            context=EngineContext(name=f"engine-{index}", index=index, device="cpu", precision="float32", bundles=2),
-        )
-        for index in range(2)
-    ]
+    assignments = assigned(2, bundles=2)
     fleet = EngineFleet([], assignments)  # type: ignore[arg-type]  # no process is asked
     assert fleet.receivers == ("engine-0", "engine-0", "engine-1", "engine-1")
     assert [list(each.context.receivers) for each in assignments] == [[0, 1], [2, 3]]
@@ -100,15 +97,7 @@ class Ending:
 
 @pytest.mark.parametrize("restarts", [0, 3])
 def test_where_a_failure_ends_all_engines_it_is_told_and_not_that_they_are_gone(restarts: int) -> None:
-    context = EngineContext(name="engine-0", index=0, device="cpu", precision="float32")
-    alone = EngineAssignment(
-        engine="fake",
-        origins=origins_of((Kind.ENGINES, load(Kind.ENGINES, "fake"))),
-        model=ModelConfig(),
-        options={},
-        context=context,
-    )
-    fleet = EngineFleet(Ending(), [alone], restarts=restarts)  # type: ignore[arg-type]  # as much of it as is asked
+    fleet = EngineFleet(Ending(), assigned(1), restarts=restarts)  # type: ignore[arg-type]  # as much of it as is asked
     for _ in range(2):
         with pytest.raises(EngineFailed, match="^engine-0: its server refused$"):
             fleet.pause()
@@ -136,6 +125,30 @@ def test_engines_that_hang_are_ended_with_the_run() -> None:
     hanging = Hanging()
     EngineFleet(hanging, []).close()  # type: ignore[arg-type]  # as much of it as is asked
     assert hanging.log == ["pause", "close", "kill"]
+
+
+class Half:
+    """Two processes, of which the second one answers nothing, so that whoever waits for it waits for ever."""
+
+    def start_some(self, method: str, arguments: Any) -> list[int]:
+        return list(arguments)
+
+    def answers(self, pending: list[int]) -> dict[int, Any]:
+        assert pending == [0], "waited for in vain"
+        return {0: 8}
+
+    def replace(self, replica: int, arguments: Any) -> None:
+        assert replica == 1
+
+
+def test_an_engine_that_hangs_is_asked_nothing_until_another_stands_in_its_place() -> None:
+    fleet = EngineFleet(Half(), assigned(2), restarts=1)  # type: ignore[arg-type]  # as much of it as is asked
+    hangs = {"engine-1": WeightUpdateError("no answer")}
+    fleet.leave_out(hangs)
+    assert fleet.sleep() == 8  # of the other one
+    fleet.replace(hangs)
+    with pytest.raises(AssertionError, match="waited for in vain"):
+        fleet.sleep()
 
 
 def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:

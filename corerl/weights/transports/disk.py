@@ -107,15 +107,15 @@ class DiskSender(WeightSender):
         if self._error:  # what is there is of no use, and the disk may be full: there must be room to say so
             shutil.rmtree(self._partial, ignore_errors=True)
         try:
-            self._partial.mkdir(exist_ok=True)
-            content = {"digest": self._digest, "checksums": self._checksums, "error": self._error, **self.told()}
-            _write_json(self._partial / "manifest.json", content)
-            if directory.exists():  # of an earlier run that was killed
-                shutil.rmtree(directory)
-            os.replace(self._partial, directory)
-        except OSError as error:
+            try:
+                self._publish(directory)
+            except OSError as error:
+                self._error = self._error or f"cannot write {directory}: {error}"
+                shutil.rmtree(self._partial, ignore_errors=True)
+                self._publish(directory)  # of which there is room for the reason now, if for anything
+        except OSError:
             shutil.rmtree(self._partial, ignore_errors=True)
-            return dict.fromkeys(self._address.engines, self._error or f"cannot write {directory}: {error}")
+            return dict.fromkeys(self._address.engines, self._error)
         answers = self._wait_for_engines(directory, version)
         for other in _directories(self._address.path):
             if other != directory:
@@ -129,6 +129,14 @@ class DiskSender(WeightSender):
             return
         for version in _directories(self._address.path):
             shutil.rmtree(version, ignore_errors=True)
+
+    def _publish(self, directory: Path) -> None:
+        self._partial.mkdir(exist_ok=True)
+        content = {"digest": self._digest, "checksums": self._checksums, "error": self._error, **self.told()}
+        _write_json(self._partial / "manifest.json", content)
+        if directory.exists():  # of an earlier run that was killed
+            shutil.rmtree(directory)
+        os.replace(self._partial, directory)
 
     def _wait_for_engines(self, directory: Path, version: int) -> dict[str, str]:
         answers: dict[int, str] = {}  # by receiver

@@ -576,6 +576,33 @@ def test_an_update_of_which_not_even_the_end_can_be_written_leaves_nothing(
 
 
 @pytest.mark.parametrize("transport", ["disk", "delta"])
+def test_engines_hear_at_once_that_the_end_could_not_be_written_where_there_is_room_for_that(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, written = [], disk_transport._write_json
+
+    def full_at_first(path: Path, data: Mapping[str, Any]) -> None:
+        tried.append(path)
+        if len(tried) == 1:
+            raise OSError(28, "No space left on device")
+        written(path, data)
+
+    address = Address(transport=transport, engines=("e",), path=str(tmp_path), timeout=30.0)
+    sender, peer = open_sender(address), Peer(address, 0)
+    try:
+        peer.answer()
+        monkeypatch.setattr(disk_transport, "_write_json", full_at_first)
+        peer.order(1)
+        engines = push(sender, weights(1), 1)
+        reason = f"cannot write {tmp_path}/v00000001: [Errno 28] No space left on device"
+        assert engines == {"e": f"the trainer could not send version 1: {reason}"}
+        assert peer.answer()["error"] == engines["e"]
+    finally:
+        peer.close()
+        sender.close()
+
+
+@pytest.mark.parametrize("transport", ["disk", "delta"])
 def test_a_rank_that_does_not_send_takes_nothing_away_as_it_closes(transport: str, tmp_path: Path) -> None:
     address = Address(transport=transport, engines=(), path=str(tmp_path), timeout=1.0)
     sends, idle = open_sender(address, rank=0), open_sender(address, rank=1)
