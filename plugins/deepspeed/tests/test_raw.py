@@ -183,7 +183,7 @@ def test_the_engine_trains_with_the_users_settings(runs: Runs, rank_pool: RankPo
     )
     assert (alone.groups, found.groups > 2 * alone.groups) == (2, True)  # with weight decay, and without
     assert (found.max_live_parameters, found.memory_breakdown) == (5000, True)
-    assert found.grad_norm == alone.grad_norm
+    assert found.grad_norm == pytest.approx(alone.grad_norm, rel=1e-12)  # a sum over more groups, in another order
 
 
 @pytest.mark.parametrize("path", ELSEWHERE)
