@@ -125,15 +125,15 @@ class WeightUpdates:
                 )
 
     def _evict(self, missed: Mapping[str, Missed]) -> None:
-        """New processes in the place of the dead, whose deaths explain the other failures; where all live, of those
-        that are silent, or else of all that the update missed. They rejoin with the next full update.
+        """New processes in the place of the dead and of those that are silent, which explain the other failures; where
+        all live and answer, of all that the update missed. They rejoin with the next full update.
 
         Raises WeightUpdateError of an engine that says that it failed and has never taken an update: the next would end
         the same.
         """
         dead = {name: each for name, each in missed.items() if each.died}
         silent = {name: each for name, each in missed.items() if each.silent}
-        culprits = dead or silent or missed
+        culprits = (dead | silent) or missed
         if culprits is missed and (never := sorted(culprits.keys() - self._served)):
             reasons = "; ".join(f"{name}: {missed[name].error}" for name in never)
             raise WeightUpdateError(f"weights version {self.version - 1} did not reach every engine: {reasons}")
@@ -141,7 +141,7 @@ class WeightUpdates:
             name: WorkerDied(each.error) if each.died else WeightUpdateError(f"{name}: {each.error}")
             for name, each in culprits.items()
         }
-        self.fleet.leave_out({name: errors[name] for name in errors.keys() & silent.keys()})
+        self.fleet.leave_out({name: errors[name] for name in silent})  # while the others make room
 
         def replace() -> Mapping[str, CorerlError]:
             self.fleet.replace(errors)

@@ -119,6 +119,15 @@ def test_of_an_engine_that_hangs_the_others_failures_follow_and_it_alone_is_repl
     assert fleet.log == ["receive 1", "leave out engine-1", replaced, "receive 2"]
 
 
+def test_beside_one_that_has_died_one_that_hangs_is_replaced_too() -> None:
+    updates, _, fleet, _ = evicting({"engine-0": DEAD})
+    del fleet.fared["engine-1"]
+    updates.push()
+    assert [line.partition(":")[0] for line in fleet.log] == [
+        "receive 1", "leave out engine-1", "replace engine-0", "replace engine-1", "receive 2"
+    ]  # fmt: skip
+
+
 def test_one_that_hangs_in_its_first_update_is_replaced_as_one_that_dies() -> None:
     actor, fleet = Group(), Group()
     del fleet.fared["engine-1"]
