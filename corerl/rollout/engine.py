@@ -14,6 +14,8 @@ from corerl.types import Array, BoolArray, FloatArray, IntArray, MemoryKind, row
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
+UNLIMITED = np.iinfo(np.int64).max
+
 
 @frozen(kw_only=True)
 class SamplingParams:
@@ -36,8 +38,8 @@ class GenerateRequest:
     # [R] how many of a row's last tokens are its response so far, of a row that was interrupted, or that is an episode
     # after its first turn: what is drawn next is number `begun` of the response. 0 in a row that begins.
     begun: IntArray = field(default=Factory(lambda self: np.zeros(len(self), dtype=np.int64), takes_self=True))
-    # [R] tokens that each row's response may come to: params.max_tokens, or fewer where a turn of an episode asks so.
-    limits: IntArray = field(default=Factory(lambda self: np.full(len(self), self.params.max_tokens), takes_self=True))
+    # [R] tokens that each row's response may come to where a turn of an episode asks for fewer than params.max_tokens.
+    limits: IntArray = field(default=Factory(lambda self: np.full(len(self), UNLIMITED), takes_self=True))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -73,7 +75,7 @@ class GenerateRequest:
     @property
     def left(self) -> IntArray:
         """[R] tokens that may still be drawn for each row."""
-        return self.limits - self.begun
+        return np.minimum(self.limits, self.params.max_tokens) - self.begun
 
     @classmethod
     def concatenate(cls, parts: Sequence[GenerateRequest]) -> GenerateRequest:

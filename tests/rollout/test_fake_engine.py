@@ -76,7 +76,8 @@ def test_a_row_ends_at_its_own_limit(tmp_path: Path) -> None:
     ]
     assert [part.tolist() for part in parts] == [[5, 5], [4, 1], [5, 2]]
     both = GenerateRequest.concatenate([evolve(asked, limits=limits).take(rows), asked.rows(0, 1)])
-    assert both.limits.tolist() == [4, 1, 5]
+    assert both.left.tolist() == [4, 1, 5]
+    assert evolve(both, params=evolve(both.params, max_tokens=9)).left.tolist() == [4, 1, 9]
 
 
 def test_it_is_interrupted_and_continued_as_real_ones_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
