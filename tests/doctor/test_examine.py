@@ -218,7 +218,7 @@ def test_what_the_driver_says_is_counted(
     monkeypatch.setattr(installation, "lacking", lambda: "there is no C compiler")
     counted, slow = driver()
     assert (counted.what, slow.what) == (what, "there is no C compiler")
-    assert slow.level is Level.WARNING and "more than twice the time" in slow.why and "gcc" in slow.mend
+    assert slow.level is Level.WARNING and "1.4 to 2.7 times the kernels' time" in slow.why and "gcc" in slow.mend
 
 
 def test_a_config_is_checked_and_what_its_processes_are_given_is_shown(tmp_path: Path, site: Path) -> None:
