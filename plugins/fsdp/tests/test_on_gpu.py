@@ -3,6 +3,7 @@ kernel, which half precision has on a GPU alone."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def start(setup: Setup, *, resume: str = "") -> Worker:
 
 def ran(setup: Setup, directory: Path) -> Ran:
     """Steps, a sleep, more steps; a weight update and a resumed worker on the way, both checked to the last bit."""
+    gc.collect()  # a worker before this one may be held by a cycle, and would leave the device meanwhile
     before = torch.cuda.memory_allocated()
     worker = start(setup)
     results = [train(worker, setup, number) for number in (0, 1)]
