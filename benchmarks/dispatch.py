@@ -55,7 +55,7 @@ def measure(*, rounds: int, size: int, calls: int) -> Report:
         )
     )
     loss = loss_of("actor", config)
-    plan = plan_role("actor", config, loss=loss, experts=1, device="cpu", run_dir="", resume="")
+    plan = plan_role("actor", config, experts=1, device="cpu", run_dir="", resume="")
     samples = make_batch(np.full(size, 13), prompt=7, vocab=16)  # the quickstart's
     step_plan = plan_one_step(samples, dp_size=RANKS, tokens_per_micro_batch=16384)
     step = Step(optimizer_step=0, rollout_step=0, lr=1e-3)

@@ -52,7 +52,7 @@ from corerl.rollout.sampler import Sampler
 from corerl.rollout.saved import ROLLOUTS, Kept, SavedRollouts
 from corerl.rollout.service import EngineAssignment
 from corerl.rollout.sources import Draws, Refill, Source, Synchronous
-from corerl.trainer.assign import ACTOR, RolePlan, offloaded
+from corerl.trainer.assign import ACTOR, RolePlan, loss_of, offloaded
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult
 from corerl.weights.transport import Address
@@ -362,7 +362,7 @@ def make_role(plan: RolePlan, config: Config, group: TrainGroup, init: InitResul
     return Role(
         name=plan.role,
         group=group,
-        loss=plan.loss,
+        loss=loss_of(plan.role, config),
         train=config.train_of(plan.role),
         # A value is worth as much at any token; what a policy's token weighs is the algorithm's choice.
         aggregation=config.algorithm.aggregation if plan.role == ACTOR else "token-mean",

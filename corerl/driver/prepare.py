@@ -14,10 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from corerl.checkpoint.commit import read_state
 from corerl.config.check import problems as contradictions
 from corerl.config.functions import imported
+from corerl.config.problems import Problems
 from corerl.config.schema import Config, ModelConfig
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource, PromptStream
-from corerl.driver.problems import Problems
 from corerl.driver.processes import ProcessPlan, plan_processes
 from corerl.driver.run_dir import in_the_way, lies_in, resume_from
 from corerl.errors import CheckpointError, ConfigError
@@ -33,7 +33,6 @@ from corerl.rollout.sampler import sampling_params
 from corerl.rollout.saved import SavedRollouts
 from corerl.rollout.sources import Scored
 from corerl.trainer.assign import ACTOR, loss_of, offloaded
-from corerl.types import LossSpec
 from corerl.weights.transports import require_transport
 
 
@@ -86,10 +85,9 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     device = ""
     with problems.stage("cluster.device"):
         device = resolve_device(config.cluster.device, address=config.cluster.address)
-    losses: dict[str, LossSpec] = {}
     for role in config.chosen_roles:
         with problems.stage("algorithm.loss", path="algorithm.loss"):
-            losses[role] = loss_of(role, config)
+            loss_of(role, config)  # raises where it cannot be
     if problems.none_in("cluster"):
         for line in _taking_turns(config, device):
             problems.add(line)
@@ -97,9 +95,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     plan: ProcessPlan | None = None
     if problems.none_in("plugins", "cluster.device"):
         fits = resume if problems.none_in("checkpoint") else None
-        plan = plan_processes(
-            config, problems, device=device, models=models, losses=losses, run_dir=run_dir, resume=fits
-        )
+        plan = plan_processes(config, problems, device=device, models=models, run_dir=run_dir, resume=fits)
     problems.raise_all()
 
     # Nothing is wrong, so all of it is there.

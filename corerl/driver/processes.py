@@ -10,16 +10,15 @@ from transformers import PreTrainedConfig
 
 from corerl.cluster.placement import Seating, arrange
 from corerl.config.check import uneven
+from corerl.config.problems import Problems
 from corerl.config.schema import ClusterInfo, Config
-from corerl.driver.problems import Problems
 from corerl.driver.transports import choose_transport, senders
 from corerl.errors import ConfigError
 from corerl.models.config import experts
-from corerl.plugin.capabilities import FULL, Capability, Grade
-from corerl.plugin.options import backend_name, check_spec, role_options
+from corerl.plugin.capabilities import Capability
+from corerl.plugin.options import backend_name, check_spec
 from corerl.plugin.registry import Kind, Loaded, load
-from corerl.trainer.assign import ACTOR, RolePlan, cluster_of, plan_role, require_capable
-from corerl.types import LossSpec
+from corerl.trainer.assign import ACTOR, RolePlan, cluster_of, plan_role
 
 ENGINES = "engines"  # the group of engine processes, beside those of the roles
 
@@ -42,12 +41,11 @@ def plan_processes(
     *,
     device: str,
     models: Mapping[str, PreTrainedConfig],
-    losses: Mapping[str, LossSpec],
     run_dir: Path,
     resume: Path | None,
 ) -> ProcessPlan | None:
-    """Of a config whose plugins are installed and have their tables; `models` and `losses` by role, of those that are
-    right. None where there is any problem, with these or what was found before."""
+    """Of a config whose plugins are installed and have their tables; `models` by role, of those that are right. None
+    where there is any problem, with these or what was found before."""
     fields = {role: hf.to_dict() for role, hf in models.items()}
     clusters = {role: cluster_of(role, config, device=device, model=fields.get(role)) for role in config.chosen_roles}
     engine = load(Kind.ENGINES, config.rollout.engine)
@@ -70,21 +68,18 @@ def plan_processes(
     chosen = evolve(config, weights=evolve(config.weights, transport=transport))
     plans: dict[str, RolePlan] = {}
     for role in config.chosen_roles:
-        of_model = experts(models[role]) if role in models else 1
-        saved = str(resume / role) if resume else ""
-        check_backend(role, chosen, clusters[role], problems, experts=of_model, resume=saved)
-        if role in losses:
-            with problems.stage(f"roles.{role}", path=f"roles.{role}"):
-                plans[role] = plan_role(
-                    role,
-                    chosen,
-                    loss=losses[role],
-                    experts=of_model,
-                    device=device,
-                    run_dir=str(run_dir),
-                    resume=saved,
-                    model=fields.get(role),
-                )
+        with problems.stage(f"roles.{role}", path=f"roles.{role}"):
+            plans[role] = plan_role(
+                role,
+                chosen,
+                experts=experts(models[role]) if role in models else 1,
+                device=device,
+                run_dir=str(run_dir),
+                resume=str(resume / role) if resume else "",
+                model=fields.get(role),
+            )
+            if line := uneven(role, config, data_parallel=plans[role].data_parallel):
+                problems.add(line)
     if problems:
         return None
     resources = [plan.resources for plan in plans.values()]
@@ -101,21 +96,6 @@ def plan_processes(
     return ProcessPlan(
         roles=plans, engine=engine, engines=engines, seating=seating, transport=transport, senders=sending
     )
-
-
-def check_backend(
-    role: str, config: Config, cluster: ClusterInfo, problems: Problems, *, experts: int, resume: str
-) -> None:
-    """Whether it can do what the run asks of it, its spec accepts the role's options, and each of its data-parallel
-    groups has samples. `plan_role` asks the first two, but tells of one alone."""
-    backend = load(Kind.BACKENDS, backend_name(config, role))
-    options = role_options(config, role, backend)
-    with problems.stage("backends"):
-        check_spec(backend, options, cluster, config=config, role=role)
-        if line := uneven(role, config, data_parallel=backend.spec.data_parallel(options, cluster)):
-            problems.add(line)
-    with problems.stage(f"roles.{role}", path=f"roles.{role}"):
-        require_capable(role, config, backend, cluster, experts=experts, resume=resume)
 
 
 def check_extensions(config: Config, cluster: ClusterInfo, problems: Problems) -> None:
@@ -144,5 +124,5 @@ def transport_of(config: Config, seats: Seating, device: str) -> tuple[str, tupl
     places = seats.places
     receivers = [bundle for place in places.get(ENGINES, ()) for bundle in seats.taken(ENGINES, place)]
     sending = senders(receivers, places[ACTOR], one_machine=one_machine)
-    support = load(Kind.BACKENDS, backend_name(config, ACTOR)).spec.capabilities.get(Capability.UPDATE_IPC, FULL)
-    return choose_transport(config, places, sending, by_handle=support.grade is Grade.FULL), sending
+    support = load(Kind.BACKENDS, backend_name(config, ACTOR)).spec.support(Capability.UPDATE_IPC)
+    return choose_transport(config, places, sending, by_handle=support.full), sending

@@ -6,6 +6,8 @@ from enum import StrEnum
 
 from attrs import frozen
 
+from corerl.config.schema import TrainConfig
+
 
 class Capability(StrEnum):
     CRITIC = "critic"  # a value head, and losses on values
@@ -36,10 +38,30 @@ class Support:
     grade: Grade
     reason: str = ""
 
+    @property
+    def full(self) -> bool:
+        return self.grade is Grade.FULL
+
 
 FULL = Support(Grade.FULL)
 # What asks for a capability by its value: a precision. Every backend has float32.
 PRECISIONS = {"bfloat16": Capability.BFLOAT16, "float16": Capability.FLOAT16}
+
+
+def asked_by_role(train: TrainConfig, *, device: str, ranks: int, value_head: bool) -> dict[Capability, str]:
+    """What a role's own settings ask of its backend, whatever the run does with it: each with the setting."""
+    asked = {}
+    if value_head:
+        asked[Capability.CRITIC] = "roles.critic"
+    if device == "cpu":
+        asked[Capability.CPU] = "cluster.device = 'cpu'"
+    if ranks > 1:
+        asked[Capability.MULTI_RANK] = f"{ranks} ranks"
+    if train.precision in PRECISIONS:
+        asked[PRECISIONS[train.precision]] = f"train.precision = '{train.precision}'"
+    if train.recompute != "none":
+        asked[Capability.RECOMPUTE] = f"train.recompute = '{train.recompute}'"
+    return asked
 
 
 def unsupported(reason: str) -> Support:

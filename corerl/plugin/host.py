@@ -22,7 +22,7 @@ from corerl.errors import (
     WrongState,
 )
 from corerl.messages import one_line
-from corerl.plugin.capabilities import FULL, PRECISIONS, Capability, Grade, Support, refusal
+from corerl.plugin.capabilities import FULL, Capability, Support, asked_by_role, refusal
 from corerl.plugin.context import Context
 from corerl.plugin.contract import (
     build_manager,
@@ -75,10 +75,10 @@ class BackendBase:
     label: str = ""  # its name, for messages
 
     def require(self, capability: Capability, asked_by: str) -> None:
-        """The driver has looked at all of this before; here nothing passes that it missed, or that calls hooks without
-        it. Raises Unsupported with the declared reason."""
+        """Refuses what the spec declares as lacking, also where the driver missed it or hooks are called without one.
+        Raises Unsupported with the declared reason."""
         support = self.declared.get(capability, FULL)
-        if support.grade is not Grade.FULL:
+        if not support.full:
             raise Unsupported(
                 refusal(capability, support, asked_by=asked_by, backend=self.label or type(self).__name__)
             )
@@ -137,7 +137,10 @@ class PluginHost:
     # ---- the hooks ---------------------------------------------------------------------------------------------------
 
     def init(self, config: RoleConfig, context: Context) -> InitResult:
-        for capability, asked_by in _asked_for(config, context) if self.backend.declared else ():
+        asked = asked_by_role(
+            config.train, device=config.device, ranks=context.world_size, value_head=config.value_head
+        )
+        for capability, asked_by in asked.items():
             self.backend.require(capability, asked_by)
         result: InitResult = self._call("init", config=config, context=context)
         self.state = State.READY
@@ -270,20 +273,6 @@ class PluginHost:
         failed.hook, failed.rank = hook, self.context.rank
         failed.details = "".join(traceback.format_exception(error))
         return failed
-
-
-def _asked_for(config: RoleConfig, context: Context) -> Iterator[tuple[Capability, str]]:
-    """What `init` is asked for that does not take a look at the model."""
-    if context.world_size > 1:
-        yield Capability.MULTI_RANK, f"init on {context.world_size} ranks"
-    if config.value_head:
-        yield Capability.CRITIC, "init with a value head"
-    if config.device == "cpu":
-        yield Capability.CPU, "init on device 'cpu'"
-    if config.train.precision in PRECISIONS:
-        yield PRECISIONS[config.train.precision], f"init with train.precision = {config.train.precision!r}"
-    if config.train.recompute != "none":
-        yield Capability.RECOMPUTE, f"init with train.recompute = {config.train.recompute!r}"
 
 
 def _when(step: Step | None) -> str:

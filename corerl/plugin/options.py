@@ -13,7 +13,7 @@ from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo, Config
 from corerl.errors import ConfigError, PluginError, Unsupported
 from corerl.messages import nearest
-from corerl.plugin.capabilities import FULL, Capability, Grade, refusal
+from corerl.plugin.capabilities import Capability, refusal
 from corerl.plugin.registry import Kind, Loaded, installed_names, load
 from corerl.plugin.spec import BackendSpec, Environment, Problem
 
@@ -126,8 +126,8 @@ def check_capabilities(spec: BackendSpec, needs: Mapping[Capability, str], *, na
     """
     lines = []
     for capability, asked_by in needs.items():
-        support = spec.capabilities.get(capability, FULL)
-        if support.grade is not Grade.FULL:
+        support = spec.support(capability)
+        if not support.full:
             lines.append(refusal(capability, support, asked_by=asked_by, backend=name or spec.implementation))
     if lines:
         raise Unsupported("\n".join(lines))

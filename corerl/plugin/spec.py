@@ -16,7 +16,7 @@ from attrs import field, frozen
 from attrs.validators import in_, matches_re
 
 from corerl.config.schema import ClusterInfo
-from corerl.plugin.capabilities import Capability, Support
+from corerl.plugin.capabilities import FULL, Capability, Support
 
 Environment: TypeAlias = Mapping[str, str]
 
@@ -113,6 +113,10 @@ class BackendSpec:
     data_parallel: Callable[[Any, ClusterInfo], int] = all_ranks
     # What is to be said of its libraries on this machine; `corerl doctor` calls it in a process of its own.
     probe: Callable[[], Iterable[Finding]] = no_findings
+
+    def support(self, capability: Capability) -> Support:
+        """What it declares of one."""
+        return self.capabilities.get(capability, FULL)
 
 
 @frozen(kw_only=True)

@@ -69,7 +69,6 @@ def plan_of(setup: Setup, ranks: int, run_dir: Path, extensions: Sequence[str] =
     plan = plan_role(
         ACTOR,
         resolve_tables(config),
-        loss=LOSS,
         experts=1,
         device="cpu",
         run_dir=str(run_dir),

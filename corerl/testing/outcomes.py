@@ -10,7 +10,7 @@ import pytest
 from attrs import asdict, define, field, frozen
 
 from corerl.errors import CorerlError
-from corerl.plugin.capabilities import FULL, Capability, Grade, Support
+from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.testing.marks import Check
 
@@ -89,16 +89,11 @@ def loaded_backend(name: str) -> Loaded:
         raise pytest.UsageError(error.message) from error
 
 
-def support_of(loaded: Loaded, capability: Capability) -> Support:
-    support: Support = loaded.spec.capabilities.get(capability, FULL)
-    return support
-
-
 def describe(name: str, session: Session) -> list[str]:
     import torch
 
     loaded = loaded_backend(name)
-    lacks = [str(capability) for capability in Capability if support_of(loaded, capability).grade is not Grade.FULL]
+    lacks = [str(capability) for capability in Capability if not loaded.spec.support(capability).full]
     levels = f"0 to {session.level}"
     if session.skipped_levels:
         levels += "".join(f" without {level} ({why})" for level, why in session.skipped_levels.items())
@@ -126,7 +121,7 @@ def report(backend: str, session: Session) -> dict[str, Any]:
         "capabilities": {
             str(capability): {"grade": str(support.grade), "reason": support.reason}
             for capability in Capability
-            for support in [support_of(loaded, capability)]
+            for support in [loaded.spec.support(capability)]
         },
         "levels": [level for level in range(session.level + 1) if level not in session.skipped_levels],
         "corerl": corerl.__version__,

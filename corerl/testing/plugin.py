@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from corerl.messages import one_line
-from corerl.plugin.capabilities import Capability, Grade
+from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, load
 from corerl.testing.marks import LEVELS, MARK, Check
 from corerl.testing.outcomes import (
@@ -34,7 +34,6 @@ from corerl.testing.outcomes import (
     gpus,
     report,
     summary,
-    support_of,
 )
 
 pytest.register_assert_rewrite("corerl.testing.compare", "corerl.testing.routing")
@@ -193,12 +192,8 @@ def _corerl_check(request: pytest.FixtureRequest) -> None:
         pytest.skip(f"blocked by {found.blocked_by}")
     if found.needs:
         loaded = load(Kind.BACKENDS, found.backend)
-        supports = {capability: support_of(loaded, capability) for capability in found.needs}
-        found.unsupported = {
-            str(capability): support.reason
-            for capability, support in supports.items()
-            if support.grade is not Grade.FULL
-        }
+        supports = {capability: loaded.spec.support(capability) for capability in found.needs}
+        found.unsupported = {str(each): support.reason for each, support in supports.items() if not support.full}
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,8 +11,9 @@ from attrs import evolve, frozen
 from corerl.algorithms.registry import loss_spec, value_loss_spec
 from corerl.checkpoint.reader import written_ranks
 from corerl.config.load import to_plain
+from corerl.config.problems import Problems
 from corerl.config.schema import ClusterInfo, Config, RoleConfig
-from corerl.plugin.capabilities import PRECISIONS, Capability
+from corerl.plugin.capabilities import Capability, asked_by_role
 from corerl.plugin.context import Context
 from corerl.plugin.observers import extensions_for
 from corerl.plugin.options import backend_name, check_capabilities, check_spec, role_options
@@ -32,7 +33,6 @@ class RolePlan:
 
     role: str
     backend: Loaded
-    loss: LossSpec
     assignments: tuple[Assignment, ...]  # one a rank
     data_parallel: int  # parts that the samples of a step are split into, as the spec has it
     environment: dict[str, str]  # that the backend asks for; the run adds its own
@@ -58,7 +58,6 @@ def plan_role(
     role: str,
     config: Config,
     *,
-    loss: LossSpec,
     experts: int,
     device: str,
     run_dir: str,
@@ -69,7 +68,7 @@ def plan_role(
     directory of the role's part of a checkpoint, empty where it begins, `model` the fields of its Hugging Face config,
     which a backend may want to check.
 
-    Raises what is wrong with the role, in the user's terms: unknown backend, a capability that it lacks, its own
+    Raises all that is wrong with the role, in the user's terms: unknown backend, capabilities that it lacks, its own
     checks.
     """
     choice = config.chosen_roles[role]
@@ -77,8 +76,14 @@ def plan_role(
     backend = load(Kind.BACKENDS, name)
     options = role_options(config, role, backend)
     cluster = cluster_of(role, config, device=device, model=model)
-    require_capable(role, config, backend, cluster, experts=experts, resume=resume)
-    check_spec(backend, options, cluster, config=config, role=role)
+    problems = Problems()
+    with problems.stage("capabilities"):
+        saved_ranks = written_ranks(Path(resume)) if resume else 0
+        needs = needed(role, config, cluster, experts=experts, saved_ranks=saved_ranks)
+        check_capabilities(backend.spec, needs, name=name)
+    with problems.stage("backends"):
+        check_spec(backend, options, cluster, config=config, role=role)
+    problems.raise_all()
     extensions = extensions_for(config.extensions, Process.WORKER)
     role_config = RoleConfig(
         model=config.model_of(role),
@@ -104,7 +109,6 @@ def plan_role(
     return RolePlan(
         role=role,
         backend=backend,
-        loss=loss,
         assignments=tuple(
             evolve(assignment, context=evolve(assignment.context, rank=rank)) for rank in range(choice.ranks)
         ),
@@ -112,15 +116,6 @@ def plan_role(
         environment=dict(backend.spec.environment(options, cluster)),
         resources=backend.spec.resources(options, cluster),
     )
-
-
-def require_capable(
-    role: str, config: Config, backend: Loaded, cluster: ClusterInfo, *, experts: int, resume: str
-) -> None:
-    """Raises Unsupported with a line for each capability that the run will use of the role's backend and it lacks."""
-    saved_ranks = written_ranks(Path(resume)) if resume else 0
-    needs = needed(role, config, cluster, experts=experts, saved_ranks=saved_ranks)
-    check_capabilities(backend.spec, needs, name=backend.name)
 
 
 def cluster_of(role: str, config: Config, *, device: str, model: Mapping[str, Any] | None = None) -> ClusterInfo:
@@ -134,18 +129,8 @@ def needed(
 ) -> dict[Capability, str]:
     """Capabilities of the role's backend that the run will use, each with the setting that asks for it. `saved_ranks`
     wrote the checkpoint that the role resumes; 0 where it resumes none."""
-    needs: dict[Capability, str] = {}
-    train = config.train_of(role)
-    if role == CRITIC:
-        needs[Capability.CRITIC] = "roles.critic"
-    if cluster.device == "cpu":
-        needs[Capability.CPU] = "cluster.device = 'cpu'"
-    if cluster.ranks > 1:
-        needs[Capability.MULTI_RANK] = f"{cluster.ranks} ranks"
-    if train.precision in PRECISIONS:
-        needs[PRECISIONS[train.precision]] = f"train.precision = '{train.precision}'"
-    if train.recompute != "none":
-        needs[Capability.RECOMPUTE] = f"train.recompute = '{train.recompute}'"
+    train, value_head = config.train_of(role), role == CRITIC
+    needs = asked_by_role(train, device=cluster.device, ranks=cluster.ranks, value_head=value_head)
     if experts > 1:
         needs[Capability.MOE] = f"a model of {experts} experts"
     if role == ACTOR and config.algorithm.routing_replay != "none" and config.run.trains:

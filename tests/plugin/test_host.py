@@ -470,12 +470,12 @@ def lacking(*capabilities: Capability) -> tuple[PluginHost, Fake]:
 @pytest.mark.parametrize(
     ("capability", "changes", "asked_by"),
     [
-        (Capability.MULTI_RANK, {}, "init on 2 ranks"),
-        (Capability.CPU, {}, "init on device 'cpu'"),
-        (Capability.CRITIC, {"value_head": True}, "init with a value head"),
-        (Capability.BFLOAT16, {"train": TrainConfig(precision="bfloat16")}, "init with train.precision = 'bfloat16'"),
-        (Capability.FLOAT16, {"train": TrainConfig(precision="float16")}, "init with train.precision = 'float16'"),
-        (Capability.RECOMPUTE, {"train": TrainConfig(recompute="full")}, "init with train.recompute = 'full'"),
+        (Capability.MULTI_RANK, {}, "2 ranks"),
+        (Capability.CPU, {}, "cluster.device = 'cpu'"),
+        (Capability.CRITIC, {"value_head": True}, "roles.critic"),
+        (Capability.BFLOAT16, {"train": TrainConfig(precision="bfloat16")}, "train.precision = 'bfloat16'"),
+        (Capability.FLOAT16, {"train": TrainConfig(precision="float16")}, "train.precision = 'float16'"),
+        (Capability.RECOMPUTE, {"train": TrainConfig(recompute="full")}, "train.recompute = 'full'"),
     ],
 )
 def test_init_refuses_what_the_spec_declares_as_lacking_before_the_backend_is_entered(

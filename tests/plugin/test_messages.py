@@ -16,7 +16,7 @@ from corerl.cluster.group import ProcessGroup
 from corerl.cluster.placement import arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.plugin.registry import Kind, installed, installed_names, load
-from corerl.trainer.assign import loss_of, plan_role
+from corerl.trainer.assign import plan_role
 from tests.end_to_end.command import write_small
 from tests.trainer.configs import config_for
 
@@ -184,9 +184,7 @@ def refusals(amiss: Path, stale: Path, good: Path) -> dict[str, tuple[str, str]]
         assignments = {}
         for name in (*CASES, "newer"):
             config = config_for(name, ranks=1)
-            plan = plan_role(
-                "actor", config, loss=loss_of("actor", config), experts=1, device="cpu", run_dir="", resume=""
-            )
+            plan = plan_role("actor", config, experts=1, device="cpu", run_dir="", resume="")
             (assignments[name],) = plan.assignments
         environment = {"PYTHONPATH": os.pathsep.join(map(str, (stale, amiss, ROOT))), "OMP_NUM_THREADS": "1"}
         with ray_session(address="", cpus=1.0):

@@ -37,8 +37,7 @@ LIMITED = "tests.trainer.fakes:LIMITED"
 
 
 def planned(config: Config, resume: str = "", experts: int = 1) -> RolePlan:
-    loss = loss_of("actor", config)
-    return plan_role("actor", config, loss=loss, experts=experts, device="cpu", run_dir="runs/x", resume=resume)
+    return plan_role("actor", config, experts=experts, device="cpu", run_dir="runs/x", resume=resume)
 
 
 def saved_by(ranks: int, directory: Path) -> str:
@@ -91,8 +90,6 @@ def test_the_loss_is_the_algorithms_with_its_numbers() -> None:
     assert loss.params["clip_high"] == 0.3
     assert loss.params["entropy_coef"] == 0.02
     assert Output.ENTROPY in loss.outputs
-    plan = planned(config)
-    assert plan.loss == loss
 
 
 def test_an_unknown_backend_is_answered_with_those_that_are_installed() -> None:
@@ -153,7 +150,6 @@ def test_what_a_backend_refuses_of_a_model_or_of_train_is_named_where_it_stands(
             plan_role(
                 role,
                 config,
-                loss=loss_of(role, config),
                 experts=1,
                 device="cpu",
                 run_dir="",
@@ -183,8 +179,7 @@ def test_each_role_is_told_its_own_table_of_the_backend() -> None:
     config = config_for(options={"shards": 2}, roles=roles)
     told = {}
     for role in ("actor", "critic"):
-        loss = loss_of(role, config)
-        plan = plan_role(role, config, loss=loss, experts=1, device="cpu", run_dir="runs/x", resume="")
+        plan = plan_role(role, config, experts=1, device="cpu", run_dir="runs/x", resume="")
         told[role] = [(each.config.options["shards"], plan.environment["FAKE_SHARDS"]) for each in plan.assignments]
     assert told == {"actor": [(2, "2 of 2 on cpu")] * 2, "critic": [(3, "3 of 3 on cpu")] * 3}
 
@@ -243,11 +238,11 @@ def test_a_critic_is_planned_with_its_own_backend_settings_loss_and_model() -> N
     config = with_critic(ranks=2, backend=FAKE, train=own, model=ModelConfig(path="models/value"))
     loss = loss_of("critic", config)
     assert (loss.name, loss.params, loss.outputs) == ("value", {"value_clip": 0.2}, (Output.VALUES,))
-    plan = plan_role("critic", config, loss=loss, experts=1, device="cpu", run_dir="runs/x", resume="")
+    plan = plan_role("critic", config, experts=1, device="cpu", run_dir="runs/x", resume="")
     assert [each.context.role for each in plan.assignments] == ["critic", "critic"]
     role = plan.assignments[0].config
     assert (role.value_head, role.train, role.model.path) == (True, own, "models/value")
-    assert plan.backend.name == FAKE and plan.loss == loss
+    assert plan.backend.name == FAKE
     assert not planned(config).assignments[0].config.value_head
     assert planned(config).assignments[0].config.model == config.model
 

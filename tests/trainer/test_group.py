@@ -16,7 +16,7 @@ from corerl.cluster.runtime import ray_session
 from corerl.config.schema import Config
 from corerl.data.plan import StepPlan, plan_forward, plan_steps
 from corerl.errors import ContractError, HookFailed, WorkerDied
-from corerl.trainer.assign import RolePlan, loss_of, plan_role
+from corerl.trainer.assign import RolePlan, plan_role
 from corerl.trainer.group import TrainGroup, scatter
 from corerl.types import (
     FloatArray,
@@ -43,8 +43,7 @@ from tests.trainer.fakes import MANIFEST
 
 
 def planned(config: Config) -> RolePlan:
-    loss = loss_of("actor", config)
-    return plan_role("actor", config, loss=loss, experts=1, device="cpu", run_dir="", resume="")
+    return plan_role("actor", config, experts=1, device="cpu", run_dir="", resume="")
 
 
 PLAN = planned(config_for())

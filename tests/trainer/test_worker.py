@@ -88,10 +88,7 @@ def assignment(config: Config) -> Assignment:
 
 
 def assigned(config: Config, resume: str = "") -> Assignment:
-    loss = loss_of("actor", config)
-    (assignment,) = plan_role(
-        "actor", config, loss=loss, experts=1, device="cpu", run_dir="", resume=resume
-    ).assignments
+    (assignment,) = plan_role("actor", config, experts=1, device="cpu", run_dir="", resume=resume).assignments
     return assignment
 
 
@@ -174,9 +171,7 @@ def test_experts_are_neither_told_nor_taken_by_a_backend_that_cannot(config: Con
 
 def test_a_critic_is_not_given_the_actors_experts(config: Config) -> None:
     critic = evolve(config, algorithm=AlgorithmConfig(name="ppo"), roles=RolesConfig(critic=CriticChoice()))
-    (assignment,) = plan_role(
-        "critic", critic, loss=loss_of("critic", critic), experts=1, device="cpu", run_dir="", resume=""
-    ).assignments
+    (assignment,) = plan_role("critic", critic, experts=1, device="cpu", run_dir="", resume="").assignments
     batch = make_samples(1)
     told = batch.with_columns(routed_experts=np.zeros((len(batch.tokens), 1, 1), np.int16))
     results = []

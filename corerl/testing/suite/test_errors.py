@@ -10,7 +10,7 @@ import pytest
 from attrs import evolve
 
 from corerl.checkpoint.commit import begin
-from corerl.plugin.capabilities import FULL, Capability, Grade
+from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Loaded
 from corerl.testing.compare import (
     loss_of,
@@ -60,7 +60,7 @@ def test_shutdown_may_be_said_twice_leaves_nothing_and_another_worker_lives_in_t
     subject: Subject, loaded: Loaded
 ) -> None:
     setup = subject.setup("qwen3")
-    background = loaded.spec.capabilities.get(Capability.SAVE_BACKGROUND, FULL).grade is Grade.FULL
+    background = loaded.spec.support(Capability.SAVE_BACKGROUND).full
     lives = states.live_twice(setup, str(subject.directory), background)
     assert (lives.left, lives.shutdown_again) == ([], "")
     undisturbed = subject.undisturbed(setup, 3)
@@ -82,7 +82,7 @@ def test_what_one_process_is_asked_for_and_the_backend_lacks_is_refused_with_the
     loaded: Loaded, runs: Runs, backend_name: str, options: Mapping[str, Any], tmp_path: Path
 ) -> None:
     setup = evolve(runs.setup(backend_name, "qwen3"), options=options)
-    lacks = {name: each for name, each in loaded.spec.capabilities.items() if each.grade is not Grade.FULL}
+    lacks = {name: each for name, each in loaded.spec.capabilities.items() if not each.full}
     starts = {
         Capability.CPU: setup,
         Capability.CRITIC: evolve(setup, value_head=True),
@@ -112,15 +112,13 @@ def test_what_two_ranks_are_asked_for_and_the_backend_lacks_is_refused_with_the_
     loaded: Loaded, runs: Runs, backend_name: str, options: Mapping[str, Any], tmp_path: Path
 ) -> None:
     setup = evolve(runs.setup(backend_name, "qwen3"), options=options)
-    several, reshard = (
-        loaded.spec.capabilities.get(name, FULL) for name in (Capability.MULTI_RANK, Capability.RESHARD)
-    )
-    if loaded.spec.capabilities.get(Capability.CPU, FULL).grade is not Grade.FULL:
+    several, reshard = (loaded.spec.support(each) for each in (Capability.MULTI_RANK, Capability.RESHARD))
+    if not loaded.spec.support(Capability.CPU).full:
         pytest.skip(f"{backend_name} runs on no CPU, and here is nothing else")
-    if several.grade is not Grade.FULL:
+    if not several.full:
         for error in runs.rank_sets[2].run(states.start_refused, setup):
             assert error.startswith("Unsupported: ") and several.reason in error
-    elif reshard.grade is not Grade.FULL:
+    elif not reshard.full:
         saved = Checkpoint(begin(tmp_path, 1), 1)
         runs.train(1, setup, range(1), save_after=0, save_to=saved.role)
         for error in runs.rank_sets[2].run(states.start_refused, setup, saved.complete()):

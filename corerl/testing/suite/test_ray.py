@@ -12,7 +12,6 @@ from attrs import evolve
 
 from corerl.config.schema import ClusterInfo
 from corerl.errors import PluginIncompatible
-from corerl.plugin.capabilities import FULL, Grade
 from corerl.plugin.registry import Loaded
 from corerl.testing.compare import metrics_of
 from corerl.testing.marks import check
@@ -28,8 +27,7 @@ def test_three_steps_with_an_engine_that_has_the_trainers_weights_after_each_upd
 ) -> None:
     from corerl.testing import groups
 
-    supports = loaded.spec.capabilities
-    transports = [name for name, each in TRANSPORTS.items() if supports.get(each, FULL).grade is Grade.FULL]
+    transports = [name for name, each in TRANSPORTS.items() if loaded.spec.support(each).full]
     setup = subject.setup("qwen3-tied")
     with groups.launched(groups.plan_of(setup, subject.world_size, subject.directory), seats["actor"]) as group:
         init = group.init()

@@ -23,7 +23,7 @@ from corerl.config.load import structure, to_plain
 from corerl.config.schema import ClusterInfo
 from corerl.errors import ConfigError, Unsupported
 from corerl.plugin.api import API
-from corerl.plugin.capabilities import Capability, Grade
+from corerl.plugin.capabilities import Capability
 from corerl.plugin.contract import build_manager, check_backend
 from corerl.plugin.host import BackendBase
 from corerl.plugin.options import check_capabilities
@@ -172,7 +172,7 @@ def test_the_package_is_typed_and_says_so_and_the_name_is_one_word(loaded: Loade
 def test_what_is_declared_as_lacking_has_a_reason_that_the_driver_tells(loaded: Loaded) -> None:
     for capability, support in loaded.spec.capabilities.items():
         assert isinstance(capability, Capability)
-        if support.grade is Grade.FULL:
+        if support.full:
             continue
         assert support.reason.strip(), f"{capability} is declared {support.grade} without a reason"
         with pytest.raises(Unsupported) as caught:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from corerl.driver.problems import Problems
+from corerl.config.problems import Problems
 from corerl.errors import ConfigError, ModelError, Unsupported
 
 
