@@ -56,6 +56,7 @@ from corerl.trainer.assign import ACTOR, RolePlan, loss_of, offloaded
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult
 from corerl.weights.transport import Address
+from corerl.weights.transports import TRANSPORTS
 
 SEATED_WITHIN = 60.0  # seconds that a cluster has to free what a run asks for
 
@@ -255,7 +256,7 @@ def address_of(prepared: Prepared, fleet: EngineFleet) -> Address:
         senders=prepared.plan.senders,
         # Two processes on one GPU cannot be in one group of NCCL's.
         device=prepared.device
-        if prepared.plan.transport == "ipc" or config.cluster.placement == "disaggregated"
+        if TRANSPORTS[prepared.plan.transport].one_device or config.cluster.placement == "disaggregated"
         else "cpu",
         # Less than the ranks' own: those that gather must not give up while the sender waits for an engine.
         timeout=config.cluster.timeout / 2,
@@ -399,7 +400,7 @@ def process_environment(prepared: Prepared) -> dict[str, str]:
         environment["OMP_NUM_THREADS"] = "1"  # one core a process: more threads than cores fight each other
         if not prepared.config.cluster.address:
             environment["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: no other interface need be up, or trusted
-    elif prepared.plan.transport == "collective" and prepared.config.cluster.placement == "disaggregated":
+    elif TRANSPORTS[prepared.plan.transport].joins and prepared.config.cluster.placement == "disaggregated":
         # Ranks and engines are in one group of NCCL's, which must be set alike in all; engines switch these off.
         environment |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     return environment

@@ -33,7 +33,7 @@ from corerl.rollout.sampler import sampling_params
 from corerl.rollout.saved import SavedRollouts
 from corerl.rollout.sources import Scored
 from corerl.trainer.assign import ACTOR, loss_of, offloaded
-from corerl.weights.transports import require_transport
+from corerl.weights.transports import AUTO, transport_named
 
 
 @frozen(kw_only=True)
@@ -79,7 +79,8 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     sampled = _sampled(config, tokenizer, problems)
     config = _with_absolute_paths(config)  # after what names files as the user does
     with problems.stage("weights.transport", path="weights.transport"):
-        require_transport(config.weights.transport)
+        if config.weights.transport != AUTO:
+            transport_named(config.weights.transport)  # raises where it is unknown
     run_dir = Path(config.run.dir).absolute()
     resume, state = _beginning(config, run_dir, models, sampled.prompts, problems, starting=starting)
     device = ""

@@ -20,6 +20,7 @@ from corerl.rollout.sources import Source
 from corerl.trainer.group import TrainGroup
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
+from corerl.weights.transports import TRANSPORTS
 from corerl.weights.verify import difference
 
 TELL_SECONDS = 1.0  # between two times that senders are told of an engine that failed
@@ -29,7 +30,7 @@ ANSWER_SECONDS = 60.0  # that an engine has to answer once the senders have ende
 def meeting_at(address: Address, actor: TrainGroup) -> Address:
     """The same, at a new place, where a transport has senders and receivers meet: a socket in the actor's first rank,
     or names that nobody else has."""
-    if address.transport != "collective":
+    if not TRANSPORTS[address.transport].joins:
         return evolve(address, token=uuid.uuid4().hex)
     if not address.engines:
         return address

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from attrs import Factory, field, frozen
 
 from corerl.config.schema import ModelConfig, WeightsConfig
-from corerl.types import Array, BoolArray, FloatArray, IntArray, MemoryKind, rows_at
+from corerl.types import Array, BoolArray, FloatArray, IntArray, rows_at
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
@@ -211,11 +211,12 @@ class Engine(ABC):
         return None
 
     @abstractmethod
-    def sleep(self, kinds: Set[MemoryKind]) -> int:
-        """Free device memory (weights, caches); returns bytes freed. Fresh weights must follow `wake_up`."""
+    def sleep(self) -> int:
+        """Free device memory (weights, caches); returns bytes freed, 0 where it sleeps. Fresh weights must follow
+        `wake_up`."""
 
     @abstractmethod
-    def wake_up(self, kinds: Set[MemoryKind]) -> int:
+    def wake_up(self) -> int:
         """Take the memory for weights again, whose contents are undefined until an update; returns its bytes, 0 where
         it is awake. Memory for caches is to wait for the first request: ranks are still on the device."""
 

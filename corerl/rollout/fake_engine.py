@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +11,6 @@ from corerl.ops.noise import hash_keys
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received
 from corerl.rollout.engines import FakeConfig
 from corerl.rollout.serving import Serving
-from corerl.types import MemoryKind
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
 from corerl.weights.verify import bit_sums
@@ -71,13 +69,12 @@ class FakeEngine(Engine):
     def weight_sums(self, dtype: str) -> dict[str, int]:
         return self._sums
 
-    def sleep(self, kinds: Set[MemoryKind]) -> int:
-        if MemoryKind.PARAM in kinds:
-            with self._serving.dropping_weights("its weights were put to sleep"):
-                pass
+    def sleep(self) -> int:
+        with self._serving.dropping_weights("its weights were put to sleep"):
+            pass
         return 0
 
-    def wake_up(self, kinds: Set[MemoryKind]) -> int:
+    def wake_up(self) -> int:
         return 0
 
     def close(self) -> None:

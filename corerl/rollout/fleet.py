@@ -11,7 +11,6 @@ from corerl.errors import CorerlError, EngineFailed, WorkerDied
 from corerl.rollout.engine import GenerateRequest, Generation, Received
 from corerl.rollout.service import EngineAssignment
 from corerl.rollout.sharing import Shares, in_order
-from corerl.types import MemoryKind
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
@@ -243,11 +242,11 @@ class EngineFleet:
 
     def sleep(self) -> int:
         """Free the weights' memory; returns bytes. Nothing is served until fresh weights have followed `wake_up`."""
-        return sum(self._ask_all("sleep", frozenset({MemoryKind.PARAM})).values())
+        return sum(self._ask_all("sleep").values())
 
     def wake_up(self) -> int:
         """Take the weights' memory again; idempotent."""
-        return sum(self._ask_all("wake_up", frozenset({MemoryKind.PARAM})).values())
+        return sum(self._ask_all("wake_up").values())
 
     def close(self) -> None:
         """End the replicas, whatever they generate, and whether they answer or hang."""

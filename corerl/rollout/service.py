@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 from attrs import frozen
@@ -12,7 +12,6 @@ from corerl.config.schema import ModelConfig
 from corerl.plugin.origins import Origin, require_same
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received
-from corerl.types import MemoryKind
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
@@ -53,11 +52,11 @@ class EngineService:
     def resume(self) -> None:
         self.engine.resume()
 
-    def sleep(self, kinds: Set[MemoryKind]) -> int:
-        return self.engine.sleep(kinds)
+    def sleep(self) -> int:
+        return self.engine.sleep()
 
-    def wake_up(self, kinds: Set[MemoryKind]) -> int:
-        return self.engine.wake_up(kinds)
+    def wake_up(self) -> int:
+        return self.engine.wake_up()
 
     def close(self) -> None:
         self.engine.close()

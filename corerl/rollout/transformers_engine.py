@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Genera
 from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.offered import misfit
 from corerl.rollout.serving import Serving
-from corerl.types import Array, BoolArray, MemoryKind
+from corerl.types import Array, BoolArray
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
 from corerl.weights.verify import bit_sums
@@ -149,8 +149,8 @@ class TransformersEngine(Engine):
             return bit_sums(self._views)
         return {name: bit_sums({name: view.to(sent)})[name] for name, view in self._views.items()}  # one copy at a time
 
-    def sleep(self, kinds: Set[MemoryKind]) -> int:
-        if MemoryKind.PARAM not in kinds or self._asleep:
+    def sleep(self) -> int:
+        if self._asleep:
             return 0
         with self._serving.dropping_weights("its weights were put to sleep"):
             for storage, _ in self._storages:
@@ -159,8 +159,8 @@ class TransformersEngine(Engine):
             empty_cache(self._device)
         return self._bytes
 
-    def wake_up(self, kinds: Set[MemoryKind]) -> int:
-        if MemoryKind.PARAM not in kinds or not self._asleep:
+    def wake_up(self) -> int:
+        if not self._asleep:
             return 0
         with self._serving.dropping_weights("its weights have not arrived since it woke up"):
             for storage, size in self._storages:
@@ -173,7 +173,7 @@ class TransformersEngine(Engine):
         return sum(size for _, size in self._storages)
 
     def close(self) -> None:
-        self.sleep({MemoryKind.PARAM})
+        self.sleep()
         self._serving.close()
 
 

@@ -20,8 +20,9 @@ from corerl.plugin.options import backend_name, check_capabilities, check_spec, 
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import Process, Resources
-from corerl.trainer.assignment import TRANSPORTS, Assignment
+from corerl.trainer.assignment import Assignment
 from corerl.types import LossSpec
+from corerl.weights.transports import TRANSPORTS
 
 ACTOR = "actor"
 CRITIC = "critic"
@@ -143,8 +144,8 @@ def needed(
         needs[Capability.SLEEP] = f"cluster.offload = '{config.cluster.offload}' with colocated engines"
     if config.checkpoint.background and config.run.trains:
         needs[Capability.SAVE_BACKGROUND] = "checkpoint.background = true"
-    if role == ACTOR and config.weights.transport in TRANSPORTS:
-        needs[TRANSPORTS[config.weights.transport]] = f"weights.transport = '{config.weights.transport}'"
+    if role == ACTOR and (transport := config.weights.transport) in TRANSPORTS:
+        needs[Capability(TRANSPORTS[transport].capability)] = f"weights.transport = '{transport}'"
     return needs
 
 

@@ -5,16 +5,8 @@ from __future__ import annotations
 from attrs import frozen
 
 from corerl.config.schema import ExtensionChoice, RoleConfig
-from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
 from corerl.plugin.origins import Origin
-
-TRANSPORTS = {
-    "ipc": Capability.UPDATE_IPC,
-    "collective": Capability.UPDATE_COLLECTIVE,
-    "disk": Capability.UPDATE_DISK,
-    "delta": Capability.UPDATE_DISK,  # the same stream, and other files
-}
 
 
 @frozen(kw_only=True)

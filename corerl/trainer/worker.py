@@ -24,7 +24,7 @@ from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_worker_extensions
 from corerl.plugin.origins import require_same
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation
-from corerl.trainer.assignment import TRANSPORTS, Assignment
+from corerl.trainer.assignment import Assignment
 from corerl.trainer.collectives import collectives_begun
 from corerl.types import (
     ForwardResult,
@@ -44,7 +44,7 @@ from corerl.types import (
 )
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address, WeightSender
-from corerl.weights.transports import open_sender
+from corerl.weights.transports import open_sender, transport_named
 from corerl.weights.verify import SummingSender
 
 SpanMaker: TypeAlias = Callable[[str], contextlib.AbstractContextManager[Any]]
@@ -167,8 +167,8 @@ class Worker:
 
     def update_weights(self, address: Address, version: int, verify: bool = False) -> UpdateResult:
         """With `verify` each rank tells the sums of what it sent; the first alone, where all send the same."""
-        if address.transport in TRANSPORTS:
-            self.backend.require(TRANSPORTS[address.transport], f"update_weights over {address.transport!r}")
+        capability = Capability(transport_named(address.transport).capability)
+        self.backend.require(capability, f"update_weights over {address.transport!r}")
         if self.sender is None or self._address != address:
             if self.sender is not None:
                 self.sender.close()

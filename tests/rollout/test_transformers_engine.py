@@ -14,7 +14,6 @@ from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.noise import noise_keys
 from corerl.rollout.partial import continued, joined
 from corerl.rollout.transformers_engine import TransformersEngine, keep_top_p
-from corerl.types import MemoryKind
 from tests.rollout.models import (
     MOE,
     TIED,
@@ -31,7 +30,6 @@ from tests.rollout.models import (
 )
 
 PARAMS = SamplingParams(temperature=0.8, max_tokens=6, stop_tokens=(2, 9))
-PARAM = frozenset({MemoryKind.PARAM})
 
 
 def engine(fields: Mapping[str, Any], *, index: int = 0, batch_size: int = 512) -> TransformersEngine:
@@ -348,13 +346,12 @@ def test_sleep_frees_every_parameter_once_and_waking_asks_for_fresh_weights(tmp_
     served = engine(TIED)
     update([served], tensors, version=1, path=tmp_path / "w")
     before = served.generate(request(4))
-    assert served.sleep({MemoryKind.OPTIMIZER}) == 0
-    assert served.sleep(PARAM) == size and served.sleep(PARAM) == 0
+    assert served.sleep() == size and served.sleep() == 0
     with pytest.raises(EngineFailed, match="its weights were put to sleep"):
         served.generate(request(2))
     (received,) = update([served], tensors, version=2, path=tmp_path / "w")
     assert received.error == "the engine's weights sleep; wake it up first"
-    assert served.wake_up(PARAM) == size and served.wake_up(PARAM) == 0
+    assert served.wake_up() == size and served.wake_up() == 0
     with pytest.raises(EngineFailed, match="have not arrived since it woke up"):
         served.generate(request(2))
     (received,) = update([served], tensors, version=2, path=tmp_path / "w")

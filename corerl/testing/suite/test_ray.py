@@ -12,13 +12,14 @@ from attrs import evolve
 
 from corerl.config.schema import ClusterInfo
 from corerl.errors import PluginIncompatible
+from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Loaded
 from corerl.testing.compare import metrics_of
 from corerl.testing.marks import check
 from corerl.testing.subject import Subject
 from corerl.testing.tolerances import ENGINE_LOGPROBS, GRAD_NORM, LOSS
 from corerl.testing.wrappers import NAMES
-from corerl.trainer.assignment import TRANSPORTS
+from corerl.weights.transports import TRANSPORTS
 
 
 @check("C36", level=4, builds_on=["C21", "C41"])
@@ -27,7 +28,7 @@ def test_three_steps_with_an_engine_that_has_the_trainers_weights_after_each_upd
 ) -> None:
     from corerl.testing import groups
 
-    transports = [name for name, each in TRANSPORTS.items() if loaded.spec.support(each).full]
+    transports = [name for name, each in TRANSPORTS.items() if loaded.spec.support(Capability(each.capability)).full]
     setup = subject.setup("qwen3-tied")
     with groups.launched(groups.plan_of(setup, subject.world_size, subject.directory), seats["actor"]) as group:
         init = group.init()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
+
+from attrs import frozen
 
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean
@@ -13,46 +15,52 @@ from corerl.weights.transports.delta import DeltaReceiver, DeltaSender
 from corerl.weights.transports.disk import DiskReceiver, DiskSender
 from corerl.weights.transports.ipc import IpcReceiver, IpcSender
 
-T = TypeVar("T")
 SenderFactory: TypeAlias = Callable[[Address, int], WeightSender]
 ReceiverFactory: TypeAlias = Callable[[Address, int], WeightReceiver]
 
 AUTO = "auto"  # in a config: ipc where the engines are on the ranks' devices, else collective
 
-SENDERS: dict[str, SenderFactory] = {
-    "ipc": IpcSender,
-    "collective": CollectiveSender,
-    "disk": lambda address, rank: DiskSender(address),
-    "delta": lambda address, rank: DeltaSender(address),
-}
-RECEIVERS: dict[str, ReceiverFactory] = {
-    "ipc": IpcReceiver,
-    "collective": CollectiveReceiver,
-    "disk": DiskReceiver,
-    "delta": DeltaReceiver,
+
+@frozen(kw_only=True)
+class Transport:
+    """A way that buckets travel, and what a run that takes it has to know."""
+
+    sender: SenderFactory
+    receiver: ReceiverFactory
+    capability: str  # that a backend must have for it, as its spec calls it
+    one_device: bool = False  # both ends read the same memory of a device
+    joins: bool = False  # both ends are in a process group, which they meet for at the address
+
+
+TRANSPORTS = {
+    "ipc": Transport(sender=IpcSender, receiver=IpcReceiver, capability="update-ipc", one_device=True),
+    "collective": Transport(
+        sender=CollectiveSender, receiver=CollectiveReceiver, capability="update-collective", joins=True
+    ),
+    "disk": Transport(
+        sender=lambda address, rank: DiskSender(address), receiver=DiskReceiver, capability="update-disk"
+    ),
+    # The same stream, and other files.
+    "delta": Transport(
+        sender=lambda address, rank: DeltaSender(address), receiver=DeltaReceiver, capability="update-disk"
+    ),
 }
 
 
-def require_transport(transport: str) -> None:
-    """Raises ConfigError, with the known ones, where there is no transport of this name."""
-    if transport != AUTO:
-        _look_up(SENDERS, transport)
+def transport_named(name: str) -> Transport:
+    """Raises ConfigError, with the known ones, where there is none of this name."""
+    if name not in TRANSPORTS:
+        known = ", ".join(sorted(TRANSPORTS))
+        raise ConfigError(f"unknown weight transport {name!r}; known: {known}{did_you_mean(name, TRANSPORTS)}")
+    return TRANSPORTS[name]
 
 
 def open_sender(address: Address, *, rank: int = 0) -> WeightSender:
     """The end of the trainer's `rank`. Nothing is connected before the first `begin`; keep it for all updates, then
     `close` it."""
-    return _look_up(SENDERS, address.transport)(address, rank)
+    return transport_named(address.transport).sender(address, rank)
 
 
 def open_receiver(address: Address, *, index: int) -> WeightReceiver:
     """The end of engine `address.engines[index]`. Nothing is connected before the first update; keep it for all."""
-    return _look_up(RECEIVERS, address.transport)(address, index)
-
-
-def _look_up(table: dict[str, T], transport: str) -> T:
-    if transport not in table:
-        raise ConfigError(
-            f"unknown weight transport {transport!r}; known: {', '.join(sorted(table))}{did_you_mean(transport, table)}"
-        )
-    return table[transport]
+    return transport_named(address.transport).receiver(address, index)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,7 +11,6 @@ from corerl.models.config import hf_config
 from corerl.ops.noise import gumbel
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, SamplingParams
 from corerl.rollout.serving import Serving
-from corerl.types import MemoryKind
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
 from corerl.weights.verify import bit_sums
@@ -104,8 +101,8 @@ class LoopEngine(Engine):
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
-    def sleep(self, kinds: Set[MemoryKind]) -> int:
-        if MemoryKind.PARAM not in kinds or self._asleep:
+    def sleep(self) -> int:
+        if self._asleep:
             return 0
         with self._serving.dropping_weights("its weights were put to sleep"):
             self._asleep = True
@@ -115,8 +112,8 @@ class LoopEngine(Engine):
             torch.cuda.empty_cache()
         return sum(self._bytes.values())
 
-    def wake_up(self, kinds: Set[MemoryKind]) -> int:
-        if MemoryKind.PARAM not in kinds or not self._asleep:
+    def wake_up(self) -> int:
+        if not self._asleep:
             return 0
         with self._serving.dropping_weights("its weights have not arrived since it woke up"):
             for name, weight in self._weights.items():

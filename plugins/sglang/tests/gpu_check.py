@@ -34,7 +34,6 @@ from corerl.errors import WorkerDied
 from corerl.models.config import hf_config
 from corerl.models.names import hf_boxes
 from corerl.rollout.engine import EngineContext, GenerateRequest, Generation, SamplingParams
-from corerl.types import MemoryKind
 from corerl.weights.manifest import build_manifest
 from corerl.weights.quantize import BLOCK, SCALE, is_quantized, quantize, quantized, to_blocks
 from corerl.weights.transport import Address
@@ -47,7 +46,6 @@ OUT = Path(os.environ.get("OUT", ".")).absolute()
 # As SGLang sets them in its processes: both sides of a group must agree.
 os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-PARAM = frozenset({MemoryKind.PARAM})
 TINY = {
     "model_type": "qwen3",
     "vocab_size": 512,
@@ -318,11 +316,11 @@ def small(findings: Findings, precision: str) -> None:
         findings.tell("the first sample ends with the stop token", ends.tolist(), ends[0] == stop)
         findings.tell("truncated without it", cut.truncated.tolist(), bool((cut.truncated == (ends != stop)).all()))
         before = free()
-        freed = served.sleep(PARAM)
+        freed = served.sleep()
         asleep = free()
         findings.tell("GiB that sleep says", round(freed / 2**30, 2))
         findings.tell("GiB free on the device, before and asleep", [before, asleep], asleep > before)
-        served.wake_up(PARAM)
+        served.wake_up()
         findings.tell("GiB free when only the weights are awake", free())
         error, _ = push(served, second, 3, "collective")
         findings.tell("update after waking up", error or "committed", not error)
@@ -354,9 +352,9 @@ def qwen3(findings: Findings) -> None:
             findings.tell("tokens/s, 256 samples of 256 tokens", round(len(drawn.tokens) / seconds))
         for version in (1, 2, 3):
             started = time.perf_counter()
-            served.sleep(PARAM)
+            served.sleep()
             slept = time.perf_counter()
-            served.wake_up(PARAM)
+            served.wake_up()
             findings.tell("sleep, wake, seconds", [round(slept - started, 3), round(time.perf_counter() - slept, 3)])
             error, seconds = push(served, model, version, "collective")
             findings.tell("update by collective through host memory, seconds", round(seconds, 3), not error)
@@ -373,8 +371,8 @@ def by_handle(findings: Findings) -> None:
     with engine(findings, QWEN3_06B, "bfloat16") as served:
         for version in range(4):
             if version == 2:
-                served.sleep(PARAM)
-                served.wake_up(PARAM)
+                served.sleep()
+                served.wake_up()
             error, seconds = push(served, model, version, "ipc", device="cuda")
             findings.tell("update by ipc, seconds", round(seconds, 3), not error)
             if error:
@@ -494,8 +492,8 @@ def fp8(findings: Findings, fields: Mapping[str, Any], kernels: str) -> None:
         for version, transport in enumerate(["collective", "collective", "ipc", "ipc"]):
             model = models[version % 2]
             if version == 3:
-                served.sleep(PARAM)
-                served.wake_up(PARAM)
+                served.sleep()
+                served.wake_up()
             device = "cuda" if transport == "ipc" else "cpu"
             error, seconds = push(served, model, version, transport, device=device, weights=weights)
             findings.tell(f"update by {transport}, seconds", round(seconds, 3), not error)

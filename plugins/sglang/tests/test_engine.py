@@ -21,7 +21,6 @@ from corerl.errors import ConfigError, EngineFailed, WorkerDied
 from corerl.rollout.engine import GenerateRequest, Generation, Received, SamplingParams
 from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.transformers_engine import TransformersEngine, named_views
-from corerl.types import MemoryKind
 from corerl.weights.manifest import Bucket, build_manifest
 from corerl.weights.quantize import quantize, quantized, to_blocks
 from corerl.weights.transport import Address
@@ -31,7 +30,6 @@ from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
 from tests.rollout.models import MOE, TIED, context, hf_tensors, plain_logprobs, random_model, sequences
 
-PARAM = frozenset({MemoryKind.PARAM})
 STAND_IN = "plugins.sglang.tests.stand_in"
 REQUEST = GenerateRequest(
     tokens=np.array([3, 4, 5, 3, 4, 5, 9, 1, 2, 8, 8, 8]),
@@ -217,23 +215,23 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
     assert received.error == ""
     weights, cache = received.bytes, 2**29
     before = len(said(engine)["stand_in"]["log"])
-    assert engine.sleep(PARAM) == weights + cache
-    assert engine.sleep(PARAM) == 0
+    assert engine.sleep() == weights + cache
+    assert engine.sleep() == 0
     with pytest.raises(EngineFailed, match="its weights were put to sleep"):
         engine.generate(REQUEST)
     received, _ = push(engine, tensors, 9, on_disk(tmp_path / "weights"))
     assert received.error == "the engine's weights sleep; wake it up first"
-    assert engine.wake_up(PARAM) == weights
-    assert engine.wake_up(PARAM) == 0
+    assert engine.wake_up() == weights
+    assert engine.wake_up() == 0
     with pytest.raises(EngineFailed, match="its weights have not arrived since it woke up"):
         engine.generate(REQUEST)
     received, _ = push(engine, tensors, 10, on_disk(tmp_path / "weights"))
     assert received.error == ""
     check_greedy(random_model(TIED, seed=1), engine.generate(REQUEST))
-    engine.sleep(PARAM)
-    engine.wake_up(PARAM)
-    engine.sleep(PARAM)  # the caches still sleep
-    engine.wake_up(PARAM)
+    engine.sleep()
+    engine.wake_up()
+    engine.sleep()  # the caches still sleep
+    engine.wake_up()
     push(engine, tensors, 11, on_disk(tmp_path / "weights"))
     assert set(engine.generate(REQUEST).versions) == {11}
     assert said(engine)["stand_in"]["log"][before:] == [

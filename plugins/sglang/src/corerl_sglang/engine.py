@@ -8,7 +8,7 @@ import os
 import pickle
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from corerl.rollout.offered import misfit
 from corerl.rollout.pool import split
 from corerl.rollout.receiving import Receiving, line
 from corerl.rollout.serving import Serving
-from corerl.types import MemoryKind
 from corerl.weights.manifest import Manifest
 from corerl.weights.quantize import as_sent, is_quantized
 from corerl.weights.transport import Address
@@ -241,8 +240,8 @@ class SglangEngine(Engine):
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
-    def sleep(self, kinds: Set[MemoryKind]) -> int:
-        if MemoryKind.PARAM not in kinds or WEIGHTS in self._sleeping:
+    def sleep(self) -> int:
+        if WEIGHTS in self._sleeping:
             return 0
         with self._serving.dropping_weights("its weights were put to sleep"):
             self._settle()
@@ -251,10 +250,10 @@ class SglangEngine(Engine):
             self._sleeping.update(tags)
         return sum(self._bytes.get(tag, 0) for tag in tags)
 
-    def wake_up(self, kinds: Set[MemoryKind]) -> int:
+    def wake_up(self) -> int:
         """The weights' memory alone: that of caches is taken by the first request, when whoever shares the device has
         gone to sleep."""
-        if MemoryKind.PARAM not in kinds or WEIGHTS not in self._sleeping:
+        if WEIGHTS not in self._sleeping:
             return 0
         with self._serving.dropping_weights("its weights have not arrived since it woke up"):
             self._resume({WEIGHTS})
