@@ -10,7 +10,7 @@ from corerl.cluster.nodes import ask_each_node
 from corerl.cluster.runtime import ray_session
 from corerl.config.load import load_config
 from corerl.doctor.child import Begins, Told
-from corerl.driver.launch import environment_of, process_environment
+from corerl.driver.environment import environment_of, process_environment
 from corerl.driver.prepare import Prepared, prepare
 from corerl.errors import CorerlError, UserError
 from corerl.plugin.options import notes, selected

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from attrs import evolve
-
-from corerl.algorithms.advantages import spread
 from corerl.calls import Call, together
 from corerl.cluster.group import Pending, ProcessGroup, Watching
 from corerl.cluster.placement import Seat, seated
@@ -19,8 +15,8 @@ from corerl.cluster.process import Outcome
 from corerl.cluster.runtime import ray_session
 from corerl.config.load import to_plain
 from corerl.config.schema import Config
-from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import Checkpoints
+from corerl.driver.environment import environment_of
 from corerl.driver.prepare import Prepared, prepare, title
 from corerl.driver.processes import ENGINES
 from corerl.driver.progress import Progress
@@ -28,6 +24,7 @@ from corerl.driver.residency import Residency, residency_plan
 from corerl.driver.roles import Role
 from corerl.driver.run import REFERENCE, Run, answers_in, passes_of
 from corerl.driver.run_dir import lost_checkpoints, occupied, write_config
+from corerl.driver.sampling import calls_of, start_scorer, start_source
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates, meeting_at
 from corerl.errors import EngineFailed, SaveFailed
@@ -35,23 +32,12 @@ from corerl.messages import one_line
 from corerl.plugin import hooktrace
 from corerl.plugin.events import RunFinished, RunStarted, Worked
 from corerl.plugin.observers import load_observers, traced
-from corerl.plugin.options import merge_environments, notes
+from corerl.plugin.options import notes
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind
-from corerl.rollout.asynchronous import Asynchronous
 from corerl.rollout.engine import EngineContext
-from corerl.rollout.episodes import EpisodeScorer
 from corerl.rollout.fleet import EngineFleet
-from corerl.rollout.front import Front
-from corerl.rollout.one_step_off import OneStepOff
-from corerl.rollout.play import EpisodeSampler
-from corerl.rollout.postprocess import Postprocessed
-from corerl.rollout.reward_pool import scorer
-from corerl.rollout.rewards import InTurn, Scorer
-from corerl.rollout.sampler import Sampler
-from corerl.rollout.saved import ROLLOUTS, Kept, SavedRollouts
 from corerl.rollout.service import EngineAssignment
-from corerl.rollout.sources import Draws, Refill, Source, Synchronous
 from corerl.trainer.assign import ACTOR, RolePlan, loss_of, offloaded
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult
@@ -128,12 +114,12 @@ def _rescuing(run: Run) -> Iterator[None]:
 
 def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: contextlib.ExitStack) -> Run:
     config, state = prepared.config, prepared.state
-    reward = _scorer(prepared, stack)  # first: its processes start while Ray does
+    reward = start_scorer(prepared, stack)  # first: its processes start while Ray does
     groups, fleet, inits = _start_processes(prepared, progress, stack)
     roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.plan.roles.items()}
     if config.algorithm.kl_coef and config.run.trains:
         groups[ACTOR].snapshot(REFERENCE).load()
-    source, sampler = _start_source(prepared, fleet, reward, stack)
+    source, sampler = start_source(prepared, fleet, reward, stack)
     sharing = offloaded(config, prepared.device)
     residency = Residency(
         plan=residency_plan(sharing, passed={each.role for each in passes_of(config)}),
@@ -186,18 +172,6 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
     return run
 
 
-def _scorer(prepared: Prepared, stack: contextlib.ExitStack) -> Scorer:
-    """What scores samples: in processes of its own where any are drawn."""
-    config = prepared.config
-    if not config.run.samples:
-        return prepared.reward
-    # The source may score in a thread of its own while the loop evaluates.
-    reward: Scorer = InTurn(stack.enter_context(scorer(prepared.reward, config.reward)))
-    if prepared.function is not None:
-        reward = EpisodeScorer(reward, failed_value=config.reward.failed_value)
-    return reward
-
-
 def _start_processes(
     prepared: Prepared, progress: Progress, stack: contextlib.ExitStack
 ) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult]]:
@@ -225,27 +199,6 @@ def _start_processes(
     return groups, fleet, _init(groups, fleet, in_turns=bool(offloaded(config, prepared.device)))
 
 
-def _start_source(
-    prepared: Prepared, fleet: EngineFleet | None, reward: Scorer, stack: contextlib.ExitStack
-) -> tuple[Source, Sampler | None]:
-    """Of the run's batches, where a resumed run's stands; and what samples in the loop's thread, if anything does."""
-    config, state = prepared.config, prepared.state
-    sampler: Sampler | None = None
-    aside: Sampler | None = None
-    if fleet is not None:
-        front: Front | None = None
-        if prepared.function is not None:
-            front = Front(temperature=config.rollout.temperature, top_p=config.rollout.top_p)
-            stack.callback(front.close)
-        sampler = make_sampler(prepared, fleet, front)
-        aside = make_sampler(prepared, fleet, front, aside=True)
-    source = make_source(prepared, fleet, sampler, aside, reward)
-    stack.callback(source.close)
-    if state and config.run.trains:
-        source.restore(state["source"], prepared.resume)
-    return source, sampler
-
-
 def address_of(prepared: Prepared, fleet: EngineFleet) -> Address:
     """Where ranks and engines meet for updates; the place itself is `meeting_at`'s."""
     config = prepared.config
@@ -264,7 +217,7 @@ def address_of(prepared: Prepared, fleet: EngineFleet) -> Address:
 
 
 def tell_of(progress: Progress, process: str, pending: Pending, outcome: Outcome) -> None:
-    """Of a call that `process` has answered."""
+    """Tell of a call that `process` has answered."""
     progress.tell(
         Worked(
             process=process,
@@ -279,61 +232,6 @@ def tell_of(progress: Progress, process: str, pending: Pending, outcome: Outcome
             waits=outcome.waits,
         )
     )
-
-
-def make_sampler(prepared: Prepared, fleet: EngineFleet, front: Front | None, *, aside: bool = False) -> Sampler:
-    """Of single responses, or of the episodes that the run's function plays at `front`. `aside`: for a thread that does
-    not update weights."""
-    generate = fleet.generate_aside if aside else fleet.generate
-    seed, tokenizer = prepared.config.run.seed, prepared.tokenizer
-    if prepared.function is None or front is None:
-        return Sampler(tokenizer=tokenizer, generate=generate, seed=seed)
-    return EpisodeSampler(
-        tokenizer=tokenizer,
-        generate=generate,
-        seed=seed,
-        function=prepared.function,
-        front=front,
-        config=prepared.config.rollout.episodes,
-        aside=fleet.generate_aside,
-        calls=calls_of(prepared),
-    )
-
-
-def make_source(
-    prepared: Prepared, fleet: EngineFleet | None, sampler: Sampler | None, aside: Sampler | None, reward: Scorer
-) -> Source:
-    """Of the run's batches: sampled, or read; `aside` in the background."""
-    config = prepared.config
-    rollout, steps = config.rollout, config.run.steps
-    source: Source
-    if fleet is None or sampler is None or aside is None:
-        source = SavedRollouts(rollout.saved, steps=steps, vocab_size=prepared.vocab_size)
-    else:
-        attempts = config.algorithm.dynamic_sampling
-        draws = Draws(
-            stream=PromptStream(prepared.prompts, config.run.seed),
-            sampler=sampler,
-            reward=reward,
-            params=prepared.params,
-            prompts=rollout.prompts,
-            samples=rollout.samples,
-            refill=Refill(useful=spread, attempts=attempts) if attempts else None,
-        )
-        match rollout.source:
-            case "synchronous":
-                source = Synchronous(draws, steps=steps)
-            case "one-step-off":
-                source = OneStepOff(draws, evolve(draws, sampler=aside), steps=steps)
-            case "asynchronous":
-                source = Asynchronous(
-                    draws, fleet, steps=steps, max_staleness=rollout.max_staleness, calls=calls_of(prepared)
-                )
-    if config.rollout.save or config.run.mode == "rollout-only":
-        source = Kept(source, prepared.run_dir / ROLLOUTS)
-    if prepared.postprocess is not None:
-        source = Postprocessed(source, prepared.postprocess, config.rollout.postprocess)
-    return source
 
 
 def _counted(seats: Mapping[str, Sequence[Seat]]) -> str:
@@ -384,40 +282,6 @@ def missing_answers(prepared: Prepared, looked_at: int = 100) -> list[str]:
     has = ", ".join(found[0].fields) or "nothing"
     line = f"data.answer_key: none of the first {len(found)} prompts has an answer under {config.data.answer_key!r}"
     return [f"{line}; the first one has: {has}"]
-
-
-def process_environment(prepared: Prepared) -> dict[str, str]:
-    """What every process of a run is given before it imports anything."""
-    environment = {
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        # A loss or a backend of the user's own, 'module:name', is found where the driver finds it.
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
-    }
-    if hooktrace.wanted():
-        environment[hooktrace.VARIABLE] = os.environ[hooktrace.VARIABLE]
-    if prepared.device == "cpu":
-        environment["OMP_NUM_THREADS"] = "1"  # one core a process: more threads than cores fight each other
-        if not prepared.config.cluster.address:
-            environment["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: no other interface need be up, or trusted
-    elif TRANSPORTS[prepared.plan.transport].joins and prepared.config.cluster.placement == "disaggregated":
-        # Ranks and engines are in one group of NCCL's, which must be set alike in all; engines switch these off.
-        environment |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-    return environment
-
-
-def environment_of(prepared: Prepared, plugin: str, wanted: Mapping[str, str]) -> dict[str, str]:
-    """Of the processes of one plugin: what the user gives stands in the place of what a run gives by itself.
-
-    Raises ConfigError where the plugin wants another value."""
-    user = prepared.config.cluster.environment
-    own = {name: value for name, value in process_environment(prepared).items() if name not in user}
-    return merge_environments(("corerl", own), ("cluster.environment", user), (plugin, wanted))
-
-
-def calls_of(prepared: Prepared) -> int:
-    """Calls of `generate` that one engine of the run answers side by side."""
-    return prepared.plan.engine.spec.calls(prepared.config.engines[prepared.plan.engine.name], prepared.plan.engines)
 
 
 def make_fleet(prepared: Prepared, seats: list[Seat], watching: Watching) -> EngineFleet:

@@ -1,0 +1,116 @@
+"""Where a run's batches come from: what samples, what scores, and the source that makes batches of it."""
+
+from __future__ import annotations
+
+import contextlib
+
+from attrs import evolve
+
+from corerl.algorithms.advantages import spread
+from corerl.data.prompts import PromptStream
+from corerl.driver.prepare import Prepared
+from corerl.rollout.asynchronous import Asynchronous
+from corerl.rollout.episodes import EpisodeScorer
+from corerl.rollout.fleet import EngineFleet
+from corerl.rollout.front import Front
+from corerl.rollout.one_step_off import OneStepOff
+from corerl.rollout.play import EpisodeSampler
+from corerl.rollout.postprocess import Postprocessed
+from corerl.rollout.reward_pool import scorer
+from corerl.rollout.rewards import InTurn, Scorer
+from corerl.rollout.sampler import Sampler
+from corerl.rollout.saved import ROLLOUTS, Kept, SavedRollouts
+from corerl.rollout.sources import Draws, Refill, Source, Synchronous
+
+
+def start_scorer(prepared: Prepared, stack: contextlib.ExitStack) -> Scorer:
+    """What scores samples: in processes of its own where any are drawn."""
+    config = prepared.config
+    if not config.run.samples:
+        return prepared.reward
+    # The source may score in a thread of its own while the loop evaluates.
+    reward: Scorer = InTurn(stack.enter_context(scorer(prepared.reward, config.reward)))
+    if prepared.function is not None:
+        reward = EpisodeScorer(reward, failed_value=config.reward.failed_value)
+    return reward
+
+
+def start_source(
+    prepared: Prepared, fleet: EngineFleet | None, reward: Scorer, stack: contextlib.ExitStack
+) -> tuple[Source, Sampler | None]:
+    """The run's batches, from where a resumed run stands; and what samples in the loop's thread, if anything does."""
+    config, state = prepared.config, prepared.state
+    sampler: Sampler | None = None
+    aside: Sampler | None = None
+    if fleet is not None:
+        front: Front | None = None
+        if prepared.function is not None:
+            front = Front(temperature=config.rollout.temperature, top_p=config.rollout.top_p)
+            stack.callback(front.close)
+        sampler = make_sampler(prepared, fleet, front)
+        aside = make_sampler(prepared, fleet, front, aside=True)
+    source = make_source(prepared, fleet, sampler, aside, reward)
+    stack.callback(source.close)
+    if state and config.run.trains:
+        source.restore(state["source"], prepared.resume)
+    return source, sampler
+
+
+def make_sampler(prepared: Prepared, fleet: EngineFleet, front: Front | None, *, aside: bool = False) -> Sampler:
+    """Single responses, or the episodes that the run's function plays at `front`. `aside`: for a thread that does not
+    update weights."""
+    generate = fleet.generate_aside if aside else fleet.generate
+    seed, tokenizer = prepared.config.run.seed, prepared.tokenizer
+    if prepared.function is None or front is None:
+        return Sampler(tokenizer=tokenizer, generate=generate, seed=seed)
+    return EpisodeSampler(
+        tokenizer=tokenizer,
+        generate=generate,
+        seed=seed,
+        function=prepared.function,
+        front=front,
+        config=prepared.config.rollout.episodes,
+        aside=fleet.generate_aside,
+        calls=calls_of(prepared),
+    )
+
+
+def make_source(
+    prepared: Prepared, fleet: EngineFleet | None, sampler: Sampler | None, aside: Sampler | None, reward: Scorer
+) -> Source:
+    """The run's batches: sampled, or read; `aside` in the background."""
+    config = prepared.config
+    rollout, steps = config.rollout, config.run.steps
+    source: Source
+    if fleet is None or sampler is None or aside is None:
+        source = SavedRollouts(rollout.saved, steps=steps, vocab_size=prepared.vocab_size)
+    else:
+        attempts = config.algorithm.dynamic_sampling
+        draws = Draws(
+            stream=PromptStream(prepared.prompts, config.run.seed),
+            sampler=sampler,
+            reward=reward,
+            params=prepared.params,
+            prompts=rollout.prompts,
+            samples=rollout.samples,
+            refill=Refill(useful=spread, attempts=attempts) if attempts else None,
+        )
+        match rollout.source:
+            case "synchronous":
+                source = Synchronous(draws, steps=steps)
+            case "one-step-off":
+                source = OneStepOff(draws, evolve(draws, sampler=aside), steps=steps)
+            case "asynchronous":
+                source = Asynchronous(
+                    draws, fleet, steps=steps, max_staleness=rollout.max_staleness, calls=calls_of(prepared)
+                )
+    if config.rollout.save or config.run.mode == "rollout-only":
+        source = Kept(source, prepared.run_dir / ROLLOUTS)
+    if prepared.postprocess is not None:
+        source = Postprocessed(source, prepared.postprocess, config.rollout.postprocess)
+    return source
+
+
+def calls_of(prepared: Prepared) -> int:
+    """Calls of `generate` that one engine of the run answers side by side."""
+    return prepared.plan.engine.spec.calls(prepared.config.engines[prepared.plan.engine.name], prepared.plan.engines)
