@@ -9,7 +9,9 @@ from attrs import evolve
 
 from corerl.config.load import structure
 from corerl.config.schema import ClusterInfo, OptimizerConfig, TrainConfig
-from corerl.errors import ConfigError
+from corerl.errors import ConfigError, Unsupported
+from corerl.plugin.capabilities import Capability
+from corerl.plugin.options import check_capabilities
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.settings import deepspeed_json
 from corerl_deepspeed.spec import SPEC, check
@@ -80,8 +82,8 @@ def test_nvme_is_refused_with_the_reason() -> None:
 
 
 def test_the_precision_that_would_be_wrong_is_refused() -> None:
-    (float16,) = told(train=TrainConfig(precision="float16"))
-    assert float16.startswith(".train.precision: 'float16': DeepSpeed raises its loss scale before it divides")
+    with pytest.raises(Unsupported, match="'float16', which the backend 'deepspeed' does not do yet: DeepSpeed raises"):
+        check_capabilities(SPEC, {Capability.FLOAT16: "train.precision = 'float16'"}, name="deepspeed")
     assert told(train=TrainConfig(precision="bfloat16"), stage=1) == []
 
 

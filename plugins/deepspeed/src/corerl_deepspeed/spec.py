@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from corerl.config.schema import ClusterInfo, TrainConfig
+from corerl.config.schema import ClusterInfo
 from corerl.plugin.capabilities import Capability, not_implemented
 from corerl.plugin.spec import BackendSpec, Environment, Problem
 from corerl_deepspeed.config import DeepSpeedConfig
@@ -43,13 +43,6 @@ def check(config: DeepSpeedConfig, cluster: ClusterInfo) -> Iterable[Problem]:
             "true with stage=1, which reduces gradients when there is no computation left beside it; set stage=2, or "
             "remove it",
         )
-    if cluster.train is not None:
-        yield from precision_problems(cluster.train)
-
-
-def precision_problems(train: TrainConfig) -> Iterator[Problem]:
-    if train.precision == "float16":
-        yield Problem(".train.precision", f"'float16': {NO_FLOAT16}; set it to 'bfloat16'")
 
 
 SPEC = BackendSpec(
