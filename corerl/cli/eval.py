@@ -28,29 +28,30 @@ def run(args: argparse.Namespace) -> int:
 
     from attrs import evolve
 
-    from corerl.checkpoint.commit import latest, read_state
-    from corerl.checkpoint.format import checkpoints_dir
-    from corerl.cli.newest import checkpoint_of
     from corerl.config.load import config_of, load_config
     from corerl.imports import uncollected
 
-    with uncollected():
-        from corerl.train import evaluate
-
     what = Path(args.what)
     given = [*args.overrides, "run.mode=eval", *(["extensions=[]"] if args.json else [])]
-    if os.path.isdir(what):
+    config = (
+        None if os.path.isdir(what) else load_config(what, given)
+    )  # first: what is wrong in the file is told without torch
+    with uncollected():
+        from corerl.checkpoint.commit import latest, read_state
+        from corerl.checkpoint.format import checkpoints_dir
+        from corerl.cli.newest import checkpoint_of
+        from corerl.train import evaluate
+
+    if config is None:
         checkpoint = checkpoint_of(what).absolute()
         run_dir = checkpoint.parent
         if run_dir.name == checkpoints_dir("").name:  # else it was copied to where it is
             run_dir = run_dir.parent
         own = [f"run.dir={run_dir}", f"checkpoint.resume={checkpoint}", "rollout.saved="]
         config = config_of(read_state(checkpoint)["config"], [*own, *given])
-    else:
-        config = load_config(what, given)
-        if config.checkpoint.resume == "auto":  # of the run, not of the directory that the scores go to
-            newest = str(latest(config.run.dir) or "never")
-            config = evolve(config, checkpoint=evolve(config.checkpoint, resume=newest))
+    elif config.checkpoint.resume == "auto":  # of the run, not of the directory that the scores go to
+        newest = str(latest(config.run.dir) or "never")
+        config = evolve(config, checkpoint=evolve(config.checkpoint, resume=newest))
     # A directory of its own: what the run itself has written stays as it is.
     summary = evaluate(evolve(config, run=evolve(config.run, dir=str(Path(config.run.dir) / "eval"))))
     if args.json:

@@ -17,8 +17,9 @@ def run(args: argparse.Namespace) -> int:
     from corerl.config.load import load_config
     from corerl.imports import uncollected
 
+    config = load_config(args.file, args.overrides)  # first: what is wrong in the file is told without torch
     with uncollected():
         from corerl.train import execute
 
-    execute(load_config(args.file, args.overrides))
+    execute(config)
     return 0

@@ -205,3 +205,17 @@ def test_help_and_version_load_nothing_heavy(argv: list[str], expected: list[str
     assert (finished.returncode, finished.stderr) == (0, "")
     for text in expected:
         assert text in finished.stdout
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_what_is_wrong_in_a_file_is_told_without_torch(command: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('backend.name = "plain"\n')
+    program = (
+        "import sys\n"
+        "from corerl.cli.main import main\n"
+        f"status = main([{command!r}, {str(tmp_path / 'run.toml')!r}, 'run.stepps=3'])\n"
+        "print(status, sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert finished.stdout == "2 []\n"
+    assert finished.stderr.startswith("corerl: error: run.stepps: unknown key; did you mean 'steps'?")
