@@ -168,12 +168,15 @@ class ProcessGroup:
         ray.wait(refs, num_returns=len(refs), timeout=ANSWER_SECONDS)
 
     def replace(self, member: int, arguments: tuple[Any, ...]) -> None:
-        """Start a new process in the place of one that has died, and construct its object; returns when it is there."""
+        """Start a new process in the place of one that has died, and construct its object; returns when it is there.
+        Raises what it failed of, which ends no other."""
         ray.kill(self._actors[member], no_restart=True)  # where it only seemed dead
         self._actors[member] = self._spawn(member)
         asked = time.time()
         ref = self._actors[member].construct.remote(*arguments)
-        self.wait(Pending("start", (member,), (ref,), asked=asked))
+        answer = self.answers(Pending("start", (member,), (ref,), asked=asked))[member]
+        if isinstance(answer, CorerlError):
+            raise answer
 
     def ready(self, pending: Pending, timeout: float) -> bool:
         """Whether `wait` would return or raise at once, after at most `timeout` seconds."""

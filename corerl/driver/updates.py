@@ -70,8 +70,8 @@ class WeightUpdates:
         Raises WeightUpdateError, or what an engine died of, where that does not help."""
         every = self.config.verify_every
         verify = every > 0 and self._updates % every == 0
-        while failed := self._attempt(verify=verify):
-            self._evict(failed)
+        while missed := self._attempt(verify=verify):
+            self._evict(missed)
         self._updates += 1
 
     def _attempt(self, *, verify: bool) -> dict[str, Missed]:
@@ -84,7 +84,12 @@ class WeightUpdates:
                 self._replace(self.fleet.replace_dead)
             self.residency.enter(UPDATE)
             with self.progress.phase("update_weights"):
-                return self._update(verify=verify)
+                missed = self._update(verify=verify)
+            # Before anything is asked of all engines, were it to resume or to sleep: one that hangs answers nothing,
+            # and one whose device has failed fails again.
+            if missed:
+                self.fleet.leave_out(_culprits(missed))
+            return missed
 
     def _update(self, *, verify: bool) -> dict[str, Missed]:
         # Used even where no engine takes it: two streams must never share a version.
@@ -126,23 +131,16 @@ class WeightUpdates:
                 )
 
     def _evict(self, missed: Mapping[str, Missed]) -> None:
-        """New processes in the place of the dead and of those that are silent, which explain the other failures; where
-        all live and answer, of all that the update missed. They rejoin with the next full update.
+        """New processes in the place of those that failed the update, which rejoin with the next full one.
 
         Raises WeightUpdateError of an engine that says that it failed and has never taken an update: the next would end
         the same.
         """
-        dead = {name: each for name, each in missed.items() if each.died}
-        silent = {name: each for name, each in missed.items() if each.silent}
-        culprits = (dead | silent) or missed
-        if culprits is missed and (never := sorted(culprits.keys() - self._served)):
+        errors = _culprits(missed)
+        answered = not any(each.died or each.silent for each in missed.values())
+        if answered and (never := sorted(missed.keys() - self._served)):
             reasons = "; ".join(f"{name}: {missed[name].error}" for name in never)
             raise WeightUpdateError(f"weights version {self.version - 1} did not reach every engine: {reasons}")
-        errors: dict[str, CorerlError] = {
-            name: WorkerDied(each.error) if each.died else WeightUpdateError(f"{name}: {each.error}")
-            for name, each in culprits.items()
-        }
-        self.fleet.leave_out({name: errors[name] for name in silent})  # while the others make room
 
         def replace() -> Mapping[str, CorerlError]:
             self.fleet.replace(errors)
@@ -159,6 +157,16 @@ class WeightUpdates:
             self.progress.notice(f"{engine} is replaced: {error.message}")
         self._served -= replaced.keys()
         self.address = meeting_at(self.address, self.group)  # the dead one hangs in whatever was built at the old
+
+
+def _culprits(missed: Mapping[str, Missed]) -> dict[str, CorerlError]:
+    """Of the engines that an update missed those that are to be replaced, each with why: the dead and those that are
+    silent, which explain the other failures; where all live and answer, all."""
+    gone = {name: each for name, each in missed.items() if each.died or each.silent}
+    return {
+        name: WorkerDied(each.error) if each.died else WeightUpdateError(f"{name}: {each.error}")
+        for name, each in (gone or missed).items()
+    }
 
 
 def _missed(answer: Received | None, sender: str) -> Missed | None:

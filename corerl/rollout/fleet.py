@@ -157,24 +157,37 @@ class EngineFleet:
 
     def replace(self, failed: Mapping[str, CorerlError]) -> None:
         """New processes in the place of these engines, dead or alive; engine -> why. They serve once an update has
-        reached them. Raises the error of one that has been replaced as often as is allowed since a step was completed.
+        reached them; one that does not start is tried again. Raises the error of one that has been started anew as
+        often as is allowed since a step was completed.
         """
         replicas = {self.names.index(name): error for name, error in failed.items()}
         for replica, error in replicas.items():
             self._require_allowed(replica, error)
-        for replica in replicas:
-            with self._changing:
-                self._without_weights.add(replica)
-                self._restarts[replica] = self._restarts.get(replica, 0) + 1
-            self.processes.replace(replica, (self.assignments[replica],))
-            with self._changing:  # from here on a death is the new one's
-                self._started[replica] += 1
-                self._dead.pop(replica, None)
+        for replica, error in replicas.items():
+            failure = self._start_anew(replica, error)
+            while failure is not None:
+                self._require_allowed(replica, failure)
+                failure = self._start_anew(replica, failure)
 
-    def leave_out(self, hanging: Mapping[str, CorerlError]) -> None:
-        """Ask these engines nothing any more, which answer nothing, until others stand in their places."""
+    def _start_anew(self, replica: int, died_of: CorerlError) -> CorerlError | None:
+        """A new process in the place of one; or why it did not start."""
         with self._changing:
-            self._dead |= {self.names.index(name): error for name, error in hanging.items()}
+            self._without_weights.add(replica)
+            self._dead[replica] = died_of  # nothing is asked of it until it is there
+            self._restarts[replica] = self._restarts.get(replica, 0) + 1
+            self._started[replica] += 1  # before the old one ends: what is told of it from here on is of the past
+        try:
+            self.processes.replace(replica, (self.assignments[replica],))
+        except CorerlError as error:
+            return error
+        with self._changing:
+            self._dead.pop(replica, None)
+        return None
+
+    def leave_out(self, failed: Mapping[str, CorerlError]) -> None:
+        """Ask these engines nothing any more, which hang or fail, until others stand in their places."""
+        with self._changing:
+            self._dead |= {self.names.index(name): error for name, error in failed.items()}
 
     def lost_weights(self, names: Iterable[str]) -> None:
         """An update did not reach these engines: they serve nothing until another one does."""

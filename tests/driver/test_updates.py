@@ -88,7 +88,8 @@ def test_an_engine_that_dies_in_an_update_is_given_up_and_replaced_and_all_get_t
         "send 2",
     ]
     # What the other engine says follows from the death of the one: it stays.
-    assert fleet.log == ["receive 1", "replace engine-1: WorkerDied: its process died", "receive 2"]
+    replaced = "replace engine-1: WorkerDied: its process died"
+    assert fleet.log == ["receive 1", "leave out engine-1", replaced, "receive 2"]
     assert updates.version == 3
     assert updates.address.token != "at first"  # what was built there is broken
     assert told(ears) == ["engine-1 is replaced: its process died"]
@@ -99,6 +100,7 @@ def test_an_engine_that_fails_alive_is_replaced_and_if_its_successor_fails_too_t
     updates.push()
     assert fleet.log == [
         "receive 1",
+        "leave out engine-1",
         "replace engine-1: WeightUpdateError: engine-1: bucket 3 did not arrive",
         "receive 2",
     ]
@@ -107,7 +109,7 @@ def test_an_engine_that_fails_alive_is_replaced_and_if_its_successor_fails_too_t
         WeightUpdateError, match="^weights version 2 did not reach every engine: engine-1: bucket 3 did not arrive$"
     ):
         updates.push()
-    assert len(fleet.log) == 3
+    assert [line for line in fleet.log if line.startswith("re")] == ["receive 1", fleet.log[2], "receive 2"]
 
 
 def test_of_an_engine_that_hangs_the_others_failures_follow_and_it_alone_is_replaced() -> None:
@@ -124,7 +126,7 @@ def test_beside_one_that_has_died_one_that_hangs_is_replaced_too() -> None:
     del fleet.fared["engine-1"]
     updates.push()
     assert [line.partition(":")[0] for line in fleet.log] == [
-        "receive 1", "leave out engine-1", "replace engine-0", "replace engine-1", "receive 2"
+        "receive 1", "leave out engine-0", "leave out engine-1", "replace engine-0", "replace engine-1", "receive 2"
     ]  # fmt: skip
 
 
@@ -153,7 +155,7 @@ def test_an_engine_whose_senders_missed_it_is_replaced_though_it_says_nothing() 
     replace = fleet.replace
     fleet.replace = lambda failed: (replace(failed), setattr(actor, "sent", late))[0]  # type: ignore[method-assign]
     updates.push()
-    assert fleet.log[1] == "replace engine-1: WeightUpdateError: engine-1: no answer"
+    assert fleet.log[2] == "replace engine-1: WeightUpdateError: engine-1: no answer"
 
 
 def test_what_engines_hold_is_compared_every_so_many_updates_and_the_tensor_is_named() -> None:
@@ -204,6 +206,18 @@ def test_an_update_comes_to_engines_that_are_still_and_new_ones_stand_where_some
     updates.push()
     assert together.log == ["hold for 8", "replace", "send 8", "receive 8", "go on"]
     assert (updates.address, told(ears)) == ("another place", ["engine-1 is replaced: its process died"])
+
+
+def test_one_that_fails_is_left_out_before_the_others_are_told_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = Group()
+    monkeypatch.setattr(driver, "meeting_at", lambda address, group: address)
+    updates = make_updates(make_config(), together, together, source=Overlapping(together.log))
+    together.fared = {"engine-0": Received(version=0, bytes=8)}  # the other one hangs
+    updates.push()
+    assert [line.partition(":")[0] for line in together.log] == [
+        *("hold for 0", "send 0", "receive 0", "leave out engine-1", "go on"),
+        *("replace engine-1", "hold for 1", "send 1", "receive 1", "go on"),
+    ]
 
 
 def test_senders_and_engines_meet_anew_at_names_that_nobody_else_has() -> None:

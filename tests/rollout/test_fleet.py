@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,76 @@ def test_an_engine_that_hangs_is_asked_nothing_until_another_stands_in_its_place
     fleet.replace(hangs)
     with pytest.raises(AssertionError, match="waited for in vain"):
         fleet.sleep()
+
+
+class Late:
+    """One process, whose successors do not start at first."""
+
+    def __init__(self, failing: int) -> None:
+        self.failing = failing
+        self.log: list[str] = []
+
+    def replace(self, replica: int, arguments: Any) -> None:
+        self.log.append("start")
+        if len(self.log) <= self.failing:
+            raise EngineFailed("engine-0: start: no memory")
+
+    def start_some(self, method: str, arguments: Any) -> Any:
+        return list(arguments)
+
+    def answers(self, pending: list[int]) -> dict[int, Any]:
+        return dict.fromkeys(pending, 8)
+
+    def kill(self) -> None:
+        self.log.append("kill")
+
+
+def test_an_engine_that_does_not_start_is_tried_again_as_often_as_one_may_die() -> None:
+    died = {"engine-0": WorkerDied("engine-0: its process died")}
+    late = Late(failing=2)
+    fleet = EngineFleet(late, assigned(1), restarts=3)  # type: ignore[arg-type]  # as much of it as is asked
+    fleet.leave_out(died)
+    fleet.replace(died)
+    assert (late.log, fleet.dead, fleet.sleep()) == (["start"] * 3, False, 8)
+    never = Late(failing=9)
+    fleet = EngineFleet(never, assigned(1), restarts=3)  # type: ignore[arg-type]
+    with pytest.raises(EngineFailed, match="^engine-0: start: no memory") as raised:
+        fleet.replace(died)
+    assert raised.value.__notes__ == ["it was started anew 3 times before (rollout.restarts)"]
+    assert never.log == ["start"] * 3 + ["kill"]
+
+
+class Told:
+    """Two processes. A call finds the second one dead while another takes its place."""
+
+    def __init__(self) -> None:
+        self.fleet = EngineFleet(self, assigned(2), restarts=1)  # type: ignore[arg-type]  # as much of it as is asked
+        self.starting, self.told = threading.Event(), threading.Event()
+
+    def start_some(self, method: str, arguments: Any) -> Any:
+        return None
+
+    def answers(self, pending: None) -> dict[int, Any]:
+        died = WorkerDied("engine-1: its process died")
+        self.replacing = threading.Thread(target=self.fleet.replace, args=({"engine-1": died},))
+        self.replacing.start()
+        assert self.starting.wait(60.0)
+        return {0: 8, 1: died}
+
+    def replace(self, replica: int, arguments: Any) -> None:
+        self.starting.set()
+        assert self.told.wait(60.0)
+
+    def kill(self) -> None:
+        raise AssertionError("all are ended, for a death that is mended already")
+
+
+def test_a_death_that_is_told_while_another_takes_its_place_is_not_that_ones() -> None:
+    processes = Told()
+    assert processes.fleet.sleep() == 8
+    processes.told.set()
+    processes.replacing.join(60.0)
+    assert not processes.fleet.dead
 
 
 def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:
