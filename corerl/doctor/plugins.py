@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from corerl.config.schema import ClusterInfo
 from corerl.doctor.child import Begins, Told
-from corerl.errors import ContractError, PluginBroken, PluginConflict, PluginError, PluginIncompatible
+from corerl.errors import ContractError, PluginBroken, PluginConflict, PluginError, PluginIncompatible, PluginNotFound
 from corerl.plugin.api import API
 from corerl.plugin.registry import (
-    INSTALL_HINTS,
     Entry,
     Kind,
     Loaded,
@@ -122,16 +120,15 @@ def _environment(loaded: Loaded) -> Iterator[Finding]:
 def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = None) -> Finding:
     """What the registry says of a plugin that cannot be used, with why it matters and the command that mends it."""
     why = f"a run that selects it does not start: {name!r} is not there"
-    mend = INSTALL_HINTS[kind].get(name, f"corerl {kind.value}, which lists the names that are installed")
-    if near := re.search(r"to install '[\w-]+': (.+)$", error.message):
-        mend = near[1]
-    if isinstance(error, PluginConflict):
+    mend = f"corerl {kind.value}, which lists the names that are installed"
+    if isinstance(error, PluginNotFound):
+        mend = error.install or mend
+    elif isinstance(error, PluginConflict):
         why = "CoreRL does not choose between them: which one would train would depend on sys.path"
         mend = f"{PIP} uninstall, of the one that you do not want; or write the longer name in the config"
     elif isinstance(error, PluginIncompatible):
         why = "it would be called with arguments, or asked for results, that it was not written for"
-        newer = _api(error.message) > API
-        mend = f"{PIP} install --upgrade {'corerl' if newer or entry is None else entry.distribution or 'it'}"
+        mend = f"{PIP} install --upgrade {'corerl' if error.api > API or entry is None else entry.distribution or 'it'}"
     elif isinstance(error, PluginBroken):
         why = "a run that selects it does not start"
         mend = reinstall(entry) if entry is not None else f"mend {name}"
@@ -142,12 +139,6 @@ def reinstall(entry: Entry) -> str:
     if not entry.distribution:
         return f"mend {entry.value}; it was looked for in {sys.path[0] or 'the working directory'} first"
     return f"{PIP} install --force-reinstall {entry.distribution}"
-
-
-def _api(message: str) -> tuple[int, ...]:
-    """The API that an incompatible plugin was written for."""
-    found = re.search(r"written for API (\d+)\.(\d+)", message)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _ok(what: str) -> Finding:
