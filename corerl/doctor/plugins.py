@@ -20,7 +20,7 @@ from corerl.plugin.registry import (
     locate,
     unknown,
 )
-from corerl.plugin.spec import BackendSpec, Finding, Level
+from corerl.plugin.spec import BackendSpec, Finding, Level, ok
 
 PIP = "python -m pip"
 
@@ -64,7 +64,7 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
         yield finding_of(error, kind, name, entry)
         return
     api = ".".join(map(str, loaded.spec.api))
-    yield _ok(f"{kind.noun} {loaded}: {loaded.value} loads, written for API {api}")
+    yield ok(f"{kind.noun} {loaded}: {loaded.value} loads, written for API {api}")
     if not deep:
         return
     code = loaded.spec.implementation
@@ -74,7 +74,7 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
     except PluginError as error:
         yield finding_of(error, kind, name, entry)
         return
-    yield _ok(f"{kind.noun} {loaded}: {code} can be imported")
+    yield ok(f"{kind.noun} {loaded}: {code} can be imported")
     if kind is Kind.BACKENDS:
         yield Begins(f"making an instance of {code}", f"mend {code}")
         yield from _hooks(loaded, implementation)
@@ -101,7 +101,7 @@ def _hooks(loaded: Loaded, implementation: Any) -> Iterator[Finding]:
             mend=f"mend {loaded.spec.implementation}, then: corerl doctor {loaded.name}",
         )
     else:
-        yield _ok(f"backend {loaded}: its hooks keep the contract")
+        yield ok(f"backend {loaded}: its hooks keep the contract")
 
 
 def _environment(loaded: Loaded) -> Iterator[Finding]:
@@ -114,7 +114,7 @@ def _environment(loaded: Loaded) -> Iterator[Finding]:
     )
     if wanted:
         shown = " ".join(f"{variable}={value}" for variable, value in wanted.items())
-        yield _ok(f"backend {loaded}: by default its processes are given {shown}")
+        yield ok(f"backend {loaded}: by default its processes are given {shown}")
 
 
 def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = None) -> Finding:
@@ -139,7 +139,3 @@ def reinstall(entry: Entry) -> str:
     if not entry.distribution:
         return f"mend {entry.value}; it was looked for in {sys.path[0] or 'the working directory'} first"
     return f"{PIP} install --force-reinstall {entry.distribution}"
-
-
-def _ok(what: str) -> Finding:
-    return Finding(level=Level.OK, what=what)

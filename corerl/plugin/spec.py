@@ -50,6 +50,10 @@ class Finding:
     mend: str = ""  # the command that mends it, or what to do where no command does
 
 
+def ok(what: str) -> Finding:
+    return Finding(level=Level.OK, what=what)
+
+
 @frozen(kw_only=True)
 class Resources:
     """What one rank, or one engine replica, takes of its bundle."""
