@@ -21,6 +21,7 @@ from corerl.checkpoint.format import (
     write_index,
 )
 from corerl.errors import SaveFailed
+from corerl.messages import message_of
 from corerl.weights.chunks import Chunk
 
 Job: TypeAlias = Callable[[], object]
@@ -129,10 +130,8 @@ class BackgroundWriter:
 
     def _raise_kept(self) -> None:
         error, self._error = self._error, None
-        if error is None:
-            return
-        message = error.message if isinstance(error, SaveFailed) else f"{type(error).__name__}: {error}"
-        raise SaveFailed(f"the background save failed: {message}") from error
+        if error is not None:
+            raise SaveFailed(f"the background save failed: {message_of(error)}") from error
 
 
 def _bytes(view: torch.Tensor) -> int:

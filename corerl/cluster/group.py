@@ -14,6 +14,7 @@ from corerl.cluster.placement import Seat
 from corerl.cluster.process import STATUS, Outcome, spawn
 from corerl.cluster.watchdog import ANSWER_SECONDS, SETTLE_SECONDS, Status, Watch, sentence
 from corerl.errors import CorerlError, HookFailed, WorkerDied
+from corerl.messages import last_line
 
 # After a first failure the others get this long to fail too, so that the cause can be told from its consequences: a
 # rank whose neighbour vanished reports a broken connection, and may do so before the neighbour's death is noticed.
@@ -244,7 +245,7 @@ class ProcessGroup:
                 self._watching.on_answer(name, pending, outcome)
             return outcome
         except RayActorError as error:
-            detail = _last_line(error).rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
+            detail = last_line(error).rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
             died = WorkerDied(
                 f"{name}: its process died during {method} ({detail.rstrip('.')}); where no one killed it, "
                 "the machine's log (dmesg: out of memory?) and Ray's (/tmp/ray/session_latest/logs) may say why"
@@ -252,7 +253,7 @@ class ProcessGroup:
             died.details = str(error)
             return Outcome(error=died, ended=0.0)
         except RayError as error:  # the result cannot be pickled here, or not be unpickled there
-            lost = CorerlError(f"{name}: {method} gave a result that did not arrive: {_last_line(error)}")
+            lost = CorerlError(f"{name}: {method} gave a result that did not arrive: {last_line(error)}")
             lost.details = str(error)
             return Outcome(error=lost, ended=time.time())
 
@@ -278,8 +279,3 @@ def _stuck(before: Mapping[int, Status | None], now: Mapping[int, Status | None]
         for member, status in now.items()
         if status is not None and (earlier := before.get(member)) is not None
     )
-
-
-def _last_line(error: RayError) -> str:
-    """Ray's errors end with what is new."""
-    return str(error).strip().splitlines()[-1].strip()

@@ -15,6 +15,8 @@ from typing import Any
 import attrs
 import pluggy
 
+from corerl.messages import one_line
+
 VARIABLE = "CORERL_TRACE"
 DEPTH = 4  # of what is told of an object inside objects
 ITEMS = 12  # of what is told of a table or a set
@@ -66,8 +68,7 @@ class HookTrace:
 
     def _ended(self, hook: str, error: BaseException | None, result: Any) -> None:
         taken = 1000 * (time.perf_counter() - self._started.pop())
-        text = str(error).strip().partition("\n")[0]
-        told = f"raised {type(error).__name__}: {text}" if error is not None else summary(result)
+        told = f"raised {one_line(error)}" if error is not None else summary(result)
         self._tell(f"< {hook} {taken:.1f} ms {told}")
 
     def _tell(self, text: str) -> None:
