@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from datetime import datetime
 from enum import Enum
@@ -30,9 +30,8 @@ def wanted() -> bool:
 class HookTrace:
     """The calls of one process. `where` is what it is called, such as `actor rank 0`."""
 
-    def __init__(self, where: str, write: Callable[[str], object] | None = None) -> None:
+    def __init__(self, where: str) -> None:
         self._where = where
-        self._write = write or (lambda line: print(line, file=sys.stderr, flush=True))
         self._started: list[float] = []  # of the calls that go on, outer ones first
 
     def follow(self, manager: pluggy.PluginManager) -> None:
@@ -73,7 +72,7 @@ class HookTrace:
 
     def _tell(self, text: str) -> None:
         now = datetime.now().strftime("%H:%M:%S.%f")[:-3]
-        self._write(f"{now} {self._where} {'  ' * len(self._started)}{text}")
+        print(f"{now} {self._where} {'  ' * len(self._started)}{text}", file=sys.stderr, flush=True)
 
 
 def summary(value: Any, depth: int = DEPTH) -> str:
