@@ -153,7 +153,7 @@ class ProcessGroup:
         return answers
 
     def answered(self, pending: Pending, timeout: float) -> dict[int, Any]:
-        """As `answers`, of the members that have answered after at most `timeout` seconds."""
+        """What `answers` gives, of members that have answered after at most `timeout` seconds."""
         ended, _ = ray.wait(list(pending.refs), num_returns=len(pending.refs), timeout=timeout)
         answers: dict[int, Any] = {}
         for ref, member in zip(pending.refs, pending.members, strict=True):
@@ -225,7 +225,7 @@ class ProcessGroup:
         return max(0.0, watch.due - watch.seconds)
 
     def _statuses(self, members: Collection[int]) -> dict[int, Status | None]:
-        """Where each stands; None for one that does not answer."""
+        """Where each member stands; None for one that does not answer."""
         asked = {self._actors[member].status.options(concurrency_group=STATUS).remote(): member for member in members}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
         statuses: dict[int, Status | None] = dict.fromkeys(members)

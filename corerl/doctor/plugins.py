@@ -26,19 +26,19 @@ PIP = "python -m pip"
 
 
 def look_light(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
-    """Of each (value of Kind, name): its spec and API."""
+    """Look at the spec and API of each (value of Kind, name)."""
     for kind, name in plugins:
         yield from _look_at(Kind(kind), name, deep=False)
 
 
 def look_deep(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
-    """Of each: also its implementation, its hooks and its probe."""
+    """Look also at each one's implementation, hooks and probe."""
     for kind, name in plugins:
         yield from _look_at(Kind(kind), name, deep=True)
 
 
 def look_named(name: str) -> Iterator[Told]:
-    """Deep, at every plugin of this name, whatever its kind."""
+    """Look deep at every plugin of this name, whatever its kind."""
     yield Begins(f"importing {name}", f"mend {name}")  # where it is 'package.module:SPEC', to see of which kind it is
     try:
         kinds = kinds_of(name)
@@ -86,7 +86,7 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
 
 
 def _hooks(loaded: Loaded, implementation: Any) -> Iterator[Finding]:
-    """Does it keep the contract? What a worker asks before the first call."""
+    """Whether hooks keep the contract, which a worker asks before the first call."""
     from corerl.plugin.context import Context
     from corerl.plugin.host import PluginHost
 
@@ -105,7 +105,7 @@ def _hooks(loaded: Loaded, implementation: Any) -> Iterator[Finding]:
 
 
 def _environment(loaded: Loaded) -> Iterator[Finding]:
-    """By default options, on one device of this machine."""
+    """What its processes are given by default, on one device of this machine."""
     spec: BackendSpec = loaded.spec
     import torch
 

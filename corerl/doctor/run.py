@@ -37,7 +37,7 @@ def devices() -> Iterator[Told]:
 
 
 def run(file: str, overrides: Sequence[str], nodes: bool) -> Iterator[Told]:
-    """Of a config that can be read."""
+    """What is to be said of a config that can be read."""
     config = load_config(file, overrides)
     for note in notes(config):
         yield Finding(

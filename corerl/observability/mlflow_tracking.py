@@ -73,7 +73,7 @@ class Mlflow(Tracker):
 
 
 def _named(name: str) -> str:
-    """With the characters that MLflow takes."""
+    """The name in characters that MLflow takes."""
     return re.sub(r"[^\w\-. /]", "_", name)
 
 

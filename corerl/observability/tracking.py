@@ -89,7 +89,7 @@ class Identity:
         self._path = path
 
     def read(self, *, goes_on: bool) -> dict[str, str]:
-        """Of the run that this one goes on with; empty where it begins, or where it was not tracked before."""
+        """What the run that goes on was called; empty where it begins, or where it was not tracked before."""
         if not goes_on or not self._path.exists():
             return {}
         identity: dict[str, str] = json.loads(self._path.read_text(encoding="utf-8"))

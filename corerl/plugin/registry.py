@@ -34,7 +34,7 @@ class Kind(Enum):
 
     @property
     def group(self) -> str:
-        """Of entry points."""
+        """Its group of entry points."""
         return f"corerl.{self.value}"
 
     @property
@@ -113,7 +113,7 @@ class Entry:
 
 @frozen(kw_only=True)
 class Loaded(Entry):
-    """With its spec."""
+    """An entry point with its spec."""
 
     spec: Any  # BackendSpec, EngineSpec or ExtensionSpec
 
@@ -204,7 +204,7 @@ def kinds_of(name: str) -> list[Kind]:
 
 
 def unknown(name: str) -> PluginNotFound:
-    """For a name that is of no kind."""
+    """The error for a name that is of no kind."""
     names = {kind: installed_names(kind) for kind in Kind}
     listed = "; ".join(f"{kind.value}: {', '.join(known) or 'none'}" for kind, known in names.items())
     known = sorted({each for kind, names_of in names.items() for each in [*names_of, *INSTALL_HINTS[kind]]})
@@ -315,7 +315,7 @@ def _cure(of: Entry) -> str:
 
 
 def _require_usable(kind: Kind, entry: Entry, spec: Spec) -> None:
-    """Written for this API; what else a spec holds depends on it."""
+    """Check that it was written for this API first: what else a spec holds depends on that."""
     major, minor = spec.api
     if major != API[0] or minor > API[1]:
         error = PluginIncompatible(
@@ -379,7 +379,7 @@ def is_named(entry: Entry, name: str) -> bool:
 
 
 def _path(distribution: Distribution) -> str:
-    """Of the metadata; a finder of another kind than the standard one may only know the directory around them."""
+    """Where the metadata lie; a finder other than the standard one may only know the directory around them."""
     return str(getattr(distribution, "_path", distribution.locate_file("")))
 
 
