@@ -124,6 +124,8 @@ class PluginError(UserError):
 class PluginNotFound(PluginError):
     """No installed distribution offers this name."""
 
+    install: str = ""  # the command that installs it, or what was likely meant, where one is known
+
 
 class PluginConflict(PluginError):
     """Several installed distributions offer this name."""
@@ -135,3 +137,5 @@ class PluginBroken(PluginError):
 
 class PluginIncompatible(PluginError):
     """The plugin was written for an API that this CoreRL does not speak."""
+
+    api: tuple[int, int] = (0, 0)  # (major, minor) that it was written for; (0, 0) where it is not the API that differs

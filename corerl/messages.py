@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from corerl.errors import CorerlError
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that is most like `name`, or "" where none is."""
@@ -17,9 +19,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near!r}?" if near else ""
 
 
+def message_of(error: BaseException) -> str:
+    """What an error of ours says; the type and all the text of another one."""
+    return error.message if isinstance(error, CorerlError) else f"{type(error).__name__}: {error}"
+
+
 def first_line(error: BaseException) -> str:
-    """Of an error's text; its type where it has none."""
+    """The first line of an error's text; its type where it has none."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of an error's text, where Ray's say what is new; its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 
 def one_line(error: BaseException) -> str:

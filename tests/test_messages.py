@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from corerl.messages import did_you_mean, first_line, nearest, one_line
+from corerl.errors import SaveFailed
+from corerl.messages import did_you_mean, first_line, last_line, message_of, nearest, one_line
 
 
 def test_a_name_that_is_like_a_known_one_is_asked_for() -> None:
@@ -13,4 +14,10 @@ def test_a_name_that_is_like_a_known_one_is_asked_for() -> None:
 def test_an_error_is_one_line_with_or_without_its_type() -> None:
     error = ValueError("\n  a cause\nand its story")
     assert (first_line(error), one_line(error)) == ("a cause", "ValueError: a cause")
-    assert (first_line(KeyError()), one_line(KeyError())) == ("KeyError", "KeyError")
+    assert last_line(error) == "and its story"
+    assert (first_line(KeyError()), last_line(KeyError()), one_line(KeyError())) == ("KeyError", "KeyError", "KeyError")
+
+
+def test_an_error_of_ours_needs_no_type() -> None:
+    assert message_of(SaveFailed("the disk\nis full")) == "the disk\nis full"
+    assert message_of(ValueError("a cause\nand its story")) == "ValueError: a cause\nand its story"

@@ -77,7 +77,7 @@ def step_dir(run_dir: str | Path, step: int) -> Path:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> int:
-    """Atomically and durably; returns the bytes written."""
+    """Write atomically and durably; returns the bytes written."""
     temporary = temporary_name(path)
     temporary.write_text(json.dumps(data))
     publish(temporary, path)

@@ -42,7 +42,7 @@ class CheckpointSource:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor that this key has."""
+        """Shape of every tensor that this key has."""
         return dict(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...] | None:

@@ -21,6 +21,7 @@ from corerl.checkpoint.format import (
     write_index,
 )
 from corerl.errors import SaveFailed
+from corerl.messages import message_of
 from corerl.weights.chunks import Chunk
 
 Job: TypeAlias = Callable[[], object]
@@ -70,7 +71,7 @@ def stage(state: Mapping[str, Sequence[Chunk]], extra: Mapping[str, Any]) -> Sta
 
 
 def write(staged: Staged, directory: Path, rank: int) -> int:
-    """Into `directory`, a role's part of a partial checkpoint; returns the bytes written. Raises SaveFailed.
+    """Write to `directory`, a role's part of a partial checkpoint; returns the bytes written. Raises SaveFailed.
 
     The index comes last: where it is, the tensors are.
     """
@@ -86,7 +87,7 @@ def write(staged: Staged, directory: Path, rank: int) -> int:
 
 
 class BackgroundWriter:
-    """At most one job in flight, on a thread of its own. A failure is kept, and raised once, by the next call.
+    """Does one job at a time, on a thread of its own. A failure is kept, and raised once, by the next call.
 
     `run` does the job on that thread.
     """
@@ -104,7 +105,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is in flight. Raises SaveFailed where the last job failed."""
+        """Wait until nothing is in flight. Raises SaveFailed where the last job failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -129,14 +130,12 @@ class BackgroundWriter:
 
     def _raise_kept(self) -> None:
         error, self._error = self._error, None
-        if error is None:
-            return
-        message = error.message if isinstance(error, SaveFailed) else f"{type(error).__name__}: {error}"
-        raise SaveFailed(f"the background save failed: {message}") from error
+        if error is not None:
+            raise SaveFailed(f"the background save failed: {message_of(error)}") from error
 
 
 def _bytes(view: torch.Tensor) -> int:
-    """Of its copy."""
+    """Bytes of its copy."""
     return view.numel() * STORED.itemsize
 
 
@@ -147,7 +146,7 @@ def _pinned(nbytes: int) -> torch.Tensor:
 def rooms(
     sizes: Sequence[int], *, block_bytes: int = BLOCK, allocate: Callable[[int], torch.Tensor] = _pinned
 ) -> list[torch.Tensor]:
-    """For copies of `sizes` bytes, each a multiple of 4: memory of `allocate`, pinned, cut out of blocks.
+    """Memory for copies of `sizes` bytes, each a multiple of 4, cut out of (pinned) blocks of `allocate`.
 
     torch makes a power of two of each size that it is asked for, and keeps all of it, pinned, for the next save. Tensor
     by tensor that would be up to twice of what is saved.

@@ -14,6 +14,7 @@ from corerl.cluster.placement import Seat
 from corerl.cluster.process import STATUS, Outcome, spawn
 from corerl.cluster.watchdog import ANSWER_SECONDS, SETTLE_SECONDS, Status, Watch, sentence
 from corerl.errors import CorerlError, HookFailed, WorkerDied
+from corerl.messages import last_line
 
 # After a first failure the others get this long to fail too, so that the cause can be told from its consequences: a
 # rank whose neighbour vanished reports a broken connection, and may do so before the neighbour's death is noticed.
@@ -152,7 +153,7 @@ class ProcessGroup:
         return answers
 
     def answered(self, pending: Pending, timeout: float) -> dict[int, Any]:
-        """As `answers`, of the members that have answered after at most `timeout` seconds."""
+        """What `answers` gives, of members that have answered after at most `timeout` seconds."""
         ended, _ = ray.wait(list(pending.refs), num_returns=len(pending.refs), timeout=timeout)
         answers: dict[int, Any] = {}
         for ref, member in zip(pending.refs, pending.members, strict=True):
@@ -227,7 +228,7 @@ class ProcessGroup:
         return max(0.0, watch.due - watch.seconds)
 
     def _statuses(self, members: Collection[int]) -> dict[int, Status | None]:
-        """Where each stands; None for one that does not answer."""
+        """Where each member stands; None for one that does not answer."""
         asked = {self._actors[member].status.options(concurrency_group=STATUS).remote(): member for member in members}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
         statuses: dict[int, Status | None] = dict.fromkeys(members)
@@ -247,7 +248,7 @@ class ProcessGroup:
                 self._watching.on_answer(name, pending, outcome)
             return outcome
         except RayActorError as error:
-            detail = _last_line(error).rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
+            detail = last_line(error).rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
             died = WorkerDied(
                 f"{name}: its process died during {method} ({detail.rstrip('.')}); where no one killed it, "
                 "the machine's log (dmesg: out of memory?) and Ray's (/tmp/ray/session_latest/logs) may say why"
@@ -255,7 +256,7 @@ class ProcessGroup:
             died.details = str(error)
             return Outcome(error=died, ended=0.0)
         except RayError as error:  # the result cannot be pickled here, or not be unpickled there
-            lost = CorerlError(f"{name}: {method} gave a result that did not arrive: {_last_line(error)}")
+            lost = CorerlError(f"{name}: {method} gave a result that did not arrive: {last_line(error)}")
             lost.details = str(error)
             return Outcome(error=lost, ended=time.time())
 
@@ -281,8 +282,3 @@ def _stuck(before: Mapping[int, Status | None], now: Mapping[int, Status | None]
         for member, status in now.items()
         if status is not None and (earlier := before.get(member)) is not None
     )
-
-
-def _last_line(error: RayError) -> str:
-    """Ray's errors end with what is new."""
-    return str(error).strip().splitlines()[-1].strip()

@@ -12,6 +12,8 @@ from attrs import frozen
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from corerl.messages import last_line
+
 
 @frozen(kw_only=True)
 class Answer:
@@ -51,7 +53,7 @@ def ask_each_node(target: str, *args: Any, environment: Mapping[str, str], timeo
         try:
             answers.append(Answer(node=asked[ref], value=ray.get(ref)))
         except (RayError, ImportError, RuntimeError) as error:  # it may lack even what the question is made of
-            answers.append(Answer(node=asked[ref], error=str(error).strip().splitlines()[-1].strip()))
+            answers.append(Answer(node=asked[ref], error=last_line(error)))
     return sorted(answers, key=lambda answer: answer.node)
 
 

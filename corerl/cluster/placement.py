@@ -26,7 +26,7 @@ class Seat:
     neighbours: int = 1  # bundles on its machine, its own among them
 
     def options(self) -> dict[str, object]:
-        """As keyword arguments of a Ray actor's `.options`."""
+        """Keyword arguments of a Ray actor's `.options`."""
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self.group, placement_group_bundle_index=self.bundle
         )
@@ -47,12 +47,12 @@ class Seating:
         return range(place, place + self.widths.get(name, 1))
 
     def share(self, bundle: int) -> float:
-        """Of the bundle, for each process on it."""
+        """The part of the bundle that each process on it has."""
         return 1.0 / sum(bundle in self.taken(name, place) for name in self.places for place in self.places[name])
 
     @property
     def cpus(self) -> float:
-        """Of all bundles."""
+        """CPUs of all bundles."""
         return self.bundles * self.bundle["CPU"]
 
 

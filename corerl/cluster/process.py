@@ -160,7 +160,7 @@ def fair_threads(neighbours: int) -> int:
 
 
 def cores() -> int:
-    """That this process may use, and that its container has time for."""
+    """How many cores this process may use, and its container has time for."""
     own = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

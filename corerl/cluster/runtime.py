@@ -18,6 +18,7 @@ from pathlib import Path
 import ray
 
 from corerl.errors import ConfigError, CorerlError
+from corerl.messages import first_line
 
 START_SECONDS = 120.0  # that Ray has to start: it takes about five, and mostly gives up by itself after thirty
 FORWARD_SECONDS = 1.0  # in which Ray, which looks for it ten times a second, forwards what was printed last
@@ -54,8 +55,8 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
                 )
     except Exception as error:  # a bare Exception is among what Ray raises here
         where = f"connect to the Ray cluster at {address}" if address else "start Ray on this machine"
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise CorerlError(f"cannot {where}: {reason}{'' if address or ray.is_initialized() else _room()}") from error
+        room = "" if address or ray.is_initialized() else _room()
+        raise CorerlError(f"cannot {where}: {first_line(error)}{room}") from error
     finally:
         # ray.init puts its own handler in the place of whoever waits for the signal, and that one aborts the process.
         if threading.current_thread() is threading.main_thread() and handler is not None:

@@ -67,7 +67,7 @@ def frame_of(thread: int) -> FrameType | None:
 
 
 def late(statuses: Mapping[int, Status | None]) -> list[int]:
-    """Those for whom the others wait; empty where that cannot be told. None stands for one that did not answer.
+    """Members for whom the others wait; empty where that cannot be told. None stands for one that did not answer.
 
     A rank that has begun fewer collectives of a group than another of its ranks is behind, and one that has begun more
     is ahead. Of those behind, some wait themselves, in a smaller group, for one that is further behind.

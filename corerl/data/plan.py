@@ -67,7 +67,7 @@ def plan_steps(
 
 
 def plan_forward(batch: SampleBatch, layout: ParallelLayout, *, tokens_per_micro_batch: int) -> StepPlan:
-    """All samples once, for a pass without a loss: every scale is 0."""
+    """A plan of all samples once, for a pass without a loss: every scale is 0."""
     if not len(batch):
         raise DataError("the rollout batch has no samples; nothing can be passed through the model")
     sizes = _padded(batch.lengths, layout.sequence_multiple)

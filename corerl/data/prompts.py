@@ -57,7 +57,7 @@ class PromptSource(ABC):
         return (Share(name="", weight=1.0, train=self.train),)
 
     def held_out_prompts(self) -> list[Prompt]:
-        """In an order that is the same in every run of this seed, so that the first few are a fair sample."""
+        """Held-out prompts in an order that the seed alone fixes, so that the first few are a fair sample."""
         return [self.prompt(index) for index in self.held_out.tolist()]
 
 

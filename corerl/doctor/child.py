@@ -60,7 +60,7 @@ def look_each(target: str, items: Sequence[Any]) -> list[Finding]:
 
 
 def _look(target: str, *args: Any) -> tuple[list[Finding], bool]:
-    """With whether the function came to its end."""
+    """The findings, and whether the function came to its end."""
     with tempfile.TemporaryDirectory(prefix="corerl-doctor-") as scratch:
         told = Path(scratch) / "told"
         words = [json.dumps(sys.path), target, json.dumps(args), str(told)]
@@ -95,7 +95,7 @@ def _look(target: str, *args: Any) -> tuple[list[Finding], bool]:
 
 
 def main(words: list[str]) -> None:
-    """In the process of its own."""
+    """What the other process does."""
     target, arguments, told = words
     with open(told, "a", encoding="utf-8") as file:
         for each in _with_surprises(_told_by(target, json.loads(arguments))):

@@ -15,7 +15,7 @@ from corerl.plugin.spec import Finding, Level
 
 
 def examine(name: str = "", *, file: str = "", overrides: Sequence[str] = (), nodes: bool = False) -> Iterator[Finding]:
-    """Of the plugin `name`, of those that the config in `file` selects, or of all that are installed, but lightly.
+    """Examine the plugin `name`, those that the config in `file` selects, or, lightly, all that are installed.
 
     No plugin is imported in this process: each is looked at in another one, which may die of it.
     """
@@ -47,7 +47,7 @@ def examine(name: str = "", *, file: str = "", overrides: Sequence[str] = (), no
 
 
 def _selected(config: Config) -> Iterator[Finding]:
-    """Whole: with their implementations, what they need, and so with torch."""
+    """The config's plugins in whole: with their implementations, what they need, and so torch."""
     chosen = list(dict.fromkeys((each.kind, each.name) for each in selected(config) if each.used))
     yield from _installed(
         [
@@ -67,7 +67,7 @@ def _installed(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
 
 
 def _all() -> Iterator[Finding]:
-    """Of every entry point no more than its spec."""
+    """Every entry point, no more than its spec."""
     entries = installation.all_entries()
     yield from _installed(entries)
     named = [(kind.value, f"{entry.distribution}:{entry.name}") for kind, entry in entries]

@@ -18,15 +18,15 @@ from urllib.parse import unquote, urlparse
 from corerl.doctor.plugins import PIP
 from corerl.ops.buildable import lacking
 from corerl.plugin.registry import Entry, Kind, copies, found_twice, scan
-from corerl.plugin.spec import Finding, Level
+from corerl.plugin.spec import Finding, Level, ok
 
 LIBRARIES = ("torch", "transformers", "ray", "numpy", "pluggy")
 
 
 def interpreter() -> Iterator[Finding]:
-    yield Finding(level=Level.OK, what=f"Python {platform.python_version()}, {sys.executable}, {platform.platform()}")
+    yield ok(f"Python {platform.python_version()}, {sys.executable}, {platform.platform()}")
     versions = {name: _version(name) for name in ("corerl", *LIBRARIES)}
-    yield Finding(level=Level.OK, what=", ".join(f"{name} {found}" for name, found in versions.items() if found))
+    yield ok(", ".join(f"{name} {found}" for name, found in versions.items() if found))
     for name, found in versions.items():
         if not found:
             yield Finding(
@@ -91,7 +91,7 @@ def driver() -> Iterator[Finding]:
     """What NVIDIA's driver says of this machine, without torch."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        yield Finding(level=Level.OK, what="no NVIDIA driver on this machine: runs take the CPU")
+        yield ok("no NVIDIA driver on this machine: runs take the CPU")
         return
     query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
@@ -103,7 +103,7 @@ def driver() -> Iterator[Finding]:
     if text:
         for line, count in Counter(text.splitlines()).items():
             device, comma, number = line.rpartition(",")
-            yield Finding(level=Level.OK, what=f"{count} x {device}, driver{number}" if comma else f"{count} x {line}")
+            yield ok(f"{count} x {device}, driver{number}" if comma else f"{count} x {line}")
         if reason := lacking():
             yield Finding(
                 level=Level.WARNING,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from corerl.config.schema import ClusterInfo
 from corerl.doctor.child import Begins, Told
-from corerl.errors import ContractError, PluginBroken, PluginConflict, PluginError, PluginIncompatible
+from corerl.errors import ContractError, PluginBroken, PluginConflict, PluginError, PluginIncompatible, PluginNotFound
 from corerl.plugin.api import API
 from corerl.plugin.registry import (
-    INSTALL_HINTS,
     Entry,
     Kind,
     Loaded,
@@ -22,25 +20,25 @@ from corerl.plugin.registry import (
     locate,
     unknown,
 )
-from corerl.plugin.spec import BackendSpec, Finding, Level
+from corerl.plugin.spec import BackendSpec, Finding, Level, ok
 
 PIP = "python -m pip"
 
 
 def look_light(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
-    """Of each (value of Kind, name): its spec and API."""
+    """Look at the spec and API of each (value of Kind, name)."""
     for kind, name in plugins:
         yield from _look_at(Kind(kind), name, deep=False)
 
 
 def look_deep(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
-    """Of each: also its implementation, its hooks and its probe."""
+    """Look also at each one's implementation, hooks and probe."""
     for kind, name in plugins:
         yield from _look_at(Kind(kind), name, deep=True)
 
 
 def look_named(name: str) -> Iterator[Told]:
-    """Deep, at every plugin of this name, whatever its kind."""
+    """Look deep at every plugin of this name, whatever its kind."""
     yield Begins(f"importing {name}", f"mend {name}")  # where it is 'package.module:SPEC', to see of which kind it is
     try:
         kinds = kinds_of(name)
@@ -66,7 +64,7 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
         yield finding_of(error, kind, name, entry)
         return
     api = ".".join(map(str, loaded.spec.api))
-    yield _ok(f"{kind.noun} {loaded}: {loaded.value} loads, written for API {api}")
+    yield ok(f"{kind.noun} {loaded}: {loaded.value} loads, written for API {api}")
     if not deep:
         return
     code = loaded.spec.implementation
@@ -76,7 +74,7 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
     except PluginError as error:
         yield finding_of(error, kind, name, entry)
         return
-    yield _ok(f"{kind.noun} {loaded}: {code} can be imported")
+    yield ok(f"{kind.noun} {loaded}: {code} can be imported")
     if kind is Kind.BACKENDS:
         yield Begins(f"making an instance of {code}", f"mend {code}")
         yield from _hooks(loaded, implementation)
@@ -88,7 +86,7 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
 
 
 def _hooks(loaded: Loaded, implementation: Any) -> Iterator[Finding]:
-    """Does it keep the contract? What a worker asks before the first call."""
+    """Whether hooks keep the contract, which a worker asks before the first call."""
     from corerl.plugin.context import Context
     from corerl.plugin.host import PluginHost
 
@@ -103,11 +101,11 @@ def _hooks(loaded: Loaded, implementation: Any) -> Iterator[Finding]:
             mend=f"mend {loaded.spec.implementation}, then: corerl doctor {loaded.name}",
         )
     else:
-        yield _ok(f"backend {loaded}: its hooks keep the contract")
+        yield ok(f"backend {loaded}: its hooks keep the contract")
 
 
 def _environment(loaded: Loaded) -> Iterator[Finding]:
-    """By default options, on one device of this machine."""
+    """What its processes are given by default, on one device of this machine."""
     spec: BackendSpec = loaded.spec
     import torch
 
@@ -116,22 +114,21 @@ def _environment(loaded: Loaded) -> Iterator[Finding]:
     )
     if wanted:
         shown = " ".join(f"{variable}={value}" for variable, value in wanted.items())
-        yield _ok(f"backend {loaded}: by default its processes are given {shown}")
+        yield ok(f"backend {loaded}: by default its processes are given {shown}")
 
 
 def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = None) -> Finding:
     """What the registry says of a plugin that cannot be used, with why it matters and the command that mends it."""
     why = f"a run that selects it does not start: {name!r} is not there"
-    mend = INSTALL_HINTS[kind].get(name, f"corerl {kind.value}, which lists the names that are installed")
-    if near := re.search(r"to install '[\w-]+': (.+)$", error.message):
-        mend = near[1]
-    if isinstance(error, PluginConflict):
+    mend = f"corerl {kind.value}, which lists the names that are installed"
+    if isinstance(error, PluginNotFound):
+        mend = error.install or mend
+    elif isinstance(error, PluginConflict):
         why = "CoreRL does not choose between them: which one would train would depend on sys.path"
         mend = f"{PIP} uninstall, of the one that you do not want; or write the longer name in the config"
     elif isinstance(error, PluginIncompatible):
         why = "it would be called with arguments, or asked for results, that it was not written for"
-        newer = _api(error.message) > API
-        mend = f"{PIP} install --upgrade {'corerl' if newer or entry is None else entry.distribution or 'it'}"
+        mend = f"{PIP} install --upgrade {'corerl' if error.api > API or entry is None else entry.distribution or 'it'}"
     elif isinstance(error, PluginBroken):
         why = "a run that selects it does not start"
         mend = reinstall(entry) if entry is not None else f"mend {name}"
@@ -142,13 +139,3 @@ def reinstall(entry: Entry) -> str:
     if not entry.distribution:
         return f"mend {entry.value}; it was looked for in {sys.path[0] or 'the working directory'} first"
     return f"{PIP} install --force-reinstall {entry.distribution}"
-
-
-def _api(message: str) -> tuple[int, ...]:
-    """The API that an incompatible plugin was written for."""
-    found = re.search(r"written for API (\d+)\.(\d+)", message)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
-def _ok(what: str) -> Finding:
-    return Finding(level=Level.OK, what=what)

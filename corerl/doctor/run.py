@@ -16,7 +16,7 @@ from corerl.errors import CorerlError, UserError
 from corerl.plugin.options import notes, selected
 from corerl.plugin.origins import Origin, look_for
 from corerl.plugin.registry import Kind
-from corerl.plugin.spec import Finding, Level
+from corerl.plugin.spec import Finding, Level, ok
 
 ANSWER_WITHIN = 120.0  # seconds that the nodes have, all together: each starts a process and imports its plugins
 
@@ -27,17 +27,17 @@ def devices() -> Iterator[Told]:
     if torch.cuda.is_available():
         names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        yield _ok(
+        yield ok(
             f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices ({', '.join(names)}), NCCL {nccl}"
         )
     elif torch.version.cuda is None:
-        yield _ok(f"torch {torch.__version__} is built for CPUs")
+        yield ok(f"torch {torch.__version__} is built for CPUs")
     else:
-        yield _ok(f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, and sees no CUDA device here")
+        yield ok(f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, and sees no CUDA device here")
 
 
 def run(file: str, overrides: Sequence[str], nodes: bool) -> Iterator[Told]:
-    """Of a config that can be read."""
+    """What is to be said of a config that can be read."""
     config = load_config(file, overrides)
     for note in notes(config):
         yield Finding(
@@ -60,7 +60,7 @@ def run(file: str, overrides: Sequence[str], nodes: bool) -> Iterator[Told]:
                 mend=f"mend {file} first",
             )
         return
-    yield _ok(
+    yield ok(
         f"{file} can run: {len(prepared.plan.roles)} role{'s' * (len(prepared.plan.roles) != 1)} on {prepared.device}"
     )
     yield from _environments(prepared, file)
@@ -82,7 +82,7 @@ def _environments(prepared: Prepared, file: str) -> Iterator[Finding]:
         except UserError as error:
             yield _problem(error.message, file)
         else:
-            yield _ok(f"{who} are given {' '.join(f'{name}={value}' for name, value in given.items())}")
+            yield ok(f"{who} are given {' '.join(f'{name}={value}' for name, value in given.items())}")
 
 
 def _nodes(prepared: Prepared) -> Iterator[Finding]:
@@ -122,7 +122,7 @@ def _nodes(prepared: Prepared) -> Iterator[Finding]:
 def _compared(node: str, wanted: Sequence[Origin], found: Sequence[Origin]) -> Finding:
     amiss = {each: text for each, other in zip(wanted, found, strict=True) if (text := each.against(other))}
     if not amiss:
-        return _ok(f"node {node} has what the driver has: {', '.join(map(str, wanted))}")
+        return ok(f"node {node} has what the driver has: {', '.join(map(str, wanted))}")
     return Finding(
         level=Level.ERROR,
         what=f"node {node} has not what the driver has: {'; '.join(amiss.values())}",
@@ -146,7 +146,3 @@ def _problem(line: str, file: str) -> Finding:
         why="the run would not start",
         mend=f"edit {file}, then: corerl config check {file}",
     )
-
-
-def _ok(what: str) -> Finding:
-    return Finding(level=Level.OK, what=what)

@@ -45,7 +45,7 @@ def refusal() -> str:
 
 @define(eq=False)
 class Communicators:
-    """Those of all process groups on one device."""
+    """The communicators of all process groups on one device."""
 
     device: torch.device
     library: str = "nccl"
@@ -68,7 +68,7 @@ class Communicators:
             communicator.resume()
 
     def _all(self) -> Iterator[Any]:
-        """torch has no public list of its groups; this one has them in the order in which they were made."""
+        """All communicators, in the order of their making; torch has no public list of its groups."""
         for group in distributed_c10d._world.pg_map:
             if self.device.type in {device.type for device in group._device_types}:
                 communicator = group._get_backend(torch.device(self.device.type))

@@ -27,7 +27,7 @@ class Held:
 
     @property
     def residual(self) -> int:
-        """By this process as far as it is known, else by all."""
+        """Bytes that this process holds as far as that is known, else that all hold."""
         return self.used if self.own is None else self.own
 
     def described(self, kinds: Mapping[MemoryKind, int]) -> str:
@@ -43,15 +43,15 @@ class Held:
 
 
 class DeviceMeter:
-    """Of one device; finding the driver's library takes a moment, so it is kept."""
+    """Measures one device; finding the driver's library takes a moment, so it is kept."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._processes = Nvml.open(device) if device.type == "cuda" else None
 
     def held(self, tensors: Iterable[torch.Tensor]) -> Held:
-        """On a CPU, where nobody separates a process's tensors from the rest, the storages of `tensors`, each counted
-        once, are all that it is said to hold."""
+        """What the device holds. On a CPU, where nobody separates a process's tensors from the rest, that is the
+        storages of `tensors`, each counted once."""
         if self._device.type != "cuda":
             size = resident_bytes(tensors)
             return Held(used=size, own=size, live=size, cached=0)
@@ -85,7 +85,7 @@ class Nvml:
 
     @classmethod
     def open(cls, device: torch.device) -> Nvml | None:
-        """None where there is no such library, or it does not know the device."""
+        """The library for this device; None where there is none, or it does not know the device."""
         try:
             library = ctypes.CDLL("libnvidia-ml.so.1")
             _ = library.nvmlDeviceGetComputeRunningProcesses_v3  # not in drivers before 510

@@ -54,7 +54,7 @@ class CudaPinning:
 
 @frozen(eq=False)
 class Piece:
-    """Of one segment, the bytes from `start` on."""
+    """Bytes of one segment, from `start` on."""
 
     segment: int
     start: int
@@ -73,7 +73,7 @@ class HostMemory:
     refusal = ""  # why memory that should be pinned is not
 
     def reserve(self, nbytes: int, group: ProcessGroup | None = None) -> None:
-        """So much will be needed in all; returns at once, or as soon as all ranks of `group` have asked. Raises
+        """Say how much will be needed in all; returns at once, or as soon as all ranks of `group` have asked. Raises
         MemoryError where the host has not so much for its ranks together."""
 
     def take(self, nbytes: int) -> list[Piece]:
@@ -81,7 +81,7 @@ class HostMemory:
         return [Piece(0, 0, torch.empty(nbytes, dtype=torch.uint8))]
 
     def give_back(self, pieces: Iterable[Piece]) -> None:
-        """They may be handed out again."""
+        """Take pieces back, to be handed out again."""
 
     def close(self) -> None:
         """Called once, when nothing is copied any more."""
@@ -105,7 +105,7 @@ class PinnedPool(HostMemory):
 
     @property
     def size(self) -> int:
-        """Bytes in all, those included that are still being made."""
+        """Bytes in all, with those that are still being made."""
         return self._size
 
     def reserve(self, nbytes: int, group: ProcessGroup | None = None) -> None:
@@ -150,7 +150,7 @@ class PinnedPool(HostMemory):
         self._segments, self._making, self._free, self._size = [], [], [], 0
 
     def _make(self, nbytes: int) -> Segment:
-        """In a thread: numpy and the driver work without Python's lock."""
+        """Called in a thread: numpy and the driver work without Python's lock."""
         memory = _touched(nbytes)
         reason = self._pinning.pin(memory)
         return Segment(memory, reason)
@@ -173,12 +173,12 @@ class PinnedPool(HostMemory):
 
 
 def host_memory(device: torch.device) -> HostMemory:
-    """For what lies on `device`."""
+    """Host memory for what lies on `device`."""
     return PinnedPool(CudaPinning(device)) if device.type == "cuda" else HostMemory()
 
 
 def cut(pieces: Sequence[Piece], sizes: Iterable[int]) -> Iterator[list[torch.Tensor]]:
-    """For each of `sizes` its memory, [n] uint8 slices one after the other from the beginning of `pieces`."""
+    """Memory for each of `sizes`, [n] uint8 slices one after the other from the beginning of `pieces`."""
     rest = [piece.memory for piece in reversed(pieces)]
     for size in sizes:
         slices = []
@@ -192,7 +192,7 @@ def cut(pieces: Sequence[Piece], sizes: Iterable[int]) -> Iterator[list[torch.Te
 
 
 def available_bytes() -> float:
-    """Of the host's memory, what can be taken without swapping, and of its container's what that allows."""
+    """Host memory that can be taken without swapping, and that the container allows."""
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
@@ -245,7 +245,7 @@ def _refusal(reason: str) -> str:
 
 
 def _joined(extents: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Neighbours as one; `extents` are by place."""
+    """The extents, which are sorted by place, with neighbours joined."""
     last: tuple[int, int, int] | None = None
     for segment, start, end in extents:
         if last is not None and last[0] == segment and last[2] == start:

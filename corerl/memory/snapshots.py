@@ -22,7 +22,7 @@ class Copies:
 
 
 class Snapshots:
-    """Each rank keeps its own chunks only. Chunks must be given in the same order every time; replicas count like
+    """Keeps this rank's own chunks only. Chunks must be given in the same order every time; replicas count like
     others, since a swap has to reach every view."""
 
     def __init__(self, host: HostMemory | None = None) -> None:

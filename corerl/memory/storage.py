@@ -41,8 +41,8 @@ class Sleeping:
 
 
 class StorageSleeper:
-    """Storages are resized in place (`untyped_storage().resize_`), so parameters, optimizer state and aliases keep
-    their identity. Each storage counts once, and for the kind that was released first.
+    """Resizes storages in place (`untyped_storage().resize_`), so parameters, optimizer state and aliases keep their
+    identity. Each storage counts once, and for the kind that was released first.
 
     On a GPU copies run on a stream of their own, to and from pinned memory, after all that the device has been given so
     far; both verbs return when they are done.
@@ -68,12 +68,12 @@ class StorageSleeper:
         return self._host.refusal
 
     def reserve(self, nbytes: int, group: ProcessGroup | None = None) -> None:
-        """So many bytes will sleep at the same time: begin to make the host memory for them, on all ranks of `group`.
+        """Begin to make host memory for `nbytes` that will sleep at the same time, on all ranks of `group`.
         Raises MemoryError where the host has too little for its ranks together."""
         self._host.reserve(nbytes + nbytes // 512 + PACK, group)  # alignment takes at most a thousandth
 
     def release(self, kind: MemoryKind, tensors: Iterable[torch.Tensor]) -> int:
-        """Bytes freed; 0 where `kind` sleeps already. Gradients are dropped, the rest is copied to the host first.
+        """Free `kind`; returns the bytes, 0 where it sleeps. Gradients are dropped, the rest copied to the host first.
 
         Tensors of 0 dims (step counters) stay. Nothing is freed where a copy fails. The freed memory goes to the
         device's caching allocator.
@@ -88,7 +88,7 @@ class StorageSleeper:
         return sleeping.nbytes
 
     def restore(self, kind: MemoryKind) -> int:
-        """Bytes restored, as many as were freed; gradients are zeros. 0 where `kind` is awake.
+        """Restore `kind`, gradients as zeros; returns the bytes, as many as were freed, 0 where it is awake.
 
         Where it fails, for want of device memory, all of `kind` sleeps on and can be restored later."""
         sleeping = self._asleep.get(kind)
@@ -166,7 +166,7 @@ class Copies:
                 torch._foreach_copy_(views, whole.split(list(part.sizes)))
 
     def _aside(self) -> contextlib.AbstractContextManager[object]:
-        """Not around `resize_`: memory belongs to the stream that was current when it was taken."""
+        """A block on the copies' stream; not for `resize_`: memory belongs to the stream current when it was taken."""
         return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
 
 
@@ -192,7 +192,7 @@ def _storages(tensors: Iterable[torch.Tensor], *, scalars: bool = False) -> Iter
 
 
 def _grouped(storages: Iterable[torch.UntypedStorage]) -> Iterator[list[torch.UntypedStorage]]:
-    """Large ones first, each by itself; then small ones of one device, up to PACK bytes together."""
+    """Groups: large storages first, each by itself; then small ones of one device, up to PACK bytes together."""
     small = defaultdict(list)
     for storage in storages:
         if storage.nbytes() >= SMALL:
@@ -212,7 +212,7 @@ def _grouped(storages: Iterable[torch.UntypedStorage]) -> Iterator[list[torch.Un
 
 
 def _dropped(groups: Iterable[Sequence[torch.UntypedStorage]]) -> Sleeping:
-    """Zeros come back."""
+    """What comes back as zeros."""
     return Sleeping([Part(group, [storage.nbytes() for storage in group]) for group in groups])
 
 

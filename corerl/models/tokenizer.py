@@ -12,7 +12,7 @@ from tokenizers import decoders, models, processors
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corerl.errors import ModelError
-from corerl.messages import first_line
+from corerl.messages import first_line, one_line
 
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
@@ -43,9 +43,8 @@ def load_tokenizer(*, tokenizer: str, path: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # transformers and tokenizers raise whatever their parsers do, from OSError to Exception
         found = ", ".join(sorted(entry.name for entry in Path(directory).iterdir())) or "nothing"
         raise ModelError(
-            f"{setting}={directory!r} holds no tokenizer that transformers can load ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}); wanted tokenizer.json and tokenizer_config.json, "
-            f"found {found}"
+            f"{setting}={directory!r} holds no tokenizer that transformers can load ({one_line(error)}); "
+            f"wanted tokenizer.json and tokenizer_config.json, found {found}"
         ) from error
     if not isinstance(loaded, PreTrainedTokenizerBase):
         raise ModelError(f"{setting}={directory!r} holds a {type(loaded).__name__}, which is no transformers tokenizer")

@@ -11,7 +11,7 @@ WRITTEN = re.compile(r"(\d+)(?::(\d+)(?::([1-9]\d*))?)?")
 
 @frozen
 class Chosen:
-    """`step in chosen`."""
+    """Steps, to be asked with `step in chosen`."""
 
     ranges: tuple[range, ...]
 
@@ -20,7 +20,7 @@ class Chosen:
 
 
 def steps_chosen(text: str) -> Chosen:
-    """Of steps and ranges FIRST:LAST:EVERY with commas between; LAST is included, '' holds none.
+    """Read steps and ranges FIRST:LAST:EVERY with commas between; LAST is included, '' is none.
 
     Raises ValueError where it is something else.
     """

@@ -120,7 +120,7 @@ def _panel(axes: Axes, heading: str) -> None:
 
 
 def _line(axes: Axes, history: History, name: str, label: str, colour: str, *, thin: bool = True) -> None:
-    """`thin`: every step is noisy, so draw it faintly below its moving average."""
+    """Draw one metric; where `thin`, as every step is noisy, faintly below its moving average."""
     steps, values = history.series(name)
     if not steps:
         return

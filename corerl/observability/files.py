@@ -13,7 +13,7 @@ from corerl.errors import DataError
 
 
 def keep(path: Path) -> None:
-    """Where there is such a file, give it the next free number: trace-1.json."""
+    """Rename the file, if there is one, to the next free number: trace-1.json."""
     if path.exists():
         number = 1
         while (other := path.with_stem(f"{path.stem}-{number}")).exists():

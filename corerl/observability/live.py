@@ -209,5 +209,5 @@ def _table(*headings: str, title: str) -> Table:
 
 
 def _cell(text: str) -> Text:
-    """As it stands: what a model wrote is never taken for rich's markup."""
+    """The text as it stands: what a model wrote is never taken for rich's markup."""
     return Text(printable(text))

@@ -6,15 +6,13 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from corerl.observability.specs import MlflowOptions
 from corerl.observability.tensorboard import markdown
-from corerl.observability.tracking import CONFIG_FILE, Identity, flat, read_config
-from corerl.plugin.events import Evaluated, Event, RunFinished, RunStarted, Shown, StepFinished
-from corerl.plugin.hookspecs import hookimpl
+from corerl.observability.tracking import CONFIG_FILE, Identity, Tracker, flat, read_config
+from corerl.plugin.events import RunStarted, Shown
 
 IDENTITY_FILE = "mlflow.json"
 STORE = "mlruns"
@@ -23,42 +21,15 @@ LONGEST_PARAM = 500
 STATUSES = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
 
-class Mlflow:
+class Mlflow(Tracker):
     """A resumed run goes on in the same MLflow run: where it does steps again, MLflow holds both numbers of such a
     step."""
 
-    def __init__(self, *, options: MlflowOptions, run_dir: str) -> None:
-        self._options = options
-        self._run_dir = Path(run_dir)
-        self._client: Any = None  # an MlflowClient, from RunStarted to shutdown
-        self._run = ""  # MLflow's id
-        self._reason = ""  # as RunFinished has it
+    _options: MlflowOptions
+    _library: Any  # an MlflowClient
+    _run: str  # MLflow's id
 
-    @hookimpl
-    def observe(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            self._start(event)
-        if self._client is None:
-            return
-        match event:
-            case StepFinished():
-                self._metrics(event.step, event.metrics)
-                every = self._options.samples_every
-                if every and event.step % every == 0:
-                    self._samples("rollout", event.step, event.shown)
-            case Evaluated():
-                self._metrics(event.step, event.metrics)
-                self._samples("held-out", event.step, event.shown)
-            case RunFinished():
-                self._reason = event.reason
-
-    @hookimpl
-    def shutdown(self, reason: str) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.set_terminated(self._run, STATUSES.get(self._reason or reason, "FAILED"))
-
-    def _start(self, event: RunStarted) -> None:
+    def start(self, event: RunStarted) -> None:
         default = (self._run_dir / STORE).absolute().as_uri()
         uri = self._options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or default
         if urlsplit(uri).scheme in ("", "file"):
@@ -86,22 +57,23 @@ class Mlflow:
                 client.log_batch(self._run, params=params[first : first + PARAMS_AT_ONCE])
         if (self._run_dir / CONFIG_FILE).exists():
             client.log_artifact(self._run, str(self._run_dir / CONFIG_FILE))  # a resumed run may have another
-        self._client = client
+        self._library = client
 
-    def _metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], kind: str, shown: Sequence[Shown]) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         named = [Metric(_named(name), float(value), now, step) for name, value in metrics.items()]
-        self._client.log_batch(self._run, metrics=named)
-
-    def _samples(self, kind: str, step: int, shown: Sequence[Shown]) -> None:
+        self._library.log_batch(self._run, metrics=named)
         if shown:
-            self._client.log_text(self._run, markdown(shown), f"samples/{kind}-{step:08d}.md")
+            self._library.log_text(self._run, markdown(shown), f"samples/{kind}-{step:08d}.md")
+
+    def close(self, library: Any, reason: str) -> None:
+        library.set_terminated(self._run, STATUSES.get(reason, "FAILED"))
 
 
 def _named(name: str) -> str:
-    """With the characters that MLflow takes."""
+    """The name in characters that MLflow takes."""
     return re.sub(r"[^\w\-. /]", "_", name)
 
 

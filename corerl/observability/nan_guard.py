@@ -85,7 +85,7 @@ class NanGuard:
         return failed
 
     def _tell(self, found: list[str], step: Step | None) -> None:
-        """In a file of the rank, and on its standard error."""
+        """Write what was found to the rank's file and to standard error."""
         if not found:
             return
         at = {"optimizer_step": step.optimizer_step, "rollout_step": step.rollout_step} if step else {}
@@ -130,7 +130,7 @@ def in_columns(batch: PackedBatch) -> list[str]:
 
 
 def in_result(result: TrainResult, *, scales_loss: bool) -> list[str]:
-    """`scales_loss`: a gradient that is too large is how the loss scale is found."""
+    """What is not finite. `scales_loss`: a gradient that is too large is how the loss scale is found."""
     found = [
         f"metric {name}: {metric.total}" for name, metric in result.metrics.items() if not math.isfinite(metric.total)
     ]

@@ -56,8 +56,8 @@ class Profiler:
         return result
 
     def _started(self) -> profile | None:
-        """None where another one runs in this process, beside which torch crashes. It must not raise: the other ranks
-        go on into collectives."""
+        """A running profiler; None where another one runs in this process, beside which torch crashes. It must not
+        raise: the other ranks go on into collectives."""
         options = self._options
         if torch.autograd._profiler_enabled():
             print(f"warning: {self._name} is not profiled: another profiler runs in its process", file=sys.stderr)

@@ -77,7 +77,7 @@ class Story:
                 self.phase = None
 
     def seconds_left(self) -> float | None:
-        """By the pace of the newest steps, evaluations and saves between them included; None before there is one."""
+        """Seconds at the newest steps' pace, evaluations and saves between included; None before the first step."""
         if len(self._finishes) > 1:
             pace = (self._finishes[-1] - self._finishes[0]) / (len(self._finishes) - 1)
         elif self._finishes:

@@ -4,64 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from corerl.observability.specs import TensorboardOptions
 from corerl.observability.text import number, printable
-from corerl.plugin.events import CheckpointSaved, Evaluated, Event, RunFinished, RunStarted, Shown, StepFinished
+from corerl.observability.tracking import Tracker
+from corerl.plugin.events import CheckpointSaved, Event, RunFinished, RunStarted, Shown
 from corerl.plugin.hookspecs import hookimpl
 
 EVENTS_DIR = "tensorboard"
 
 
-class Tensorboard:
+class Tensorboard(Tracker):
     """A resumed run adds a file of its own, and has TensorBoard forget the steps that it does again."""
 
-    def __init__(self, *, options: TensorboardOptions, run_dir: str) -> None:
-        self._options = options
-        self._directory = Path(run_dir) / EVENTS_DIR
-        self._writer: Any = None  # a SummaryWriter, from RunStarted to shutdown
+    _options: TensorboardOptions
+    _library: Any  # a SummaryWriter
+
+    def start(self, event: RunStarted) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if math.isinf(event.repeats_from) else int(event.repeats_from)
+        self._library = SummaryWriter(log_dir=str(self._run_dir / EVENTS_DIR), purge_step=purge, flush_secs=5)
 
     @hookimpl
     def observe(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            from torch.utils.tensorboard import SummaryWriter
+        super().observe(event)
+        # What a resumed run keeps must be on disk by the time that it can be resumed.
+        if self._library is not None and isinstance(event, CheckpointSaved | RunFinished):
+            self._library.flush()
 
-            self.close()
-            purge = None if math.isinf(event.repeats_from) else int(event.repeats_from)
-            self._writer = SummaryWriter(log_dir=str(self._directory), purge_step=purge, flush_secs=5)
-        if self._writer is None:
-            return
-        match event:
-            case StepFinished():
-                self._scalars(event.step, event.metrics)
-                every = self._options.samples_every
-                if every and event.step % every == 0:
-                    self._text("samples/rollout", event.step, event.shown)
-            case Evaluated():
-                self._scalars(event.step, event.metrics)
-                self._text("samples/held-out", event.step, event.shown)
-            case CheckpointSaved() | RunFinished():
-                # What a resumed run keeps must be on disk by the time that it can be resumed.
-                self._writer.flush()
-
-    @hookimpl
-    def shutdown(self, reason: str) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def _scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], kind: str, shown: Sequence[Shown]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, float(value), step)
-
-    def _text(self, tag: str, step: int, shown: Sequence[Shown]) -> None:
+            self._library.add_scalar(name, float(value), step)
         if shown:
-            self._writer.add_text(tag, markdown(shown), step)
+            self._library.add_text(f"samples/{kind}", markdown(shown), step)
+
+    def close(self, library: Any, reason: str) -> None:
+        library.close()
 
 
 def markdown(shown: Sequence[Shown]) -> str:

@@ -12,7 +12,7 @@ _FORMATS = {
 
 
 def number(value: float | None, metric: str = "") -> str:
-    """At most nine characters, equal decimals for equal metrics so that columns line up; `-` where there is none."""
+    """A number in at most nine characters, with a metric's own decimals so that columns line up; `-` for None."""
     if value is None:
         return "-"
     text = format(value, _FORMATS.get(metric, ".3f"))
@@ -20,7 +20,7 @@ def number(value: float | None, metric: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """0:07, 12:34, 3:00:00."""
+    """Seconds as 0:07, 12:34 or 3:00:00."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

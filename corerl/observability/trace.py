@@ -138,7 +138,7 @@ class Trace:
         return 100_000 * self._kinds.index(kind) + int(number or 0)
 
     def _put(self, *records: Record) -> None:
-        """Reaches the file at once."""
+        """Write records, which reach the file at once."""
         first = self._file is None
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)

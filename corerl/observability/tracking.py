@@ -1,15 +1,62 @@
-"""What trackers share: the run's config as flat names, and the identity under which a resumed run goes on."""
+"""What trackers share: what they hear, the run's config as flat names, and the identity that a resumed run keeps."""
 
 from __future__ import annotations
 
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from corerl.plugin.events import Evaluated, Event, RunFinished, RunStarted, Shown, StepFinished
+from corerl.plugin.hookspecs import hookimpl
+
 CONFIG_FILE = "config.toml"  # which the driver writes before a run starts
+
+
+class Tracker:
+    """An extension that tells a library all numbers, and the answers that are shown."""
+
+    _options: Any  # with `samples_every`, rollout steps between sampled answers
+
+    def __init__(self, *, options: Any, run_dir: str) -> None:
+        self._options = options
+        self._run_dir = Path(run_dir)
+        self._library: Any = None  # what `start` sets, from RunStarted to shutdown
+        self._reason = ""  # as RunFinished has it
+
+    def start(self, event: RunStarted) -> None:
+        raise NotImplementedError
+
+    def log(self, step: int, metrics: Mapping[str, float], kind: str, shown: Sequence[Shown]) -> None:
+        """`kind` is what `shown` are, rollout or held-out."""
+        raise NotImplementedError
+
+    def close(self, library: Any, reason: str) -> None:
+        raise NotImplementedError
+
+    @hookimpl
+    def observe(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self.start(event)
+        if self._library is None:
+            return
+        match event:
+            case StepFinished():
+                every = self._options.samples_every
+                shown = event.shown if every and event.step % every == 0 else ()
+                self.log(event.step, event.metrics, "rollout", shown)
+            case Evaluated():
+                self.log(event.step, event.metrics, "held-out", event.shown)
+            case RunFinished():
+                self._reason = event.reason
+
+    @hookimpl
+    def shutdown(self, reason: str) -> None:
+        library, self._library = self._library, None
+        if library is not None:
+            self.close(library, self._reason or reason)
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
@@ -42,7 +89,7 @@ class Identity:
         self._path = path
 
     def read(self, *, goes_on: bool) -> dict[str, str]:
-        """Of the run that this one goes on with; empty where it begins, or where it was not tracked before."""
+        """What the run that goes on was called; empty where it begins, or where it was not tracked before."""
         if not goes_on or not self._path.exists():
             return {}
         identity: dict[str, str] = json.loads(self._path.read_text(encoding="utf-8"))

@@ -22,7 +22,7 @@ LIST_HOOKS = ("shutdown", "observe")  # called plugin by plugin, so that one tha
 
 
 class HookManager(pluggy.PluginManager):
-    """Where the user has asked for it, each call is told of."""
+    """Tells of each call where the user has asked for it."""
 
     hook_trace: HookTrace | None = None
 
@@ -77,7 +77,7 @@ def check_backend(manager: pluggy.PluginManager, name: str) -> None:
 
 
 def refuse_observers(manager: pluggy.PluginManager) -> None:
-    """For a worker, where an observer would wait in vain."""
+    """Raises ContractError for observers in a worker, where they would wait in vain."""
     for impl in manager.hook.observe.get_hookimpls():
         raise ContractError(
             f"{impl.plugin_name} implements observe, and events are told on the driver only; leave it out, or make it "

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from datetime import datetime
 from enum import Enum
@@ -14,6 +14,8 @@ from typing import Any
 
 import attrs
 import pluggy
+
+from corerl.messages import one_line
 
 VARIABLE = "CORERL_TRACE"
 DEPTH = 4  # of what is told of an object inside objects
@@ -28,9 +30,8 @@ def wanted() -> bool:
 class HookTrace:
     """The calls of one process. `where` is what it is called, such as `actor rank 0`."""
 
-    def __init__(self, where: str, write: Callable[[str], object] | None = None) -> None:
+    def __init__(self, where: str) -> None:
         self._where = where
-        self._write = write or (lambda line: print(line, file=sys.stderr, flush=True))
         self._started: list[float] = []  # of the calls that go on, outer ones first
 
     def follow(self, manager: pluggy.PluginManager) -> None:
@@ -66,13 +67,12 @@ class HookTrace:
 
     def _ended(self, hook: str, error: BaseException | None, result: Any) -> None:
         taken = 1000 * (time.perf_counter() - self._started.pop())
-        text = str(error).strip().partition("\n")[0]
-        told = f"raised {type(error).__name__}: {text}" if error is not None else summary(result)
+        told = f"raised {one_line(error)}" if error is not None else summary(result)
         self._tell(f"< {hook} {taken:.1f} ms {told}")
 
     def _tell(self, text: str) -> None:
         now = datetime.now().strftime("%H:%M:%S.%f")[:-3]
-        self._write(f"{now} {self._where} {'  ' * len(self._started)}{text}")
+        print(f"{now} {self._where} {'  ' * len(self._started)}{text}", file=sys.stderr, flush=True)
 
 
 def summary(value: Any, depth: int = DEPTH) -> str:

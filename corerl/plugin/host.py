@@ -176,7 +176,7 @@ class PluginHost:
         return result
 
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
-        """Kinds that sleep already are left out. The hook is called even for none, to measure the residual."""
+        """Put `kinds` to sleep, less those that sleep. The hook is called even for none, to measure the residual."""
         with self.entering("sleep"):
             going = self.resident & kinds
             self.resident -= going
@@ -184,7 +184,7 @@ class PluginHost:
             return result
 
     def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
-        """Kinds that are awake already are left out; the hook is called only where one is left."""
+        """Wake `kinds` up, less those that are awake; the hook is called only where one is left."""
         with self.entering("wake_up"):
             coming = frozenset(kinds) - self.resident
             if not coming:
@@ -194,7 +194,7 @@ class PluginHost:
             return result
 
     def shutdown(self, reason: str) -> None:
-        """Once on each plugin, extensions first. What they raise is raised here at the end, as one error, unless the
+        """Shut each plugin down, extensions first. What they raise is raised here at the end, as one error, unless the
         host had failed before: then it is only printed, and hides nothing. A second call does nothing."""
         if self.state is State.CLOSED:
             return

@@ -42,7 +42,7 @@ class Observers:
                 print(f"warning: {name} is disabled, since {what} raised {one_line(error)}", file=sys.stderr)
 
     def shutdown(self, reason: str) -> None:
-        """Once on each; a second call does nothing."""
+        """Shut each one down, once; a second call does nothing."""
         with self._telling:
             if self._closed:
                 return

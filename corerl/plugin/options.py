@@ -31,7 +31,7 @@ class Selection:
 
 
 def selected(config: Config) -> list[Selection]:
-    """In the order of backends, engine, extensions; a plugin stands there as often as settings name it."""
+    """Selections of backends, engine, extensions, in that order; a plugin is there as often as settings name it."""
     roles = config.chosen_roles.items()
     backends = {f"roles.{role}.backend": choice.backend for role, choice in roles if choice.backend}
     common = len(backends) < len(roles)

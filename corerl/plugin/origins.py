@@ -50,12 +50,12 @@ class Origin:
 
 
 def origins_of(*plugins: tuple[Kind, Loaded]) -> tuple[Origin, ...]:
-    """Of CoreRL itself, then of each plugin."""
+    """Origins of CoreRL itself, then of each plugin."""
     return (_core(), *[_origin(kind, loaded) for kind, loaded in plugins])
 
 
 def look_for(named: Sequence[tuple[Kind, str]]) -> list[Origin]:
-    """Of CoreRL itself, then of each plugin, as far as this process finds them."""
+    """Origins of CoreRL itself, then of each plugin, as far as this process finds them."""
     found = [_core()]
     for kind, name in named:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import metadata
 
-from corerl.plugin.spec import Finding, Level
+from corerl.plugin.spec import Finding, Level, ok
 
 Version = tuple[int, ...]
 
@@ -24,7 +24,7 @@ def library(
             level=Level.ERROR, what=f"{name} is not installed", why=f"this {plugin} is made of it", mend=mend
         )
     if oldest <= version(installed)[: len(oldest)] and version(installed)[: len(end)] < end:
-        return Finding(level=Level.OK, what=f"{name} {installed} is one that this {plugin} runs with")
+        return ok(f"{name} {installed} is one that this {plugin} runs with")
     return Finding(
         level=Level.ERROR,
         what=f"{name} {installed} is not one of those that this {plugin} was written for",

@@ -34,7 +34,7 @@ class Kind(Enum):
 
     @property
     def group(self) -> str:
-        """Of entry points."""
+        """Its group of entry points."""
         return f"corerl.{self.value}"
 
     @property
@@ -113,7 +113,7 @@ class Entry:
 
 @frozen(kw_only=True)
 class Loaded(Entry):
-    """With its spec."""
+    """An entry point with its spec."""
 
     spec: Any  # BackendSpec, EngineSpec or ExtensionSpec
 
@@ -129,9 +129,9 @@ def installed(kind: Kind) -> list[Installed]:
             spec = _load_spec(kind, entry)
             api, summary = spec.api, spec.summary
             _require_usable(kind, entry, spec)
-        except PluginIncompatible:
-            assert api is not None
-            status, reason = Status.INCOMPATIBLE, f"written for API {_dotted(api)}, this corerl speaks {_dotted(API)}"
+        except PluginIncompatible as error:
+            status = Status.INCOMPATIBLE
+            reason = f"written for API {_dotted(error.api)}, this corerl speaks {_dotted(API)}"
         except PluginBroken as error:
             status, reason = Status.BROKEN, one_line(error.__cause__) if error.__cause__ else error.message
         if status is Status.OK and rivals:
@@ -204,7 +204,7 @@ def kinds_of(name: str) -> list[Kind]:
 
 
 def unknown(name: str) -> PluginNotFound:
-    """For a name that is of no kind."""
+    """The error for a name that is of no kind."""
     names = {kind: installed_names(kind) for kind in Kind}
     listed = "; ".join(f"{kind.value}: {', '.join(known) or 'none'}" for kind, known in names.items())
     known = sorted({each for kind, names_of in names.items() for each in [*names_of, *INSTALL_HINTS[kind]]})
@@ -228,7 +228,7 @@ def locate(kind: Kind, name: str) -> Entry:
     if not wanted and colon and _is_module(module):
         return Entry(name=name, distribution="", version="", value=name)
     if not wanted:
-        raise PluginNotFound(_not_found(kind, name, entries))
+        raise _not_found(kind, name, entries)
     if len(wanted) > 1:
         raise PluginConflict(f"{kind.noun} {name!r} is {_rivalry(wanted[0], wanted[1:])}")
     return wanted[0]
@@ -315,21 +315,23 @@ def _cure(of: Entry) -> str:
 
 
 def _require_usable(kind: Kind, entry: Entry, spec: Spec) -> None:
-    """Written for this API; what else a spec holds depends on it."""
+    """Check that it was written for this API first: what else a spec holds depends on that."""
     major, minor = spec.api
     if major != API[0] or minor > API[1]:
-        raise PluginIncompatible(
+        error = PluginIncompatible(
             f"{kind.noun} {entry} was written for API {_dotted(spec.api)}, this corerl speaks {_dotted(API)}; "
             f"install a release of {entry.distribution or 'it'} for API {_dotted(API)}, "
             "or the corerl that it was made for"
         )
+        error.api = spec.api
+        raise error
     if not (isinstance(spec.config, type) and attrs.has(spec.config)):
         raise PluginBroken(
             f"{kind.noun} {entry}: {entry.value} has config={spec.config!r}, expected a frozen attrs class"
         )
 
 
-def _not_found(kind: Kind, name: str, entries: Sequence[Entry]) -> str:
+def _not_found(kind: Kind, name: str, entries: Sequence[Entry]) -> PluginNotFound:
     hints = INSTALL_HINTS[kind]
     known = sorted({entry.name for entry in entries})
     qualified = [f"{entry.distribution}:{entry.name}" for entry in entries]
@@ -337,9 +339,10 @@ def _not_found(kind: Kind, name: str, entries: Sequence[Entry]) -> str:
     text = f"unknown {kind.noun} {name!r}; installed: {', '.join(known) or 'none'}"
     if near and near != name:
         text += f"; did you mean {near!r}?"
-    if near in hints and near not in known:
-        text += f"; to install {near!r}: {hints[near]}"
-    return text
+    install = "" if near in known else hints.get(near, "")
+    error = PluginNotFound(text + f"; to install {near!r}: {install}" * bool(install))
+    error.install = install
+    return error
 
 
 def _rivalry(entry: Entry, rivals: Sequence[Entry]) -> str:
@@ -376,7 +379,7 @@ def is_named(entry: Entry, name: str) -> bool:
 
 
 def _path(distribution: Distribution) -> str:
-    """Of the metadata; a finder of another kind than the standard one may only know the directory around them."""
+    """Where the metadata lie; a finder other than the standard one may only know the directory around them."""
     return str(getattr(distribution, "_path", distribution.locate_file("")))
 
 

@@ -50,6 +50,10 @@ class Finding:
     mend: str = ""  # the command that mends it, or what to do where no command does
 
 
+def ok(what: str) -> Finding:
+    return Finding(level=Level.OK, what=what)
+
+
 @frozen(kw_only=True)
 class Resources:
     """What one rank, or one engine replica, takes of its bundle."""
@@ -78,11 +82,7 @@ def all_ranks(config: Any, cluster: ClusterInfo) -> int:
     return cluster.ranks
 
 
-def one_call(config: Any, cluster: ClusterInfo) -> int:
-    return 1
-
-
-def one_bundle(config: Any, cluster: ClusterInfo) -> int:
+def one(config: Any, cluster: ClusterInfo) -> int:
     return 1
 
 
@@ -130,10 +130,10 @@ class EngineSpec:
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
     # Calls of `generate` that a replica answers side by side, each in a thread of its own: an asynchronous run makes as
     # many, of few prompts each where these are many.
-    calls: Callable[[Any, ClusterInfo], int] = one_call
+    calls: Callable[[Any, ClusterInfo], int] = one
     # Bundles of one replica, neighbours on one machine, each as `resources` says. On each of them a process of the
     # engine holds a part of the model, and receives weights. Asked where `check` has found nothing.
-    bundles: Callable[[Any, ClusterInfo], int] = one_bundle
+    bundles: Callable[[Any, ClusterInfo], int] = one
     # What is to be said of its libraries on this machine; `corerl doctor` calls it in a process of its own.
     probe: Callable[[], Iterable[Finding]] = no_findings
     # The form in which it takes weights, as `weights.quantize` names it: the run's must be the same. "fp8" comes as the

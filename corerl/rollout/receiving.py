@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from corerl.errors import CorerlError
+from corerl.messages import message_of
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address, WeightReceiver
 from corerl.weights.transports import open_receiver
@@ -48,10 +48,10 @@ class Receiving:
                     finally:
                         del flat  # the sender takes its memory back once this is acknowledged
             except Exception as failure:  # whatever it is, the sender must hear of it
-                error = line(failure)
+                error = message_of(failure)
             receiver.acknowledge(version, error)
         except Exception as failure:  # the connection itself; what was wrong before it weighs more
-            error = error or line(failure)
+            error = error or message_of(failure)
         return received, error
 
     def close(self) -> None:
@@ -64,7 +64,3 @@ class Receiving:
             self.close()
             self._receiver, self._address = open_receiver(address, index=self._index), address
         return self._receiver
-
-
-def line(failure: Exception) -> str:
-    return failure.message if isinstance(failure, CorerlError) else f"{type(failure).__name__}: {failure}"

@@ -72,6 +72,7 @@ class Scorer(Protocol):
 
 
 LARGEST = float(np.finfo(np.float32).max)
+LONGEST = 80  # characters that a message shows of a text
 
 
 @frozen(kw_only=True)
@@ -157,8 +158,8 @@ def told(error: BaseException) -> str:
         return type(error).__name__ + place
 
 
-def short(text: str, limit: int = 80) -> str:
-    return repr(text if len(text) <= limit else text[: limit - 3] + "...")
+def short(text: str) -> str:
+    return repr(text if len(text) <= LONGEST else text[: LONGEST - 3] + "...")
 
 
 def resolve_reward(name: str, options: Mapping[str, Any]) -> Reward:

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from corerl.errors import EngineFailed
+from corerl.messages import message_of
 from corerl.rollout.engine import Received
-from corerl.rollout.receiving import Receiving, line
+from corerl.rollout.receiving import Receiving
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
 
@@ -140,7 +141,7 @@ class Serving:
             try:
                 received, error = transfer(refused)
             except Exception as failure:
-                received, error = 0, refused or line(failure)
+                received, error = 0, refused or message_of(failure)
             if not error:
                 self._version, self._reason = version, ""
             elif not stale:

@@ -55,5 +55,5 @@ def test_steps_that_cannot_be_read_are_refused_with_the_options() -> None:
 
 
 def test_an_interval_below_its_bound_is_refused() -> None:
-    with pytest.raises(ValueError, match="'every' must be >= 1: 0"):
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
         specs.ConsoleOptions(every=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -85,8 +86,9 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_the_installed_ones(
 def test_a_first_party_backend_that_is_missing_is_answered_with_how_to_install_it(absent_backend: str) -> None:
     with pytest.raises(PluginNotFound, match=r"to install 'absent': pip install 'corerl\[absent\]'$"):
         load(Kind.BACKENDS, absent_backend)
-    with pytest.raises(PluginNotFound, match=r"did you mean 'absent'\?; to install 'absent': pip install"):
+    with pytest.raises(PluginNotFound, match=r"did you mean 'absent'\?; to install 'absent': pip install") as caught:
         load(Kind.BACKENDS, "abbsent")
+    assert pickle.loads(pickle.dumps(caught.value)).install == "pip install 'corerl[absent]'"
 
 
 def test_two_distributions_with_one_name_are_both_named_and_can_be_told_apart(
@@ -188,6 +190,7 @@ def test_a_backend_of_another_api_is_refused_with_both_versions(
         f"backend 'mine' (corerl-mine 0.1.0) was written for API {major}.{minor}, this corerl speaks 1.0; "
         "install a release of corerl-mine for API 1.0, or the corerl that it was made for"
     )
+    assert pickle.loads(pickle.dumps(caught.value)).api == api  # as on its way through Ray
     (mine,) = listed("mine")
     assert (mine.status, mine.api) == (Status.INCOMPATIBLE, api)
     assert mine.reason == f"written for API {major}.{minor}, this corerl speaks 1.0"

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 
 from corerl.plugin.probing import library, nccl
-from corerl.plugin.spec import Finding, Level
+from corerl.plugin.spec import Finding, Level, ok
 
 OLDEST, END = (0, 19, 8), (0, 20)  # DeepSpeed's, as in pyproject.toml
 MEND = "python -m pip install 'deepspeed>=0.19.8,<0.20'"
@@ -52,8 +52,7 @@ def _operations() -> Iterator[Finding]:
             mend=f"{MEND} --force-reinstall --no-deps",
         )
         return
-    yield Finding(
-        level=Level.OK,
-        what=f"operations of DeepSpeed that are built: {', '.join(built) or 'none'}; that could be: "
-        f"{', '.join(others) or 'none'}; this backend calls none of them",
+    yield ok(
+        f"operations of DeepSpeed that are built: {', '.join(built) or 'none'}; that could be: "
+        f"{', '.join(others) or 'none'}; this backend calls none of them"
     )

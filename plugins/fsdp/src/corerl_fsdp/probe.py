@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from corerl.plugin.probing import REINSTALL_TORCH, nccl, version
-from corerl.plugin.spec import Finding, Level
+from corerl.plugin.spec import Finding, Level, ok
 
 OLDEST = (2, 9)  # torch's, as in pyproject.toml
 TESTED = (2, 13)  # the newest with which all tests have passed
@@ -32,7 +32,7 @@ def probe() -> Iterator[Finding]:
             mend="python -m pip install --upgrade corerl-fsdp",
         )
     else:
-        yield Finding(level=Level.OK, what=f"torch {torch.__version__} is one that FSDP runs with")
+        yield ok(f"torch {torch.__version__} is one that FSDP runs with")
     if not dist.is_available():
         yield Finding(
             level=Level.ERROR,
@@ -51,7 +51,7 @@ def probe() -> Iterator[Finding]:
     yield from nccl(gpus=torch.cuda.is_available(), available=dist.is_nccl_available())
     there = {"gloo": dist.is_gloo_available(), "NCCL": dist.is_nccl_available()}
     names = " and ".join(name for name, available in there.items() if available)
-    yield Finding(level=Level.OK, what=f"torch.distributed has {names or 'no backend that ranks could meet through'}")
+    yield ok(f"torch.distributed has {names or 'no backend that ranks could meet through'}")
 
 
 def _dotted(version: tuple[int, ...]) -> str:

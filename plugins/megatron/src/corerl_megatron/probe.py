@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from corerl.plugin.probing import library, nccl
-from corerl.plugin.spec import Finding, Level
+from corerl.plugin.spec import Finding, Level, ok
 
 OLDEST, END = (0, 16), (0, 20)  # megatron-core's, as in pyproject.toml
 MEND = "python -m pip install 'megatron-core>=0.16,<0.20'"
@@ -27,7 +27,7 @@ def probe() -> Iterator[Finding]:
         mend=MEND,
     )
     if not torch.cuda.is_available():
-        yield Finding(level=Level.OK, what="no GPU: layers are plain torch, and ranks talk through gloo")
+        yield ok("no GPU: layers are plain torch, and ranks talk through gloo")
         return
     yield from nccl(gpus=True, available=dist.is_nccl_available())
     if importlib.util.find_spec("transformer_engine") is None:
@@ -49,4 +49,4 @@ def probe() -> Iterator[Finding]:
         )
     else:
         engine = metadata.version("transformer_engine")
-        yield Finding(level=Level.OK, what=f"TransformerEngine {engine} loads")
+        yield ok(f"TransformerEngine {engine} loads")

@@ -18,13 +18,14 @@ from attrs import evolve
 
 from corerl.config.schema import ModelConfig
 from corerl.errors import ConfigError, CorerlError, EngineFailed, WorkerDied
+from corerl.messages import message_of
 from corerl.models.build import build_on_meta
 from corerl.models.config import hf_config
 from corerl.models.names import hf_boxes
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, SamplingParams
 from corerl.rollout.offered import misfit
 from corerl.rollout.pool import split
-from corerl.rollout.receiving import Receiving, line
+from corerl.rollout.receiving import Receiving
 from corerl.rollout.serving import Serving
 from corerl.weights.manifest import Manifest
 from corerl.weights.quantize import as_sent, is_quantized
@@ -209,7 +210,7 @@ class SglangEngine(Engine):
             finally:
                 answers = read_answers(path, ranks)
         except (CorerlError, OSError) as failure:
-            failed = line(failure)
+            failed = message_of(failure)
         wrong = next((answer.error for answer in answers if answer is not None and answer.error), "")
         silence = "a rank of its server gave no answer" if None in answers else ""
         return answers, failed or wrong or silence

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from corerl.rollout.receiving import Receiving, line
+from corerl.messages import message_of
+from corerl.rollout.receiving import Receiving
 from corerl_sglang.held import Held, Model
 from corerl_sglang.instruction import Answer, Instruction, read_instruction, write_answer
 
@@ -31,7 +32,7 @@ def load(model: Model, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Non
         else:
             answer = Answer(bytes=0, error="", sums=held.sums())
     except Exception as failure:
-        answer = Answer(bytes=0, error=line(failure))
+        answer = Answer(bytes=0, error=message_of(failure))
     write_answer(path, rank, answer)
 
 
