@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 
 from corerl.config.schema import ModelConfig, WeightsConfig
 from corerl.types import Array, BoolArray, FloatArray, IntArray, MemoryKind, rows_at
@@ -44,30 +45,27 @@ class GenerateRequest:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def split(self) -> list[IntArray]:
+    def by_row(self) -> list[IntArray]:
         """Each row's tokens."""
         return np.split(self.tokens, self.offsets[1:-1])
 
     def rows(self, start: int, stop: int) -> GenerateRequest:
         """Rows [start, stop) as a request of their own."""
-        low, high = self.offsets[start], self.offsets[stop]
-        return GenerateRequest(
-            tokens=self.tokens[low:high],
-            offsets=self.offsets[start : stop + 1] - low,
-            noise_keys=self.noise_keys[start:stop],
-            params=self.params,
-            begun=self.begun[start:stop],
-            limits=self.limits[start:stop],
-        )
+        return self.take(np.arange(start, stop))
+
+    def parts(self, n: int) -> list[GenerateRequest]:
+        """At most `n` contiguous, non-empty requests whose row counts differ by at most one."""
+        bounds = [len(self) * part // n for part in range(n + 1)]
+        return [self.rows(start, stop) for start, stop in pairwise(bounds) if stop > start]
 
     def take(self, rows: IntArray) -> GenerateRequest:
         """These rows [n], in their order, as a request of their own."""
         tokens, offsets = rows_at(self.offsets, rows)
-        return GenerateRequest(
+        return evolve(
+            self,
             tokens=self.tokens[tokens],
             offsets=offsets,
             noise_keys=self.noise_keys[rows],
-            params=self.params,
             begun=self.begun[rows],
             limits=self.limits[rows],
         )

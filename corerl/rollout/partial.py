@@ -13,7 +13,7 @@ def continued(request: GenerateRequest, generation: Generation) -> GenerateReque
     """The rows of `request` that `generation` left unfinished, their responses so far behind their prompts. With the
     same noise keys: under the same weights the same tokens follow that would have followed without the interruption."""
     rows = np.flatnonzero(generation.unfinished)
-    prompts, responses = request.split(), _split(generation.tokens, generation.offsets)
+    prompts, responses = request.by_row(), _split(generation.tokens, generation.offsets)
     parts = [np.concatenate([prompts[row], responses[row]]) for row in rows]
     return GenerateRequest(
         tokens=np.concatenate([np.zeros(0, dtype=np.int64), *parts]),

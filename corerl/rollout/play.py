@@ -219,7 +219,7 @@ def played(prompts: Sequence[Prompt], request: GenerateRequest, seats: Sequence[
     """What was said at these seats, which have ended."""
     group, sample = rows_of(len(prompts), len(request) // len(prompts))
     return Rollout(
-        batch=_batch(seats, request.split(), request.params.temperature).with_rows(group=group, sample=sample),
+        batch=_batch(seats, request.by_row(), request.params.temperature).with_rows(group=group, sample=sample),
         prompts=tuple(prompts),
         texts=[seat.conversation.text for seat in seats],
         outcomes=[seat.outcome for seat in seats],

@@ -77,7 +77,7 @@ class Shares:
     def drew(self, replica: int, request: GenerateRequest, generation: Generation) -> None:
         """Remember what the replica has read, and drawn, of each row."""
         responses = np.split(generation.tokens, generation.offsets[1:-1])
-        rows = [np.concatenate(pair) for pair in zip(request.split(), responses, strict=True)]
+        rows = [np.concatenate(pair) for pair in zip(request.by_row(), responses, strict=True)]
         samples = GenerateRequest(
             tokens=np.concatenate(rows),
             offsets=np.cumsum([0, *map(len, rows)]),

@@ -167,7 +167,7 @@ def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:
 def joined_rows(request: GenerateRequest, generation: Generation) -> list[np.ndarray]:
     """Each row's prompt and response."""
     responses = np.split(generation.tokens, generation.offsets[1:-1])
-    return [np.concatenate(pair) for pair in zip(request.split(), responses, strict=True)]
+    return [np.concatenate(pair) for pair in zip(request.by_row(), responses, strict=True)]
 
 
 def kill(fleet: EngineFleet, replica: int) -> None:

@@ -349,7 +349,7 @@ def responses(drawn: Generation) -> list[list[int]]:
 def continuing(request: GenerateRequest, cut: Generation) -> GenerateRequest:
     """The rows that were cut, with what there is of their responses."""
     rows = np.flatnonzero(cut.unfinished)
-    tokens = [[*request.split()[row].tolist(), *responses(cut)[row]] for row in rows]
+    tokens = [[*request.by_row()[row].tolist(), *responses(cut)[row]] for row in rows]
     return evolve(
         request,
         tokens=np.concatenate([np.array(row) for row in tokens]),

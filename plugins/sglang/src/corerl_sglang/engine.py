@@ -23,7 +23,6 @@ from corerl.models.config import hf_config
 from corerl.models.names import hf_boxes
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, SamplingParams
 from corerl.rollout.offered import misfit
-from corerl.rollout.pool import split
 from corerl.rollout.receiving import Receiving, line
 from corerl.rollout.serving import Serving
 from corerl.types import MemoryKind
@@ -110,7 +109,7 @@ class SglangEngine(Engine):
             self._resume({*CACHES})  # late: until now whoever shares the device may have had that memory
             # Not a request a row: SGLang takes all requests in one event loop, and each costs it there, however small.
             # Not one for all rows either: what has come is read here while the server still writes the rest.
-            parts = split(request, self._options.requests)
+            parts = request.parts(self._options.requests)
             with ThreadPoolExecutor(len(parts)) as threads:
                 futures = [threads.submit(self._generate, part, version) for part in parts]
                 wait(futures, return_when=FIRST_EXCEPTION)
@@ -124,7 +123,7 @@ class SglangEngine(Engine):
 
     def _generate(self, request: GenerateRequest, version: int) -> Generation:
         body = {
-            "input_ids": [prompt.tolist() for prompt in request.split()],
+            "input_ids": [prompt.tolist() for prompt in request.by_row()],
             "sampling_params": [
                 self._sampling(request.params, int(key), int(left))
                 for key, left in zip(request.noise_keys, request.left, strict=True)

@@ -69,7 +69,7 @@ class Reader:
                 f"{self.engine}: its server's answer to /generate cannot be read: {error}; take SGLang 0.5.15 or later"
             ) from error
         tokens, logprobs, routed = [], [], []
-        for prompt, left, sample in zip(request.split(), request.left, samples, strict=True):
+        for prompt, left, sample in zip(request.by_row(), request.left, samples, strict=True):
             drawn, told = self._row(sample, request.params, int(left), version, paused=paused)
             tokens.append(drawn)
             logprobs.append(told)
