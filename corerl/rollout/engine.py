@@ -34,7 +34,7 @@ class GenerateRequest:
 
     tokens: IntArray  # [n] prompts, end to end
     offsets: IntArray  # [R + 1]
-    noise_keys: IntArray  # [R] from (seed, rollout step, prompt, sample): see rollout.noise
+    noise_keys: IntArray  # [R] hash of (seed, rollout step, prompt, sample)
     params: SamplingParams
     # [R] how many of a row's last tokens are its response so far, of a row that was interrupted, or that is an episode
     # after its first turn: what is drawn next is number `begun` of the response. 0 in a row that begins.

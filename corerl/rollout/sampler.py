@@ -13,9 +13,9 @@ from attrs import field, frozen
 from corerl.config.schema import RolloutConfig
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, EngineFailed
+from corerl.ops.noise import hash_keys
 from corerl.rollout.encoding import encode
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
-from corerl.rollout.noise import noise_keys
 from corerl.types import Array, IntArray, Output, SampleBatch, rows_at
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class Sampler:
             tokens=tokens[repeated],
             offsets=rows,
             # A prompt that comes twice in one step (a data set smaller than the step) must not draw the same twice.
-            noise_keys=noise_keys(
+            noise_keys=hash_keys(
                 self._seed,
                 rollout_step,
                 np.array([prompt.index for prompt in prompts])[group],
