@@ -11,7 +11,7 @@ import numpy as np
 from attrs import Factory, evolve, field, frozen
 
 from corerl.config.schema import ModelConfig, WeightsConfig
-from corerl.types import Array, BoolArray, FloatArray, IntArray, MemoryKind, rows_at
+from corerl.types import Array, BoolArray, FloatArray, IntArray, MemoryKind, offsets_of, rows_at
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
@@ -80,7 +80,7 @@ class GenerateRequest:
         """The rows of several requests with the same parameters, in order."""
         return cls(
             tokens=np.concatenate([part.tokens for part in parts]),
-            offsets=np.concatenate([[0], np.cumsum(np.concatenate([np.diff(part.offsets) for part in parts]))]),
+            offsets=offsets_of(np.concatenate([np.diff(part.offsets) for part in parts])),
             noise_keys=np.concatenate([part.noise_keys for part in parts]),
             params=parts[0].params,
             begun=np.concatenate([part.begun for part in parts]),
@@ -124,13 +124,10 @@ class Generation:
     @classmethod
     def concatenate(cls, parts: Sequence[Generation]) -> Generation:
         """The rows of several generations, in order."""
-        starts = np.cumsum([0] + [int(part.offsets[-1]) for part in parts])
         routed = [part.routed_experts for part in parts if part.routed_experts is not None]
         return cls(
             tokens=np.concatenate([part.tokens for part in parts]),
-            offsets=np.concatenate(
-                [[0]] + [part.offsets[1:] + start for part, start in zip(parts, starts[:-1], strict=True)]
-            ),
+            offsets=offsets_of(np.concatenate([np.diff(part.offsets) for part in parts])),
             logprobs=np.concatenate([part.logprobs for part in parts]),
             versions=np.concatenate([part.versions for part in parts]),
             truncated=np.concatenate([part.truncated for part in parts]),

@@ -12,7 +12,7 @@ from corerl.ops.noise import hash_keys
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received
 from corerl.rollout.engines import FakeConfig
 from corerl.rollout.serving import Serving
-from corerl.types import MemoryKind
+from corerl.types import MemoryKind, offsets_of
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
 from corerl.weights.verify import bit_sums
@@ -49,7 +49,7 @@ class FakeEngine(Engine):
         chosen = np.arange(params.max_tokens) < sizes[:, None]
         return Generation(
             tokens=tokens[chosen],
-            offsets=np.concatenate([[0], np.cumsum(sizes)]),
+            offsets=offsets_of(sizes),
             logprobs=logprobs[chosen],
             versions=np.full(sizes.sum(), version, dtype=np.int64),
             truncated=~finished & (sizes == request.left),

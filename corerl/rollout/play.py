@@ -20,7 +20,7 @@ from corerl.rollout.front import Front
 from corerl.rollout.partial import split
 from corerl.rollout.sampler import Background, Errand, Rollout, Sampler, require_finished, rows_of
 from corerl.rollout.table import Seat, Table, Turns
-from corerl.types import Array, IntArray, Output, SampleBatch
+from corerl.types import Array, IntArray, Output, SampleBatch, offsets_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -250,7 +250,7 @@ def _batch(seats: Sequence[Seat], prompts: Sequence[IntArray], temperature: floa
     prompt_length = np.array([each.prompt_length for each in played])
     return SampleBatch(
         tokens=np.concatenate([each.tokens for each in played]),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        offsets=offsets_of(lengths),
         columns=columns,
         rows={
             "prompt_length": prompt_length,

@@ -12,7 +12,7 @@ import numpy as np
 
 from corerl.rollout.engine import GenerateRequest, Generation
 from corerl.rollout.partial import split
-from corerl.types import IntArray
+from corerl.types import IntArray, offsets_of
 
 SLACK = 1.5  # times its even share that a replica is given at most, of rows that it has read the beginning of
 REMEMBERED = 2**17  # beginnings; where weights do not change nothing else would end their number
@@ -80,7 +80,7 @@ class Shares:
         rows = [np.concatenate(pair) for pair in zip(request.by_row(), responses, strict=True)]
         samples = GenerateRequest(
             tokens=np.concatenate(rows),
-            offsets=np.cumsum([0, *map(len, rows)]),
+            offsets=offsets_of([len(row) for row in rows]),
             noise_keys=request.noise_keys,
             params=request.params,
         )

@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 from corerl.errors import EngineFailed
 from corerl.models.routing import routers
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
-from corerl.types import Array
+from corerl.types import Array, offsets_of
 from corerl_sglang.generated import Sample, read_samples
 
 LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -80,7 +80,7 @@ class Reader:
         stopped = np.array([_stopped(sample, request.params) for sample in samples])
         return Generation(
             tokens=np.concatenate(tokens),
-            offsets=np.concatenate([[0], np.cumsum(sizes)]),
+            offsets=offsets_of(sizes),
             logprobs=np.concatenate(logprobs),
             versions=np.full(sizes.sum(), version, dtype=np.int64),
             # Not what SGLang says: a stop token at the last place is its "length".
