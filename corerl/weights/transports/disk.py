@@ -147,7 +147,7 @@ class DiskSender(WeightSender):
                 if index in answers:
                     continue
                 if name in self.given_up:
-                    answers[index] = f"did not commit version {version}: {self.given_up[name]}"
+                    answers[index] = self._address.not_committed(version, self.given_up[name])
                 state = _read_state(self._address.path, index)
                 if state is None or state["version"] != version:
                     continue
@@ -161,11 +161,8 @@ class DiskSender(WeightSender):
                     except Exception as error:  # OSError, or the safetensors library's own
                         answers[index] = f"cannot admit {name} to {directory}: {error}"
             time.sleep(POLL_SECONDS)
-        late = f"did not commit version {version}: no answer within {self._address.timeout:g} s"
-        by_engine: dict[str, str] = {}
-        for index, name in enumerate(self._address.engines):
-            by_engine[name] = by_engine.get(name) or answers.get(index, late)
-        return by_engine
+        late = self._address.not_committed(version)
+        return self._address.by_engine({i: answers.get(i, late) for i in range(len(self._address.engines))})
 
 
 class DiskReceiver(WeightReceiver):

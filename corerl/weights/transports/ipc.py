@@ -127,8 +127,7 @@ class IpcSender(WeightSender):
         self._joining = False
         for index in self._mine:
             if not self._settled(index):
-                late = f"did not join the update to version {version} in {self._address.timeout:g} s"
-                self._drop(index, late)
+                self._drop(index, self._address.not_joined(version))
 
     def room(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         if not self._taking:
@@ -164,14 +163,11 @@ class IpcSender(WeightSender):
         self._hand_over_pending()
         self._wait(lambda: not self._taking)
         for index in self._taking:
-            self._drop(index, f"did not commit version {version}: no answer within {self._address.timeout:g} s")
+            self._drop(index, self._address.not_committed(version))
         if self._buffers and self._address.device != "cpu":  # whoever wakes up on this device needs it
             self._release()
-        answers: dict[str, str] = {}
-        for index in self._mine:
-            name = self._address.engines[index]
-            answers[name] = answers.get(name) or self._errors.get(index) or self._done.get(index, "")
-        return answers
+        answers = {index: self._errors.get(index) or self._done.get(index, "") for index in self._mine}
+        return self._address.by_engine(answers)
 
     def close(self) -> None:
         self._pending = None
@@ -280,11 +276,7 @@ class IpcSender(WeightSender):
         elif message["error"]:
             self._done[index] = message["error"]
         elif self._manifest is None or message["digest"] != self._manifest.digest:
-            name = self._address.engines[index]
-            self._done[index] = (
-                f"{name} expects other tensors than the trainer sends for version {version} (their manifests differ): "
-                "give both the manifest of this update"
-            )
+            self._done[index] = self._address.other_tensors(index, version)
             self._tell(index, {"is": "no", "version": version, "error": self._done[index]})
         else:
             peer.taking = True
