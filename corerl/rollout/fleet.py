@@ -234,9 +234,6 @@ class EngineFleet:
         """How the engines fared that have answered after at most `timeout` seconds; a death is an answer."""
         return self._fared(self.processes.answered(pending, timeout))
 
-    def wait_received(self, pending: Any) -> dict[str, Received]:
-        return self._fared(self.processes.answers(pending))
-
     def weight_sums(self, dtype: str) -> dict[str, Mapping[str, int] | None]:
         """What each engine says that it holds (`Engine.weight_sums`); one that has died says nothing."""
         return {self.names[replica]: sums for replica, sums in self._ask_all("weight_sums", dtype).items()}

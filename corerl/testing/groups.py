@@ -142,7 +142,7 @@ def push(group: TrainGroup, fleet: EngineFleet, version: int, *, transport: str,
     address = meeting_at(address, group)
     receiving = fleet.receive_async(group.manifest(), version, address)
     sent = group.update_weights(address, version)
-    received = fleet.wait_received(receiving)
+    received = fleet.received(receiving, 60.0)
     return {name: sent.engines.get(name, "no word of it") or received[name].error for name in fleet.names}
 
 

@@ -2,7 +2,7 @@
 
 driver:   an Address, plain data, for both sides
 trainer:  sender.begin(manifest, version); for each bucket gather into sender.room(...), sender.send(bucket, flat);
-          sender.commit(version)
+          sender.commit()
 engine:   for bucket, flat in receiver.buckets(manifest, version): load; then receiver.acknowledge(version, error)
 """
 
@@ -91,8 +91,8 @@ class WeightSender(ABC):
         this returns."""
 
     @abstractmethod
-    def commit(self, version: int) -> Mapping[str, str]:
-        """Wait for the engines; engine name -> "" where it committed `version`, else why it did not."""
+    def commit(self) -> Mapping[str, str]:
+        """Wait for the engines; engine name -> "" where it committed `self.version`, else why it did not."""
 
     def give_up(self, engine: str, version: int, reason: str) -> None:
         """In the update to `version` wait for this engine no more: its process has ended, or it has. Called from

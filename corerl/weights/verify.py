@@ -73,8 +73,8 @@ class SummingSender(WeightSender):
             self.sums |= bit_sums(bucket.views(flat))  # before: the transport may have done with it afterwards
         self._sender.send(bucket, flat)
 
-    def commit(self, version: int) -> Mapping[str, str]:
-        engines = self._sender.commit(version)
+    def commit(self) -> Mapping[str, str]:
+        engines = self._sender.commit()
         self.sent = self._sender.sent
         return engines
 

@@ -95,7 +95,7 @@ def update(
     sender.begin(manifest, version)
     for bucket in manifest.buckets:
         sender.send(bucket, torch.cat([tensors[entry.name].flatten() for entry in bucket.entries]))
-    committed = sender.commit(version)
+    committed = sender.commit()
     for thread in threads:
         thread.join()
     done = [result for result in results if result is not None]

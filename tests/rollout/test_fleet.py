@@ -159,8 +159,8 @@ def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:
     sender = open_sender(address)
     sender.begin(manifest, version)
     sender.send(manifest.buckets[0], torch.ones(4))
-    committed = dict(sender.commit(version))
-    assert {name: received.error for name, received in fleet.wait_received(receiving).items()} == committed
+    committed = dict(sender.commit())
+    assert {name: received.error for name, received in fleet.received(receiving, 60.0).items()} == committed
     return committed
 
 

@@ -156,7 +156,7 @@ class CollectiveSender(WeightSender):
         for room in self._rooms:
             self._finish(room)
 
-    def commit(self, version: int) -> Mapping[str, str]:
+    def commit(self) -> Mapping[str, str]:
         self._settle()
         self._rooms.clear()  # whoever sleeps on this device, or steps there, needs it
         if self._rank != 0:  # engines tell rank 0, also of what did not arrive from here
@@ -165,10 +165,10 @@ class CollectiveSender(WeightSender):
             grace = min(BROKEN_GRACE, self._address.timeout) if self._broken else self._address.timeout
             deadline = time.monotonic() + grace
             for index in self._members:
-                answer = self._answer(self._store, f"{version}/done/{index}", index, deadline)
+                answer = self._answer(self._store, f"{self.version}/done/{index}", index, deadline)
                 if answer is None:
                     reason = self.given_up.get(self._address.engines[index]) or self._broken
-                    self._answers[index] = self._address.not_committed(version, reason)
+                    self._answers[index] = self._address.not_committed(self.version, reason)
                     self._drop_group()
                 else:
                     self._answers[index] = answer["error"]

@@ -156,14 +156,11 @@ class IpcSender(WeightSender):
         if self._pending.digest.ready:
             self._hand_over_pending()
 
-    def transmit(self, flat: torch.Tensor) -> None:
-        """The moment between the checksum and the engines' reading: nothing happens to `flat`."""
-
-    def commit(self, version: int) -> Mapping[str, str]:
+    def commit(self) -> Mapping[str, str]:
         self._hand_over_pending()
         self._wait(lambda: not self._taking)
         for index in self._taking:
-            self._drop(index, self._address.not_committed(version))
+            self._drop(index, self._address.not_committed(self.version))
         if self._buffers and self._address.device != "cpu":  # whoever wakes up on this device needs it
             self._release()
         answers = {index: self._errors.get(index) or self._done.get(index, "") for index in self._mine}
@@ -288,7 +285,6 @@ class IpcSender(WeightSender):
         if pending is None:
             return
         digest = pending.digest.value()
-        self.transmit(pending.flat)
         for index in self._taking:
             self._hand_over(index, pending.bucket, digest, pending.buffer)
 

@@ -93,7 +93,7 @@ def push(
             plain, flat = flat, torch.empty(as_sent.numel, dtype=torch.uint8)
             quantize(bucket, plain, as_sent, flat)
         sender.send(as_sent, sent(as_sent, flat))
-    told = dict(sender.commit(version))
+    told = dict(sender.commit())
     thread.join()
     sender.close()
     return received[0], told
