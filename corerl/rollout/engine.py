@@ -199,10 +199,10 @@ class Engine(ABC):
         byte is loaded. Never raises for a bad transfer: the reason is in the result."""
 
     def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
-        """Of each HF tensor that is loaded, in `dtype` (the manifest's; "uint8" where each came with its own), the sum
-        of its elements' bit patterns: `corerl.weights.verify.bit_sums`, added over the parts of a tensor that lie
-        apart. What is left out is not compared with what was sent. None: this engine cannot tell. Called after an
-        update, before weights sleep."""
+        """The sum of each loaded HF tensor's elements' bit patterns, in `dtype` (the manifest's; "uint8" where each
+        came with its own): `corerl.weights.verify.bit_sums`, added over the parts of a tensor that lie apart. What is
+        left out is not compared with what was sent. None: this engine cannot tell. Called after an update, before
+        weights sleep."""
         return None
 
     @abstractmethod

@@ -90,7 +90,7 @@ class Background(Protocol):
         """What is drawn for this errand is not wanted any more; also where it is done, or was never begun."""
 
     def attend(self, ending: Callable[[], bool]) -> None:
-        """In a thread of its own, until `ending`, which is asked at each change of the state that is shared."""
+        """Work in a thread of its own, until `ending`, which is asked at each change of the state that is shared."""
 
 
 class Singles:

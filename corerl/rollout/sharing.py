@@ -20,7 +20,7 @@ MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, its bits all over it: powers 
 
 
 class Shares:
-    """Of one fleet's replicas. Its methods may be called from several threads.
+    """Decides which replica draws which rows. Its methods may be called from several threads.
 
     A replica keeps keys and values of what it has read and drawn until its weights change. So rows of one prompt stay
     together, where that leaves shares even to within a prompt; and a row that begins with a prompt, or with a prompt
@@ -147,7 +147,7 @@ def _between(prompts: Sequence[tuple[int, int]], at: int, share: int) -> int:
 
 
 def _prefix_hashes(request: GenerateRequest) -> list[IntArray]:
-    """Of each row, the hash of each of its prefixes [n], from its first token to all of them."""
+    """The hashes of each row's prefixes [n], from its first token to all of them."""
     lengths, starts = np.diff(request.offsets), request.offsets[:-1]
     within = np.arange(len(request.tokens)) - np.repeat(starts, lengths)
     powers = np.cumprod(np.full(int(lengths.max(initial=0)) + 1, MULTIPLIER))

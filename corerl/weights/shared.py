@@ -28,8 +28,8 @@ class Shared(ABC):
 
     @abstractmethod
     def handle(self) -> tuple[Handle, list[int]]:
-        """For one other process, and the file descriptors to send with it. Each handle that is given out is closed by
-        whom it was given to, or by `forget` where that process has died."""
+        """A handle for one other process, and the file descriptors to send with it. Each handle that is given out is
+        closed by whom it was given to, or by `forget` where that process has died."""
 
     @abstractmethod
     def forget(self, handle: Handle) -> None:

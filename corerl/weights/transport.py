@@ -95,7 +95,7 @@ class WeightSender(ABC):
         """Wait for the engines; engine name -> "" where it committed `self.version`, else why it did not."""
 
     def give_up(self, engine: str, version: int, reason: str) -> None:
-        """In the update to `version` wait for this engine no more: its process has ended, or it has. Called from
+        """Stop waiting for this engine in the update to `version`: its process has ended, or it has. Called from
         another thread, before that update, while it goes on or too late, and perhaps several times; an answer that the
         engine has given still counts."""
         self._given_up[engine] = (version, reason)  # one assignment: no lock

@@ -236,7 +236,7 @@ class CollectiveSender(WeightSender):
         return decision["generation"], tuple(decision["members"])
 
     def _form_group(self, generation: int, members: tuple[int, ...]) -> None:
-        """Of this rank and those engines, unless it is there."""
+        """Join this rank and those engines in a group, unless it is there."""
         if generation == self._generation and self._group is not None:
             return
         self._drop_group()

@@ -41,7 +41,7 @@ def _directory(path: str, version: int) -> Path:
 
 
 def _directories(path: str) -> list[Path]:
-    """Of all versions, those half written too; what a user may have put beside them is none."""
+    """All versions' directories, those half written too; what a user may have put beside them is none."""
     return [each for each in Path(path).glob("v*") if re.fullmatch(rf"v\d{{8,}}({re.escape(PARTIAL)})?", each.name)]
 
 

@@ -46,8 +46,8 @@ ERROR_CHARACTERS = 4000  # of an engine's own error, up to six bytes each: a lon
 
 
 def _name(address: Address, rank: int) -> str:
-    """Of the socket that `rank` listens at: in Linux's abstract namespace, where nothing is left behind and no path can
-    be too long."""
+    """Name of the socket that `rank` listens at: in Linux's abstract namespace, where nothing is left behind and no
+    path can be too long."""
     return f"\0corerl-{address.token}-{rank}"
 
 
@@ -468,7 +468,7 @@ class IpcReceiver(WeightReceiver):
             self._keep(message, descriptors)
 
     def _keep(self, message: Mapping[str, Any], descriptors: list[int]) -> None:
-        """Of a left-over message: a handle to the host's memory comes once, and later updates go on in it."""
+        """Keep a left-over message's handle: one to the host's memory comes once, and later updates go on in it."""
         if "handle" in message and self._address.device == "cpu":
             self._opened[message["buffer"]] = opened(message["handle"], descriptors)
 
@@ -506,7 +506,7 @@ def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: li
 
 
 def _last_words(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """As `_receive`. Where the other end was closed before it had read all that this one said, the system tells that
+    """Like `_receive`. Where the other end was closed before it had read all that this one said, the system tells that
     first, once, and only then what the other end has said until then."""
     try:
         return _receive(connection)

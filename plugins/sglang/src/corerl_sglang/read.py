@@ -30,7 +30,7 @@ class Experts:
 
     @classmethod
     def of(cls, model: Any) -> Experts:
-        """Of a transformers model."""
+        """Read off a transformers model."""
         config = model.config.get_text_config()
         found = {id(router) for router in routers(model)}
         names = [name for name, module in model.named_modules() if id(module) in found]
@@ -57,7 +57,7 @@ class Reader:
     experts: Experts
 
     def generation(self, answer: bytes, request: GenerateRequest, version: int, *, paused: bool) -> Generation:
-        """Of a whole request; `paused` says that rows may have been cut.
+        """What the answer to a whole request says; `paused` says that rows may have been cut.
 
         Raises EngineFailed where the answer cannot be read, or says something else than what was asked for: a row that
         ended early, tokens of other weights than `version`, no experts.
