@@ -75,7 +75,7 @@ def update(transport: str, version: int, share: float) -> tuple[float, int]:
         for bucket in ends.manifest.buckets:
             ends.sender.send(bucket, ends.weights[at : at + bucket.numel])
             at += bucket.numel
-        engines = ends.sender.commit(version)
+        engines = ends.sender.commit()
         assert engines == {"engine-0": ""}, engines
         written = ends.weights.nbytes if ends.sender.sent is None else ends.sender.sent
     return time.perf_counter() - began, written

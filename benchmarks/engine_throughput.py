@@ -82,7 +82,7 @@ def as_offline(request: GenerateRequest) -> dict[str, Any]:
     params = request.params
     shape = {"temperature": params.temperature, "top_p": params.top_p, "max_new_tokens": params.max_tokens}
     return {
-        "input_ids": [row.tolist() for row in request.split()],
+        "input_ids": [row.tolist() for row in request.by_row()],
         "sampling_params": [{**shape, "ignore_eos": True, "stop_token_ids": []} for _ in range(len(request))],
         "return_logprob": True,
     }

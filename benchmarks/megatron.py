@@ -183,7 +183,7 @@ class NowhereSender(WeightSender):
 
     def send(self, bucket: Bucket, flat: Tensor) -> None: ...
 
-    def commit(self, version: int) -> Mapping[str, str]:
+    def commit(self) -> Mapping[str, str]:
         return {}
 
     def close(self) -> None: ...

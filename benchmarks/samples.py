@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from corerl.data.plan import StepPlan, plan_steps
-from corerl.types import IntArray, ParallelLayout, SampleBatch
+from corerl.types import IntArray, ParallelLayout, SampleBatch, offsets_of
 
 GROUP = 8  # samples of one prompt
 
@@ -13,7 +13,7 @@ GROUP = 8  # samples of one prompt
 def make_batch(lengths: IntArray, *, prompt: int, vocab: int, seed: int = 0) -> SampleBatch:
     """Samples of `lengths` tokens, the first `prompt` of each its prompt; nothing temporary is as large as a column."""
     rng = np.random.default_rng(seed)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    offsets = offsets_of(lengths)
     total = int(offsets[-1])
     mask = np.ones(total, dtype=np.bool_)
     mask[(offsets[:-1, None] + np.arange(prompt)).ravel()] = False

@@ -93,10 +93,15 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 # ---- samples and batches ---------------------------------------------------------------------------------------------
 
 
+def offsets_of(lengths: IntArray | Sequence[int]) -> IntArray:
+    """[B + 1] offsets of ragged rows of these lengths [B], end to end: where each begins, and where the last ends."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
 def rows_at(offsets: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
     """Of ragged rows with `offsets` [B + 1], which elements the rows [n] are, end to end, and their offsets [n + 1]."""
     lengths = np.diff(offsets)[rows]
-    picked = np.concatenate([[0], np.cumsum(lengths)])
+    picked = offsets_of(lengths)
     return np.arange(picked[-1]) + np.repeat(offsets[:-1][rows] - picked[:-1], lengths), picked
 
 
@@ -140,6 +145,11 @@ class SampleBatch:
         """[B] tokens of each sample."""
         return np.diff(self.offsets)
 
+    @property
+    def sample_of(self) -> IntArray:
+        """[N] index of the sample that each token is of."""
+        return np.repeat(np.arange(len(self)), self.lengths)
+
     def take(self, samples: IntArray) -> SampleBatch:
         """These samples [n] alone, in this order."""
         tokens, offsets = rows_at(self.offsets, samples)
@@ -158,7 +168,7 @@ class SampleBatch:
         return evolve(
             first,
             tokens=np.concatenate([part.tokens for part in parts]),
-            offsets=np.concatenate([[0], np.cumsum(np.concatenate([part.lengths for part in parts]))]),
+            offsets=offsets_of(np.concatenate([part.lengths for part in parts])),
             columns={name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns},
             rows={name: np.concatenate([part.rows[name] for part in parts]) for name in first.rows},
         )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from corerl.types import SampleBatch
+from corerl.types import SampleBatch, offsets_of
 
 
 def batch(*lengths: int, start: int = 0) -> SampleBatch:
@@ -38,3 +38,13 @@ def test_batches_are_joined_end_to_end() -> None:
 def test_samples_that_do_not_cover_their_tokens_are_refused(offsets: list[int]) -> None:
     with pytest.raises(ValueError, match="offsets must rise from 0 to the 5 tokens"):
         SampleBatch(tokens=np.arange(5), offsets=np.array(offsets, dtype=np.int64))
+
+
+@pytest.mark.parametrize("lengths", [[2, 0, 3], [], np.array([2, 0, 3], np.int32)])
+def test_offsets_are_where_rows_begin_and_the_last_one_ends(lengths: list[int]) -> None:
+    offsets = offsets_of(lengths)
+    assert offsets.dtype == np.int64 and offsets.tolist() == [0, 2, 2, 5][: len(lengths) + 1]
+
+
+def test_each_token_knows_its_sample() -> None:
+    assert batch(2, 0, 3).sample_of.tolist() == [0, 0, 2, 2, 2]

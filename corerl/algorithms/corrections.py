@@ -35,7 +35,7 @@ def importance_weights(
     log_ratio: Array = np.zeros(len(mask))
     log_ratio[mask] = old_logprobs[mask].astype(np.float64) - rollout_logprobs[mask]
     if level == "sequence":
-        sample_of = np.repeat(np.arange(len(batch)), batch.lengths)
+        sample_of = batch.sample_of
         log_ratio = np.bincount(sample_of, weights=log_ratio, minlength=len(batch))[sample_of]
     weights = np.minimum(np.exp(np.minimum(log_ratio, MAX_LOG_RATIO)), cap)
     return np.where(mask, weights, 0.0).astype(np.float32)
@@ -57,7 +57,7 @@ def correction_metrics(weights: FloatArray, batch: SampleBatch, *, cap: float) -
     if not len(of_tokens):
         return {}
     at_cap = of_tokens >= np.float32(cap)
-    sample_of = np.repeat(np.arange(len(batch)), batch.lengths)[mask]
+    sample_of = batch.sample_of[mask]
     tokens = np.bincount(sample_of)
     counted = tokens > 0
     of_samples = np.bincount(sample_of, weights=of_tokens)[counted] / tokens[counted]

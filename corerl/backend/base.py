@@ -221,7 +221,7 @@ class Backend(BackendBase, ABC):
         engines: Mapping[str, str] = {}
         if sends:
             with self.span("wait for engines"):
-                engines = sender.commit(version)
+                engines = sender.commit()
             sent = sent if sender.sent is None else sender.sent
         self.weights_version = version
         return UpdateResult(version=version, bytes=sent, seconds=time.perf_counter() - started, engines=engines)

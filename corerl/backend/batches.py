@@ -11,7 +11,7 @@ from attrs import field, frozen
 from corerl.algorithms.losses import LossInputs
 from corerl.ops.attention import PackedSequences
 from corerl.ops.upload import upload
-from corerl.types import BoolArray, ForwardResult, IntArray, MicroBatch, Output
+from corerl.types import BoolArray, ForwardResult, IntArray, MicroBatch, Output, offsets_of
 
 
 @frozen(kw_only=True)
@@ -72,10 +72,9 @@ class OutputCollector:
             self.parts.setdefault(output, []).append(kept.float() if kept.is_floating_point() else kept.cpu())
 
     def finish(self, wanted: tuple[Output, ...]) -> ForwardResult:
-        lengths = np.concatenate([np.zeros(1, np.int64), *self.lengths])
         return ForwardResult(
             samples=np.concatenate([np.zeros(0, np.int64), *self.samples]),
-            offsets=np.cumsum(lengths),
+            offsets=offsets_of(np.concatenate([np.zeros(0, np.int64), *self.lengths])),
             outputs={
                 output: torch.cat(parts).cpu().numpy() if (parts := self.parts.get(output)) else np.zeros(0, np.float32)
                 for output in wanted

@@ -8,7 +8,7 @@ import numpy as np
 from attrs import evolve
 
 from corerl.data.prompts import Prompt, PromptSource, Share
-from corerl.types import IntArray
+from corerl.types import offsets_of
 
 
 class MixedPrompts(PromptSource):
@@ -21,7 +21,7 @@ class MixedPrompts(PromptSource):
         self._names = tuple(sources)
         self._sources = tuple(sources.values())
         self._weights = tuple(weights[name] for name in self._names)
-        self._starts: IntArray = np.cumsum([0, *(len(source) for source in self._sources[:-1])])
+        self._starts = offsets_of([len(source) for source in self._sources])[:-1]
         self.chat = any(source.chat for source in self._sources)
         self.train = np.concatenate([share.train for share in self.shares])
         held_out = [source.held_out + start for source, start in zip(self._sources, self._starts, strict=True)]

@@ -8,7 +8,7 @@ import numpy as np
 from attrs import frozen
 
 from corerl.data.plan import StepPlan
-from corerl.types import Array, IntArray, MicroBatch, PackedBatch, SampleBatch
+from corerl.types import Array, IntArray, MicroBatch, PackedBatch, SampleBatch, offsets_of
 
 
 def pack(
@@ -55,7 +55,7 @@ class LazyMicroBatches:
     def _build(self, samples: IntArray, filler: bool) -> MicroBatch:
         lengths = self.batch.lengths[samples]
         padded = -(-lengths // self.sequence_multiple) * self.sequence_multiple
-        cu_seqlens = np.concatenate([[0], np.cumsum(padded)])
+        cu_seqlens = offsets_of(padded)
         starts = self.batch.offsets[samples]
         # Slice by slice: an index for every token would be as much memory again, and take several times as long.
         spans = list(zip(starts.tolist(), (starts + lengths).tolist(), (padded - lengths).tolist(), strict=True))

@@ -56,8 +56,8 @@ def stamp(
         if critic.whiten:
             advantages = whiten(advantages, mask)
     else:
-        of_sample = np.repeat(np.arange(len(samples)), samples.lengths)
-        penalised = rewards + np.bincount(of_sample, weights=per_token, minlength=len(samples)).astype(np.float32)
+        penalties = np.bincount(samples.sample_of, weights=per_token, minlength=len(samples))
+        penalised = rewards + penalties.astype(np.float32)
         groups = samples.rows["group"]
         advantages = broadcast(group_advantages(penalised, groups, normalize_std=algorithm.normalize_std), samples)
     if algorithm.correction != "none":

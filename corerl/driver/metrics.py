@@ -85,7 +85,7 @@ def staleness_metrics(samples: SampleBatch, version: int) -> dict[str, float]:
     if not len(behind):
         return {}
     shares = np.bincount(behind) / len(behind)
-    sample_of = np.repeat(np.arange(len(samples)), samples.lengths)[mask]
+    sample_of = samples.sample_of[mask]
     newest, oldest = np.full(len(samples), -1), np.full(len(samples), np.iinfo(np.int64).max)
     np.maximum.at(newest, sample_of, behind)
     np.minimum.at(oldest, sample_of, behind)

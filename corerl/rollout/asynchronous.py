@@ -290,7 +290,7 @@ class Asynchronous(Source):
                 self._state.notify_all()
 
     def _raise_failure(self) -> None:
-        """Of a thread: the first cause, before what follows from it is met here."""
+        """Raise what a thread failed with: the first cause, before what follows from it is met here."""
         if self._failure is not None:
             raise self._failure
 

@@ -83,8 +83,8 @@ class Conversation:
         return len(self.answers)
 
     def answered(self, asked: Asked, answer: Answer, generation: Generation) -> Conversation:
-        """With what `asked` adds, and the one row of `generation` behind it. Tokens keep the log-prob, the version and
-        the experts of when they were drawn; experts that were not known by then are those of when they were read."""
+        """This one with what `asked` adds, and the one row of `generation` behind it. Tokens keep the log-prob, version
+        and experts of when they were drawn; experts that were not known by then are those of when they were read."""
         said, new = len(generation.tokens), len(asked.tokens)
 
         def behind(before: Array, drawn: Array) -> Array:
@@ -119,7 +119,7 @@ class Asked:
 
 
 class Renderer:
-    """From new messages to new tokens, by the tokenizer's chat template. Without one the texts of messages stand one
+    """Makes tokens of new messages, by the tokenizer's chat template. Without one the texts of messages stand one
     behind the other, the first request behind the tokenizer's own special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, calls: CallFormat | None = None) -> None:

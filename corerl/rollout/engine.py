@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 
 from corerl.config.schema import ModelConfig, WeightsConfig
-from corerl.types import Array, BoolArray, FloatArray, IntArray, rows_at
+from corerl.types import Array, BoolArray, FloatArray, IntArray, offsets_of, rows_at
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
@@ -33,7 +34,7 @@ class GenerateRequest:
 
     tokens: IntArray  # [n] prompts, end to end
     offsets: IntArray  # [R + 1]
-    noise_keys: IntArray  # [R] from (seed, rollout step, prompt, sample): see rollout.noise
+    noise_keys: IntArray  # [R] hash of (seed, rollout step, prompt, sample)
     params: SamplingParams
     # [R] how many of a row's last tokens are its response so far, of a row that was interrupted, or that is an episode
     # after its first turn: what is drawn next is number `begun` of the response. 0 in a row that begins.
@@ -44,30 +45,27 @@ class GenerateRequest:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def split(self) -> list[IntArray]:
+    def by_row(self) -> list[IntArray]:
         """Each row's tokens."""
         return np.split(self.tokens, self.offsets[1:-1])
 
     def rows(self, start: int, stop: int) -> GenerateRequest:
         """Rows [start, stop) as a request of their own."""
-        low, high = self.offsets[start], self.offsets[stop]
-        return GenerateRequest(
-            tokens=self.tokens[low:high],
-            offsets=self.offsets[start : stop + 1] - low,
-            noise_keys=self.noise_keys[start:stop],
-            params=self.params,
-            begun=self.begun[start:stop],
-            limits=self.limits[start:stop],
-        )
+        return self.take(np.arange(start, stop))
+
+    def parts(self, n: int) -> list[GenerateRequest]:
+        """At most `n` contiguous, non-empty requests whose row counts differ by at most one."""
+        bounds = [len(self) * part // n for part in range(n + 1)]
+        return [self.rows(start, stop) for start, stop in pairwise(bounds) if stop > start]
 
     def take(self, rows: IntArray) -> GenerateRequest:
         """These rows [n], in their order, as a request of their own."""
         tokens, offsets = rows_at(self.offsets, rows)
-        return GenerateRequest(
+        return evolve(
+            self,
             tokens=self.tokens[tokens],
             offsets=offsets,
             noise_keys=self.noise_keys[rows],
-            params=self.params,
             begun=self.begun[rows],
             limits=self.limits[rows],
         )
@@ -82,7 +80,7 @@ class GenerateRequest:
         """The rows of several requests with the same parameters, in order."""
         return cls(
             tokens=np.concatenate([part.tokens for part in parts]),
-            offsets=np.concatenate([[0], np.cumsum(np.concatenate([np.diff(part.offsets) for part in parts]))]),
+            offsets=offsets_of(np.concatenate([np.diff(part.offsets) for part in parts])),
             noise_keys=np.concatenate([part.noise_keys for part in parts]),
             params=parts[0].params,
             begun=np.concatenate([part.begun for part in parts]),
@@ -126,13 +124,10 @@ class Generation:
     @classmethod
     def concatenate(cls, parts: Sequence[Generation]) -> Generation:
         """The rows of several generations, in order."""
-        starts = np.cumsum([0] + [int(part.offsets[-1]) for part in parts])
         routed = [part.routed_experts for part in parts if part.routed_experts is not None]
         return cls(
             tokens=np.concatenate([part.tokens for part in parts]),
-            offsets=np.concatenate(
-                [[0]] + [part.offsets[1:] + start for part, start in zip(parts, starts[:-1], strict=True)]
-            ),
+            offsets=offsets_of(np.concatenate([np.diff(part.offsets) for part in parts])),
             logprobs=np.concatenate([part.logprobs for part in parts]),
             versions=np.concatenate([part.versions for part in parts]),
             truncated=np.concatenate([part.truncated for part in parts]),
@@ -204,10 +199,10 @@ class Engine(ABC):
         byte is loaded. Never raises for a bad transfer: the reason is in the result."""
 
     def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
-        """Of each HF tensor that is loaded, in `dtype` (the manifest's; "uint8" where each came with its own), the sum
-        of its elements' bit patterns: `corerl.weights.verify.bit_sums`, added over the parts of a tensor that lie
-        apart. What is left out is not compared with what was sent. None: this engine cannot tell. Called after an
-        update, before weights sleep."""
+        """The sum of each loaded HF tensor's elements' bit patterns, in `dtype` (the manifest's; "uint8" where each
+        came with its own): `corerl.weights.verify.bit_sums`, added over the parts of a tensor that lie apart. What is
+        left out is not compared with what was sent. None: this engine cannot tell. Called after an update, before
+        weights sleep."""
         return None
 
     @abstractmethod

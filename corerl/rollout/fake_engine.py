@@ -11,6 +11,7 @@ from corerl.ops.noise import hash_keys
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received
 from corerl.rollout.engines import FakeConfig
 from corerl.rollout.serving import Serving
+from corerl.types import offsets_of
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
 from corerl.weights.verify import bit_sums
@@ -33,7 +34,7 @@ class FakeEngine(Engine):
         logprobs = np.zeros(tokens.shape, dtype=np.float32)
         sizes, finished = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.bool_)
         with self._serving.generating() as version:
-            prompts = [row[: len(row) - begun] for row, begun in zip(request.split(), request.begun, strict=True)]
+            prompts = [row[: len(row) - begun] for row, begun in zip(request.by_row(), request.begun, strict=True)]
             noise = np.zeros(rows, dtype=np.int64) if params.greedy else request.noise_keys
             keys = hash_keys(version, np.array([hash_keys(*prompt)[0] for prompt in prompts]), noise)
             while not self._serving.paused and (drawing := ~finished & (sizes < request.left)).any():
@@ -47,7 +48,7 @@ class FakeEngine(Engine):
         chosen = np.arange(params.max_tokens) < sizes[:, None]
         return Generation(
             tokens=tokens[chosen],
-            offsets=np.concatenate([[0], np.cumsum(sizes)]),
+            offsets=offsets_of(sizes),
             logprobs=logprobs[chosen],
             versions=np.full(sizes.sum(), version, dtype=np.int64),
             truncated=~finished & (sizes == request.left),

@@ -79,8 +79,7 @@ class EngineFleet:
 
     @property
     def receivers(self) -> tuple[str, ...]:
-        """Of weights, in the order of their index, each by the name of its engine: one that has several is there as
-        often."""
+        """The engine of each receiver of weights, by index: one that has several is there as often."""
         return tuple(each.context.name for each in self.assignments for _ in range(each.context.bundles))
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
@@ -114,7 +113,7 @@ class EngineFleet:
         )
 
     def draw(self, replica: int, request: GenerateRequest) -> Generation | None:
-        """From one replica, in any thread; None where it has died."""
+        """Draw from one replica, in any thread; None where it has died."""
         with self._shares.drawing({replica: len(request)}):
             generation: Generation | None = self._ask("generate", {replica: (request,)}).get(replica)
         return generation
@@ -195,7 +194,7 @@ class EngineFleet:
             self._without_weights |= {self.names.index(name) for name in names}
 
     def step_completed(self) -> None:
-        """From here on restarts are counted anew."""
+        """Count restarts anew from here on."""
         self._restarts.clear()
 
     @property
@@ -239,15 +238,12 @@ class EngineFleet:
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
     def receive_async(self, manifest: Manifest, version: int, address: Address) -> Any:
-        """To be started together with the group's `update_weights`."""
+        """Have engines receive; to be called together with the group's `update_weights`."""
         return self.processes.start("receive", manifest, version, address)
 
     def received(self, pending: Any, timeout: float) -> dict[str, Received]:
         """How the engines fared that have answered after at most `timeout` seconds; a death is an answer."""
         return self._fared(self.processes.answered(pending, timeout))
-
-    def wait_received(self, pending: Any) -> dict[str, Received]:
-        return self._fared(self.processes.answers(pending))
 
     def weight_sums(self, dtype: str) -> dict[str, Mapping[str, int] | None]:
         """What each engine says that it holds (`Engine.weight_sums`); one that has died says nothing."""

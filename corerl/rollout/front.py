@@ -150,7 +150,7 @@ def _name(path: str) -> str:
 
 
 def _completion(answer: ChatAnswer, *, number: int, told: bool) -> dict[str, Any]:
-    """In the shape of OpenAI's `chat.completion`."""
+    """The answer in the shape of OpenAI's `chat.completion`."""
     logprobs = [
         {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
         for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)

@@ -6,18 +6,18 @@ import numpy as np
 from attrs import evolve
 
 from corerl.rollout.engine import GenerateRequest, Generation
-from corerl.types import Array, IntArray
+from corerl.types import Array, IntArray, offsets_of
 
 
 def continued(request: GenerateRequest, generation: Generation) -> GenerateRequest:
     """The rows of `request` that `generation` left unfinished, their responses so far behind their prompts. With the
     same noise keys: under the same weights the same tokens follow that would have followed without the interruption."""
     rows = np.flatnonzero(generation.unfinished)
-    prompts, responses = request.split(), _split(generation.tokens, generation.offsets)
+    prompts, responses = request.by_row(), _split(generation.tokens, generation.offsets)
     parts = [np.concatenate([prompts[row], responses[row]]) for row in rows]
     return GenerateRequest(
         tokens=np.concatenate([np.zeros(0, dtype=np.int64), *parts]),
-        offsets=np.cumsum([0, *map(len, parts)]),
+        offsets=offsets_of([len(part) for part in parts]),
         noise_keys=request.noise_keys[rows],
         params=request.params,
         begun=(request.begun + np.diff(generation.offsets))[rows],
@@ -48,7 +48,7 @@ def joined(request: GenerateRequest, generation: Generation, more: Generation) -
     tokens = per_token("tokens")
     return Generation(
         tokens=np.concatenate(tokens),
-        offsets=np.cumsum([0, *map(len, tokens)]),
+        offsets=offsets_of([len(row) for row in tokens]),
         logprobs=np.concatenate(per_token("logprobs")),
         versions=np.concatenate(per_token("versions")),
         truncated=per_row("truncated"),
@@ -95,7 +95,7 @@ def _experts(
         return generation.routed_experts
     before = _split(generation.routed_experts, request.offsets + generation.offsets)
     lengths = np.diff(request.offsets) + np.diff(generation.offsets)
-    after = _split(more.routed_experts, np.cumsum([0, *(lengths[list(follows)] + np.diff(more.offsets))]))
+    after = _split(more.routed_experts, offsets_of(lengths[list(follows)] + np.diff(more.offsets)))
     parts = []
     for row, part in enumerate(before):
         if row in follows:

@@ -20,7 +20,7 @@ from corerl.rollout.front import Front
 from corerl.rollout.partial import split
 from corerl.rollout.sampler import Background, Errand, Rollout, Sampler, require_finished, rows_of
 from corerl.rollout.table import Seat, Table, Turns
-from corerl.types import Array, IntArray, Output, SampleBatch
+from corerl.types import Array, IntArray, Output, SampleBatch, offsets_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ class EpisodeSampler(Sampler):
     def sample(
         self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
     ) -> Rollout:
-        """As every sampler's; in the thread that calls it engines are asked, and functions run in others. A function
+        """Does as every sampler; the thread that calls it asks engines, and functions run in others. A function
         that fails is in the rollout's `outcomes`, with what was sampled until then."""
         request = self.request(prompts, rollout_step=rollout_step, samples=samples, params=params, attempt=attempt)
         seats = seats_of(prompts, request)
@@ -89,7 +89,7 @@ class EpisodeSampler(Sampler):
 
 
 class Play:
-    """Of the episodes at a table, to their end: what is asked for together is drawn together.
+    """Plays a table's episodes to their end: what is asked for together is drawn together.
 
     Whoever calls `run` asks the engines; or, where they answer several calls side by side, has threads ask them aside.
     What these share changes under the table's `state`.
@@ -114,7 +114,7 @@ class Play:
         self._failure: BaseException | None = None  # of one of these
 
     def run(self) -> None:
-        """Until all episodes have ended. Raises what `generate` raises; then nothing is answered any more."""
+        """Play until all episodes have ended. Raises what `generate` raises; then nothing is answered any more."""
         try:
             while turns := self._next():
                 if self._aside is None:
@@ -166,7 +166,7 @@ class Play:
 
 
 class Episodes:
-    """Those of prompts that come one after the other, for a source that has engines asked."""
+    """Plays episodes of prompts that come one after the other, for a source that has engines asked."""
 
     def __init__(self, table: Table, state: threading.Condition) -> None:
         self._table = table
@@ -219,7 +219,7 @@ def played(prompts: Sequence[Prompt], request: GenerateRequest, seats: Sequence[
     """What was said at these seats, which have ended."""
     group, sample = rows_of(len(prompts), len(request) // len(prompts))
     return Rollout(
-        batch=_batch(seats, request.split(), request.params.temperature).with_rows(group=group, sample=sample),
+        batch=_batch(seats, request.by_row(), request.params.temperature).with_rows(group=group, sample=sample),
         prompts=tuple(prompts),
         texts=[seat.conversation.text for seat in seats],
         outcomes=[seat.outcome for seat in seats],
@@ -250,7 +250,7 @@ def _batch(seats: Sequence[Seat], prompts: Sequence[IntArray], temperature: floa
     prompt_length = np.array([each.prompt_length for each in played])
     return SampleBatch(
         tokens=np.concatenate([each.tokens for each in played]),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        offsets=offsets_of(lengths),
         columns=columns,
         rows={
             "prompt_length": prompt_length,

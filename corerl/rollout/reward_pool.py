@@ -191,7 +191,7 @@ class _Process:
         )
 
     def kill(self) -> None:
-        """From any thread: whoever waits for an answer finds that it has ended."""
+        """End it, from any thread: whoever waits for an answer finds that it has ended."""
         self._process.kill()
 
     def end(self) -> None:
@@ -202,7 +202,7 @@ class _Process:
 
 
 def _answered(processes: Sequence[_Process]) -> list[_Process]:
-    """Those that have answered or ended, or whose time is over; waits for one."""
+    """Processes that have answered or ended, or whose time is over; waits for one."""
     busy = [process for process in processes if process.busy]
     now = time.monotonic()
     soonest = min((process.until for process in busy), default=now)

@@ -106,7 +106,7 @@ class Reward:
         return Failure(kind=kind, message=" ".join(f"reward {self.name!r} {what} {sample}".split()))
 
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """In this process, one sample after the other, without a time limit."""
+        """Score in this process, one sample after the other, without a time limit."""
         return gathered([self.outcome(*sample) for sample in samples_of(rollout)], self.failed_value, part=part)
 
 

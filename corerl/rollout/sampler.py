@@ -13,10 +13,10 @@ from attrs import field, frozen
 from corerl.config.schema import RolloutConfig
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, EngineFailed
+from corerl.ops.noise import hash_keys
 from corerl.rollout.encoding import encode
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
-from corerl.rollout.noise import noise_keys
-from corerl.types import Array, IntArray, Output, SampleBatch, rows_at
+from corerl.types import Array, IntArray, Output, SampleBatch, offsets_of, rows_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,7 +57,7 @@ class Rollout:
     @classmethod
     def concatenate(cls, parts: Sequence[Rollout]) -> Rollout:
         """The prompts of several rollouts, one after the other."""
-        firsts = np.cumsum([0, *(len(part.prompts) for part in parts)])
+        firsts = offsets_of([len(part.prompts) for part in parts])
         group = [part.batch.rows["group"] + first for part, first in zip(parts, firsts, strict=False)]
         batches = _with_experts([part.batch for part in parts])
         return cls(
@@ -90,7 +90,7 @@ class Background(Protocol):
         """What is drawn for this errand is not wanted any more; also where it is done, or was never begun."""
 
     def attend(self, ending: Callable[[], bool]) -> None:
-        """In a thread of its own, until `ending`, which is asked at each change of the state that is shared."""
+        """Work in a thread of its own, until `ending`, which is asked at each change of the state that is shared."""
 
 
 class Singles:
@@ -154,7 +154,7 @@ class Sampler:
             tokens=tokens[repeated],
             offsets=rows,
             # A prompt that comes twice in one step (a data set smaller than the step) must not draw the same twice.
-            noise_keys=noise_keys(
+            noise_keys=hash_keys(
                 self._seed,
                 rollout_step,
                 np.array([prompt.index for prompt in prompts])[group],
@@ -179,8 +179,8 @@ class Sampler:
     def _encode(self, prompts: Sequence[Prompt]) -> tuple[IntArray, IntArray]:
         """Prompts as ragged tokens [n] and offsets [P + 1]."""
         encoded = encode(self._tokenizer, prompts)
-        offsets = np.cumsum([0, *map(len, encoded)])
-        return np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded]), offsets
+        tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
+        return tokens, offsets_of([len(ids) for ids in encoded])
 
 
 def sampling_params(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> SamplingParams:
@@ -226,7 +226,7 @@ def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:
     """Prompts and responses interleaved into samples; what the engine recorded stands at the response's tokens."""
     prompt_length, response_length = np.diff(request.offsets), np.diff(generation.offsets)
     lengths = prompt_length + response_length
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    offsets = offsets_of(lengths)
     within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     loss_mask = within >= np.repeat(prompt_length, lengths)
     tokens = np.empty(len(loss_mask), dtype=np.int64)

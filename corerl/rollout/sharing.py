@@ -12,7 +12,7 @@ import numpy as np
 
 from corerl.rollout.engine import GenerateRequest, Generation
 from corerl.rollout.partial import split
-from corerl.types import IntArray
+from corerl.types import IntArray, offsets_of
 
 SLACK = 1.5  # times its even share that a replica is given at most, of rows that it has read the beginning of
 REMEMBERED = 2**17  # beginnings; where weights do not change nothing else would end their number
@@ -20,7 +20,7 @@ MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, its bits all over it: powers 
 
 
 class Shares:
-    """Of one fleet's replicas. Its methods may be called from several threads.
+    """Decides which replica draws which rows. Its methods may be called from several threads.
 
     A replica keeps keys and values of what it has read and drawn until its weights change. So rows of one prompt stay
     together, where that leaves shares even to within a prompt; and a row that begins with a prompt, or with a prompt
@@ -77,10 +77,10 @@ class Shares:
     def drew(self, replica: int, request: GenerateRequest, generation: Generation) -> None:
         """Remember what the replica has read, and drawn, of each row."""
         responses = np.split(generation.tokens, generation.offsets[1:-1])
-        rows = [np.concatenate(pair) for pair in zip(request.split(), responses, strict=True)]
+        rows = [np.concatenate(pair) for pair in zip(request.by_row(), responses, strict=True)]
         samples = GenerateRequest(
             tokens=np.concatenate(rows),
-            offsets=np.cumsum([0, *map(len, rows)]),
+            offsets=offsets_of([len(row) for row in rows]),
             noise_keys=request.noise_keys,
             params=request.params,
         )
@@ -147,7 +147,7 @@ def _between(prompts: Sequence[tuple[int, int]], at: int, share: int) -> int:
 
 
 def _prefix_hashes(request: GenerateRequest) -> list[IntArray]:
-    """Of each row, the hash of each of its prefixes [n], from its first token to all of them."""
+    """The hashes of each row's prefixes [n], from its first token to all of them."""
     lengths, starts = np.diff(request.offsets), request.offsets[:-1]
     within = np.arange(len(request.tokens)) - np.repeat(starts, lengths)
     powers = np.cumprod(np.full(int(lengths.max(initial=0)) + 1, MULTIPLIER))

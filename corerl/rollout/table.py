@@ -95,7 +95,7 @@ class Table:
     # ---- for who has engines asked ----------------------------------------------------------------------------------
 
     def seat(self, seats: Iterable[Seat]) -> None:
-        """To be begun as soon as there is room."""
+        """Have these begun as soon as there is room."""
         with self._state:
             self._to_begin.extend(seats)
             self._state.notify_all()

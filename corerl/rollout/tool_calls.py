@@ -70,7 +70,7 @@ def format_of(name: str, chat_template: Any) -> CallFormat | None:
 
 
 def as_told(calls: Sequence[Mapping[str, str]], *, number: int) -> list[dict[str, Any]]:
-    """In the shape of OpenAI's `message.tool_calls`, of message `number` of a conversation."""
+    """The calls in the shape of OpenAI's `message.tool_calls`, of message `number` of a conversation."""
     return [
         {
             # The same in every run of the same draws, since templates may write it; nine letters and digits, since some

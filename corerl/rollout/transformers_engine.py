@@ -31,7 +31,7 @@ from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Genera
 from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.offered import misfit
 from corerl.rollout.serving import Serving
-from corerl.types import Array, BoolArray
+from corerl.types import Array, BoolArray, offsets_of
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
 from corerl.weights.verify import bit_sums
@@ -111,7 +111,7 @@ class TransformersEngine(Engine):
         chosen = steps < sizes[:, None]
         return Generation(
             tokens=responses[chosen],
-            offsets=np.concatenate([[0], np.cumsum(sizes)]),
+            offsets=offsets_of(sizes),
             logprobs=torch.stack(draw.logprobs, dim=1).cpu().numpy()[chosen],
             versions=np.full(sizes.sum(), version, dtype=np.int64),
             truncated=~finished & (sizes == request.left),

@@ -32,7 +32,7 @@ from corerl.testing import wrappers
 from corerl.testing.harness import LOSS, Setup, samples_at, step_at
 from corerl.trainer.assign import ACTOR, RolePlan, plan_role
 from corerl.trainer.group import TrainGroup
-from corerl.types import FloatArray, Output, SampleBatch, TrainResult
+from corerl.types import FloatArray, Output, SampleBatch, TrainResult, offsets_of
 from corerl.weights.transport import Address
 
 ENGINE = "transformers"
@@ -141,7 +141,7 @@ def push(group: TrainGroup, fleet: EngineFleet, version: int, *, transport: str,
     address = meeting_at(address, group)
     receiving = fleet.receive_async(group.manifest(), version, address)
     sent = group.update_weights(address, version)
-    received = fleet.wait_received(receiving)
+    received = fleet.received(receiving, 60.0)
     return {name: sent.engines.get(name, "no word of it") or received[name].error for name in fleet.names}
 
 
@@ -151,7 +151,7 @@ def sampled(fleet: EngineFleet, number: int) -> SampleBatch:
     prompts = [rng.integers(3, 97, length) for length in (3, 5, 2, 4)]
     request = GenerateRequest(
         tokens=np.concatenate(prompts),
-        offsets=np.cumsum([0, *map(len, prompts)]),
+        offsets=offsets_of([len(prompt) for prompt in prompts]),
         noise_keys=np.arange(len(prompts)) + 100 * number,
         params=SamplingParams(max_tokens=8, stop_tokens=(2,)),
     )
@@ -169,7 +169,7 @@ def sampled(fleet: EngineFleet, number: int) -> SampleBatch:
     advantages = np.repeat(np.array([1.0, -0.5, 0.75, -1.25], np.float32), lengths)
     return SampleBatch(
         tokens=np.concatenate(tokens).astype(np.int64),
-        offsets=np.cumsum([0, *lengths]),
+        offsets=offsets_of(lengths),
         columns={
             "loss_mask": loss_mask,
             "rollout_logprobs": column,

@@ -34,6 +34,7 @@ from corerl.types import (
     SampleBatch,
     Step,
     TrainResult,
+    offsets_of,
 )
 
 LOSS = LossSpec(
@@ -88,7 +89,7 @@ def make_samples(seed: int, *, samples: int = 7, vocab: int = 97, temperature: f
     """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(4, 24, samples)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    offsets = offsets_of(lengths)
     prompt = rng.integers(1, 3, samples)
     within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     mask = within >= np.repeat(prompt, lengths)

@@ -33,7 +33,7 @@ COUNT = struct.Struct("<I")
 
 
 def changes(old: NDArray[Any], new: NDArray[Any]) -> bytes | None:
-    """From `old` to `new`, unsigned integers [n] of one kind; None where these would take as many bytes as `new`.
+    """What makes `new` of `old`, unsigned integers [n] of one kind; None where these would take as many bytes as `new`.
 
     What is so dense that it cannot be less before compression is not tried: that is 2 of 3 elements of 2 bytes.
     """

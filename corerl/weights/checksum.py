@@ -47,7 +47,7 @@ class Digest:
         return self._done is None or self._done.query()
 
     def value(self) -> int:
-        """As `checksum` gives it."""
+        """The number that `checksum` gives."""
         if self._done is not None:
             self._done.synchronize()
         return int(self._found)

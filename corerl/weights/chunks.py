@@ -36,7 +36,7 @@ class TensorSource(Protocol):
     """Named tensors that can be read box by box: an HF directory, random weights, a checkpoint."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of the whole tensor; None where the source does not have it."""
+        """The whole tensor's shape; None where the source does not have it."""
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """That box, in the source's own dtype; on whatever device the source has it."""

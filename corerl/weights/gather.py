@@ -216,9 +216,9 @@ class GatherPlan:
 
 
 def first_of_stages(held: Sequence[set[str]]) -> dict[str, int]:
-    """Of each tensor the first rank of its stage. `held` are the tensors of which each rank has any part or copy: ranks
-    that have one in common, or each of them one with a third, are of one stage. The very first is rank 0, whatever it
-    holds. Stages of a pipeline that tie their embeddings have that tensor in common, and are one here.
+    """The first rank of each tensor's stage. `held` are the tensors of which each rank has any part or copy: ranks that
+    have one in common, or each of them one with a third, are of one stage. The very first is rank 0, whatever it holds.
+    Stages of a pipeline that tie their embeddings have that tensor in common, and are one here.
     """
     stages: list[tuple[int, set[str]]] = []
     for rank, names in enumerate(held):

@@ -67,7 +67,7 @@ def quantize(bucket: Bucket, flat: torch.Tensor, sent: Bucket, out: torch.Tensor
 
 
 def to_blocks(weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
-    """Of `weight` [n, k] the FP8 `values` [n, k] and `scales` [ceil(n / 128), ceil(k / 128)], on its device.
+    """Write `weight` [n, k] as FP8 `values` [n, k] and `scales` [ceil(n / 128), ceil(k / 128)], on its device.
 
     A block's scale is its largest magnitude / 448, so that this becomes the largest number of FP8; 1 where all are 0.
     Values are rounded to the nearest, ties to even.

@@ -28,8 +28,8 @@ class Shared(ABC):
 
     @abstractmethod
     def handle(self) -> tuple[Handle, list[int]]:
-        """For one other process, and the file descriptors to send with it. Each handle that is given out is closed by
-        whom it was given to, or by `forget` where that process has died."""
+        """A handle for one other process, and the file descriptors to send with it. Each handle that is given out is
+        closed by whom it was given to, or by `forget` where that process has died."""
 
     @abstractmethod
     def forget(self, handle: Handle) -> None:
@@ -55,7 +55,7 @@ def opened(handle: Handle, descriptors: list[int]) -> torch.Tensor:
             return torch.frombuffer(mmap.mmap(descriptor, handle["nbytes"]), dtype=torch.uint8)
         finally:
             os.close(descriptor)  # the mapping stays
-    if (own := device_id("cuda")) != handle["device"]:
+    if (own := device_id()) != handle["device"]:
         raise WeightUpdateError(
             f"weights lie on the GPU {handle['device']}, and this process is on {own}: a handle is opened on the GPU "
             "that it is of; place the engine on its rank's GPU, or take another weights.transport"
@@ -65,10 +65,8 @@ def opened(handle: Handle, descriptors: list[int]) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def device_id(device: str) -> str:
-    """What a GPU is known by in every process, however each one numbers them; "" for a CPU."""
-    if device != "cuda":
-        return ""
+def device_id() -> str:
+    """What this process's GPU is known by in every process, however each one numbers them."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
@@ -107,7 +105,7 @@ class SharedOnDevice(Shared):
         # (device, handle of the allocation, bytes, offset in the allocation, two of a counter, two of an event)
         _, *parts = self.bytes.untyped_storage()._share_cuda_()
         plain = [part.hex() if isinstance(part, bytes) else part for part in parts]
-        return {"kind": "cuda", "device": device_id("cuda"), "parts": plain}, []
+        return {"kind": "cuda", "device": device_id(), "parts": plain}, []
 
     def forget(self, handle: Handle) -> None:
         _, _, _, counter, offset, *_ = handle["parts"]

@@ -2,7 +2,7 @@
 
 driver:   an Address, plain data, for both sides
 trainer:  sender.begin(manifest, version); for each bucket gather into sender.room(...), sender.send(bucket, flat);
-          sender.commit(version)
+          sender.commit()
 engine:   for bucket, flat in receiver.buckets(manifest, version): load; then receiver.acknowledge(version, error)
 """
 
@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from attrs import field, frozen
+from attrs import frozen
 
 from corerl.errors import WeightUpdateError
 from corerl.weights.manifest import Bucket, Manifest
@@ -34,7 +34,26 @@ class Address:
     token: str = ""  # ipc: part of the names of the sockets that sender and receivers meet at
     senders: tuple[int, ...] = ()  # ipc: of each receiver, by its index, the trainer's rank on its device
     device: str = "cpu"  # of the buffers: cpu or cuda
-    timeout: float = field(default=600.0)  # seconds that one side waits for the other
+    timeout: float = 600.0  # seconds that one side waits for the other
+
+    def by_engine(self, answers: Mapping[int, str]) -> dict[str, str]:
+        """Receivers' answers, by index, as their engines': the first that says why not, "" where all have committed."""
+        merged: dict[str, str] = {}
+        for index, answer in answers.items():
+            merged[self.engines[index]] = merged.get(self.engines[index]) or answer
+        return merged
+
+    def not_joined(self, version: int) -> str:
+        return f"did not join the update to version {version} in {self.timeout:g} s"
+
+    def not_committed(self, version: int, reason: str = "") -> str:
+        return f"did not commit version {version}: {reason or f'no answer within {self.timeout:g} s'}"
+
+    def other_tensors(self, index: int, version: int) -> str:
+        return (
+            f"{self.engines[index]} expects other tensors than the trainer sends for version {version} (their "
+            "manifests differ): give both the manifest of this update"
+        )
 
 
 class WeightSender(ABC):
@@ -72,11 +91,11 @@ class WeightSender(ABC):
         this returns."""
 
     @abstractmethod
-    def commit(self, version: int) -> Mapping[str, str]:
-        """Wait for the engines; engine name -> "" where it committed `version`, else why it did not."""
+    def commit(self) -> Mapping[str, str]:
+        """Wait for the engines; engine name -> "" where it committed `self.version`, else why it did not."""
 
     def give_up(self, engine: str, version: int, reason: str) -> None:
-        """In the update to `version` wait for this engine no more: its process has ended, or it has. Called from
+        """Stop waiting for this engine in the update to `version`: its process has ended, or it has. Called from
         another thread, before that update, while it goes on or too late, and perhaps several times; an answer that the
         engine has given still counts."""
         self._given_up[engine] = (version, reason)  # one assignment: no lock

@@ -19,7 +19,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 
 
 def bit_sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Of each tensor, the sum over its elements of their bit patterns as signed integers, modulo 2**64 and signed.
+    """The sum of each tensor's elements' bit patterns as signed integers, modulo 2**64 and signed.
 
     Sums of disjoint parts of a tensor, added in the same way, are its own.
     """
@@ -73,8 +73,8 @@ class SummingSender(WeightSender):
             self.sums |= bit_sums(bucket.views(flat))  # before: the transport may have done with it afterwards
         self._sender.send(bucket, flat)
 
-    def commit(self, version: int) -> Mapping[str, str]:
-        engines = self._sender.commit(version)
+    def commit(self) -> Mapping[str, str]:
+        engines = self._sender.commit()
         self.sent = self._sender.sent
         return engines
 

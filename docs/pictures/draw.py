@@ -22,7 +22,7 @@ from corerl.models.tokenizer import character_tokenizer
 from corerl.rollout.conversation import Conversation, Renderer
 from corerl.rollout.engine import Generation
 from corerl.trainer.assign import ACTOR, CRITIC
-from corerl.types import MemoryKind, ParallelLayout, SampleBatch
+from corerl.types import MemoryKind, ParallelLayout, SampleBatch, offsets_of
 from corerl.weights.manifest import build_manifest
 
 HERE = Path(__file__).parent
@@ -99,7 +99,7 @@ SHAPES = (("embed.weight", (16, 4)), ("q_proj.weight", (4, 4)), ("down_proj.weig
 def example() -> list[StepPlan]:
     """The optimizer steps of the picture's rollout batch."""
     lengths = np.array(RESPONSES) + PROMPT
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    offsets = offsets_of(lengths)
     mask = np.concatenate([np.arange(length) >= PROMPT for length in lengths])
     batch = SampleBatch(
         tokens=np.zeros(offsets[-1], dtype=np.int64),

@@ -12,10 +12,10 @@ from attrs import evolve
 
 from corerl.config.schema import ModelConfig
 from corerl.errors import EngineFailed
+from corerl.ops.noise import hash_keys
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.rollout.engine import Engine, GenerateRequest, SamplingParams
 from corerl.rollout.engines import TransformersConfig
-from corerl.rollout.noise import noise_keys
 from corerl.rollout.partial import continued, joined
 from corerl.rollout.transformers_engine import TransformersEngine
 from corerl.types import MemoryKind
@@ -45,7 +45,7 @@ def request(params: SamplingParams) -> GenerateRequest:
     return GenerateRequest(
         tokens=np.random.default_rng(0).integers(4, 16, size=lengths.sum()),
         offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        noise_keys=noise_keys(0, 0, np.arange(4), np.zeros(4, dtype=np.int64)),
+        noise_keys=hash_keys(0, 0, np.arange(4), np.zeros(4, dtype=np.int64)),
         params=params,
     )
 

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from corerl.config.schema import ModelConfig
 from corerl.models.config import hf_config
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received
-from corerl.rollout.pool import split
 from corerl.rollout.serving import Serving
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
@@ -52,7 +51,7 @@ def context(index: int = 0) -> EngineContext:
 
 def spread(engines: Sequence[Engine], request: GenerateRequest) -> Generation:
     """The rows of a request, drawn by several engines."""
-    parts = split(request, len(engines))
+    parts = request.parts(len(engines))
     return Generation.concatenate([engine.generate(part) for engine, part in zip(engines, parts, strict=False)])
 
 
@@ -96,7 +95,7 @@ def update(
     sender.begin(manifest, version)
     for bucket in manifest.buckets:
         sender.send(bucket, torch.cat([tensors[entry.name].flatten() for entry in bucket.entries]))
-    committed = sender.commit(version)
+    committed = sender.commit()
     for thread in threads:
         thread.join()
     done = [result for result in results if result is not None]

@@ -12,7 +12,7 @@ class Mortal(EngineService):
     drew: list[list[int]]  # the first token of each row, by call of `generate`
 
     def generate(self, request: GenerateRequest) -> Generation:
-        self.drew = [*getattr(self, "drew", []), [int(row[0]) for row in request.split()]]
+        self.drew = [*getattr(self, "drew", []), [int(row[0]) for row in request.by_row()]]
         return super().generate(request)
 
     def last_drew(self) -> list[int]:

@@ -230,15 +230,15 @@ def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:
     sender = open_sender(address)
     sender.begin(manifest, version)
     sender.send(manifest.buckets[0], torch.ones(4))
-    committed = dict(sender.commit(version))
-    assert {name: received.error for name, received in fleet.wait_received(receiving).items()} == committed
+    committed = dict(sender.commit())
+    assert {name: received.error for name, received in fleet.received(receiving, 60.0).items()} == committed
     return committed
 
 
 def joined_rows(request: GenerateRequest, generation: Generation) -> list[np.ndarray]:
     """Each row's prompt and response."""
     responses = np.split(generation.tokens, generation.offsets[1:-1])
-    return [np.concatenate(pair) for pair in zip(request.split(), responses, strict=True)]
+    return [np.concatenate(pair) for pair in zip(request.by_row(), responses, strict=True)]
 
 
 def kill(fleet: EngineFleet, replica: int) -> None:

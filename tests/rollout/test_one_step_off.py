@@ -20,12 +20,11 @@ from corerl.data.prompts import Prompt, PromptStream, SortDigits
 from corerl.driver.run import Summary
 from corerl.errors import CheckpointError, DataError, EngineFailed, RewardError
 from corerl.models.tokenizer import load_tokenizer
-from corerl.ops.noise import gumbel
+from corerl.ops.noise import gumbel, hash_keys
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.engines import FakeConfig
 from corerl.rollout.fake_engine import FakeEngine
 from corerl.rollout.fleet import NoneLeft
-from corerl.rollout.noise import noise_keys
 from corerl.rollout.one_step_off import OneStepOff
 from corerl.rollout.rewards import Reward, resolve_reward
 from corerl.rollout.sampler import Sampler
@@ -91,7 +90,7 @@ def by_hand(model: Any, prompts: list[Prompt], step: int) -> list[tuple[list[int
     """(prompt, response, log-probs, reward) of each sample, token by token and without a cache."""
     found = []
     for prompt, sample in itertools.product(prompts, range(SAMPLES)):
-        key = torch.tensor(noise_keys(SEED, step, np.array([prompt.index]), np.array([sample])))
+        key = torch.tensor(hash_keys(SEED, step, np.array([prompt.index]), np.array([sample])))
         start = [1, *(4 + CHARACTERS.index(character) for character in prompt.text)]
         response: list[int] = []
         logprobs: list[float] = []

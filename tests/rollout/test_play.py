@@ -520,7 +520,7 @@ def test_experts_come_with_the_samples_where_the_engine_tells_them(play: Play) -
     def telling(request: GenerateRequest) -> Generation:
         generation = Oracle()(request)
         rows = []
-        for prompt, said in zip(request.split(), np.diff(generation.offsets), strict=True):
+        for prompt, said in zip(request.by_row(), np.diff(generation.offsets), strict=True):
             rows += [*range(len(prompt) + said - 1), -1]
         return evolve(generation, routed_experts=np.array(rows, dtype=np.int16).reshape(-1, 1, 1))
 

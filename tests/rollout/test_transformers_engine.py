@@ -9,9 +9,9 @@ from attrs import evolve
 
 from corerl.config.schema import ModelConfig
 from corerl.errors import EngineFailed
+from corerl.ops.noise import hash_keys
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.engines import TransformersConfig
-from corerl.rollout.noise import noise_keys
 from corerl.rollout.partial import continued, joined
 from corerl.rollout.transformers_engine import TransformersEngine, keep_top_p
 from tests.rollout.models import (
@@ -43,7 +43,7 @@ def request(rows: int, params: SamplingParams = PARAMS, *, step: int = 0) -> Gen
     return GenerateRequest(
         tokens=rng.integers(4, VOCAB, size=lengths.sum()),
         offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        noise_keys=noise_keys(0, step, np.arange(rows), np.zeros(rows, dtype=np.int64)),
+        noise_keys=hash_keys(0, step, np.arange(rows), np.zeros(rows, dtype=np.int64)),
         params=params,
     )
 
@@ -54,7 +54,7 @@ def same_prompt(rows: int, params: SamplingParams) -> GenerateRequest:
     return GenerateRequest(
         tokens=np.tile(prompt, rows),
         offsets=np.arange(rows + 1) * len(prompt),
-        noise_keys=noise_keys(0, 0, np.zeros(rows, dtype=np.int64), np.arange(rows)),
+        noise_keys=hash_keys(0, 0, np.zeros(rows, dtype=np.int64), np.arange(rows)),
         params=params,
     )
 

@@ -56,7 +56,7 @@ def test_sums_are_of_what_was_sent_and_the_sender_sends_it() -> None:
     sender.begin(manifest, 1)
     for bucket in manifest.buckets:
         sender.send(bucket, torch.cat([tensors[entry.name].flatten() for entry in bucket.entries]))
-    assert sender.commit(1) == {"engine-0": ""}
+    assert sender.commit() == {"engine-0": ""}
     assert len(manifest.buckets) == 2 and sorted(arrived) == ["a", "b", "c"]
     assert sender.sums == {name: reference(tensor) for name, tensor in tensors.items()}
 

@@ -84,7 +84,7 @@ class CollectiveSender(WeightSender):
         self._others: tuple[int, ...] = ()  # ranks that send as well
         self._asked_store = 0.0  # time.monotonic() when it was last asked whether another sender's group is broken
         self._members: tuple[int, ...] = ()  # engines in the group
-        self._errors: dict[str, str] = {}
+        self._answers: dict[int, str] = {}  # by receiver: "" where it committed
         self._broken = ""
         # On the host a GPU's tensors would be gathered one by one, and through memory that is not pinned.
         self._has_rooms = address.device != "cpu"
@@ -96,7 +96,7 @@ class CollectiveSender(WeightSender):
 
     def begin(self, manifest: Manifest, version: int) -> None:
         self.version = version
-        self._errors, self._broken, self._largest = {}, "", manifest.largest
+        self._answers, self._broken, self._largest = {}, "", manifest.largest
         self._rooms.clear()  # of an update that did not come to its end
         try:
             store = self._open_store()
@@ -156,7 +156,7 @@ class CollectiveSender(WeightSender):
         for room in self._rooms:
             self._finish(room)
 
-    def commit(self, version: int) -> Mapping[str, str]:
+    def commit(self) -> Mapping[str, str]:
         self._settle()
         self._rooms.clear()  # whoever sleeps on this device, or steps there, needs it
         if self._rank != 0:  # engines tell rank 0, also of what did not arrive from here
@@ -165,17 +165,15 @@ class CollectiveSender(WeightSender):
             grace = min(BROKEN_GRACE, self._address.timeout) if self._broken else self._address.timeout
             deadline = time.monotonic() + grace
             for index in self._members:
-                answer = self._answer(self._store, f"{version}/done/{index}", index, deadline)
+                answer = self._answer(self._store, f"{self.version}/done/{index}", index, deadline)
                 if answer is None:
-                    name = self._address.engines[index]
-                    late = f"no answer within {self._address.timeout:g} s"
-                    self._failed(
-                        index, f"did not commit version {version}: {self.given_up.get(name) or self._broken or late}"
-                    )
+                    reason = self.given_up.get(self._address.engines[index]) or self._broken
+                    self._answers[index] = self._address.not_committed(self.version, reason)
                     self._drop_group()
                 else:
-                    self._failed(index, answer["error"])
-        return {name: self._errors.get(name, self._broken) for name in self._address.engines}
+                    self._answers[index] = answer["error"]
+        answers = self._address.by_engine(self._answers)
+        return {name: answers.get(name, self._broken) for name in self._address.engines}
 
     def close(self) -> None:
         self._drop_group()
@@ -208,17 +206,12 @@ class CollectiveSender(WeightSender):
         for index, name in enumerate(self._address.engines):
             answer = self._answer(store, f"{version}/ready/{index}", index, deadline)
             if answer is None:
-                late = f"did not join the update to version {version} in {self._address.timeout:g} s"
-                self._failed(index, self.given_up.get(name, late))
+                self._answers[index] = self.given_up.get(name, self._address.not_joined(version))
             elif answer.get("error"):
-                self._failed(index, answer["error"])
+                self._answers[index] = answer["error"]
             elif answer["digest"] != manifest.digest:
-                differ = (
-                    f"{name} expects other tensors than the trainer sends for version {version} "
-                    "(their manifests differ): give both the manifest of this update"
-                )
-                self._failed(index, differ)
-                _put(store, f"{version}/go/{index}", {"error": differ})
+                self._answers[index] = self._address.other_tensors(index, version)
+                _put(store, f"{version}/go/{index}", {"error": self._answers[index]})
             else:
                 ready[index] = answer["generation"]
         return ready
@@ -243,7 +236,7 @@ class CollectiveSender(WeightSender):
         return decision["generation"], tuple(decision["members"])
 
     def _form_group(self, generation: int, members: tuple[int, ...]) -> None:
-        """Of this rank and those engines, unless it is there."""
+        """Join this rank and those engines in a group, unless it is there."""
         if generation == self._generation and self._group is not None:
             return
         self._drop_group()
@@ -265,11 +258,6 @@ class CollectiveSender(WeightSender):
             answer = _take(store, key, 0.0 if name in self.given_up else min(left, ASK_SECONDS))
             if answer is not None or left <= 0 or name in self.given_up:
                 return answer
-
-    def _failed(self, index: int, error: str) -> None:
-        """Of one receiver; "" where it committed. The first error of an engine's receivers is the engine's."""
-        name = self._address.engines[index]
-        self._errors[name] = self._errors.get(name) or error
 
     def _lost_member(self) -> str:
         """Which engine of the group is given up, and why, or that another sender has left its own; "" where neither is

@@ -41,7 +41,7 @@ def _directory(path: str, version: int) -> Path:
 
 
 def _directories(path: str) -> list[Path]:
-    """Of all versions, those half written too; what a user may have put beside them is none."""
+    """All versions' directories, those half written too; what a user may have put beside them is none."""
     return [each for each in Path(path).glob("v*") if re.fullmatch(rf"v\d{{8,}}({re.escape(PARTIAL)})?", each.name)]
 
 
@@ -102,8 +102,8 @@ class DiskSender(WeightSender):
         """Let the receiver that asked with this state read."""
         (directory / f"for-{state['nonce']}").touch()
 
-    def commit(self, version: int) -> Mapping[str, str]:
-        directory = _directory(self._address.path, version)
+    def commit(self) -> Mapping[str, str]:
+        directory = _directory(self._address.path, self.version)
         if self._error:  # what is there is of no use, and the disk may be full: there must be room to say so
             shutil.rmtree(self._partial, ignore_errors=True)
         try:
@@ -116,7 +116,7 @@ class DiskSender(WeightSender):
         except OSError:
             shutil.rmtree(self._partial, ignore_errors=True)
             return dict.fromkeys(self._address.engines, self._error)
-        answers = self._wait_for_engines(directory, version)
+        answers = self._wait_for_engines(directory)
         for other in _directories(self._address.path):
             if other != directory:
                 shutil.rmtree(other, ignore_errors=True)
@@ -138,7 +138,7 @@ class DiskSender(WeightSender):
             shutil.rmtree(directory)
         os.replace(self._partial, directory)
 
-    def _wait_for_engines(self, directory: Path, version: int) -> dict[str, str]:
+    def _wait_for_engines(self, directory: Path) -> dict[str, str]:
         answers: dict[int, str] = {}  # by receiver
         admitted: set[str] = set()
         deadline = time.monotonic() + self._address.timeout
@@ -147,9 +147,9 @@ class DiskSender(WeightSender):
                 if index in answers:
                     continue
                 if name in self.given_up:
-                    answers[index] = f"did not commit version {version}: {self.given_up[name]}"
+                    answers[index] = self._address.not_committed(self.version, self.given_up[name])
                 state = _read_state(self._address.path, index)
-                if state is None or state["version"] != version:
+                if state is None or state["version"] != self.version:
                     continue
                 if state["done"]:
                     if state["nonce"] in admitted:
@@ -161,11 +161,8 @@ class DiskSender(WeightSender):
                     except Exception as error:  # OSError, or the safetensors library's own
                         answers[index] = f"cannot admit {name} to {directory}: {error}"
             time.sleep(POLL_SECONDS)
-        late = f"did not commit version {version}: no answer within {self._address.timeout:g} s"
-        by_engine: dict[str, str] = {}
-        for index, name in enumerate(self._address.engines):
-            by_engine[name] = by_engine.get(name) or answers.get(index, late)
-        return by_engine
+        late = self._address.not_committed(self.version)
+        return self._address.by_engine({i: answers.get(i, late) for i in range(len(self._address.engines))})
 
 
 class DiskReceiver(WeightReceiver):

@@ -30,7 +30,7 @@ class InProcessSender(WeightSender):
         except Exception as error:  # the engine's failure: reported in commit, as by every transport
             self._error = f"{type(error).__name__}: {error}"
 
-    def commit(self, version: int) -> Mapping[str, str]:
+    def commit(self) -> Mapping[str, str]:
         return {self._engine: self._error}
 
     def close(self) -> None:

@@ -46,8 +46,8 @@ ERROR_CHARACTERS = 4000  # of an engine's own error, up to six bytes each: a lon
 
 
 def _name(address: Address, rank: int) -> str:
-    """Of the socket that `rank` listens at: in Linux's abstract namespace, where nothing is left behind and no path can
-    be too long."""
+    """Name of the socket that `rank` listens at: in Linux's abstract namespace, where nothing is left behind and no
+    path can be too long."""
     return f"\0corerl-{address.token}-{rank}"
 
 
@@ -127,8 +127,7 @@ class IpcSender(WeightSender):
         self._joining = False
         for index in self._mine:
             if not self._settled(index):
-                late = f"did not join the update to version {version} in {self._address.timeout:g} s"
-                self._drop(index, late)
+                self._drop(index, self._address.not_joined(version))
 
     def room(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         if not self._taking:
@@ -157,21 +156,15 @@ class IpcSender(WeightSender):
         if self._pending.digest.ready:
             self._hand_over_pending()
 
-    def transmit(self, flat: torch.Tensor) -> None:
-        """The moment between the checksum and the engines' reading: nothing happens to `flat`."""
-
-    def commit(self, version: int) -> Mapping[str, str]:
+    def commit(self) -> Mapping[str, str]:
         self._hand_over_pending()
         self._wait(lambda: not self._taking)
         for index in self._taking:
-            self._drop(index, f"did not commit version {version}: no answer within {self._address.timeout:g} s")
+            self._drop(index, self._address.not_committed(self.version))
         if self._buffers and self._address.device != "cpu":  # whoever wakes up on this device needs it
             self._release()
-        answers: dict[str, str] = {}
-        for index in self._mine:
-            name = self._address.engines[index]
-            answers[name] = answers.get(name) or self._errors.get(index) or self._done.get(index, "")
-        return answers
+        answers = {index: self._errors.get(index) or self._done.get(index, "") for index in self._mine}
+        return self._address.by_engine(answers)
 
     def close(self) -> None:
         self._pending = None
@@ -280,11 +273,7 @@ class IpcSender(WeightSender):
         elif message["error"]:
             self._done[index] = message["error"]
         elif self._manifest is None or message["digest"] != self._manifest.digest:
-            name = self._address.engines[index]
-            self._done[index] = (
-                f"{name} expects other tensors than the trainer sends for version {version} (their manifests differ): "
-                "give both the manifest of this update"
-            )
+            self._done[index] = self._address.other_tensors(index, version)
             self._tell(index, {"is": "no", "version": version, "error": self._done[index]})
         else:
             peer.taking = True
@@ -296,7 +285,6 @@ class IpcSender(WeightSender):
         if pending is None:
             return
         digest = pending.digest.value()
-        self.transmit(pending.flat)
         for index in self._taking:
             self._hand_over(index, pending.bucket, digest, pending.buffer)
 
@@ -480,7 +468,7 @@ class IpcReceiver(WeightReceiver):
             self._keep(message, descriptors)
 
     def _keep(self, message: Mapping[str, Any], descriptors: list[int]) -> None:
-        """Of a left-over message: a handle to the host's memory comes once, and later updates go on in it."""
+        """Keep a left-over message's handle: one to the host's memory comes once, and later updates go on in it."""
         if "handle" in message and self._address.device == "cpu":
             self._opened[message["buffer"]] = opened(message["handle"], descriptors)
 
@@ -518,7 +506,7 @@ def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: li
 
 
 def _last_words(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """As `_receive`. Where the other end was closed before it had read all that this one said, the system tells that
+    """Like `_receive`. Where the other end was closed before it had read all that this one said, the system tells that
     first, once, and only then what the other end has said until then."""
     try:
         return _receive(connection)

@@ -36,7 +36,7 @@ class LoopEngine(Engine):
                 [
                     self._complete(row, int(begun), int(left), int(key), request.params, version)
                     for row, begun, left, key in zip(
-                        request.split(), request.begun, request.left, request.noise_keys, strict=True
+                        request.by_row(), request.begun, request.left, request.noise_keys, strict=True
                     )
                 ]
             )

@@ -245,7 +245,7 @@ def push(
                 plain, flat = flat, torch.empty(as_sent.numel, dtype=torch.uint8, device=flat.device)
                 quantize(bucket, plain, as_sent, flat)
             sender.send(as_sent, flat.cuda() if transport == "ipc" else flat)
-        told.update(sender.commit(version))
+        told.update(sender.commit())
         sender.close()
 
     with ThreadPoolExecutor(ranks) as threads:

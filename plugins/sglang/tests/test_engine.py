@@ -91,7 +91,7 @@ def push(
             plain, flat = flat, torch.empty(as_sent.numel, dtype=torch.uint8)
             quantize(bucket, plain, as_sent, flat)
         sender.send(as_sent, sent(as_sent, flat))
-    told = dict(sender.commit(version))
+    told = dict(sender.commit())
     thread.join()
     sender.close()
     return received[0], told
@@ -347,7 +347,7 @@ def responses(drawn: Generation) -> list[list[int]]:
 def continuing(request: GenerateRequest, cut: Generation) -> GenerateRequest:
     """The rows that were cut, with what there is of their responses."""
     rows = np.flatnonzero(cut.unfinished)
-    tokens = [[*request.split()[row].tolist(), *responses(cut)[row]] for row in rows]
+    tokens = [[*request.by_row()[row].tolist(), *responses(cut)[row]] for row in rows]
     return evolve(
         request,
         tokens=np.concatenate([np.array(row) for row in tokens]),

@@ -58,7 +58,7 @@ def send(sender: DeltaSender, weights: Mapping[str, torch.Tensor], version: int)
     sender.begin(MANIFEST, version)
     for bucket in MANIFEST.buckets:
         sender.send(bucket, torch.cat([weights[entry.name].reshape(-1) for entry in bucket.entries]))
-    return sender.commit(version)
+    return sender.commit()
 
 
 def receive(

@@ -88,7 +88,7 @@ def test_a_bucket_is_gathered_while_the_one_before_is_loaded_and_no_further(pair
     for _ in FOUR.buckets:
         reader.go.release()
     gathering.join()
-    assert sender.commit(1) == {"e": ""}
+    assert sender.commit() == {"e": ""}
     reader.thread.join()
     assert reader.seen == [[float(index)] * 4 for index in range(4)]  # each as it was sent, though two share memory
     assert places[0] == places[2] != places[1] == places[3]
@@ -110,7 +110,7 @@ def test_what_is_gathered_is_the_memory_that_the_engine_reads_and_each_buffer_ha
             room = sender.room(4, torch.float32)
             room.fill_(float(version))
             sender.send(bucket, room)
-        assert sender.commit(version) == {"e": ""}
+        assert sender.commit() == {"e": ""}
         reader.thread.join()
         room[0] = 17.0  # of the last bucket, whose view the reader has kept
         assert reader.views[-1][0] == 17.0
@@ -237,7 +237,7 @@ def test_an_engine_hears_why_the_trainer_cannot_go_on_and_takes_the_next_update(
         for bucket in FOUR.buckets:
             if sender.room(4, torch.float32) is not None:
                 sender.send(bucket, torch.zeros(4))
-        assert sender.commit(1) == {"e": reason}
+        assert sender.commit() == {"e": reason}
     reader.thread.join()
     assert reader.failure == reason
     reader = Reader(receiver, FOUR, 2)
@@ -253,7 +253,7 @@ def test_an_engine_that_stops_loading_is_left_out_within_the_timeout(pair: Any) 
     sender.begin(FOUR, 1)
     for bucket in FOUR.buckets:
         sender.send(bucket, torch.zeros(4))
-    assert sender.commit(1) == {"e": "did not load bucket 0 within 0.5 s"}
+    assert sender.commit() == {"e": "did not load bucket 0 within 0.5 s"}
     for _ in FOUR.buckets:
         reader.go.release()
     reader.thread.join()
@@ -273,7 +273,7 @@ def test_an_engine_that_failed_early_takes_the_next_update_though_buckets_were_u
     sender.begin(FOUR, 1)
     for bucket in FOUR.buckets:
         sender.send(bucket, torch.zeros(4))
-    assert sender.commit(1) == {"e": "no room"}
+    assert sender.commit() == {"e": "no room"}
     failing.join()
     reader = Reader(receiver, FOUR, 2)
     for _ in FOUR.buckets:
@@ -281,7 +281,7 @@ def test_an_engine_that_failed_early_takes_the_next_update_though_buckets_were_u
     sender.begin(FOUR, 2)
     for bucket in FOUR.buckets:
         sender.send(bucket, torch.full((4,), float(bucket.index)))
-    assert sender.commit(2) == {"e": ""}
+    assert sender.commit() == {"e": ""}
     reader.thread.join()
     assert reader.seen == [[float(index)] * 4 for index in range(4)]
 
@@ -303,7 +303,7 @@ def test_an_engine_that_comes_after_the_first_bucket_is_sent_away_and_takes_the_
     late = load(receivers[1], 1)
     for bucket in FOUR.buckets[1:]:
         sender.send(bucket, torch.zeros(4))
-    assert sender.commit(1) == {"early": "", "late": "did not join the update to version 1 in 1 s"}
+    assert sender.commit() == {"early": "", "late": "did not join the update to version 1 in 1 s"}
     early.thread.join()
 
     early = load(receivers[0], 2)
@@ -327,11 +327,11 @@ def push_four(sender: IpcSender, version: int) -> Mapping[str, str]:
     sender.begin(FOUR, version)
     for bucket in FOUR.buckets:
         sender.send(bucket, torch.zeros(4))
-    return sender.commit(version)
+    return sender.commit()
 
 
 def test_memory_of_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "device_id", lambda device: "GPU-1")
+    monkeypatch.setattr(shared, "device_id", lambda: "GPU-1")
     with pytest.raises(WeightUpdateError, match="weights lie on the GPU GPU-0, and this process is on GPU-1: "):
         opened({"kind": "cuda", "device": "GPU-0", "parts": []}, [])
 

@@ -58,7 +58,7 @@ def push(sender: WeightSender, tensors: Mapping[str, torch.Tensor], version: int
         flat = torch.cat([tensors[entry.name].reshape(-1) for entry in bucket.entries])
         room = sender.room(flat.numel(), flat.dtype)
         sender.send(bucket, flat if room is None else room.copy_(flat))
-    return sender.commit(version)
+    return sender.commit()
 
 
 class Peer:
@@ -154,9 +154,10 @@ class FlipsIpc(IpcSender):
 
     flips = False
 
-    def transmit(self, flat: torch.Tensor) -> None:
-        if self.flips:
-            flat.view(torch.int32)[1] ^= 1
+    def _hand_over_pending(self) -> None:
+        if self.flips and self._pending is not None:
+            self._pending.flat.view(torch.int32)[1] ^= 1
+        super()._hand_over_pending()
 
 
 def flipping(address: Address) -> FlipsCollective | FlipsDisk | FlipsDelta | FlipsIpc:
@@ -342,7 +343,7 @@ def test_a_peer_that_is_lost_without_a_word_and_given_up_holds_up_neither_sender
         sender.begin(large, 1)
         for bucket in large.buckets:
             sender.send(bucket, torch.zeros(2**20))
-        assert sender.commit(1)["b"] == ("did not commit version 1: its process died")
+        assert sender.commit()["b"] == ("did not commit version 1: its process died")
         error = peers[0].answer()["error"]
         assert "did not arrive" in error or error == ""
         assert time.monotonic() - began < 60  # and not the timeout
@@ -367,7 +368,7 @@ def push_from(senders: Mapping[int, CollectiveSender], tensors: Mapping[str, tor
                 flat = torch.cat([tensors[entry.name].reshape(-1) for entry in bucket.entries])
                 room = sender.room(flat.numel(), flat.dtype)
                 sender.send(bucket, flat if room is None else room.copy_(flat))
-        return sender.commit(version)
+        return sender.commit()
 
     with ThreadPoolExecutor(len(senders)) as ranks:
         return dict(zip(senders, ranks.map(send, senders), strict=True))
@@ -610,7 +611,7 @@ def test_a_rank_that_does_not_send_takes_nothing_away_as_it_closes(transport: st
     idle.close()
     for bucket in manifest_of().buckets:
         sends.send(bucket, torch.zeros(bucket.numel))
-    assert sends.commit(1) == {}
+    assert sends.commit() == {}
     idle.close()
     assert len(list(tmp_path.glob("v*/bucket-*"))) == len(manifest_of().buckets)
     sends.close()
@@ -658,7 +659,7 @@ def test_memory_that_is_still_read_is_not_given_out_again() -> None:
         rooms.append(room.data_ptr())
         sender.send(bucket, room.fill_(number))
     assert rooms[0] != rooms[1] and rooms == [*rooms[:2], *rooms[:2], rooms[0]]
-    sender.commit(1)
+    sender.commit()
     assert sorted(wire.finished) == [1, 2, 3, 4, 5]
 
 

@@ -93,7 +93,7 @@ def contradictions(server: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def server_arguments(options: SglangConfig, context: EngineContext, *, model: Path) -> dict[str, Any]:
-    """By the names of SGLang's ServerArgs; host and port are still to come. `model` holds a config.json and no more."""
+    """Arguments by the names of ServerArgs; host and port are still to come. `model` has a config.json and no more."""
     arguments: dict[str, Any] = {
         "model_path": str(model),
         "load_format": "dummy",

@@ -24,7 +24,6 @@ from corerl.models.config import hf_config
 from corerl.models.names import hf_boxes
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, SamplingParams
 from corerl.rollout.offered import misfit
-from corerl.rollout.pool import split
 from corerl.rollout.receiving import Receiving
 from corerl.rollout.serving import Serving
 from corerl.weights.manifest import Manifest
@@ -110,7 +109,7 @@ class SglangEngine(Engine):
             self._resume({*CACHES})  # late: until now whoever shares the device may have had that memory
             # Not a request a row: SGLang takes all requests in one event loop, and each costs it there, however small.
             # Not one for all rows either: what has come is read here while the server still writes the rest.
-            parts = split(request, self._options.requests)
+            parts = request.parts(self._options.requests)
             with ThreadPoolExecutor(len(parts)) as threads:
                 futures = [threads.submit(self._generate, part, version) for part in parts]
                 wait(futures, return_when=FIRST_EXCEPTION)
@@ -124,7 +123,7 @@ class SglangEngine(Engine):
 
     def _generate(self, request: GenerateRequest, version: int) -> Generation:
         body = {
-            "input_ids": [prompt.tolist() for prompt in request.split()],
+            "input_ids": [prompt.tolist() for prompt in request.by_row()],
             "sampling_params": [
                 self._sampling(request.params, int(key), int(left))
                 for key, left in zip(request.noise_keys, request.left, strict=True)
@@ -136,7 +135,7 @@ class SglangEngine(Engine):
         return self._reader.generation(answer, request, version, paused=self._serving.paused)
 
     def _sampling(self, params: SamplingParams, key: int, left: int) -> dict[str, Any]:
-        """Of one row, by SGLang's names; what is not here has a default that shapes nothing."""
+        """One row's parameters, by SGLang's names; what is not here has a default that shapes nothing."""
         # 0 is SGLang's word for the likeliest token.
         shape = {"temperature": 0.0} if params.greedy else {"temperature": params.temperature, "top_p": params.top_p}
         seed = {"sampling_seed": key} if self._options.deterministic else {}
@@ -216,8 +215,8 @@ class SglangEngine(Engine):
         return answers, failed or wrong or silence
 
     def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
-        """As each rank saw its tensors loaded for the first time, in the dtype in which each came: see `held`. What
-        SGLang did not copy from a tensor into a parameter, as a scalar or what it changes on the way, is left out."""
+        """Sums of tensors as each rank first saw them loaded, in the dtype in which each came: see `held`. What SGLang
+        did not copy from a tensor into a parameter, as a scalar or what it changes on the way, is left out."""
         answers, failed = self._ask_ranks(Question())
         self._server.require_alive("weight_sums")
         if failed:
@@ -278,5 +277,5 @@ def memory_of(info: Mapping[str, Any], ranks: int) -> dict[str, int]:
 
 
 def serialized(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
-    """As SGLang's endpoint takes them: a pickle in base64. It unpickles torch's and Python's own classes only."""
+    """A pickle in base64, as SGLang's endpoint takes it, which unpickles torch's and Python's own classes only."""
     return base64.b64encode(pickle.dumps(list(named_tensors))).decode()

@@ -46,7 +46,7 @@ class Region:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, start: int = 0) -> Region:
-        """In its storage, from element `start` on."""
+        """Where `tensor` lies in its storage, from element `start` on."""
         axes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
         shape, strides = tuple(size for size, _ in axes), tuple(stride for _, stride in axes)
         return cls(int(tensor.storage_offset()) - start, shape, strides)
@@ -102,7 +102,7 @@ class Watch(TorchDispatchMode):
         return done
 
     def _source(self, tensor: torch.Tensor) -> tuple[str, Region] | None:
-        """Of which of the bucket's tensors it is a part, and which."""
+        """Which of the bucket's tensors it is a part of, and which part."""
         if clone := self._clones.get(_storage(tensor)):
             whole, name, source = clone
             return (name, source) if tensor.numel() == whole.numel() else None
@@ -125,7 +125,7 @@ class Held:
         self._parts: dict[str, list[Part]] = {}
 
     def load(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Into the model, and see where it goes, where that is not known yet."""
+        """Load it into the model, and see where it goes, where that is not known yet."""
         quantized = any(entry.dtype for entry in bucket.entries)
         weights = list(bucket.views(flat).items())
         if quantized and bucket.index == 0:
@@ -140,8 +140,8 @@ class Held:
         self._parts |= watch.parts
 
     def sums(self) -> dict[str, list[Sum]]:
-        """Of each part of each tensor here, in the dtype in which it came. A tensor of which a part has moved since it
-        was seen is left out."""
+        """The sum of each part of each tensor here, in the dtype in which it came. A tensor of which a part has moved
+        since it was seen is left out."""
         tensors = _tensors(self.model)
         views: dict[str, torch.Tensor] = {}
         known: list[tuple[str, str, Part]] = []
@@ -168,7 +168,7 @@ class Held:
 def whole_sums(
     engine: str, shapes: Mapping[str, tuple[int, ...]], ranks: Sequence[Mapping[str, Sequence[Sum]]]
 ) -> dict[str, int]:
-    """Of each tensor whose parts are all somewhere, each part counted once. Raises EngineFailed where a part that lies
+    """Sums of tensors whose parts are all somewhere, each part counted once. Raises EngineFailed where a part that lies
     in several places is not the same in all."""
     sums: dict[str, int] = {}
     for name, shape in shapes.items():
@@ -207,8 +207,8 @@ def _require_form(parts: Mapping[str, Sequence[Part]], tensors: Mapping[str, tor
 
 
 def _keys_as_they_are(model: Model) -> None:
-    """In FP8 a layer of attention has scales of its keys and values, which are in no stream: 1, as where a checkpoint
-    has none. A sleep takes away their memory. Raises EngineFailed where SGLang, which writes random numbers to all
+    """Sets the scales of attention's keys and values in FP8 to 1, as where a checkpoint has none: they are in no
+    stream, and a sleep takes away their memory. Raises EngineFailed where SGLang, which writes random numbers to all
     parameters as it starts and reads these scales then, has got another one, which kernels may have been told for good.
     """
     for module in model.modules():

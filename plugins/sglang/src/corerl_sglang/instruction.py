@@ -26,7 +26,7 @@ from corerl_sglang.held import Region, Sum
 
 @frozen(kw_only=True)
 class Instruction:
-    """To all ranks of one replica."""
+    """Asks all ranks of one replica to take an update."""
 
     manifest: Manifest
     version: int
@@ -36,12 +36,12 @@ class Instruction:
 
 @frozen(kw_only=True)
 class Question:
-    """To all ranks of one replica: what do you hold?"""
+    """Asks all ranks of one replica what they hold."""
 
 
 @frozen(kw_only=True)
 class Answer:
-    """Of one rank."""
+    """What one rank answers."""
 
     bytes: int  # that it received
     error: str  # "" where its part of the model holds the new weights
@@ -61,7 +61,7 @@ def name_for(path: Path, rank: int) -> str:
 
 
 def read_instruction(name: str) -> tuple[Instruction | Question, Path, int]:
-    """With its path, and the rank that it is for."""
+    """The instruction with its path, and the rank that it is for."""
     told = json.loads(name)
     path = Path(told["instruction"])
     asked: Instruction | Question = pickle.loads(path.read_bytes())
@@ -75,7 +75,7 @@ def write_answer(path: Path, rank: int, answer: Answer) -> None:
 
 
 def read_answers(path: Path, ranks: int) -> list[Answer | None]:
-    """Of each rank; None of one that gave none. Removes them, and the instruction."""
+    """Each rank's answer; None where it gave none. Removes them, and the instruction."""
     answers: list[Answer | None] = []
     for rank in range(ranks):
         file = _answer(path, rank)

@@ -39,8 +39,8 @@ def main() -> None:
 
 
 def prepare_rank() -> None:
-    """In a process that the server has spawned, before it builds a model: in float32, norms, activations and rotary
-    embeddings work in torch's own form, since the kernels of SGLang for them take half precisions alone."""
+    """Has norms, activations and rotary embeddings work in torch's own form in float32, since the kernels of SGLang for
+    them take half precisions alone. Called in a process that the server has spawned, before it builds a model."""
     if json.loads(Path(sys.argv[1]).read_text()).get("dtype") != "float32":
         return
     from sglang.srt.layers.activation import SiluAndMul

@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 from corerl.errors import EngineFailed
 from corerl.models.routing import routers
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
-from corerl.types import Array
+from corerl.types import Array, offsets_of
 from corerl_sglang.generated import Sample, read_samples
 
 LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -30,7 +30,7 @@ class Experts:
 
     @classmethod
     def of(cls, model: Any) -> Experts:
-        """Of a transformers model."""
+        """Read off a transformers model."""
         config = model.config.get_text_config()
         found = {id(router) for router in routers(model)}
         names = [name for name, module in model.named_modules() if id(module) in found]
@@ -57,7 +57,7 @@ class Reader:
     experts: Experts
 
     def generation(self, answer: bytes, request: GenerateRequest, version: int, *, paused: bool) -> Generation:
-        """Of a whole request; `paused` says that rows may have been cut.
+        """What the answer to a whole request says; `paused` says that rows may have been cut.
 
         Raises EngineFailed where the answer cannot be read, or says something else than what was asked for: a row that
         ended early, tokens of other weights than `version`, no experts.
@@ -69,7 +69,7 @@ class Reader:
                 f"{self.engine}: its server's answer to /generate cannot be read: {error}; take SGLang 0.5.15 or later"
             ) from error
         tokens, logprobs, routed = [], [], []
-        for prompt, left, sample in zip(request.split(), request.left, samples, strict=True):
+        for prompt, left, sample in zip(request.by_row(), request.left, samples, strict=True):
             drawn, told = self._row(sample, request.params, int(left), version, paused=paused)
             tokens.append(drawn)
             logprobs.append(told)
@@ -80,7 +80,7 @@ class Reader:
         stopped = np.array([_stopped(sample, request.params) for sample in samples])
         return Generation(
             tokens=np.concatenate(tokens),
-            offsets=np.concatenate([[0], np.cumsum(sizes)]),
+            offsets=offsets_of(sizes),
             logprobs=np.concatenate(logprobs),
             versions=np.full(sizes.sum(), version, dtype=np.int64),
             # Not what SGLang says: a stop token at the last place is its "length".

@@ -226,7 +226,7 @@ class Server:
 
 
 def _message(answer: bytes) -> str:
-    """Of an error, as SGLang's endpoints have it in one of three places."""
+    """An error's message, which SGLang's endpoints have in one of three places."""
     text = answer.decode(errors="replace")
     try:
         told = json.loads(text)

@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 
 from corerl.rollout.engine import GenerateRequest, SamplingParams
-from corerl.rollout.pool import split
 
 
 def request(rows: int) -> GenerateRequest:
@@ -13,11 +12,11 @@ def request(rows: int) -> GenerateRequest:
     )
 
 
-@pytest.mark.parametrize(("rows", "parts", "expected"), [(10, 3, [3, 3, 4]), (2, 4, [1, 1]), (5, 1, [5]), (0, 2, [])])
+@pytest.mark.parametrize(("rows", "n", "expected"), [(10, 3, [3, 3, 4]), (2, 4, [1, 1]), (5, 1, [5]), (0, 2, [])])
 def test_rows_are_split_evenly_in_order_and_nobody_gets_an_empty_request(
-    rows: int, parts: int, expected: list[int]
+    rows: int, n: int, expected: list[int]
 ) -> None:
-    shares = split(request(rows), parts)
+    shares = request(rows).parts(n)
     assert [len(share) for share in shares] == expected
     assert [key for share in shares for key in share.noise_keys.tolist()] == request(rows).noise_keys.tolist()
     assert [token for share in shares for token in share.tokens.tolist()] == request(rows).tokens.tolist()
