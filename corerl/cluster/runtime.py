@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ray
+from ray._private import services
 
 from corerl.errors import ConfigError, CorerlError
 from corerl.messages import first_line
@@ -43,16 +45,18 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
             if address:
                 ray.init(address=address, log_to_driver=forward, logging_level=logging.ERROR, namespace="corerl")
             else:
-                ray.init(
-                    address="local",  # never a cluster that someone else has started here
-                    num_cpus=max(1, int(-(-cpus // 1))),
-                    include_dashboard=False,
-                    log_to_driver=forward,
-                    logging_level=logging.ERROR,
-                    namespace="corerl",
-                    # Workers that it would start before they are asked for, and ours have an environment of their own.
-                    _system_config={"prestart_worker_first_driver": False},
-                )
+                with _group_of_its_own():
+                    ray.init(
+                        address="local",  # never a cluster that someone else has started here
+                        num_cpus=max(1, int(-(-cpus // 1))),
+                        include_dashboard=False,
+                        log_to_driver=forward,
+                        logging_level=logging.ERROR,
+                        namespace="corerl",
+                        # Workers that it would start before they are asked for, and ours have an environment of their
+                        # own.
+                        _system_config={"prestart_worker_first_driver": False},
+                    )
     except Exception as error:  # a bare Exception is among what Ray raises here
         where = f"connect to the Ray cluster at {address}" if address else "start Ray on this machine"
         room = "" if address or ray.is_initialized() else _room()
@@ -67,6 +71,22 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
         if forward:
             time.sleep(FORWARD_SECONDS)
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _group_of_its_own() -> Iterator[None]:
+    """Ray's processes begin, while the block lasts, outside of this one's process group, as they do on Windows.
+
+    `timeout` and job schedulers send SIGTERM to the whole group. Ray keeps SIGINT alone from its processes; without
+    them nothing of a run ends as it should. They still end with this process, whatever ends it: the kernel sees to it.
+    Ray 2.49 to 2.60; asked for in https://github.com/ray-project/ray/issues/2830.
+    """
+    popen = services.ConsolePopen
+    services.ConsolePopen = functools.partial(popen, process_group=0)  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen  # type: ignore[misc]
 
 
 @contextlib.contextmanager

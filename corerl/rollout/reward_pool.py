@@ -230,7 +230,8 @@ def _serve(connection: Connection, name: str, options: Mapping[str, Any], limit:
     """Answer each list of samples by what the first of them are worth. The first answer, of no samples, says that the
     reward is imported; or why it cannot be."""
     os.set_inheritable(connection.fileno(), False)  # what a reward leaves running would hold it open
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to hear
+    # Out of the driver's process group: Ctrl-C, and what ends a whole job, is the driver's to hear.
+    os.setpgrp()
     threading.Thread(target=_end_with_driver, daemon=True).start()
     try:
         reward = resolve_reward(name, options)

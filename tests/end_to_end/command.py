@@ -153,9 +153,9 @@ class Command:
             assert time.monotonic() < deadline, f"not {what} within {within:g} s\n{self.out}\n{self.err}"
             time.sleep(0.01)
 
-    def interrupt_terminal(self) -> None:
-        """Ctrl-C: SIGINT to the whole foreground process group, as a terminal sends it."""
-        os.killpg(self.process.pid, signal.SIGINT)
+    def signal_group(self, number: signal.Signals) -> None:
+        """To the whole process group: SIGINT as a terminal sends it, SIGTERM as `timeout` and schedulers do."""
+        os.killpg(self.process.pid, number)
 
     def assert_nothing_is_left(self, *, but: Sequence[str] = ()) -> None:
         """No process of the run is there any more, or soon, except for those with the titles `but`."""

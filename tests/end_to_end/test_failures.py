@@ -56,6 +56,19 @@ def test_a_rank_that_is_killed_in_init_is_named(tmp_path: Path) -> None:
     assert line.startswith("corerl: error: actor rank 1: its process died during init (")
 
 
+def test_a_signal_to_the_whole_job_ends_it_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ["train", write_small(tmp_path), f"run.dir={run_dir}", *SAVED, *fault("train", "wait", step=1)]
+    with Command(*arguments, "extensions=[{name='console'}]", logs=tmp_path) as command:
+        command.until((run_dir / "fault").exists, "in the middle of its second step")
+        command.signal_group(signal.SIGTERM)
+        command.until(lambda: "SIGTERM: finishing this step" in command.out, "told of the signal")
+        (run_dir / "go").touch()
+        assert (command.finish(within=ENDS_WITHIN), command.err) == (0, "")
+        command.assert_nothing_is_left()
+    assert latest(run_dir) == run_dir / "checkpoints/step-00000002"
+
+
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = ["train", write_small(tmp_path), f"run.dir={run_dir}", *SAVED, *fault("train", "wait", step=1)]

@@ -57,7 +57,7 @@ def test_a_run_that_is_stopped_then_killed_during_a_save_then_between_two_steps_
     # Ctrl-C in the third step, before its optimizer step: the step is finished and saved.
     with Command(*fresh, *fault("train", "wait", step=2), logs=tmp_path) as command:
         command.until((run_dir / "fault").exists, "in its third step")
-        command.interrupt_terminal()
+        command.signal_group(signal.SIGINT)
         command.until(lambda: "SIGINT" in command.out, "told of the signal")
         (run_dir / "go").touch()
         assert (command.finish(), command.err) == (0, "")

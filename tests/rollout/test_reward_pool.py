@@ -202,7 +202,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_busy_processes_do_not_outlive_a_driver_that_is_killed_or_interrupted(
     tmp_path: Path, how: signal.Signals
 ) -> None:
@@ -219,6 +219,6 @@ def test_busy_processes_do_not_outlive_a_driver_that_is_killed_or_interrupted(
     pids = {int(mark.name) for mark in marks.iterdir()}
     assert len(pids) == 2 and all(map(alive, pids))
     # Ctrl-C in a terminal reaches the whole group: the processes leave it to the driver.
-    (os.killpg if how is signal.SIGINT else os.kill)(driver.pid, how)
+    (os.kill if how is signal.SIGKILL else os.killpg)(driver.pid, how)
     assert driver.wait(timeout=30) != 0
     assert gone(pids)
