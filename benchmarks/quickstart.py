@@ -41,6 +41,7 @@ def overrides(steps: int, seed: int) -> list[str]:
         f"run.seed={seed}",
         f"eval.every={steps}",
         "eval.at_start=false",
+        "algorithm.overlong=keep",
         "checkpoint.every=0",
         "checkpoint.background=false",
         "checkpoint.export=false",

@@ -413,7 +413,9 @@ class RolloutConfig:
         validator=at_least(1),
     )
     stop: tuple[str, ...] = option(
-        "tokens that end a sample, besides those of the tokenizer and of the model's generation_config.json", default=()
+        "tokens that end a sample, besides those of the tokenizer and of the model's generation_config.json; the text "
+        "that is scored is without it",
+        default=(),
     )
     function: str = option(
         "'module:function' that plays each sample as an episode: it asks the policy over several turns, with tools "

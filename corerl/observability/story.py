@@ -20,6 +20,7 @@ NUMBERS: Mapping[str, str] = {
     "gradient norm": "train/grad_norm",
     "log-prob difference": "rollout/logprob_diff",
     "response length": "rollout/response_length",
+    "truncated share": "rollout/truncated",
     "tokens/s": "perf/tokens_per_second",
 }
 

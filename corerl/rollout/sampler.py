@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -168,12 +169,17 @@ class Sampler:
         require_finished(generation)
         group, sample = rows_of(len(prompts), len(request) // len(prompts))
         batch = assemble(request, generation).with_rows(group=group, sample=sample)
-        responses = np.split(generation.tokens, generation.offsets[1:-1])
+        stops = np.isin(generation.tokens, request.params.stop_tokens)
+        said = [
+            generation.tokens[begin : end - int(end > begin and stops[end - 1])]
+            for begin, end in pairwise(generation.offsets.tolist())
+        ]
         return Rollout(
             batch=batch,
             prompts=tuple(prompts),
+            # Without the token that ended each, which may be none of the special ones: it is no part of an answer.
             # Arrays, which its annotation leaves out: of a list transformers looks at each token.
-            texts=self._tokenizer.batch_decode(responses, skip_special_tokens=True),  # type: ignore[arg-type]
+            texts=self._tokenizer.batch_decode(said, skip_special_tokens=True),  # type: ignore[arg-type]
         )
 
     def _encode(self, prompts: Sequence[Prompt]) -> tuple[IntArray, IntArray]:

@@ -38,6 +38,7 @@ def metrics(step: int) -> dict[str, float]:
     return {
         "rollout/reward": 0.1 + 0.2 * step,
         "rollout/response_length": 6.0,
+        "rollout/truncated": 0.25,
         "rollout/logprob_diff": 1e-6 * (step + 1),
         "train/loss": -0.01 * (step + 1),
         "train/entropy": 2.0 - 0.25 * step,

@@ -47,6 +47,7 @@ def test_the_whole_of_a_small_run() -> None:
         "gradient norm              0.500     0.500",
         "log-prob difference      1.0e-06   4.0e-06",
         "response length              6.0       6.0",
+        "truncated share            0.250     0.250",
         "tokens/s                  12,346    12,346",
         "",
         "prompt              expected             before          after          reward",

@@ -79,6 +79,20 @@ def test_every_array_of_a_rollout_of_two_prompts_and_two_samples_is_as_worked_ou
     assert rollout.prompts == tuple(PROMPTS)
 
 
+def test_the_token_that_ends_a_sample_is_no_part_of_its_text_special_or_not() -> None:
+    drawn = Generation(  # responses "102", which ends with a stop token, and "200"
+        tokens=np.array([5, 4, 6, 6, 4, 4]),
+        offsets=np.array([0, 3, 6]),
+        logprobs=np.zeros(6, dtype=np.float32),
+        versions=np.zeros(6, dtype=np.int64),
+        truncated=np.array([False, True]),
+    )
+    sampler = Sampler(tokenizer=TOKENIZER, generate=Recorder(drawn), seed=0)
+    rollout = sampler.sample(PROMPTS, rollout_step=5, samples=1, params=evolve(PARAMS, stop_tokens=(2, 6)))
+    assert rollout.texts == ["10", "200"]
+    assert rollout.batch.rows["response_length"].tolist() == [3, 3]
+
+
 def test_the_experts_that_an_engine_tells_stand_at_prompts_and_responses_alike() -> None:
     experts = np.arange(24 * 2 * 2, dtype=np.int16).reshape(24, 2, 2)
     rollout = Sampler(tokenizer=TOKENIZER, generate=Recorder(evolve(FOUR, routed_experts=experts)), seed=0).sample(
