@@ -7,10 +7,22 @@ from collections.abc import Iterable
 
 from corerl.errors import CorerlError
 
+# What others call what has another name here.
+OTHER_NAMES = {
+    "gpu": "cuda",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "sync": "synchronous",
+    "async": "asynchronous",
+}
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that is most like `name`, or "" where none is."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
+    """The known name that means the same as `name`, or is most like it; "" where none is."""
+    names, meant = list(known), OTHER_NAMES.get(name.lower(), "")
+    return meant if meant in names else next(iter(difflib.get_close_matches(name, names, n=1)), "")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -11,6 +11,17 @@ def test_a_name_that_is_like_a_known_one_is_asked_for() -> None:
     assert nearest("a", iter(["ab", "a"])) == "a"
 
 
+def test_what_others_call_it_is_asked_for_before_what_is_spelled_alike() -> None:
+    assert nearest("gpu", ["auto", "cpu", "cuda"]) == "cuda"
+    assert [nearest(name, ["float32", "bfloat16", "float16"]) for name in ("fp16", "BF16", "fp32", "half")] == [
+        "float16",
+        "bfloat16",
+        "float32",
+        "float16",
+    ]
+    assert nearest("gpu", ["cpu"]) == "cpu"  # where there is none of that name
+
+
 def test_an_error_is_one_line_with_or_without_its_type() -> None:
     error = ValueError("\n  a cause\nand its story")
     assert (first_line(error), one_line(error)) == ("a cause", "ValueError: a cause")

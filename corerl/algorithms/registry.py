@@ -40,8 +40,8 @@ def _resolved(loss: str, given: tuple[tuple[str, Scalar], ...]) -> Callable[[Los
     missing = [name for name in needed if name not in params]
     if missing:
         raise ConfigError(
-            f"loss {loss!r} needs a parameter {missing[0]!r}, and was given: {', '.join(params) or 'none'}; "
-            "give the parameter a default"
+            f"{_called(function, name=loss)} with the options {', '.join(params) or 'none'}: nothing gives "
+            f"{missing[0]!r}; read it from inputs, or give it a default"
         )
     return partial(function, **params)
 
@@ -105,5 +105,15 @@ def _parameters(function: Loss, *, name: str) -> list[inspect.Parameter]:
     inputs, others = list(signature.parameters.values())[:1], list(signature.parameters.values())[1:]
     by_name = all(p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in others)
     if not inputs or inputs[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD) or not by_name:
-        raise ConfigError(f"loss {name!r} has the signature {signature}; write it as (inputs, *, its parameters)")
+        raise ConfigError(
+            f"{_called(function, name=name)}; let its first parameter be positional, and have all others take a name"
+        )
     return others
+
+
+def _called(function: Loss, *, name: str) -> str:
+    """What a loss takes, and how it is called."""
+    return (
+        f"loss {name!r} takes {inspect.signature(function)}, and is called as f(inputs: LossInputs, **options) -> "
+        "LossResult (of corerl.algorithms.losses)"
+    )

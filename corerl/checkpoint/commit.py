@@ -13,6 +13,7 @@ from typing import Any
 from corerl.checkpoint.format import (
     DRIVER_FILE,
     FORMAT,
+    KEPT,
     PARTIAL,
     REPLACED,
     checkpoints_dir,
@@ -23,12 +24,14 @@ from corerl.checkpoint.format import (
     step_dir,
     sync,
     tensor_file,
+    unusable,
     write_json,
 )
 from corerl.checkpoint.reader import written_ranks
 from corerl.errors import CheckpointError, SaveFailed
 from corerl.weights.chunks import Box, holes
 
+ONE = ".../checkpoints/step-00000050"  # as messages write it
 NAME = re.compile(rf"step-(\d+)({re.escape(PARTIAL)}|{re.escape(REPLACED)})?")
 
 
@@ -83,21 +86,24 @@ def read_state(path: str | Path) -> dict[str, Any]:
     if directory.name.endswith(PARTIAL):
         raise CheckpointError(f"{directory} was never completed: resume from one whose name has no {PARTIAL!r}")
     if not os.path.isdir(directory):
-        raise CheckpointError(f"no checkpoint at {directory}: give the directory of one, .../checkpoints/step-00000050")
-    if not (directory / DRIVER_FILE).exists():
-        if newest := latest(directory):
-            raise CheckpointError(f"{directory} is the directory of a run: give its newest checkpoint, {newest}")
-        for fault in passed_over(directory).values():
-            raise CheckpointError(f"{directory} is the directory of a run, none of whose checkpoints is whole: {fault}")
-    content = read_json(directory / DRIVER_FILE)
+        others = _committed_in(directory.parent) if NAME.fullmatch(directory.name) else []
+        advice = (
+            f"{KEPT}; give one that is there, such as {others[0]}" if others else f"give the directory of one, {ONE}"
+        )
+        raise CheckpointError(f"no checkpoint at {directory}: {advice}")
+    if not (directory / DRIVER_FILE).exists() and (other := _instead(directory)):
+        raise CheckpointError(other)
+    content = read_json(directory / DRIVER_FILE, checkpoint=directory)
     if not isinstance(content.get("files"), dict) or not isinstance(content.get("state"), dict):
         raise CheckpointError(f"{directory / DRIVER_FILE} lacks 'files' or 'state': resume from another checkpoint")
     for name, size in content["files"].items():
         file = directory / name
-        found = file.stat().st_size if file.exists() else None
+        found: int | None = None
+        with contextlib.suppress(OSError):
+            found = file.stat().st_size
         if found != size:
             what = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise CheckpointError(f"{file} {what}: the checkpoint is damaged, resume from another one")
+            raise unusable(directory, f"{file} {what}: the checkpoint is damaged, resume from another one")
     state: dict[str, Any] = content["state"]
     return state
 
@@ -199,10 +205,33 @@ def _check_role(directory: Path, role: str, ranks: int) -> None:
             )
 
 
+def _instead(directory: Path) -> str:
+    """What a directory is that is no checkpoint, and what to give; "" where it is one, of which a file is missing."""
+    if NAME.fullmatch(directory.name) or any(directory.glob(f"*/{index_file(0)}")):
+        return ""
+    if newest := latest(directory):
+        return f"{directory} is the directory of a run: give its newest checkpoint, {newest}"
+    for fault in passed_over(directory).values():
+        return f"{directory} is the directory of a run, none of whose checkpoints is whole: {fault}"
+    if os.path.isdir(checkpoints_dir(directory)):
+        return f"{directory} is the directory of a run that has completed no checkpoint yet: give another run's"
+    if held := _committed_in(directory):
+        newest = next((path for path in held if _fault(path) is None), held[0])
+        return f"{directory} holds checkpoints and is none itself: give one of them, such as {newest}"
+    if runs := sorted(path.parent for path in directory.glob(f"*/{checkpoints_dir('').name}")):
+        return f"{directory} holds runs and is no checkpoint: give one of them, such as {runs[0]}"
+    if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
+        return f"{directory} is a model and no checkpoint: to start from it or score it, set model.path to it in a file"
+    return f"{directory} is no checkpoint: give the directory of one, {ONE}"
+
+
 def _committed(run_dir: str | Path) -> list[Path]:
+    return _committed_in(checkpoints_dir(run_dir))
+
+
+def _committed_in(directory: Path) -> list[Path]:
     """Directories that were committed, newest first. One that was being replaced when the driver died counts as well,
     after its successor."""
-    directory = checkpoints_dir(run_dir)
     found = [
         path
         for path in (directory.iterdir() if os.path.isdir(directory) else ())

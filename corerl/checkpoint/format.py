@@ -25,6 +25,7 @@ from corerl.weights.chunks import Box
 FORMAT = "corerl-checkpoint-1"
 DRIVER_FILE = "checkpoint.json"
 PARTIAL = ".partial"
+KEPT = "the run that writes there keeps only its newest checkpoints (checkpoint.keep)"
 REPLACED = ".replaced"  # the complete checkpoint of the same step, while a new one takes its place
 
 
@@ -108,20 +109,30 @@ def write_index(role_dir: Path, rank: int, index: RankIndex) -> int:
 
 
 def read_index(role_dir: Path, rank: int) -> RankIndex:
-    content = read_json(role_dir / index_file(rank))
+    content = read_json(role_dir / index_file(rank), checkpoint=role_dir.parent)
     return RankIndex(boxes=[SavedBox(**box) for box in content["boxes"]], extra=content["extra"])
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of this format. Raises CheckpointError where it is missing, damaged or of another format."""
+def read_json(path: Path, *, checkpoint: Path) -> dict[str, Any]:
+    """A JSON file of this format, which is of `checkpoint`. Raises CheckpointError where it is missing, damaged or of
+    another format."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete, resume from another one") from None
+        raise unusable(
+            checkpoint, f"{path} is missing: the checkpoint is incomplete, resume from another one"
+        ) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): resume from another checkpoint") from error
+        raise unusable(checkpoint, f"{path} cannot be read ({error}): resume from another checkpoint") from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
         raise CheckpointError(f"{path} has format {found!r}, this CoreRL reads {FORMAT!r}: resume from another one")
     assert isinstance(content, dict)
     return content
+
+
+def unusable(checkpoint: Path, text: str) -> CheckpointError:
+    """The error that `text` tells of a file of `checkpoint`, unless all of it has gone while it was read."""
+    if os.path.isdir(checkpoint):
+        return CheckpointError(text)
+    return CheckpointError(f"{checkpoint} was removed or replaced while it was read: {KEPT}; try again")

@@ -15,6 +15,7 @@ from corerl.checkpoint.format import (
     index_file,
     read_index,
     tensor_file,
+    unusable,
 )
 from corerl.errors import CheckpointError
 from corerl.weights.chunks import intersect, within
@@ -79,7 +80,8 @@ class CheckpointSource:
             # A tensor without dims has nothing to slice.
             values: torch.Tensor = handle.get_slice(saved.stored)[slices] if slices else handle.get_tensor(saved.stored)
         except Exception as error:  # OSError, or the safetensors library's own
-            raise CheckpointError(f"{path} cannot be read ({error}): resume from another checkpoint") from error
+            text = f"{path} cannot be read ({error}): resume from another checkpoint"
+            raise unusable(self._directory.parent, text) from error
         return values
 
 
@@ -90,7 +92,7 @@ def written_ranks(role_dir: str | Path) -> int:
     while (directory / index_file(ranks)).exists():
         ranks += 1
     if not ranks:
-        raise CheckpointError(f"{directory} is no role's part of a checkpoint: {index_file(0)} is missing")
+        raise unusable(directory.parent, f"{directory} is no role's part of a checkpoint: {index_file(0)} is missing")
     return ranks
 
 
@@ -103,7 +105,7 @@ def read_extra(role_dir: str | Path, rank: int) -> dict[str, Any]:
         with safe_open(path, framework="pt") as handle:
             extra: dict[str, Any] = _revive(index.extra, handle)
     except Exception as error:  # OSError, or the safetensors library's own
-        raise CheckpointError(f"{path} cannot be read ({error}): resume from another checkpoint") from error
+        raise unusable(directory.parent, f"{path} cannot be read ({error}): resume from another checkpoint") from error
     return extra
 
 

@@ -15,7 +15,9 @@ def add_parser(subparsers: Any) -> None:
     show.add_argument("--help-texts", action="store_true", help="with each setting's help as a comment above it")
     for action in (check, show):
         action.add_argument("file", metavar="FILE", help="a TOML file")
-        action.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as algorithm.clip_high=0.28")
+        action.add_argument(
+            "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="such as algorithm.clip_high=0.28"
+        )
     parser.set_defaults(run=run)
 
 

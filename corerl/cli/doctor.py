@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("doctor", help="say what is amiss with the installation, a plugin or a run")
     parser.add_argument("name", metavar="NAME", nargs="?", default="", help="a plugin, and all that it needs")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="of --config, such as cluster.address=auto")
+    parser.add_argument(
+        "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="of --config, such as cluster.address=auto"
+    )
     parser.add_argument("--config", metavar="FILE", default="", help="a TOML file, with all plugins that it selects")
     parser.add_argument("--nodes", action="store_true", help="also ask every node of the config's cluster.address")
     parser.add_argument("--json", action="store_true", help="as a JSON array, for programs")

@@ -15,6 +15,7 @@ def add_parser(subparsers: Any) -> None:
         "overrides",
         metavar="KEY=VALUE",
         nargs="*",
+        default=[],
         help="such as data.source=other.jsonl; what is found goes to run.dir/eval, by default of WHAT's own run",
     )
     parser.add_argument("--json", action="store_true", help="print the scores alone, as JSON")

@@ -9,7 +9,9 @@ from typing import Any
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("train", help="train as a configuration says")
     parser.add_argument("file", metavar="FILE", help="a TOML file")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as algorithm.clip_high=0.28")
+    parser.add_argument(
+        "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="such as algorithm.clip_high=0.28"
+    )
     parser.set_defaults(run=run)
 
 

@@ -202,4 +202,6 @@ def _files(config: Config) -> Iterator[str]:
             yield f"{table}.path: no directory {model.path!r}; give a downloaded Hugging Face model directory"
     resume = config.checkpoint.resume
     if resume not in ("never", "auto") and not os.path.isdir(resume):
-        yield f"checkpoint.resume: no directory {resume!r}; give 'never', 'auto', or a checkpoint's directory"
+        beside = os.path.basename(resume).startswith("step-") and os.path.isdir(os.path.dirname(resume))
+        kept = " (a run keeps only its newest checkpoints, checkpoint.keep)" if beside else ""
+        yield f"checkpoint.resume: no directory {resume!r}{kept}; give 'never', 'auto', or a checkpoint's directory"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import tempfile
@@ -111,7 +112,26 @@ def open_rows(path: Path) -> Rows:
         return ArrowRows(_parquet(files), str(path))
     if path.suffix == ".parquet":
         return ArrowRows(_parquet([path]), str(path))
+    if path.suffix != ".jsonl" and not _begins_with_object(path):
+        with_pandas = (
+            f"pandas.read_{path.suffix[1:]}({path.name!r}).to_json('{path.stem}.jsonl', orient='records', lines=True)"
+        )
+        how = with_pandas if path.suffix in (".csv", ".json") else "a .jsonl file has one JSON object a line"
+        raise DataError(
+            f"data.source: {path} is neither .jsonl nor .parquet, nor has it one JSON object a line; convert it: {how}"
+        )
     return JsonlRows(path)
+
+
+def _begins_with_object(path: Path) -> bool:
+    """Whether a file may have a JSON object a line; so may one that is empty or cannot be read, of which more is told
+    where it is read."""
+    try:
+        with path.open("rb") as file:
+            first = next((line for line in file if line.strip()), b"{")
+    except OSError:
+        return True
+    return first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
 
 
 def _parquet(files: list[Path]) -> Any:

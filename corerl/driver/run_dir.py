@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from corerl.checkpoint.commit import latest, passed_over
-from corerl.checkpoint.format import checkpoints_dir
+from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir
 from corerl.config.load import dump_toml
 from corerl.config.schema import Config
 from corerl.errors import ConfigError, DataError
@@ -128,3 +128,23 @@ def in_the_way(config: Config, run_dir: Path, resume: Path | None) -> Iterator[s
             f"run.dir: {run_dir / EXPORT} is there already, and the run would put its export in its place; give "
             "another run.dir, or set checkpoint.export=false"
         )
+
+
+def nothing_to_do(config: Config, run_dir: Path, resume: Path, *, done: int) -> Iterator[str]:
+    """A line where a run that trains would begin with all its steps `done`. One that was killed before it had exported
+    its last checkpoint has that left to do."""
+    steps, exports = config.run.steps, config.checkpoint.export
+    if done > steps or (done == steps and not lies_in(resume, run_dir)):
+        yield f"run.steps: {steps}, and the checkpoint {resume} has done {done}; raise run.steps to go on"
+    elif done == steps and (not exports or _exported(resume, run_dir)):
+        found = f" and {run_dir / EXPORT} is its export" if exports else ""
+        yield f"run.steps: {steps}, which {run_dir} has done{found}: nothing is left to do; raise run.steps to go on"
+
+
+def _exported(checkpoint: Path, run_dir: Path) -> bool:
+    """Whether the export there is no older than the checkpoint, and so not one of fewer steps."""
+    try:
+        exported = (run_dir / EXPORT / "config.json").stat().st_mtime_ns
+        return exported >= (checkpoint / DRIVER_FILE).stat().st_mtime_ns
+    except OSError:
+        return False

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
+from corerl.checkpoint.format import unusable
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.errors import CheckpointError, ModelError
 from corerl.models.build import VALUE_HEAD_WEIGHT, build_on_meta
@@ -22,9 +23,10 @@ def require_same_model(checkpoint: Path, role: str, model: PreTrainedConfig) -> 
     """Raises CheckpointError where the checkpoint has no such role, lacks a tensor of its model, or has it in another
     shape."""
     if not (checkpoint / role).is_dir():
-        raise CheckpointError(
+        raise unusable(
+            checkpoint,
             f"{checkpoint} holds no {role}, which this run has; resume with the [algorithm] and [roles] that it was "
-            "trained with, or start a new run from its export"
+            "trained with, or start a new run from its export",
         )
     held = CheckpointSource(checkpoint / role, "master").shapes
     for name, shape in shapes_of(role, model).items():

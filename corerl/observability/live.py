@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from threading import Lock
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -55,7 +56,8 @@ class LiveView:
         match event:
             case RunFinished():
                 self.close()
-                self._console.print(summary(self._story, event))
+                # Paths and commands are there to be copied: where one is too long the terminal breaks it, and knows.
+                self._console.print(summary(self._story, event, width=self._console.width), crop=False)
             case Notice():
                 self._console.print(Text(f"note: {event.text}", style="yellow"))
             case _ if not self._closed:
@@ -166,8 +168,9 @@ def _answers(shown: Sequence[Shown], title: str) -> RenderableType:
     return table
 
 
-def summary(story: Story, event: RunFinished) -> RenderableType:
-    """First and last values, the same prompts before and after training, and where everything is."""
+def summary(story: Story, event: RunFinished, *, width: int) -> RenderableType:
+    """First and last values, the same prompts before and after training, and where everything is: a path that does not
+    fit into `width` columns behind its name stands below it, unbroken."""
     colour = "green" if event.reason == "finished" else "red"
     outcome = f"{event.reason} after {event.steps_done} of {story.steps} steps, {duration(event.seconds)}"
     parts: list[RenderableType] = [Text(), Text(outcome, style=f"bold {colour}"), Text()]
@@ -192,11 +195,12 @@ def summary(story: Story, event: RunFinished) -> RenderableType:
                 _cell(before.prompt), _cell(before.answer), _cell(before.response), _cell(after.response), change
             )
         parts += [answers, Text()]
-    where = Table.grid(padding=(0, 2))
+    names = max((len(what) for what in event.artifacts), default=0)
     for what, path in event.artifacts.items():
-        # A path is there to be copied: it folds rather than lose its end.
-        where.add_row(Text(what, style="dim"), Text(path, overflow="fold"))
-    return Group(*parts, where)
+        fits = names + 2 + cell_len(path) <= width
+        line = Text(no_wrap=True, overflow="ignore").append(what, style="dim")
+        parts.append(line.append(" " * (names + 2 - len(what)) if fits else "\n").append(path))
+    return Group(*parts)
 
 
 def _table(*headings: str, title: str) -> Table:

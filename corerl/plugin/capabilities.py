@@ -48,7 +48,7 @@ FULL = Support(Grade.FULL)
 PRECISIONS = {"bfloat16": Capability.BFLOAT16, "float16": Capability.FLOAT16}
 
 
-def asked_by_role(train: TrainConfig, *, device: str, ranks: int, value_head: bool) -> dict[Capability, str]:
+def asked_by_role(role: str, train: TrainConfig, *, device: str, ranks: int, value_head: bool) -> dict[Capability, str]:
     """What a role's own settings ask of its backend, whatever the run does with it: each with the setting."""
     asked = {}
     if value_head:
@@ -56,7 +56,7 @@ def asked_by_role(train: TrainConfig, *, device: str, ranks: int, value_head: bo
     if device == "cpu":
         asked[Capability.CPU] = "cluster.device = 'cpu'"
     if ranks > 1:
-        asked[Capability.MULTI_RANK] = f"{ranks} ranks"
+        asked[Capability.MULTI_RANK] = f"roles.{role}.ranks = {ranks}"
     if train.precision in PRECISIONS:
         asked[PRECISIONS[train.precision]] = f"train.precision = '{train.precision}'"
     if train.recompute != "none":
@@ -74,8 +74,9 @@ def not_implemented(reason: str) -> Support:
 
 def refusal(capability: Capability, support: Support, *, asked_by: str, backend: str) -> str:
     """Why `asked_by` cannot have it, for the user."""
+    change = f"set {asked_by.partition(' = ')[0]}=1" if capability is Capability.MULTI_RANK else "change that setting"
     verb = "cannot do" if support.grade is Grade.UNSUPPORTED else "does not do yet"
     return (
         f"{asked_by} asks for {capability.value!r}, which the backend {backend!r} {verb}: "
-        f"{support.reason or 'no reason given'}; change that setting, or choose another backend"
+        f"{support.reason or 'no reason given'}; {change}, or choose another backend"
     )

@@ -138,7 +138,7 @@ class PluginHost:
 
     def init(self, config: RoleConfig, context: Context) -> InitResult:
         asked = asked_by_role(
-            config.train, device=config.device, ranks=context.world_size, value_head=config.value_head
+            context.role, config.train, device=config.device, ranks=context.world_size, value_head=config.value_head
         )
         for capability, asked_by in asked.items():
             self.backend.require(capability, asked_by)

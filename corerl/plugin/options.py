@@ -61,15 +61,18 @@ def role_options(config: Config, role: str, backend: Loaded) -> Any:
 def resolve_tables(config: Config) -> Config:
     """The same config, with the options of every selected plugin as that plugin's own class.
 
-    Tables of backends and engines that are not selected stay as they are, and are checked if the plugin is installed.
+    Tables of backends and engines that are not selected stay as they are, and are checked if the plugin is installed;
+    where it is not, and has nearly the name of one that is, that one is meant.
     Resolving twice changes nothing. Raises PluginError where a selected plugin cannot be loaded, and ConfigError with
     one line for each problem in a table.
     """
     lines: list[str] = []
     tables: dict[Kind, dict[str, Any]] = {Kind.BACKENDS: dict(config.backends), Kind.ENGINES: dict(config.engines)}
+    known = {kind: list(installed_names(kind)) for kind in tables}
     for kind, name in dict.fromkeys((each.kind, each.name) for each in selected(config) if each.kind in tables):
         loaded = load(kind, name)
         table = tables[kind].get(loaded.name, {})
+        known[kind].append(loaded.name)
         tables[kind][loaded.name] = _options(table, loaded, path=_table(kind, loaded.name), lines=lines)
     extensions = tuple(
         evolve(
@@ -96,6 +99,8 @@ def resolve_tables(config: Config) -> Config:
     for kind, name, plugin in _unselected(config):
         if isinstance(plugin, Loaded):
             _options(tables[kind][name], plugin, path=_table(kind, name), lines=lines)
+        elif not plugin and (near := nearest(name, known[kind])):
+            lines.append(f"{_table(kind, name)}: no {kind.noun} {name!r} is installed; did you mean {near!r}?")
     if lines:
         raise ConfigError("\n".join(lines))
     return evolve(
@@ -113,9 +118,7 @@ def notes(config: Config) -> list[str]:
     for kind, name, plugin in _unselected(config):
         if isinstance(plugin, Loaded):
             continue
-        near = nearest(name, installed_names(kind))
-        advice = f"; did you mean {near!r}?" if near and near != name else ""
-        found.append(f"{_table(kind, name)} is ignored: {plugin or f'no {kind.noun} {name!r} is installed'}{advice}")
+        found.append(f"{_table(kind, name)} is ignored: {plugin or f'no {kind.noun} {name!r} is installed'}")
     return found
 
 

@@ -29,7 +29,11 @@ class Postprocessed(Wrapped):
                     f"rollout.postprocess={self._name!r} raised {type(error).__name__}: {error} at step {scored.step}"
                 ) from error
             if not isinstance(result, Scored):
-                raise DataError(f"rollout.postprocess={self._name!r} returned {type(result).__name__}, wanted a Scored")
+                what = "nothing" if result is None else type(result).__name__
+                raise DataError(
+                    f"rollout.postprocess={self._name!r} returned {what}, wanted a {Scored.__module__}.Scored: let "
+                    f"{self._name!r} return the batch that it was given, or what `attrs.evolve` makes of it"
+                )
             if flaw := _flaw(result):
                 raise DataError(f"rollout.postprocess={self._name!r} returned a batch {flaw}")
             yield result

@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -150,12 +151,29 @@ def is_number(value: Any) -> bool:
 
 
 def told(error: BaseException) -> str:
-    where = traceback.extract_tb(error.__traceback__)[1:]  # the first line is the call here
-    place = f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
+    """The error, and the innermost line of the user's own code that it comes from; where none is, the innermost."""
+    lines = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call here
+    where = ([line for line in lines if _users_own(line.filename)] or lines)[-1:]
+    place = "".join(f" ({_from_here(line.filename)}:{line.lineno})" for line in where)
     try:
         return f"{type(error).__name__}: {error}{place}"
     except Exception:  # its own text cannot be made
         return type(error).__name__ + place
+
+
+# What is neither a library's nor CoreRL's is the user's.
+NOT_THE_USERS = (os.path.dirname(os.__file__), str(Path(__file__).parents[1]))
+
+
+def _users_own(file: str) -> bool:
+    installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return not installed and not file.startswith("<") and not any(map(Path(file).is_relative_to, NOT_THE_USERS))
+
+
+def _from_here(file: str) -> str:
+    """Relative to the working directory, where it lies in that."""
+    here = os.path.realpath(file).removeprefix(os.path.join(os.path.realpath("."), ""))
+    return file if os.path.isabs(here) else here
 
 
 def short(text: str) -> str:

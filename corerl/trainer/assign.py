@@ -131,7 +131,7 @@ def needed(
     """Capabilities of the role's backend that the run will use, each with the setting that asks for it. `saved_ranks`
     wrote the checkpoint that the role resumes; 0 where it resumes none."""
     train, value_head = config.train_of(role), role == CRITIC
-    needs = asked_by_role(train, device=cluster.device, ranks=cluster.ranks, value_head=value_head)
+    needs = asked_by_role(role, train, device=cluster.device, ranks=cluster.ranks, value_head=value_head)
     if experts > 1:
         needs[Capability.MOE] = f"a model of {experts} experts"
     if role == ACTOR and config.algorithm.routing_replay != "none" and config.run.trains:

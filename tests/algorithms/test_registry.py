@@ -25,6 +25,10 @@ def anything(inputs: LossInputs, **params: float) -> LossResult:
     return LossResult(inputs.logprobs.sum() * params["clip_low"])
 
 
+def of_three(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    return logprobs
+
+
 def without_inputs(*, clip_low: float) -> LossResult:
     return LossResult(torch.tensor(clip_low))
 
@@ -33,7 +37,7 @@ def without_inputs(*, clip_low: float) -> LossResult:
 def my_losses() -> Iterator[None]:
     """A user's module of losses, importable by name."""
     module = ModuleType("my_losses")
-    for function in (reinforce, bare, anything, without_inputs):
+    for function in (reinforce, bare, anything, of_three, without_inputs):
         setattr(module, function.__name__, function)
     sys.modules["my_losses"] = module
     yield
@@ -94,8 +98,21 @@ def test_losses_whose_coefficient_a_run_has_left_behind_are_not_kept() -> None:
             {"clip_hihg": 0.1},
             "has no parameter 'clip_hihg'; it takes: clip_low, .*did you mean 'clip_high'?",
         ),
-        ("my_losses:reinforce", {"entropy_coef": 0.1}, "needs a parameter 'offset', and was given: entropy_coef"),
-        ("my_losses:without_inputs", {"clip_low": 0.1}, "write it as .inputs, ., its parameters."),
+        (
+            "my_losses:reinforce",
+            {"entropy_coef": 0.1},
+            r"with the options entropy_coef: nothing gives 'offset'; read it from inputs, or give it a default$",
+        ),
+        (
+            "my_losses:of_three",
+            {},
+            r"takes \(logprobs: .*, and is called as f\(inputs: LossInputs, .* none: nothing gives 'old_logprobs'; ",
+        ),
+        (
+            "my_losses:without_inputs",
+            {"clip_low": 0.1},
+            r"takes \(\*, clip_low: float\) .*, and is called as f\(inputs: .*; let its first parameter be positional",
+        ),
     ],
 )
 def test_what_cannot_be_resolved_is_named(name: str, params: dict[str, float], message: str) -> None:

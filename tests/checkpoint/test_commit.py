@@ -173,6 +173,51 @@ def test_what_cannot_be_resumed_is_explained(tmp_path: Path) -> None:
         read_state(tmp_path)
 
 
+def test_a_directory_that_is_no_checkpoint_is_told_for_what_it_is(tmp_path: Path) -> None:
+    run = tmp_path / "runs/first"
+    save(run, 40)
+    damaged = save(run, 50)
+    (damaged / "actor/rank-00001.json").unlink()
+    young = begin(tmp_path / "young", 1).parents[1]
+    model, empty = run / "model", tmp_path / "empty"
+    for directory in (model, empty):
+        directory.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model-00001-of-00002.safetensors").touch()
+    checkpoints = run / "checkpoints"
+    told = {}
+    for directory in (checkpoints, tmp_path / "runs", model, young, empty):
+        with pytest.raises(CheckpointError) as error:
+            read_state(directory)
+        told[directory] = error.value.message
+    assert told == {
+        checkpoints: f"{checkpoints} holds checkpoints and is none itself: give one of them, such as "
+        f"{checkpoints}/step-00000040",
+        tmp_path / "runs": f"{tmp_path}/runs holds runs and is no checkpoint: give one of them, such as {run}",
+        model: f"{model} is a model and no checkpoint: to start from it or score it, set model.path to it in a file",
+        young: f"{young} is the directory of a run that has completed no checkpoint yet: give another run's",
+        empty: f"{empty} is no checkpoint: give the directory of one, .../checkpoints/step-00000050",
+    }
+
+
+def test_a_checkpoint_under_any_name_that_lacks_its_own_file_is_incomplete(tmp_path: Path) -> None:
+    path = save(tmp_path, 5).rename(tmp_path / "best")
+    (path / "checkpoint.json").unlink()
+    with pytest.raises(CheckpointError, match=r"best/checkpoint.json is missing: the checkpoint is incomplete"):
+        read_state(path)
+
+
+def test_a_checkpoint_that_was_removed_is_told_with_one_that_is_there(tmp_path: Path) -> None:
+    newest = save(tmp_path, 5)
+    gone = newest.with_name("step-00000004")
+    with pytest.raises(CheckpointError) as error:
+        read_state(gone)
+    assert error.value.message == (
+        f"no checkpoint at {gone}: the run that writes there keeps only its newest checkpoints (checkpoint.keep); give "
+        f"one that is there, such as {newest}"
+    )
+
+
 def left(run_dir: Path) -> list[str]:
     return sorted(path.name.removeprefix("step-0000") for path in (run_dir / "checkpoints").iterdir())
 

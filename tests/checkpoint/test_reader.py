@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from corerl.checkpoint.format import read_index
 from corerl.checkpoint.reader import CheckpointSource, read_extra, written_ranks
 from corerl.checkpoint.writer import stage, write
 from corerl.errors import CheckpointError, ModelError
@@ -64,6 +65,27 @@ def test_an_unknown_key_is_answered_with_those_that_are_there(tmp_path: Path) ->
 def test_a_directory_without_a_part_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no role's part of a checkpoint"):
         CheckpointSource(tmp_path / "nothing", "master")
+
+
+def test_what_retention_removes_while_it_is_read_is_told_as_removed(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step-00000040"
+    role = checkpoint / "actor"
+    save(role, 2)
+    source = CheckpointSource(role, "master")
+    checkpoint.rename(checkpoint.with_suffix(".partial"))
+    told = (
+        f"{checkpoint} was removed or replaced while it was read: the run that writes there keeps only its newest "
+        "checkpoints (checkpoint.keep); try again"
+    )
+    for read in (
+        lambda: source.read("embed", (0, 0), (6, 4)),
+        lambda: written_ranks(role),
+        lambda: read_index(role, 0),
+        lambda: read_extra(role, 0),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            read()
+        assert error.value.message == told
 
 
 def test_a_truncated_file_and_a_missing_rank_are_refused(tmp_path: Path) -> None:

@@ -88,11 +88,11 @@ def test_check_says_all_that_train_would_say(sound: str, capsys: pytest.CaptureF
         "reward.name: unknown reward 'exakt'",
         "weights.transport: unknown weight transport 'pigeon'",
         "algorithm.loss: unknown loss 'cliped'",
-        "backends.plain: the plain backend is one process, got 2 ranks",
-        "roles.actor: 2 ranks asks for 'multi-rank', which the backend 'plain' cannot do",
+        "roles.actor.ranks = 2 asks for 'multi-rank', which the backend 'plain' cannot do: it is one process",
     )
     assert out == ""
-    assert [line.startswith(beginning) for line, beginning in zip(lines, beginnings, strict=True)] == [True] * 8
+    assert lines[-1].endswith("; set roles.actor.ranks=1, or choose another backend")
+    assert [line.startswith(beginning) for line, beginning in zip(lines, beginnings, strict=True)] == [True] * 7
     assert main(["train", sound, *wrong]) == 2
     assert capsys.readouterr() == ("", checked)
 

@@ -52,5 +52,5 @@ def test_what_cannot_be_exported_is_one_line_and_status_2(tmp_path: Path, capsys
     assert out == ""
     assert taken == f"corerl: error: {tmp_path}/taken exists already; remove it, or name another directory"
     assert nothing.startswith(f"corerl: error: no checkpoint at {tmp_path}/nothing: give the directory of one")
-    assert no_run.startswith(f"corerl: error: {tmp_path}/taken/checkpoint.json is missing: ")
+    assert no_run.startswith(f"corerl: error: {tmp_path}/taken is no checkpoint: give the directory of one, ")
     assert not (tmp_path / "model").exists()

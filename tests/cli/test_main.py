@@ -219,3 +219,15 @@ def test_what_is_wrong_in_a_file_is_told_without_torch(command: str, tmp_path: P
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert finished.stdout == "2 []\n"
     assert finished.stderr.startswith("corerl: error: run.stepps: unknown key; did you mean 'steps'?")
+
+
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [("train", "FILE"), ("eval", "WHAT"), ("config check", "FILE"), ("config show", "FILE")],
+)
+def test_what_a_command_cannot_do_without_is_named_and_no_override(
+    line: str, missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main(line.split())
+    assert capsys.readouterr().err.endswith(f"error: the following arguments are required: {missing}\n")

@@ -68,6 +68,27 @@ def test_a_missing_an_empty_and_an_unknown_source_are_named(tmp_path: Path) -> N
         load("sort-digit")
 
 
+@pytest.mark.parametrize(
+    ("name", "line", "told"),
+    [
+        ("d.csv", "prompt,answer", "pandas.read_csv('d.csv').to_json('d.jsonl', orient='records', lines=True)"),
+        ("d.json", '[{"prompt": "x"}]', "pandas.read_json('d.json').to_json('d.jsonl', orient='records', lines=True)"),
+        ("d.txt", "x", "a .jsonl file has one JSON object a line"),
+    ],
+)
+def test_a_file_of_another_format_is_to_be_converted(tmp_path: Path, name: str, line: str, told: str) -> None:
+    path = write(tmp_path / name, line)
+    with pytest.raises(DataError) as caught:
+        load(path)
+    assert caught.value.message == (
+        f"data.source: {path} is neither .jsonl nor .parquet, nor has it one JSON object a line; convert it: {told}"
+    )
+
+
+def test_objects_line_by_line_are_read_whatever_the_file_is_called(tmp_path: Path) -> None:
+    assert load(write(tmp_path / "p.json", "", '{"prompt": "x"}', '{"prompt": "y"}')).prompt(1).text == "y"
+
+
 # ---- parquet ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 from attrs import evolve
 
 from corerl.config.load import load_config
-from corerl.config.schema import CheckpointConfig, RunConfig
+from corerl.config.schema import CheckpointConfig, Config, RunConfig
+from corerl.driver.export import export
 from corerl.driver.prepare import prepare
 from corerl.driver.run_dir import lost_checkpoints, resume_from, write_config
 from corerl.errors import ConfigError
@@ -131,3 +133,37 @@ def test_a_model_that_a_run_has_not_written_is_not_replaced_by_its_export(tmp_pa
     assert prepare(evolve(config, checkpoint=CheckpointConfig(export=False))).run_dir == tmp_path
     save(tmp_path, config, make_model(config, seed=1), step=4)  # then it is its own
     assert prepare(config_in(tmp_path, "auto")).first_step == 4
+
+
+def test_a_run_whose_steps_are_done_does_not_start_again(tmp_path: Path) -> None:
+    config = make_config()
+    run = tmp_path / "run"
+    checkpoint = save(run, config, make_model(config, seed=1), step=4)
+
+    def resumed(directory: Path, resume: str, *, steps: int, export: bool = True) -> Config:
+        return evolve(
+            config,
+            run=RunConfig(dir=str(directory), steps=steps),
+            checkpoint=CheckpointConfig(resume=resume, export=export),
+        )
+
+    def refused(resumed: Config) -> str:
+        with pytest.raises(ConfigError) as caught:
+            prepare(resumed)
+        return caught.value.message
+
+    before = f"run.steps: 3, and the checkpoint {checkpoint} has done 4; raise run.steps to go on"
+    assert refused(resumed(run, "auto", steps=3)) == before
+    assert prepare(resumed(run, "auto", steps=3), starting=False).first_step == 4  # what only looks at it may
+    others = f"run.steps: 4, and the checkpoint {checkpoint} has done 4; raise run.steps to go on"
+    assert refused(resumed(tmp_path / "new", str(checkpoint), steps=4)) == others
+    done = f"run.steps: 4, which {run} has done: nothing is left to do; raise run.steps to go on"
+    assert refused(resumed(run, "auto", steps=4, export=False)) == done
+
+    # It was killed before it had exported its last checkpoint: that is left to do, also over an earlier export.
+    assert prepare(resumed(run, "auto", steps=4)).first_step == 4
+    written = export(checkpoint, run / "model")
+    exported = f"run.steps: 4, which {run} has done and {run}/model is its export: nothing is left to do; raise "
+    assert refused(resumed(run, "auto", steps=4)) == f"{exported}run.steps to go on"
+    os.utime(written / "config.json", (0, 0))
+    assert prepare(resumed(run, "auto", steps=4)).first_step == 4

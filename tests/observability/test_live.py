@@ -82,7 +82,7 @@ def test_the_summary_tells_start_and_end_before_and_after_and_where_things_are()
     middle(story)
     story.hear(evaluated(STEPS))
     console = terminal(80)
-    console.print(summary(story, finished("runs/small")))
+    console.print(summary(story, finished("runs/small"), width=80))
     rows = [line.split() for line in console.export_text().splitlines()]
     assert ["finished", "after", "4", "of", "4", "steps,", "1:15"] in rows
     assert ["reward", "0.100", "0.500"] in rows
@@ -103,10 +103,22 @@ def test_the_display_ends_with_the_run_and_leaves_the_summary() -> None:
     assert text.rstrip().endswith("runs/small/export")
 
 
+def test_a_path_that_does_not_fit_stands_on_a_line_of_its_own_and_is_not_broken() -> None:
+    story, console = Story(Clock()), terminal(80)
+    view = LiveView(story, console)
+    long = f"/{'a directory of mine/' * 5}run"
+    for event in [started(long), *steps(0, STEPS), finished(long)]:
+        view.hear(event)
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    assert lines[-4:] == ["metrics", f"{long}/metrics.jsonl", "export", f"{long}/export"]
+
+
 def test_a_run_that_stops_before_its_second_look_at_the_prompts_has_a_summary_all_the_same() -> None:
     story, console = Story(Clock()), terminal(80)
     middle(story)
-    console.print(summary(story, evolve(finished("runs/small"), reason="interrupted", steps_done=3, after=())))
+    console.print(
+        summary(story, evolve(finished("runs/small"), reason="interrupted", steps_done=3, after=()), width=80)
+    )
     text = console.export_text()
     assert "interrupted after 3 of 4 steps, 1:15" in text
     assert "before" not in text

@@ -152,15 +152,27 @@ def test_an_unknown_backend_is_not_taken_for_a_problem_of_a_table() -> None:
 
 @pytest.mark.usefixtures("plugins")
 def test_tables_that_nobody_can_check_are_noted() -> None:
-    given = config(backends={"mine": {}, "other": {}, "othr": {"shards": 1}, "bad": {}})
+    given = config(backends={"mine": {}, "other": {}, "elsewhere": {"shards": 1}, "bad": {}})
     assert notes(given) == [
-        "backends.othr is ignored: no backend 'othr' is installed; did you mean 'other'?",
+        "backends.elsewhere is ignored: no backend 'elsewhere' is installed",
         (
             "backends.bad is ignored: backend 'bad' (corerl-bad 0.1.0) cannot be loaded from bad_o:SPEC: "
             "ModuleNotFoundError: No module named 'a_library_that_is_not_there'; mend or reinstall corerl-bad"
         ),
     ]
     assert resolve_tables(given).backends["bad"] == {}
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_table_whose_name_is_like_a_plugins_is_taken_for_a_slip() -> None:
+    given = config(backends={"mien": {"shards": 2}, "othr": {}, "elsewhere": {}}, engines={"quik": {}})
+    with pytest.raises(ConfigError) as caught:
+        resolve_tables(given)
+    assert caught.value.message.splitlines() == [
+        "backends.mien: no backend 'mien' is installed; did you mean 'mine'?",
+        "backends.othr: no backend 'othr' is installed; did you mean 'other'?",
+        "engines.quik: no engine 'quik' is installed; did you mean 'quick'?",
+    ]
 
 
 @pytest.mark.usefixtures("plugins")

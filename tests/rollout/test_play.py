@@ -258,7 +258,9 @@ def test_a_function_that_fails_keeps_what_was_sampled_and_costs_no_other_episode
     told = [each.message for each in rollout.outcomes if isinstance(each, Failure)]
     on = "on prompt 40 ('21>')"
     assert told[0] == f"rollout.function 'mine:play' returned 'five', wanted a finite number or None, {on}"
-    assert told[1].startswith("rollout.function 'mine:play' raised KeyError: 'no such drawer' (test_play.py:")
+    assert told[1].startswith(
+        "rollout.function 'mine:play' raised KeyError: 'no such drawer' (tests/rollout/test_play.py:"
+    )
     assert told[2] == f"rollout.function 'mine:play' asked the policy for nothing {on}"
     assert told[3].startswith("rollout.function 'mine:play' took longer than rollout.episodes.timeout=0.5 seconds on ")
     assert "RuntimeError: stream: got True, wanted False; leave it out" in told[4]

@@ -74,7 +74,11 @@ def numbers_for_mask(batch: Scored) -> Scored:
     ("function", "message"),
     [
         (lambda batch: 1 / 0, r"raised ZeroDivisionError: division by zero at step 0$"),
-        (lambda batch: None, r"returned NoneType, wanted a Scored$"),
+        (lambda batch: None, r"returned nothing, wanted a corerl.rollout.sources.Scored: let 'mine:shape' return the "),
+        (
+            lambda batch: batch.rewards,
+            r"returned ndarray, wanted a corerl.rollout.sources.Scored: let 'mine:shape' ret",
+        ),
         (lambda batch: evolve(batch, rewards=batch.rewards[:3]), r"of 4 samples with 3 rewards and 4 texts"),
         (lambda batch: evolve(batch, rewards=batch.rewards * np.nan), r"whose rewards are not all finite$"),
         (lambda batch: evolve(batch, rewards=list(batch.rewards)), r"whose rewards are list, wanted a numpy array of "),

@@ -1,3 +1,5 @@
+import json
+import re
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -8,7 +10,7 @@ from attrs import evolve
 
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
-from corerl.rollout.rewards import Failure, Reward, resolve_reward
+from corerl.rollout.rewards import Failure, Reward, exact_match, resolve_reward
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
 
@@ -80,9 +82,29 @@ def test_a_reward_that_fails_on_every_sample_is_an_error_that_names_the_first() 
 
     with pytest.raises(
         RewardError,
-        match=r"^reward 'mine' raised ValueError: no way \(test_rewards.py:\d+\) on .* 'a'; and fails on all 2 sam",
+        match=r"^reward 'mine' raised ValueError: no way \(tests/rollout/test_rewards.py:\d+\) on .* 'a'; and fails on",
     ):
         Reward(name="mine", function=broken).score(rollout(["a", "b"], [0, 0], (SORT,)))
+
+
+def in_a_library(prompt: Prompt, response: str) -> float:
+    return float(json.loads(response))
+
+
+def in_corerl(prompt: Prompt, response: str) -> float:
+    return exact_match(prompt, response)
+
+
+@pytest.mark.parametrize("function", [in_a_library, in_corerl])
+def test_where_a_reward_fails_is_told_as_the_innermost_line_of_the_users_own(function: Callable[..., Any]) -> None:
+    failure = Reward(name="mine", function=function).outcome(Prompt(index=0, text="a", answer=""), "[")
+    line = function.__code__.co_firstlineno + 1
+    assert isinstance(failure, Failure) and f" (tests/rollout/test_rewards.py:{line}) on prompt 0 " in failure.message
+
+
+def test_where_a_reward_of_corerls_own_fails_is_told_as_its_innermost_line() -> None:
+    failure = resolve_reward("exact-match", {}).outcome(Prompt(index=0, text="a", answer=""), "x")
+    assert isinstance(failure, Failure) and re.search(r"corerl/rollout/rewards\.py:\d+\) on prompt 0", failure.message)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1.0", [1.0]])
@@ -157,7 +179,7 @@ def unspeakable(prompt: Prompt, response: str) -> float:
     [
         (lambda prompt, response: 10**400, "no-number", "wanted a finite number"),
         (lambda prompt, response: 1e300, "no-number", "returned 1e+300, wanted a finite number"),
-        (unspeakable, "raised", "raised Unspeakable (test_rewards.py:"),
+        (unspeakable, "raised", "raised Unspeakable (tests/rollout/test_rewards.py:"),
     ],
 )
 def test_what_float32_cannot_hold_and_errors_without_words_are_failures(

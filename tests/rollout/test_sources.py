@@ -92,8 +92,8 @@ def test_failures_of_the_reward_travel_with_the_step_and_a_broken_reward_stops_i
     assert scored.failures == {"raised": 2}
     prompt = scored.rollout.prompts[0]
     assert scored.first_failure == (
-        f"reward 'odd' raised ValueError: odd (test_sources.py:86) on prompt {prompt.index} ({prompt.text!r}) "
-        f"with the response {scored.rollout.texts[1]!r}"
+        f"reward 'odd' raised ValueError: odd (tests/rollout/test_sources.py:86) on prompt {prompt.index} "
+        f"({prompt.text!r}) with the response {scored.rollout.texts[1]!r}"
     )
     assert begun.position["rollout_step"] == 1
     with pytest.raises(RewardError, match="raised ValueError: odd .* fails on all 6 samples"):

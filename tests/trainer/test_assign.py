@@ -104,8 +104,8 @@ def test_every_capability_that_is_not_there_has_its_line_and_its_reason() -> Non
         planned(config)
     assert caught.value.message.splitlines() == [
         (
-            f"2 ranks asks for 'multi-rank', which the backend '{LIMITED}' cannot do: it is one process; "
-            "change that setting, or choose another backend"
+            f"roles.actor.ranks = 2 asks for 'multi-rank', which the backend '{LIMITED}' cannot do: it is one process; "
+            "set roles.actor.ranks=1, or choose another backend"
         ),
         (
             "algorithm.kl_coef = 0.01, whose reference is a snapshot asks for 'snapshots', which the backend "

@@ -30,7 +30,6 @@ def broken(cls: str, fault: str, *, seen_by: str) -> BrokenSpec:
         api=PLAIN.api,
         summary=f"wrong on purpose: {fault}",
         capabilities=PLAIN.capabilities,
-        check=PLAIN.check,
         seen_by=seen_by,
     )
 

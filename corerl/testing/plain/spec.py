@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from attrs import frozen
 
-from corerl.config.schema import ClusterInfo
 from corerl.plugin.capabilities import Capability, not_implemented, unsupported
-from corerl.plugin.spec import BackendSpec, Problem
+from corerl.plugin.spec import BackendSpec
 
 
 @frozen(kw_only=True)
 class PlainConfig:
     """It has no options: whatever is common stands in [train]."""
-
-
-def check(config: PlainConfig, cluster: ClusterInfo) -> Iterable[Problem]:
-    if cluster.ranks != 1:
-        yield Problem("", f"the plain backend is one process, got {cluster.ranks} ranks; give the role ranks=1")
 
 
 SPEC = BackendSpec(
@@ -32,5 +24,4 @@ SPEC = BackendSpec(
         Capability.FLOAT16: unsupported("it is a float32 reference"),
         Capability.RECOMPUTE: not_implemented("it keeps all activations"),
     },
-    check=check,
 )
