@@ -69,8 +69,15 @@ class Reader:
                 f"{self.engine}: its server's answer to /generate cannot be read: {error}; take SGLang 0.5.15 or later"
             ) from error
         tokens, logprobs, routed = [], [], []
-        for prompt, left, sample in zip(request.split(), request.left, samples, strict=True):
+        rows = zip(request.split(), request.left, samples, strict=True)
+        for row, (prompt, left, sample) in enumerate(rows):
             drawn, told = self._row(sample, request.params, int(left), version, paused=paused)
+            if (unknown := np.flatnonzero(np.isnan(told))).size:
+                raise EngineFailed(
+                    f"{self.engine}: its server gave token {unknown[0]} of {len(told)} in row {row} of {len(samples)} "
+                    f"(noise key {request.noise_keys[row]}) a log-prob that is no finite number; look whether the "
+                    "weights are finite, and whether its precision holds what the model computes"
+                )
             tokens.append(drawn)
             logprobs.append(told)
             if request.params.routed_experts:
