@@ -66,5 +66,5 @@ class Receiving:
         return self._receiver
 
 
-def line(failure: Exception) -> str:
+def line(failure: BaseException) -> str:
     return failure.message if isinstance(failure, CorerlError) else f"{type(failure).__name__}: {failure}"

@@ -20,6 +20,10 @@ from corerl_sglang.generated import Sample, read_samples
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
+class Cut(EngineFailed):
+    """The server ended a row because somebody asked it to, who had not paused the engine."""
+
+
 @frozen(kw_only=True)
 class Experts:
     """Where a model's tokens go through experts."""
@@ -110,7 +114,8 @@ class Reader:
         cut = reason["type"] == "abort" and paused
         ended = bool(tokens) and (reason["type"] == "length" or (reason["type"] == "stop" and stopped))
         if not (cut or ended):
-            raise EngineFailed(f"{self.engine}: its server ended a sample of {len(tokens)} tokens by {reason}")
+            failure = Cut if reason["type"] == "abort" else EngineFailed
+            raise failure(f"{self.engine}: its server ended a sample of {len(tokens)} tokens by {reason}")
         if not cut and not stopped and len(tokens) < left:
             raise EngineFailed(
                 f"{self.engine}: its server ended a sample after {len(tokens)} of {left} tokens: its KV cache or its "
