@@ -144,7 +144,8 @@ def mismatch(trainer: Tensor, engine: Tensor, counted: Tensor) -> dict[str, Tens
         "logprob_diff": TensorMetric(size.sum(), tokens),
         "logprob_diff_max": TensorMetric(size.max(), tokens, Reduction.MAX),
         "logprob_kl": TensorMetric((bounded.expm1() - bounded).sum(), tokens),
-        **{f"logprob_diff_above_{limit:g}": TensorMetric((size > limit).sum(), tokens) for limit in APART},
+        # Negated, so that what is no number counts as well.
+        **{f"logprob_diff_above_{limit:g}": TensorMetric((~(size <= limit)).sum(), tokens) for limit in APART},
     }
 
 

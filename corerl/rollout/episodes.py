@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import threading
 from collections import Counter
@@ -80,8 +81,16 @@ class EpisodeFunction:
         with self._beginning:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="rollout functions", daemon=True).start()
+                threading.Thread(target=_run, args=(self._loop,), name="rollout functions", daemon=True).start()
             return self._loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """For ever. An exit in a task is that task's failure, as any error; but asyncio also lets it end the loop, on which
+    all other episodes are."""
+    while True:
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
 
 
 async def _within(seconds: float, value: Awaitable[Any]) -> Any:

@@ -147,6 +147,11 @@ def test_the_mismatch_of_three_tokens_worked_by_hand_and_a_fourth_that_does_not_
     assert found["logprob_diff_max"].total.item() == 1.5
 
 
+def test_a_log_prob_that_is_no_number_counts_as_far_apart() -> None:
+    found = mismatch(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, math.nan]), torch.tensor([True, True]))
+    assert [mean(found[f"logprob_diff_above_{limit}"]) for limit in ("0.1", "1")] == [0.5, 0.5]
+
+
 @pytest.mark.parametrize("poison", [7.0, math.inf, -math.inf, math.nan])
 def test_tokens_of_weight_zero_reach_neither_loss_nor_gradient_nor_metric(poison: float) -> None:
     params = {**BOUNDS, "entropy_coef": 0.1, "kl_coef": 0.2}

@@ -331,6 +331,7 @@ class Server:
             "internal_states": [{"memory_usage": usage}],
             "stand_in": {
                 "holding": self.holding,
+                "running": self.running,
                 "log": self.log,
                 "cached": self.cached,
                 "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -122,6 +123,11 @@ def by_collective(ranks: int = 1) -> Address:
 def said(engine: SglangEngine) -> dict[str, Any]:
     told: dict[str, Any] = engine._server.get("/server_info")
     return told
+
+
+def await_running(engine: SglangEngine, calls: int) -> None:
+    while said(engine)["stand_in"]["running"] < calls:
+        time.sleep(0.05)
 
 
 def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Start, tmp_path: Path) -> None:
@@ -247,11 +253,26 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
         "resume cuda_graph kv_cache",
     ]
 
-    # A prompt that the server refuses ends the request in its words, and the others are not drawn to their end.
+    # A prompt that the server refuses ends the request in its words, and the others are not drawn to their end; nor are
+    # those of other calls, which say why.
     long = evolve(REQUEST, tokens=np.arange(80) % 16, offsets=np.array([0, 10, 80]), noise_keys=np.array([1, 2]))
-    with pytest.raises(EngineFailed, match="refused /generate with status 400: The input is longer than"):
-        engine.generate(long)
+    endless = evolve(REQUEST.rows(0, 1), params=evolve(REQUEST.params, max_tokens=2000, stop_tokens=()))
+    with ThreadPoolExecutor(2) as others:
+        calls = [others.submit(engine.generate, endless) for _ in range(2)]
+        await_running(engine, 2)
+        with pytest.raises(EngineFailed, match="refused /generate with status 400: The input is longer than"):
+            engine.generate(long)
+        for call in calls:
+            with pytest.raises(EngineFailed, match="refused /generate with status 400: The input is longer than"):
+                call.result()
     assert said(engine)["stand_in"]["log"][-1] == "abort"
+    assert set(engine.generate(REQUEST).versions) == {11}
+    with ThreadPoolExecutor(1) as others:  # of what failed before that it says nothing any more
+        call = others.submit(engine.generate, endless)
+        await_running(engine, 1)
+        engine._server.post("/abort_request", {"rid": "", "abort_all": True})
+        with pytest.raises(EngineFailed, match=r"ended a sample of \d+ tokens by \{'type': 'abort'"):
+            call.result()
     assert set(engine.generate(REQUEST).versions) == {11}
 
     with pytest.raises(ConfigError, match="engines.sglang.routed_experts: false"):

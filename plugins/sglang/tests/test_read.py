@@ -84,3 +84,14 @@ def test_a_server_that_cannot_hold_a_whole_row_is_told_by_what_is_too_small() ->
         "engine-0: its server ended a sample after 3 of 8 tokens: its KV cache or its context holds no more; raise "
         "engines.sglang.memory or server.max_total_tokens, or lower rollout.max_tokens"
     )
+
+
+def test_a_log_prob_that_is_no_number_is_told_with_its_row() -> None:
+    """It would be trained on as NaN."""
+    said = answer([4, 5, STOP], "stop").replace(b"[-1.0, 5, null]", b"[null, 5, null]")
+    with pytest.raises(EngineFailed) as caught:
+        READER.generation(said, request_of(PROMPT), 3, paused=False)
+    assert caught.value.message == (
+        "engine-0: its server gave token 1 of 3 in row 0 of 1 (noise key 5) a log-prob that is no finite number; look "
+        "whether the weights are finite, and whether its precision holds what the model computes"
+    )

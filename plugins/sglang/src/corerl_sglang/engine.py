@@ -34,7 +34,7 @@ from corerl_sglang.config import CALLS, SglangConfig
 from corerl_sglang.fp8 import quantization
 from corerl_sglang.held import whole_sums
 from corerl_sglang.instruction import Answer, Instruction, Question, name_for, read_answers, write_instruction
-from corerl_sglang.read import Experts, Reader
+from corerl_sglang.read import Cut, Experts, Reader
 from corerl_sglang.server import Server
 
 WEIGHTS = "weights"
@@ -48,6 +48,8 @@ class SglangEngine(Engine):
         self._serving = Serving(context.name, context.index, calls=CALLS)
         self._sleeping: set[str] = set()  # tags
         self._waking = threading.Lock()  # several calls may find the caches asleep
+        self._failure: BaseException | None = None  # the first, for which all calls under way were cut
+        self._failing = threading.Lock()
         config = hf_config(model)
         built = build_on_meta(config, dtype=torch.float32, attention="eager")
         shapes = {box.name: box.shape for boxes in hf_boxes(built).values() for box in boxes}
@@ -110,16 +112,31 @@ class SglangEngine(Engine):
             # Not a request a row: SGLang takes all requests in one event loop, and each costs it there, however small.
             # Not one for all rows either: what has come is read here while the server still writes the rest.
             parts = request.parts(self._options.requests)
+            known = self._failure
             with ThreadPoolExecutor(len(parts)) as threads:
                 futures = [threads.submit(self._generate, part, version) for part in parts]
                 wait(futures, return_when=FIRST_EXCEPTION)
-                failures = [future.exception() for future in futures if future.done() and future.exception()]
+                failures = [failure for future in futures if future.done() and (failure := future.exception())]
+                # A death explains whatever else went wrong, and anything explains a cut.
+                failures.sort(key=lambda each: (not isinstance(each, WorkerDied), isinstance(each, Cut)))
                 if failures:
-                    self._abort()  # the others, whose samples nobody will have
-            # A death explains whatever else went wrong.
-            for failure in sorted(filter(None, failures), key=lambda each: not isinstance(each, WorkerDied)):
-                raise failure
+                    first = self._first(failures[0])
+                    self._abort()  # all, the other calls' too: their samples nobody will have
+            if failures:
+                raise first
+            with self._failing:
+                if self._failure is known:  # since before this call: the engine works again
+                    self._failure = None
             return Generation.concatenate([future.result() for future in futures])
+
+    def _first(self, failure: BaseException) -> BaseException:
+        """What a call tells that has failed: the first failure, where that had all calls cut and this one with them."""
+        with self._failing:
+            if self._failure is None:
+                self._failure = failure
+            if isinstance(failure, Cut) and self._failure is not failure:
+                return EngineFailed(message_of(self._failure))
+            return failure
 
     def _generate(self, request: GenerateRequest, version: int) -> Generation:
         body = {

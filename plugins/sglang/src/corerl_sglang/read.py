@@ -20,6 +20,10 @@ from corerl_sglang.generated import Sample, read_samples
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
+class Cut(EngineFailed):
+    """The server ended a row because somebody asked it to, who had not paused the engine."""
+
+
 @frozen(kw_only=True)
 class Experts:
     """Where a model's tokens go through experts."""
@@ -69,8 +73,15 @@ class Reader:
                 f"{self.engine}: its server's answer to /generate cannot be read: {error}; take SGLang 0.5.15 or later"
             ) from error
         tokens, logprobs, routed = [], [], []
-        for prompt, left, sample in zip(request.by_row(), request.left, samples, strict=True):
+        rows = zip(request.by_row(), request.left, samples, strict=True)
+        for row, (prompt, left, sample) in enumerate(rows):
             drawn, told = self._row(sample, request.params, int(left), version, paused=paused)
+            if (unknown := np.flatnonzero(np.isnan(told))).size:
+                raise EngineFailed(
+                    f"{self.engine}: its server gave token {unknown[0]} of {len(told)} in row {row} of {len(samples)} "
+                    f"(noise key {request.noise_keys[row]}) a log-prob that is no finite number; look whether the "
+                    "weights are finite, and whether its precision holds what the model computes"
+                )
             tokens.append(drawn)
             logprobs.append(told)
             if request.params.routed_experts:
@@ -103,7 +114,8 @@ class Reader:
         cut = reason["type"] == "abort" and paused
         ended = bool(tokens) and (reason["type"] == "length" or (reason["type"] == "stop" and stopped))
         if not (cut or ended):
-            raise EngineFailed(f"{self.engine}: its server ended a sample of {len(tokens)} tokens by {reason}")
+            failure = Cut if reason["type"] == "abort" else EngineFailed
+            raise failure(f"{self.engine}: its server ended a sample of {len(tokens)} tokens by {reason}")
         if not cut and not stopped and len(tokens) < left:
             raise EngineFailed(
                 f"{self.engine}: its server ended a sample after {len(tokens)} of {left} tokens: its KV cache or its "
