@@ -34,9 +34,9 @@ def run(args: argparse.Namespace) -> int:
 
     what = Path(args.what)
     given = [*args.overrides, "run.mode=eval", *(["extensions=[]"] if args.json else [])]
-    config = (
-        None if os.path.isdir(what) else load_config(what, given)
-    )  # first: what is wrong in the file is told without torch
+    # A checkpoint that retention has removed is none that was meant as a file.
+    directory = os.path.isdir(what) or (what.name.startswith("step-") and not os.path.exists(what))
+    config = None if directory else load_config(what, given)  # first: what is wrong in it is told without torch
     with uncollected():
         from corerl.checkpoint.commit import latest, read_state
         from corerl.checkpoint.format import checkpoints_dir

@@ -68,11 +68,9 @@ def resolve_tables(config: Config) -> Config:
     """
     lines: list[str] = []
     tables: dict[Kind, dict[str, Any]] = {Kind.BACKENDS: dict(config.backends), Kind.ENGINES: dict(config.engines)}
-    known = {kind: list(installed_names(kind)) for kind in tables}
     for kind, name in dict.fromkeys((each.kind, each.name) for each in selected(config) if each.kind in tables):
         loaded = load(kind, name)
         table = tables[kind].get(loaded.name, {})
-        known[kind].append(loaded.name)
         tables[kind][loaded.name] = _options(table, loaded, path=_table(kind, loaded.name), lines=lines)
     extensions = tuple(
         evolve(
@@ -99,8 +97,8 @@ def resolve_tables(config: Config) -> Config:
     for kind, name, plugin in _unselected(config):
         if isinstance(plugin, Loaded):
             _options(tables[kind][name], plugin, path=_table(kind, name), lines=lines)
-        elif not plugin and (near := nearest(name, known[kind])):
-            lines.append(f"{_table(kind, name)}: no {kind.noun} {name!r} is installed; did you mean {near!r}?")
+        elif not plugin and (meant := _meant(config, kind, name)):
+            lines.append(f"{_table(kind, name)}: no {kind.noun} {name!r} is installed; did you mean {meant!r}?")
     if lines:
         raise ConfigError("\n".join(lines))
     return evolve(
@@ -113,10 +111,11 @@ def resolve_tables(config: Config) -> Config:
 
 
 def notes(config: Config) -> list[str]:
-    """One line for each table that could not be checked, since its plugin is not selected and cannot be loaded."""
+    """One line for each table that could not be checked, since its plugin is not selected and cannot be loaded. Those
+    that `resolve_tables` takes for a slip are its to tell."""
     found = []
     for kind, name, plugin in _unselected(config):
-        if isinstance(plugin, Loaded):
+        if isinstance(plugin, Loaded) or (not plugin and _meant(config, kind, name)):
             continue
         found.append(f"{_table(kind, name)} is ignored: {plugin or f'no {kind.noun} {name!r} is installed'}")
     return found
@@ -215,6 +214,12 @@ def _unselected(config: Config) -> Iterator[tuple[Kind, str, Loaded | str]]:
                 yield kind, name, load(kind, name)
             except PluginError as error:
                 yield kind, name, error.message
+
+
+def _meant(config: Config, kind: Kind, name: str) -> str:
+    """The plugin, selected or installed, whose name is nearly `name`, which is none; "" where there is none."""
+    chosen = [each.name.rpartition(":")[2] for each in selected(config) if each.kind is kind]
+    return nearest(name, [*chosen, *installed_names(kind)])
 
 
 def _options(table: Any, loaded: Loaded, *, path: str, lines: list[str]) -> Any:

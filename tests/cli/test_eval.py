@@ -69,3 +69,14 @@ def test_a_file_is_scored_with_the_weights_that_its_run_would_go_on_from(
         assert main(["eval", str(file), f"checkpoint.resume={resume}"]) == 0
     assert [config.checkpoint.resume for config in evaluated] == [str(checkpoint), "never"]
     assert {config.run.dir for config in evaluated} == {str(tmp_path / "run/eval")}
+
+
+def test_a_checkpoint_that_is_gone_is_not_taken_for_a_file(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = checkpoint.with_name("step-00000002")
+    assert main(["eval", str(gone)]) == 2
+    assert capsys.readouterr().err == (
+        f"corerl: error: no checkpoint at {gone}: the run that writes there keeps only its newest checkpoints "
+        f"(checkpoint.keep); give one that is there, such as {checkpoint}\n"
+    )

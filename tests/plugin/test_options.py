@@ -173,6 +173,7 @@ def test_a_table_whose_name_is_like_a_plugins_is_taken_for_a_slip() -> None:
         "backends.othr: no backend 'othr' is installed; did you mean 'other'?",
         "engines.quik: no engine 'quik' is installed; did you mean 'quick'?",
     ]
+    assert notes(given) == ["backends.elsewhere is ignored: no backend 'elsewhere' is installed"]
 
 
 @pytest.mark.usefixtures("plugins")
