@@ -34,8 +34,9 @@ GATHER = 0.5  # seconds that a request waits for others at most
 
 @frozen(kw_only=True, eq=False)
 class Turn:
-    """A request that waits for its answer."""
+    """A request that waits for its answer, or has it."""
 
+    chat: ChatRequest
     asked: Asked
     request: GenerateRequest  # of one row
     answer: Future[tuple[Answer, Generation]] = field(factory=Future)
@@ -57,6 +58,7 @@ class Seat:
     deadline: float = 0.0
     base_url: str = ""
     turn: Turn | None = None  # that waits
+    answered: Turn | None = None  # the last one
     told_full: bool = False  # that there is no room for another answer
 
 
@@ -131,7 +133,7 @@ class Table:
                 return
             seat.conversation = seat.conversation.answered(turn.asked, answer, drawn)
             seat.truncated = bool(drawn.truncated[0]) and seat.conversation.begun >= self._params.max_tokens
-            seat.turn = None
+            seat.turn, seat.answered = None, turn
         turn.answer.set_result((answer, drawn))
 
     def end(self, seats: Iterable[Seat]) -> None:
@@ -198,31 +200,45 @@ class Table:
             self._end(seat, outcome)
 
     def _answer(self, seat: Seat, request: ChatRequest) -> ChatAnswer:
-        conversation = seat.conversation
+        with self._state:
+            conversation, turn = seat.conversation, _turn_of(seat, request)
+        if turn is not None:
+            return self._told(turn)
         asked = self._renderer.ask(conversation, request.messages, request.tools)
         tokens = np.concatenate([conversation.tokens, asked.tokens])
         begun = len(tokens) - (conversation.prompt_length or len(asked.tokens))
         if begun >= self._params.max_tokens:
             return self._no_room(seat, len(tokens))
-        turn = Turn(asked=asked, request=self._request(seat, tokens, begun, request))
+        turn = Turn(chat=request, asked=asked, request=self._request(seat, tokens, begun, request))
         with self._state:
             if seat.ended:
                 raise _over()
-            if seat.turn is not None or seat.conversation is not conversation:
+            if (same := _turn_of(seat, request)) is not None:
+                turn = same
+            elif seat.turn is not None or seat.conversation is not conversation:
                 raise Refused("another request of this episode is being answered; ask one after the other")
-            seat.turn = turn
-            self._last = time.monotonic()
-            if not self._waiting:
-                self._first = self._last
-            self._waiting.append(seat)
-            if len(self._waiting) == 1 or self._all_wait:  # the others change nothing for who gathers them
-                self._state.notify_all()
+            else:
+                self._wait(seat, turn)
+        return self._told(turn)
+
+    def _wait(self, seat: Seat, turn: Turn) -> None:
+        """Under `state`."""
+        seat.turn = turn
+        self._last = time.monotonic()
+        if not self._waiting:
+            self._first = self._last
+        self._waiting.append(seat)
+        if len(self._waiting) == 1 or self._all_wait:  # the others change nothing for who gathers them
+            self._state.notify_all()
+
+    def _told(self, turn: Turn) -> ChatAnswer:
+        """Once it is there."""
         answer, drawn = turn.answer.result()
         return ChatAnswer(
             text=answer.content,
             tool_calls=answer.calls,
             finish_reason="length" if drawn.truncated[0] else "tool_calls" if answer.calls else "stop",
-            prompt_tokens=len(tokens),
+            prompt_tokens=len(turn.request.tokens),
             # A model may have more tokens than its tokenizer knows.
             tokens=[token or "" for token in self._tokenizer.convert_ids_to_tokens(drawn.tokens.tolist())],
             logprobs=drawn.logprobs.tolist(),
@@ -259,6 +275,13 @@ class Table:
                 )
             seat.truncated = seat.told_full = True
         return ChatAnswer(text="", finish_reason="length", prompt_tokens=prompt_tokens, tokens=(), logprobs=())
+
+
+def _turn_of(seat: Seat, request: ChatRequest) -> Turn | None:
+    """The one that waits, or else the last that was answered, where the same was asked for in it: clients send a
+    request again whose answer they have not had in time. Drawn anew it would be the same."""
+    latest = seat.turn or seat.answered
+    return latest if latest is not None and latest.chat == request else None
 
 
 def _over() -> Refused:

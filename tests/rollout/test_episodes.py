@@ -73,6 +73,7 @@ def test_an_async_function_that_exits_fails_its_own_episode_and_no_other_under_w
     said = {index: each.message if isinstance(each, Failure) else each for index, each in outcomes.items()}
     raised = "rollout.function 'mine:play' raised"
     assert {index: each for index, each in said.items() if index in (0, 4)} == {0: 1.0, 4: 1.0}
-    assert all(str(said[index]).startswith(f"{raised} SystemExit: bad argument (test_episodes.py:") for index in (1, 2))
+    exit_at = f"{raised} SystemExit: bad argument (tests/rollout/test_episodes.py:"
+    assert all(str(said[index]).startswith(exit_at) for index in (1, 2))
     assert str(said[3]).startswith(f"{raised} KeyboardInterrupt")
     assert len(loops) == 1

@@ -8,6 +8,7 @@ import string
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -426,13 +427,13 @@ def test_one_request_of_an_episode_is_answered_at_a_time(play: Play) -> None:
     errors: list[str] = []
 
     def hasty(episode: Episode) -> None:
-        def ask() -> None:
+        def ask(limit: int) -> None:
             try:
-                episode.chat(episode.messages)
+                episode.chat(episode.messages, max_tokens=limit)
             except RuntimeError as error:
                 errors.append(str(error))
 
-        threads = [threading.Thread(target=ask) for _ in range(2)]
+        threads = [threading.Thread(target=ask, args=(limit,)) for limit in (1, 2)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -442,6 +443,42 @@ def test_one_request_of_an_episode_is_answered_at_a_time(play: Play) -> None:
     (error,) = errors
     assert "one after the other" in error or "and the episode has 2 with its last answer" in error
     assert rollout.batch.rows["turns"].tolist() == [1]
+
+
+def test_a_request_that_is_sent_again_gets_the_answer_of_the_first(play: Play) -> None:
+    """As clients do by themselves when an answer takes longer than they wait."""
+    asked, release = threading.Event(), threading.Event()
+    calls: list[GenerateRequest] = []
+    told: list[Any] = []
+
+    def slow(request: GenerateRequest) -> Generation:
+        calls.append(request)
+        asked.set()
+        assert release.wait(20)
+        return Oracle()(request)
+
+    def impatient(episode: Episode) -> float:
+        messages = episode.messages
+        with ThreadPoolExecutor(2) as threads:
+            first = threads.submit(episode.chat, messages, max_tokens=3)
+            assert asked.wait(20)
+            again = threads.submit(episode.chat, messages, max_tokens=3)
+            time.sleep(0.2)  # so that it comes while the first waits, or it would be answered all the same
+            release.set()
+            told.extend([first.result(), again.result()])
+        told.append(episode.chat(messages, max_tokens=3))
+        messages += [told[0]["message"], {"role": "tool", "content": "9>"}]
+        told.append(episode.chat(messages))
+        told.append(episode.chat(messages))
+        with pytest.raises(RuntimeError, match="the episode has 4 with its last answer"):
+            episode.chat(episode.messages, max_tokens=3)  # no longer the last that was asked
+        return 1.0
+
+    rollout = play(impatient, samples=1, prompts=PROMPTS[:1], generate=slow)
+    assert rollout.outcomes == [1.0]
+    assert told[1] == told[2] == told[0] and told[4] == told[3] != told[0]
+    assert rollout.batch.rows["turns"].tolist() == [2] and len(calls) == 2
+    assert_equal(rollout, play(two_turns, samples=1, prompts=PROMPTS[:1]))
 
 
 def test_what_an_engine_raises_ends_the_play_and_releases_the_functions(play: Play) -> None:

@@ -7,8 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +123,65 @@ def test_one_that_lives_and_says_nothing_is_ended_with_all_that_it_has_started(
 def test_one_that_dies_leaves_no_directory_whatever_was_asked_of_it(servers: list[Server], tmp_path: Path) -> None:
     server = start(servers, tmp_path, mode="well")
     server.wait_ready(60.0)
+    (tmp_path / "logs" / "engine-0.log").unlink()
     os.kill(server.pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match="its server was ended by SIGKILL"):
+    with pytest.raises(
+        WorkerDied, match=r"its server was ended by SIGKILL; its log cannot be read \(.*engine-0.log'\)"
+    ):
         server.post("/refuse")
     assert not (tmp_path / "own").exists()
+
+
+def test_all_who_wait_for_one_that_dies_hear_of_it_with_its_last_words_though_its_log_goes_with_it(
+    servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    given = {"launcher": QUICK, "arguments": {"mode": "well"}, "environment": {}, "health_timeout": 60.0}
+    server = Server("engine-0", **given, directory=own, log=own / "log")  # as without a run's directory
+    servers.append(server)
+    server.wait_ready(60.0)
+    read, callers = server._last_lines, set()
+
+    def slowly(count: int = module.LAST_LINES) -> str:
+        """The later one comes, the slower it is: all are here when the first goes on, and others when it has ended."""
+        callers.add(threading.get_ident())
+        time.sleep(0.3 * len(callers))
+        return read(count)
+
+    monkeypatch.setattr(server, "_last_lines", slowly)
+
+    def ask() -> str:
+        try:
+            return str(server.post("/slow?seconds=30"))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(ask) for _ in range(4)]
+        time.sleep(0.5)
+        os.kill(server.pid, signal.SIGKILL)
+        told = {call.result() for call in calls}
+    (said,) = told
+    assert said.startswith(f"WorkerDied: engine-0: its server was ended by SIGKILL; its log {own}/log ends with: rank ")
+    assert not own.exists()
+
+
+def test_one_that_is_stopped_under_a_request_is_told_as_gone_though_its_log_is_too(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    given = {"launcher": QUICK, "arguments": {"mode": "well"}, "environment": {}, "health_timeout": 60.0}
+    server = Server("engine-0", **given, directory=own, log=own / "log")
+    servers.append(server)
+    server.wait_ready(60.0)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(server.post, "/slow?seconds=30")
+        time.sleep(0.5)
+        server.stop()
+        with pytest.raises(WorkerDied, match="its server was ended by SIGKILL; its log .* ends with: rank "):
+            call.result()
 
 
 def test_one_that_ends_as_it_starts_is_told_with_its_last_words(servers: list[Server], tmp_path: Path) -> None:

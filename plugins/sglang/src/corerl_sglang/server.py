@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException
@@ -22,6 +23,7 @@ from corerl.errors import EngineFailed, WorkerDied
 
 HOST = "127.0.0.1"
 LAST_LINES = 15  # of the log, in an error's message
+LAST_BYTES = 1 << 16  # among which these are looked for
 LOOK_SECONDS = 0.2  # between looks at a server that starts
 HEALTH_SECONDS = 30.0  # for one answer: SGLang generates a token before it says that it is well
 # Of SGLang's endpoints (0.5.15 and 0.5.17) one that its HTTP process answers by itself, whatever its ranks do: it
@@ -50,7 +52,7 @@ class Server:
         self._name, self._log, self._directory = name, log, directory
         self._health_timeout = health_timeout
         self._died_of: tuple[str, str] | None = None  # in one line, and in more
-        self._over = False  # its process group has been ended, and its number may be another's by now
+        self._ending = threading.Lock()  # all that wait for it learn that it is gone at the same moment
         # Held until the server is gone: two sockets that both allow it may be bound to one port as long as only one
         # listens. A server takes a minute to get there, and meanwhile no one else is given the port.
         self._held = socket.socket()
@@ -117,25 +119,33 @@ class Server:
         """End it and all that it has started, and remove what it was told; idempotent."""
         self._end()
         self._held.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _end(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        if not self._over:
-            self._over = True
-            with contextlib.suppress(ProcessLookupError):  # all have ended
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+    def _end(self, why: str = "") -> tuple[str, str]:
+        """What it has died of, in one line and in more: once, before its directory goes, where its log may be. `why`
+        is for one that still runs."""
+        with self._ending:
+            if self._died_of is None:
+                last, more = self._last_lines(1), self._last_lines()
+                if self._process.stdin is not None:
+                    self._process.stdin.close()
+                # Once, since later the number of its process group may be another's; its ranks may outlive it.
+                with contextlib.suppress(ProcessLookupError):  # all have ended
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+                self._died_of = f"{why or self._ended()}; {last}", more
+            shutil.rmtree(self._directory, ignore_errors=True)  # its watcher is gone with it
+            return self._died_of
 
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
         self.require_alive(path)
         try:
             status, answer = self._ask(method, path, body, timeout=self._health_timeout, watched=True)
         except TimeoutError as silent:
-            self._end_silent()
+            if self.alive:
+                limit = f"{self._health_timeout:g} s (engines.sglang.health_timeout)"
+                self._end(f"gave no sign of life for {limit} and was ended")
             raise self._died(path) from silent
         except (OSError, HTTPException) as error:
             try:
@@ -191,19 +201,8 @@ class Server:
             return False
         return True
 
-    def _end_silent(self) -> None:
-        if self._died_of is None and self.alive:
-            what = f"gave no sign of life for {self._health_timeout:g} s (engines.sglang.health_timeout) and was ended"
-            self._died_of = f"{what}; {self._last_lines(1)}", self._last_lines()
-        self._end()
-        shutil.rmtree(self._directory, ignore_errors=True)
-
     def _died(self, during: str) -> WorkerDied:
-        if self._died_of is None:
-            self._died_of = f"{self._ended()}; {self._last_lines(1)}", self._last_lines()
-            self._end()  # ranks that outlive it
-            shutil.rmtree(self._directory, ignore_errors=True)  # its watcher is gone with it
-        what, details = self._died_of
+        what, details = self._end()
         died = WorkerDied(f"{self._name}: its server {what} (asked for {during})")
         died.details = details
         return died
@@ -215,9 +214,12 @@ class Server:
         return f"ended with status {code}"
 
     def _last_lines(self, count: int = LAST_LINES) -> str:
-        with self._log.open("rb") as file:
-            file.seek(self._log_start)
-            lines = [text for text in file.read().decode(errors="replace").splitlines() if text.strip()]
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(self._log_start, self._log.stat().st_size - LAST_BYTES))
+                lines = [text for text in file.read().decode(errors="replace").splitlines() if text.strip()]
+        except OSError as error:  # somebody has removed it; what is told with it weighs more
+            return f"its log cannot be read ({error})"
         if not lines:
             return f"it wrote nothing to {self._log}"
         if count == 1:
