@@ -113,6 +113,12 @@ class RewardError(UserError):
     """The reward function raised, or returned something that is no finite number."""
 
 
+class NothingLeft(UserError):
+    """A run is begun whose steps are done: nothing is started, and nothing has failed."""
+
+    exit_status = 0
+
+
 class Unsupported(UserError):
     """The run asks for a capability that the backend declares it does not have."""
 

@@ -42,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
             if error.details:
                 print(error.details, file=sys.stderr)
+        said = "corerl: error:" if error.exit_status else "corerl:"
         for line in error.message.splitlines():
-            print(f"corerl: error: {line}", file=sys.stderr)
+            print(f"{said} {line}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         print("corerl: interrupted", file=sys.stderr)

@@ -19,7 +19,7 @@ from corerl.config.schema import Config, ModelConfig
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource, PromptStream
 from corerl.driver.processes import ProcessPlan, plan_processes
-from corerl.driver.run_dir import in_the_way, lies_in, nothing_to_do, resume_from
+from corerl.driver.run_dir import in_the_way, lies_in, require_steps_left, resume_from
 from corerl.errors import CheckpointError, ConfigError
 from corerl.models.config import experts, hf_config
 from corerl.models.tokenizer import CHARACTERS, end_tokens, load_tokenizer, require_room_for_tokens
@@ -214,8 +214,8 @@ def _beginning(
         for line in in_the_way(config, run_dir, resume):
             problems.add(line)
         if resume and state and config.run.trains:
-            for line in nothing_to_do(config, run_dir, resume, done=int(state["rollout_step"])):
-                problems.add(line)
+            with problems.stage("run.steps"):
+                require_steps_left(config, run_dir, resume, done=int(state["rollout_step"]))
     return resume, state
 
 

@@ -15,7 +15,7 @@ from corerl.checkpoint.commit import latest, passed_over
 from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir
 from corerl.config.load import dump_toml
 from corerl.config.schema import Config
-from corerl.errors import ConfigError, DataError
+from corerl.errors import ConfigError, DataError, NothingLeft
 from corerl.observability.files import keep, read_lines
 from corerl.observability.history import METRICS_FILE
 from corerl.observability.jsonl import SAMPLES_FILE
@@ -130,15 +130,18 @@ def in_the_way(config: Config, run_dir: Path, resume: Path | None) -> Iterator[s
         )
 
 
-def nothing_to_do(config: Config, run_dir: Path, resume: Path, *, done: int) -> Iterator[str]:
-    """A line where a run that trains would begin with all its steps `done`. One that was killed before it had exported
-    its last checkpoint has that left to do."""
+def require_steps_left(config: Config, run_dir: Path, resume: Path, *, done: int) -> None:
+    """Raises where a run that trains would begin with all its steps `done`: NothingLeft where they are its own, as when
+    a scheduler starts it once more, else ConfigError. One that was killed before it had exported its last checkpoint
+    has that left to do."""
     steps, exports = config.run.steps, config.checkpoint.export
     if done > steps or (done == steps and not lies_in(resume, run_dir)):
-        yield f"run.steps: {steps}, and the checkpoint {resume} has done {done}; raise run.steps to go on"
-    elif done == steps and (not exports or _exported(resume, run_dir)):
+        raise ConfigError(f"run.steps: {steps}, and the checkpoint {resume} has done {done}; raise run.steps to go on")
+    if done == steps and (not exports or _exported(resume, run_dir)):
         found = f" and {run_dir / EXPORT} is its export" if exports else ""
-        yield f"run.steps: {steps}, which {run_dir} has done{found}: nothing is left to do; raise run.steps to go on"
+        raise NothingLeft(
+            f"run.steps: {steps}, which {run_dir} has done{found}: nothing is left to do; raise run.steps to go on"
+        )
 
 
 def _exported(checkpoint: Path, run_dir: Path) -> bool:

@@ -98,7 +98,10 @@ def resolve_tables(config: Config) -> Config:
         if isinstance(plugin, Loaded):
             _options(tables[kind][name], plugin, path=_table(kind, name), lines=lines)
         elif not plugin and (meant := _meant(config, kind, name)):
-            lines.append(f"{_table(kind, name)}: no {kind.noun} {name!r} is installed; did you mean {meant!r}?")
+            lines.append(
+                f"{_table(kind, name)}: no {kind.noun} {name!r} is installed; did you mean {meant!r}? "
+                "Else install it, or remove the table"
+            )
     if lines:
         raise ConfigError("\n".join(lines))
     return evolve(

@@ -13,7 +13,7 @@ import pytest
 
 import corerl
 from corerl.cli import main as command
-from corerl.errors import ConfigError, HookFailed, PluginNotFound, SaveFailed
+from corerl.errors import ConfigError, HookFailed, NothingLeft, PluginNotFound, SaveFailed
 
 
 class Failing(ModuleType):
@@ -40,6 +40,13 @@ def run_failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         return command.main(argv or ["failing"])
 
     return run
+
+
+def test_that_nothing_is_left_to_do_is_told_and_no_failure(
+    run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_failing(NothingLeft("run.steps: 4, which runs/x has done")) == 0
+    assert capsys.readouterr() == ("", "corerl: run.steps: 4, which runs/x has done\n")
 
 
 def hook_failed() -> HookFailed:

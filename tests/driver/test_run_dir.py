@@ -12,7 +12,7 @@ from corerl.config.schema import CheckpointConfig, Config, RunConfig
 from corerl.driver.export import export
 from corerl.driver.prepare import prepare
 from corerl.driver.run_dir import lost_checkpoints, resume_from, write_config
-from corerl.errors import ConfigError
+from corerl.errors import ConfigError, NothingLeft, UserError
 from tests.driver.saved import config_in, make_config, make_model, save
 
 
@@ -147,9 +147,10 @@ def test_a_run_whose_steps_are_done_does_not_start_again(tmp_path: Path) -> None
             checkpoint=CheckpointConfig(resume=resume, export=export),
         )
 
-    def refused(resumed: Config) -> str:
-        with pytest.raises(ConfigError) as caught:
+    def refused(resumed: Config, error: type[UserError] = ConfigError) -> str:
+        with pytest.raises(UserError) as caught:
             prepare(resumed)
+        assert type(caught.value) is error
         return caught.value.message
 
     before = f"run.steps: 3, and the checkpoint {checkpoint} has done 4; raise run.steps to go on"
@@ -158,12 +159,12 @@ def test_a_run_whose_steps_are_done_does_not_start_again(tmp_path: Path) -> None
     others = f"run.steps: 4, and the checkpoint {checkpoint} has done 4; raise run.steps to go on"
     assert refused(resumed(tmp_path / "new", str(checkpoint), steps=4)) == others
     done = f"run.steps: 4, which {run} has done: nothing is left to do; raise run.steps to go on"
-    assert refused(resumed(run, "auto", steps=4, export=False)) == done
+    assert refused(resumed(run, "auto", steps=4, export=False), NothingLeft) == done
 
     # It was killed before it had exported its last checkpoint: that is left to do, also over an earlier export.
     assert prepare(resumed(run, "auto", steps=4)).first_step == 4
     written = export(checkpoint, run / "model")
     exported = f"run.steps: 4, which {run} has done and {run}/model is its export: nothing is left to do; raise "
-    assert refused(resumed(run, "auto", steps=4)) == f"{exported}run.steps to go on"
+    assert refused(resumed(run, "auto", steps=4), NothingLeft) == f"{exported}run.steps to go on"
     os.utime(written / "config.json", (0, 0))
     assert prepare(resumed(run, "auto", steps=4)).first_step == 4

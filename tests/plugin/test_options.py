@@ -169,9 +169,9 @@ def test_a_table_whose_name_is_like_a_plugins_is_taken_for_a_slip() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_tables(given)
     assert caught.value.message.splitlines() == [
-        "backends.mien: no backend 'mien' is installed; did you mean 'mine'?",
-        "backends.othr: no backend 'othr' is installed; did you mean 'other'?",
-        "engines.quik: no engine 'quik' is installed; did you mean 'quick'?",
+        "backends.mien: no backend 'mien' is installed; did you mean 'mine'? Else install it, or remove the table",
+        "backends.othr: no backend 'othr' is installed; did you mean 'other'? Else install it, or remove the table",
+        "engines.quik: no engine 'quik' is installed; did you mean 'quick'? Else install it, or remove the table",
     ]
     assert notes(given) == ["backends.elsewhere is ignored: no backend 'elsewhere' is installed"]
 
