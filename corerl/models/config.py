@@ -94,6 +94,10 @@ def _from_fields(given: Mapping[str, Any]) -> PreTrainedConfig:
     for name in fields:
         if name not in known:
             raise ModelError(f"model.config.{name} is no field of a {model_type} config{did_you_mean(name, known)}")
+    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    # transformers builds such a model, which then fails in its first pass.
+    if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+        raise ModelError(f"model.config.num_key_value_heads={shared} does not divide num_attention_heads={heads}")
     return config
 
 

@@ -62,6 +62,14 @@ def test_a_misspelt_field_is_answered_with_the_nearest() -> None:
         hf_config(ModelConfig(config=fields))
 
 
+def test_heads_that_cannot_share_keys_and_values_are_refused() -> None:
+    fields = {"model_type": "qwen3", "num_attention_heads": 4}
+    with pytest.raises(ModelError) as caught:
+        hf_config(ModelConfig(config={**fields, "num_key_value_heads": 3}))
+    assert caught.value.message == "model.config.num_key_value_heads=3 does not divide num_attention_heads=4"
+    assert hf_config(ModelConfig(config={**fields, "num_key_value_heads": 2})).num_key_value_heads == 2
+
+
 def test_older_names_of_fields_are_taken() -> None:
     config = hf_config(ModelConfig(config={**tiny_fields("qwen3"), "rope_theta": 5e5}))
     assert config.rope_parameters["rope_theta"] == 5e5
