@@ -11,18 +11,9 @@ from attrs import evolve
 
 from corerl.config.schema import ClusterInfo
 from corerl.driver.environment import environment_of, process_environment
-from corerl.driver.prepare import Prepared, prepare
+from corerl.driver.prepare import Prepared
 from corerl.errors import ConfigError
 from corerl.plugin.registry import Kind, load
-from tests.driver.saved import make_config
-
-
-@pytest.fixture
-def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", "/a/users/own")
-    config = make_config()
-    return prepare(evolve(config, cluster=evolve(config.cluster, device="cpu")))
 
 
 def test_a_process_on_a_cpu_has_one_thread_this_machines_loopback_and_no_network(

@@ -28,14 +28,6 @@ from tests.driver.fakes import Ears, progress, told
 from tests.driver.saved import make_config
 
 
-@pytest.fixture
-def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", "/a/users/own")
-    config = make_config()
-    return prepare(evolve(config, cluster=evolve(config.cluster, device="cpu")))
-
-
 def test_prompts_without_answers_are_told_with_what_they_have(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "{n}>", "target": "{n}"}}\n' for n in range(30)))
