@@ -95,7 +95,7 @@ def measure(*, rounds: int, size: int, calls: int) -> Report:
         note=(
             "One call from the driver and back: both sides pass a reference to the batch, the plan of one step, the "
             "loss and the step, and get a TrainResult of eight metrics from each of two processes. CoreRL's goes "
-            "through ProcessGroup, Worker, PluginHost and pluggy, and is merged over the ranks."
+            "through RayGroup, Worker, PluginHost and pluggy, and is merged over the ranks."
         ),
     )
 

@@ -13,8 +13,8 @@ T = TypeVar("T")
 POLL_SECONDS = 0.1  # between looks at one group and at the next
 
 
-class Group(Protocol):
-    """What is asked of a group while it works; `corerl.cluster.group.ProcessGroup` is one."""
+class Waitable(Protocol):
+    """What is asked of a group while it works; `corerl.cluster.group.RayGroup` is one."""
 
     def ready(self, pending: Any, timeout: float) -> bool: ...
 
@@ -23,7 +23,7 @@ class Group(Protocol):
 class Call(Generic[T]):
     """Something that a group has been told to do."""
 
-    group: Group
+    group: Waitable
     pending: Any
     wait: Callable[[], T]
 
@@ -42,7 +42,7 @@ def together(calls: Mapping[Name, Call[T]]) -> dict[Name, T]:
     error is of the call that it happened in."""
     results: dict[Name, T] = {}
     while len(results) < len(calls):
-        busy: list[Group] = []
+        busy: list[Waitable] = []
         for name, call in calls.items():
             if name in results or call.group in busy:
                 continue

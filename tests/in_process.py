@@ -35,7 +35,7 @@ class Calls:
 
 
 class Objects:
-    """What `corerl.cluster.ProcessGroup` is to the driver; each call of a member runs in one of its threads."""
+    """What `corerl.cluster.RayGroup` is to the driver; each call of a member runs in one of its threads."""
 
     def __init__(self, names: Sequence[str], target: str, *_: Any, threads: int = 1, **__: Any) -> None:
         self.names = list(names)
@@ -124,7 +124,7 @@ def execute_here(config: Config) -> Summary:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "ray_session", nothing)
         patch.setattr(launch, "seated", seated)
-        patch.setattr(launch, "ProcessGroup", Objects)
-        patch.setattr(group, "ProcessGroup", Objects)
+        patch.setattr(launch, "RayGroup", Objects)
+        patch.setattr(group, "RayGroup", Objects)
         patch.setattr(run, "share", lambda value: value)
         return execute(config)

@@ -23,7 +23,7 @@ GRACE_SECONDS = 3.0
 
 @frozen(eq=False)
 class Pending:
-    """Calls that are under way; `ProcessGroup.wait` turns them into their results."""
+    """Calls that are under way; `RayGroup.wait` turns them into their results."""
 
     method: str
     members: tuple[int, ...]
@@ -44,7 +44,7 @@ class Watching:
     on_answer: Callable[[str, Pending, Outcome], None] | None = None
 
 
-class ProcessGroup:
+class RayGroup:
     """Equal processes with names such as `actor rank 0`."""
 
     def __init__(

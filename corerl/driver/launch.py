@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from corerl.calls import Call, together
-from corerl.cluster.group import Pending, ProcessGroup, Watching
+from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.placement import Seat, seated
 from corerl.cluster.process import Outcome
 from corerl.cluster.runtime import ray_session
@@ -308,7 +308,7 @@ def make_fleet(prepared: Prepared, seats: list[Seat], watching: Watching) -> Eng
     ]
     environment = environment_of(prepared, engine.name, engine.spec.environment(options, prepared.plan.engines))
     names = [assignment.context.name for assignment in assignments]
-    processes = ProcessGroup(
+    processes = RayGroup(
         names,
         "corerl.rollout.service:EngineService",
         seats,

@@ -36,7 +36,7 @@ class Engines(Protocol):
 
 
 @define(kw_only=True, eq=False)
-class Group:
+class PromptGroup:
     """The samples of one prompt, from when they are begun until they are handed out."""
 
     number: int  # in the order in which they were begun
@@ -61,7 +61,7 @@ class Group:
 class Part:
     """Rows that engines are asked for at once: all of a group, or one turn of an episode; as far as they are drawn."""
 
-    group: Group
+    group: PromptGroup
     request: GenerateRequest  # from their beginning
     drawn: Generation
     told: Callable[[Generation], None]  # what was drawn, once it is finished
@@ -90,7 +90,7 @@ class Tally:
     failures: Counter[str] = field(factory=Counter)  # samples scored since then, by kind
     first_failure: str = ""
 
-    def give_up(self, group: Group) -> None:
+    def give_up(self, group: PromptGroup) -> None:
         self.stale_samples += len(group.request)
         self.stale_tokens += group.tokens
 
@@ -98,7 +98,7 @@ class Tally:
         self.failures.update(scores.failures)
         self.first_failure = self.first_failure or scores.first
 
-    def batch(self, step: int, groups: Sequence[Group], refill: Refill | None) -> Scored:
+    def batch(self, step: int, groups: Sequence[PromptGroup], refill: Refill | None) -> Scored:
         """The groups as the batch of rollout step `step`. Raises RewardError where none of the samples has a reward."""
         if all(group.failed.all() for group in groups):
             samples = sum(len(group.failed) for group in groups)
@@ -155,11 +155,11 @@ class Asynchronous(Source):
         self._state = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._background = draws.sampler.background(draws.params, self._state)
-        self._groups: dict[int, Group] = {}  # begun and neither handed out nor given up, by number
+        self._groups: dict[int, PromptGroup] = {}  # begun and neither handed out nor given up, by number
         self._waiting: deque[Part] = deque()  # for an engine
-        self._unscored: list[tuple[Group, Callable[[], Rollout]]] = []
-        self._ready: list[Group] = []
-        self._dull: list[Group] = []  # without spread, given up unless too few have some
+        self._unscored: list[tuple[PromptGroup, Callable[[], Rollout]]] = []
+        self._ready: list[PromptGroup] = []
+        self._dull: list[PromptGroup] = []  # without spread, given up unless too few have some
         self._calling = 0  # engines' answers that are waited for
         self._idle = [0] * len(engines)  # of each replica, threads that could wait for another one
         self._homes: dict[int, int] = {}  # noise key -> the replica that has read an episode so far
@@ -191,7 +191,7 @@ class Asynchronous(Source):
         self._step += 1
         return evolve(scored, seconds={"rollout": time.perf_counter() - started})
 
-    def _finished(self) -> list[Group] | None:
+    def _finished(self) -> list[PromptGroup] | None:
         """Waits for the groups of one batch; None where no engine is left to draw them."""
         with self._state:
             while True:
@@ -213,7 +213,7 @@ class Asynchronous(Source):
             ready += len(self._dull)
         return ready >= self._draws.prompts
 
-    def _hand_out(self) -> list[Group]:
+    def _hand_out(self) -> list[PromptGroup]:
         # Where nothing was drawn, as where a function has failed at once, nothing ages.
         self._ready.sort(key=lambda group: (self._version if group.oldest is None else group.oldest, group.number))
         groups, self._ready = self._ready[: self._draws.prompts], self._ready[self._draws.prompts :]
@@ -237,7 +237,7 @@ class Asynchronous(Source):
                 params=self._draws.params,
                 attempt=self._begun,  # no two groups of a run draw with the same noise
             )
-            group = Group(number=self._begun, prompt=prompt, request=request)
+            group = PromptGroup(number=self._begun, prompt=prompt, request=request)
             self._groups[group.number] = group
             self._begun += 1
             self._background.begin(
@@ -262,10 +262,10 @@ class Asynchronous(Source):
         self._ready = [group for group in self._ready if self._wanted(group)]
         self._dull = [group for group in self._dull if self._fresh(group)]
 
-    def _fresh(self, group: Group) -> bool:
+    def _fresh(self, group: PromptGroup) -> bool:
         return group.oldest is None or self._version - group.oldest <= self._max_staleness
 
-    def _wanted(self, group: Group) -> bool:
+    def _wanted(self, group: PromptGroup) -> bool:
         return group.number in self._groups
 
     @contextlib.contextmanager
@@ -343,7 +343,7 @@ class Asynchronous(Source):
     def _attend(self) -> None:
         self._background.attend(lambda: self._ending)
 
-    def _ask(self, group: Group, request: GenerateRequest, told: Callable[[Generation], None]) -> None:
+    def _ask(self, group: PromptGroup, request: GenerateRequest, told: Callable[[Generation], None]) -> None:
         with self._state:
             if self._wanted(group):
                 part = Part(group=group, request=request, drawn=Generation.nothing(request), told=told)
@@ -400,7 +400,7 @@ class Asynchronous(Source):
                 room -= len(part.request)
         return taken
 
-    def _drawn(self, group: Group, rollout: Callable[[], Rollout]) -> None:
+    def _drawn(self, group: PromptGroup, rollout: Callable[[], Rollout]) -> None:
         with self._state:
             if self._wanted(group):
                 self._unscored.append((group, rollout))
@@ -421,7 +421,7 @@ class Asynchronous(Source):
                         self._keep(group)
                 self._state.notify_all()
 
-    def _keep(self, group: Group) -> None:
+    def _keep(self, group: PromptGroup) -> None:
         """Among what is ready, unless it teaches nothing and another one is begun in its place."""
         refill = self._draws.refill
         if refill is None or refill.useful(group.rewards, np.zeros(len(group.rewards), dtype=np.int64)).all():
@@ -431,7 +431,7 @@ class Asynchronous(Source):
         self._tally.dull += 1
         del self._groups[group.number]
 
-    def _to_score(self) -> list[tuple[Group, Callable[[], Rollout]]]:
+    def _to_score(self) -> list[tuple[PromptGroup, Callable[[], Rollout]]]:
         with self._state:
             self._state.wait_for(lambda: self._ending or self._unscored)
             drawn, self._unscored = self._unscored, []

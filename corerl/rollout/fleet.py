@@ -18,7 +18,7 @@ CLOSE_SECONDS = 60.0  # that a replica has to end by itself
 
 
 class Processes(Protocol):
-    """What the fleet needs of a group of processes; `corerl.cluster.ProcessGroup` is one."""
+    """What the fleet needs of a group of processes; `corerl.cluster.RayGroup` is one."""
 
     def __len__(self) -> int: ...
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Any: ...

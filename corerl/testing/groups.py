@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from attrs import evolve, frozen
 
-from corerl.cluster.group import ProcessGroup
+from corerl.cluster.group import RayGroup
 from corerl.cluster.objects import share
 from corerl.cluster.placement import Seat, arrange, seated
 from corerl.cluster.runtime import ray_session
@@ -123,7 +123,7 @@ def engine(setup: Setup, seats: Sequence[Seat]) -> Iterator[EngineFleet]:
         context=EngineContext(name="engine-0", index=0, device="cpu", precision="float32"),
     )
     environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    processes = ProcessGroup(
+    processes = RayGroup(
         ["engine-0"], "corerl.rollout.service:EngineService", seats, environment, failure=EngineFailed, threads=2
     )
     try:

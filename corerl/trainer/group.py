@@ -10,7 +10,7 @@ import numpy as np
 from attrs import evolve, frozen
 
 from corerl.calls import Call
-from corerl.cluster.group import ProcessGroup, Watching
+from corerl.cluster.group import RayGroup, Watching
 from corerl.cluster.placement import Seat
 from corerl.data.plan import StepPlan
 from corerl.errors import ContractError
@@ -42,7 +42,7 @@ class TrainGroup:
     A rank that fails ends the group with its error; whatever is called after that raises WorkerDied.
     """
 
-    def __init__(self, processes: ProcessGroup, plan: RolePlan) -> None:
+    def __init__(self, processes: RayGroup, plan: RolePlan) -> None:
         self.processes = processes
         self.plan = plan
         self.role = plan.role
@@ -59,7 +59,7 @@ class TrainGroup:
     ) -> TrainGroup:
         """Start a process for each rank, with `environment` set before it imports anything; returns at once."""
         names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
-        processes = ProcessGroup(names, "corerl.trainer.worker:Worker", seats, environment, watching=watching)
+        processes = RayGroup(names, "corerl.trainer.worker:Worker", seats, environment, watching=watching)
         return cls(processes, plan)
 
     # ---- training ---------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class TrainGroup:
 class Snapshot:
     """Weights kept by name in the ranks' host memory, to be named in `TrainGroup.forward(weights=...)`."""
 
-    processes: ProcessGroup
+    processes: RayGroup
     name: str
 
     def create(self) -> None:

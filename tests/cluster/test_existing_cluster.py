@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 
-from corerl.cluster.group import ProcessGroup
+from corerl.cluster.group import RayGroup
 from corerl.cluster.objects import share
 from corerl.cluster.placement import arrange, seated
 from corerl.cluster.runtime import ray_session
@@ -42,7 +42,7 @@ def test_ranks_on_both_nodes_talk_to_each_other_and_leave_the_cluster_as_it_was(
         there = ray.cluster_resources()["CPU"]
         with seated(arrange({"ranks": 4}), timeout=60.0) as seats:
             names = [f"actor rank {rank}" for rank in range(4)]
-            group = ProcessGroup(names, RANK, seats["ranks"], environment)
+            group = RayGroup(names, RANK, seats["ranks"], environment)
             host, port, listening = group.listen(0)
             group.wait(group.construct([(rank, 4) for rank in range(4)]))
             group.wait(
@@ -65,7 +65,7 @@ def test_bundles_go_where_the_custom_resource_is(address: str) -> None:
     with ray_session(address=address, cpus=2.0):
         having = [node["NodeID"] for node in ray.nodes() if "h200" in node["Resources"]]
         with seated(arrange({"ranks": 2}, resources={"h200": 1.0}), timeout=60.0) as seats:
-            group = ProcessGroup(["actor rank 0", "actor rank 1"], MEMBER, seats["ranks"], {})
+            group = RayGroup(["actor rank 0", "actor rank 1"], MEMBER, seats["ranks"], {})
             group.wait(group.construct([(0,), (1,)]))
             assert group.call("node") == having * 2
             group.kill()
@@ -123,7 +123,7 @@ def drive(address: str) -> None:
     """A driver whose two processes work for longer than it lives."""
     with ray_session(address=address, cpus=2.0):
         with seated(arrange({"ranks": 2}), timeout=60.0) as seats:
-            group = ProcessGroup(["actor rank 0", "actor rank 1"], MEMBER, seats["ranks"], {})
+            group = RayGroup(["actor rank 0", "actor rank 1"], MEMBER, seats["ranks"], {})
             group.wait(group.construct([(0,), (1,)]))
             print(*group.call("pid"), flush=True)
             group.call("sleep")

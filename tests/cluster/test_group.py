@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.cluster.group import Pending, ProcessGroup, Watching
+from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.objects import share
 from corerl.cluster.placement import Seat, arrange, seated
 from corerl.cluster.process import Outcome, fair_threads
@@ -22,7 +22,7 @@ from corerl.errors import CorerlError, EngineFailed, HookFailed, WorkerDied, Wro
 MEMBER = "tests.cluster.members:Member"
 FOREVER = 600.0
 
-Start = Callable[..., ProcessGroup]
+Start = Callable[..., RayGroup]
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +38,9 @@ def start(seats: list[Seat]) -> Iterator[Start]:
     """start(size) gives a group that has not constructed its objects yet; it ends with the test."""
     groups = []
 
-    def start(size: int, target: str = MEMBER, **options: Any) -> ProcessGroup:
+    def start(size: int, target: str = MEMBER, **options: Any) -> RayGroup:
         names = [f"actor rank {rank}" for rank in range(size)]
-        groups.append(ProcessGroup(names, target, seats[:size], {"CORERL_TEST_WORD": "set before import"}, **options))
+        groups.append(RayGroup(names, target, seats[:size], {"CORERL_TEST_WORD": "set before import"}, **options))
         return groups[-1]
 
     yield start
@@ -48,7 +48,7 @@ def start(seats: list[Seat]) -> Iterator[Start]:
         group.kill()
 
 
-def members(start: Start, size: int) -> ProcessGroup:
+def members(start: Start, size: int) -> RayGroup:
     group = start(size)
     group.wait(group.construct([(rank,) for rank in range(size)]))
     return group
@@ -199,7 +199,7 @@ def test_an_object_that_cannot_be_made_is_an_error_of_its_start(start: Start) ->
 
 def test_each_process_needs_a_seat(seats: list[Seat]) -> None:
     with pytest.raises(CorerlError, match=r"^1 processes for 3 seats; give each process one$"):
-        ProcessGroup(["actor rank 0"], MEMBER, seats, {})
+        RayGroup(["actor rank 0"], MEMBER, seats, {})
 
 
 def test_seats_are_shares_of_their_bundles(seats: list[Seat]) -> None:
@@ -212,7 +212,7 @@ def test_seats_are_shares_of_their_bundles(seats: list[Seat]) -> None:
 
 def test_threads_are_those_that_a_process_is_started_with_or_a_fair_share(seats: list[Seat]) -> None:
     def threads(**environment: str) -> list[str]:
-        group = ProcessGroup(["actor rank 0"], MEMBER, seats[:1], environment)
+        group = RayGroup(["actor rank 0"], MEMBER, seats[:1], environment)
         try:
             group.wait(group.construct([(0,)]))
             return group.call("threads")

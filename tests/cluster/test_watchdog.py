@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from corerl.cluster.group import ProcessGroup, Watching
+from corerl.cluster.group import RayGroup, Watching
 from corerl.cluster.placement import arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.cluster.watchdog import Status, late, listed, sentence
@@ -105,11 +105,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 
 @pytest.fixture(scope="module")
-def ranks(told: Told) -> Iterator[ProcessGroup]:
+def ranks(told: Told) -> Iterator[RayGroup]:
     """Four that have met; the last was held up while it built its model."""
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with ray_session(address="", cpus=4), seated(arrange({"ranks": 4}), timeout=60.0) as seats:
-        group = ProcessGroup(NAMES[:4], RANK, seats["ranks"], environment, watching=Watching(notify=told, seconds=1.0))
+        group = RayGroup(NAMES[:4], RANK, seats["ranks"], environment, watching=Watching(notify=told, seconds=1.0))
         host, port, listening = group.listen(0)
         group.wait(group.construct([(rank, 4) for rank in range(4)]))
         meeting = [(host, port, listening if rank == 0 else None, told.gate if rank == 3 else "") for rank in range(4)]
@@ -118,7 +118,7 @@ def ranks(told: Told) -> Iterator[ProcessGroup]:
         group.kill()
 
 
-def test_a_rank_that_is_late_in_its_beginning_is_named_with_its_phase(ranks: ProcessGroup, told: Told) -> None:
+def test_a_rank_that_is_late_in_its_beginning_is_named_with_its_phase(ranks: RayGroup, told: Told) -> None:
     assert re.fullmatch(
         r"init has taken \d+ s: actor rank 3 is in 'model build' \(cluster/ranks\.py:\d+ in hold\); "
         r"actor ranks 0-2 wait for it in 'load'",
@@ -127,7 +127,7 @@ def test_a_rank_that_is_late_in_its_beginning_is_named_with_its_phase(ranks: Pro
 
 
 def test_in_a_step_the_rank_that_the_others_wait_for_is_named_and_not_those_that_wait(
-    ranks: ProcessGroup, told: Told
+    ranks: RayGroup, told: Told
 ) -> None:
     assert ranks.wait(ranks.start_each("train", [(told.gate,), ("",), ("",), ("",)])) == [10.0] * 4
     assert re.fullmatch(
@@ -137,7 +137,7 @@ def test_in_a_step_the_rank_that_the_others_wait_for_is_named_and_not_those_that
     )
 
 
-def test_through_a_chain_of_groups_the_one_that_all_wait_for_is_named(ranks: ProcessGroup, told: Told) -> None:
+def test_through_a_chain_of_groups_the_one_that_all_wait_for_is_named(ranks: RayGroup, told: Told) -> None:
     assert ranks.wait(ranks.start_each("pairs", [("",), ("",), (told.gate,), ("",)])) == [10.0] * 4
     assert re.fullmatch(
         r"pairs has taken \d+ s: actor rank 2 is at work \(cluster/ranks\.py:\d+ in hold\); "
@@ -146,7 +146,7 @@ def test_through_a_chain_of_groups_the_one_that_all_wait_for_is_named(ranks: Pro
     )
 
 
-def test_a_call_that_gets_on_is_left_alone_however_long_it_takes(ranks: ProcessGroup, told: Told) -> None:
+def test_a_call_that_gets_on_is_left_alone_however_long_it_takes(ranks: RayGroup, told: Told) -> None:
     before = list(told.texts)
     pending = ranks.start("work", 5.0)
     assert not ranks.ready(pending, timeout=1.5)  # looks as well

@@ -49,7 +49,7 @@ def test_nothing_is_written_for_a_run_that_cannot_be(tmp_path: Path) -> None:
 def test_engines_have_the_precision_that_the_actor_is_trained_in_and_the_devices_of_their_seats(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "ProcessGroup", lambda *_, **__: None)
+    monkeypatch.setattr(driver, "RayGroup", lambda *_, **__: None)
     config = make_config(roles={"actor": {"train": {"precision": "bfloat16"}}})
     own = evolve(prepared, config=evolve(prepared.config, roles=config.roles))
     seat = Seat(group=None, bundle=0, cpus=1.0, gpus=1.0, devices=(4, 5))  # never sat on

@@ -12,7 +12,7 @@ import pytest
 from attrs import frozen
 
 from corerl.cli.main import main
-from corerl.cluster.group import ProcessGroup
+from corerl.cluster.group import RayGroup
 from corerl.cluster.placement import arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.plugin.registry import Kind, installed, installed_names, load
@@ -189,7 +189,7 @@ def refusals(amiss: Path, stale: Path, good: Path) -> dict[str, tuple[str, str]]
         environment = {"PYTHONPATH": os.pathsep.join(map(str, (stale, amiss, ROOT))), "OMP_NUM_THREADS": "1"}
         with ray_session(address="", cpus=1.0):
             with seated(arrange({"ranks": 1}), timeout=60.0) as seats:
-                group = ProcessGroup(["actor rank 0"], "tests.plugin.workers:Refusing", seats["ranks"], environment)
+                group = RayGroup(["actor rank 0"], "tests.plugin.workers:Refusing", seats["ranks"], environment)
                 group.wait(group.construct([()]))
                 found = {name: group.call("refusal", assignment)[0] for name, assignment in assignments.items()}
                 group.kill()

@@ -20,7 +20,7 @@ from corerl.data.prompts import Prompt, PromptStream, SortDigits
 from corerl.errors import EngineFailed, RewardError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.ops.noise import hash_keys
-from corerl.rollout.asynchronous import Asynchronous, Group, Tally
+from corerl.rollout.asynchronous import Asynchronous, PromptGroup, Tally
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.episodes import Episode, EpisodeFunction, EpisodeScorer
 from corerl.rollout.front import Front
@@ -482,7 +482,7 @@ def test_a_batch_without_rewards_is_told_with_its_own_first_failure() -> None:
     request = GenerateRequest(
         tokens=np.zeros(0, np.int64), offsets=np.zeros(3, np.int64), noise_keys=np.arange(2), params=SamplingParams()
     )
-    group = Group(number=0, prompt=Prompt(index=0, text="a", answer="b"), request=request)
+    group = PromptGroup(number=0, prompt=Prompt(index=0, text="a", answer="b"), request=request)
     group.failed, group.first_failure = failed, "reward 'mine' raised ValueError: no"
     with pytest.raises(RewardError, match=r"^reward 'mine' raised ValueError: no; and fails on all 2 samples$"):
         Tally().batch(1, [group], None)  # which has heard of no failure since the last batch

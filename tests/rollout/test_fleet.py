@@ -14,7 +14,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from corerl.cluster.group import ProcessGroup
+from corerl.cluster.group import RayGroup
 from corerl.cluster.placement import arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import ModelConfig
@@ -56,7 +56,7 @@ def fleet() -> Iterator[EngineFleet]:
     assignments = assigned(2)
     with ray_session(address="", cpus=2):
         with seated(arrange({"engines": 2}), timeout=60.0) as seats:
-            processes = ProcessGroup(
+            processes = RayGroup(
                 ["engine-0", "engine-1"],
                 "tests.rollout.services:Mortal",
                 seats["engines"],

@@ -40,7 +40,7 @@ from corerl.messages import first_line
 from corerl.weights.checksum import checksum, digest
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address, WeightReceiver, WeightSender, require_undamaged
-from corerl.weights.transports.group import Group
+from corerl.weights.transports.group import BroadcastGroup
 
 BUFFERS = 2  # at each end
 ASK_SECONDS = 0.25  # between two questions to the store, which take a round trip
@@ -79,7 +79,7 @@ class CollectiveSender(WeightSender):
         self._rank = rank
         self._listening = address.listening  # until the store takes it over
         self._store: dist.Store | None = None
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._generation = 0
         self._others: tuple[int, ...] = ()  # ranks that send as well
         self._asked_store = 0.0  # time.monotonic() when it was last asked whether another sender's group is broken
@@ -242,7 +242,7 @@ class CollectiveSender(WeightSender):
         self._drop_group()
         self._generation, self._members = generation, members
         if members:
-            self._group = Group(
+            self._group = BroadcastGroup(
                 self._address,
                 name=_group_name(generation, self._rank),
                 rank=0,
@@ -288,7 +288,7 @@ class CollectiveReceiver(WeightReceiver):
         self._address = address
         self._index = index
         self._store: dist.Store | None = None
-        self._groups: dict[int, Group] = {}  # by sender: all of one generation
+        self._groups: dict[int, BroadcastGroup] = {}  # by sender: all of one generation
         self._asked: int | None = None  # version that this engine asked to take part in
         self._joined: int | None = None  # version that it does take part in
         self._generation = 0  # of the groups that it is in, or joins
@@ -393,7 +393,7 @@ class CollectiveReceiver(WeightReceiver):
         self._generation = answer["generation"]
         try:
             for sender in manifest.senders:
-                self._groups[sender] = Group(
+                self._groups[sender] = BroadcastGroup(
                     self._address,
                     name=_group_name(self._generation, sender),
                     rank=1 + members.index(self._index),

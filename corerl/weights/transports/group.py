@@ -26,7 +26,7 @@ PAUSE_SECONDS = 5e-4  # between two looks after that
 LEAVE_SECONDS = 5.0  # that the end of a group is waited for
 
 
-class Group:
+class BroadcastGroup:
     """The process group of one sender, rank 0 in it, and one set of engines."""
 
     def __init__(self, address: Address, *, name: str, rank: int, size: int, broken: Callable[[], str]) -> None:
