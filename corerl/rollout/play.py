@@ -19,7 +19,7 @@ from corerl.rollout.fleet import NoneLeft
 from corerl.rollout.front import Front
 from corerl.rollout.partial import split
 from corerl.rollout.sampler import Background, Errand, Rollout, Sampler, require_finished, rows_of
-from corerl.rollout.table import Seat, Table, Turns
+from corerl.rollout.table import Player, Table, Turns
 from corerl.types import Array, IntArray, Output, SampleBatch, offsets_of
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ class EpisodeSampler(Sampler):
         """Does as every sampler; the thread that calls it asks engines, and functions run in others. A function
         that fails is in the rollout's `outcomes`, with what was sampled until then."""
         request = self.request(prompts, rollout_step=rollout_step, samples=samples, params=params, attempt=attempt)
-        seats = seats_of(prompts, request)
+        players = players_of(prompts, request)
         state = threading.Condition()
         table = self._table(params, state)
-        table.seat(seats)
+        table.admit(players)
         Play(
             table,
             state,
@@ -72,7 +72,7 @@ class EpisodeSampler(Sampler):
             aside=self._aside if self._calls > 1 else None,
             calls=self._calls,
         ).run()
-        return played(prompts, request, seats)
+        return played(prompts, request, players)
 
     def background(self, params: SamplingParams, state: threading.Condition) -> Background:
         return Episodes(self._table(params, state), state)
@@ -146,8 +146,8 @@ class Play:
         requests = [turn.request for _, turn in turns]
         generation = generate(GenerateRequest.concatenate(requests))
         require_finished(generation)
-        for (seat, turn), drawn in zip(turns, split(generation, requests), strict=True):
-            self._table.tell(seat, turn, drawn)
+        for (player, turn), drawn in zip(turns, split(generation, requests), strict=True):
+            self._table.tell(player, turn, drawn)
 
     def _ask_aside(self, generate: Callable[[GenerateRequest], Generation], turns: Turns) -> None:
         try:
@@ -171,13 +171,13 @@ class Episodes:
     def __init__(self, table: Table, state: threading.Condition) -> None:
         self._table = table
         self._state = state
-        self._open: dict[int, tuple[Errand, list[Seat]]] = {}  # by the errand's number
+        self._open: dict[int, tuple[Errand, list[Player]]] = {}  # by the errand's number
 
     def begin(self, errand: Errand) -> None:
         with self._state:
-            seats = seats_of([errand.prompt], errand.request, first=errand.number)
-            self._open[errand.number] = errand, seats
-            self._table.seat(seats)
+            players = players_of([errand.prompt], errand.request, first=errand.number)
+            self._open[errand.number] = errand, players
+            self._table.admit(players)
 
     def give_up(self, number: int) -> None:
         """Functions that still play are refused what they ask for."""
@@ -191,46 +191,46 @@ class Episodes:
                 while not ending():
                     # What comes while all engines are busy waits for them together.
                     waiting, seconds = self._table.look(gather=False)
-                    for seat, turn in (each for turns in waiting for each in turns):
-                        errand, _ = self._open[seat.group]
-                        errand.ask(turn.request, functools.partial(self._table.tell, seat, turn))
+                    for player, turn in (each for turns in waiting for each in turns):
+                        errand, _ = self._open[player.group]
+                        errand.ask(turn.request, functools.partial(self._table.tell, player, turn))
                     self._tell_done()
                     self._state.wait(seconds)
         finally:
             self._table.close()
 
     def _tell_done(self) -> None:
-        for number, (errand, seats) in list(self._open.items()):
-            if all(seat.ended for seat in seats):
+        for number, (errand, players) in list(self._open.items()):
+            if all(player.ended for player in players):
                 del self._open[number]
-                errand.done(functools.partial(played, [errand.prompt], errand.request, seats))
+                errand.done(functools.partial(played, [errand.prompt], errand.request, players))
 
 
-def seats_of(prompts: Sequence[Prompt], request: GenerateRequest, *, first: int = 0) -> list[Seat]:
+def players_of(prompts: Sequence[Prompt], request: GenerateRequest, *, first: int = 0) -> list[Player]:
     """One for each sample that `request` begins, the groups numbered from `first`."""
     group, _ = rows_of(len(prompts), samples := len(request) // len(prompts))
     return [
-        Seat(number=number, group=first + index, prompt=prompts[index], key=int(key))
+        Player(number=number, group=first + index, prompt=prompts[index], key=int(key))
         for number, (index, key) in enumerate(zip(group, request.noise_keys, strict=True), first * samples)
     ]
 
 
-def played(prompts: Sequence[Prompt], request: GenerateRequest, seats: Sequence[Seat]) -> Rollout:
-    """What was said at these seats, which have ended."""
+def played(prompts: Sequence[Prompt], request: GenerateRequest, players: Sequence[Player]) -> Rollout:
+    """The rollout that these players have made, who have ended."""
     group, sample = rows_of(len(prompts), len(request) // len(prompts))
     return Rollout(
-        batch=_batch(seats, request.by_row(), request.params.temperature).with_rows(group=group, sample=sample),
+        batch=_batch(players, request.by_row(), request.params.temperature).with_rows(group=group, sample=sample),
         prompts=tuple(prompts),
-        texts=[seat.conversation.text for seat in seats],
-        outcomes=[seat.outcome for seat in seats],
+        texts=[player.conversation.text for player in players],
+        outcomes=[player.outcome for player in players],
     )
 
 
-def _batch(seats: Sequence[Seat], prompts: Sequence[IntArray], temperature: float) -> SampleBatch:
+def _batch(players: Sequence[Player], prompts: Sequence[IntArray], temperature: float) -> SampleBatch:
     """All conversations; where nothing was asked, the prompt [L] alone."""
     played = [
-        seat.conversation if seat.conversation.turns else Conversation.unanswered(prompt)
-        for seat, prompt in zip(seats, prompts, strict=True)
+        player.conversation if player.conversation.turns else Conversation.unanswered(prompt)
+        for player, prompt in zip(players, prompts, strict=True)
     ]
     lengths = np.array([len(each.tokens) for each in played])
     columns: dict[str, Array] = {
@@ -255,7 +255,7 @@ def _batch(seats: Sequence[Seat], prompts: Sequence[IntArray], temperature: floa
         rows={
             "prompt_length": prompt_length,
             "response_length": lengths - prompt_length,
-            "truncated": np.array([seat.truncated for seat in seats], dtype=np.bool_),
+            "truncated": np.array([player.truncated for player in players], dtype=np.bool_),
             "turns": np.array([each.turns for each in played]),
         },
         temperature=temperature,

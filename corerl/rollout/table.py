@@ -43,7 +43,7 @@ class Turn:
 
 
 @define(kw_only=True, eq=False)
-class Seat:
+class Player:
     """One episode, as far as it is played."""
 
     number: int  # lower ones are begun before, and stand before it where they are asked for together
@@ -62,7 +62,7 @@ class Seat:
     told_full: bool = False  # that there is no room for another answer
 
 
-Turns = list[tuple[Seat, Turn]]
+Turns = list[tuple[Player, Turn]]
 
 
 class Table:
@@ -89,17 +89,17 @@ class Table:
         self._function = function
         self._config = config
         self._state = state
-        self._to_begin: deque[Seat] = deque()
-        self._playing: dict[int, Seat] = {}  # by identity, the oldest first
-        self._waiting: list[Seat] = []  # whose turns nobody has been asked for
+        self._to_begin: deque[Player] = deque()
+        self._playing: dict[int, Player] = {}  # by identity, the oldest first
+        self._waiting: list[Player] = []  # whose turns nobody has been asked for
         self._first, self._last = 0.0, 0.0  # when the first and the last of these came
 
     # ---- for who has engines asked ----------------------------------------------------------------------------------
 
-    def seat(self, seats: Iterable[Seat]) -> None:
+    def admit(self, players: Iterable[Player]) -> None:
         """Have these begun as soon as there is room."""
         with self._state:
-            self._to_begin.extend(seats)
+            self._to_begin.extend(players)
             self._state.notify_all()
 
     @property
@@ -115,7 +115,7 @@ class Table:
             now = time.monotonic()
             self._give_up(now)
             self._begin(now)
-            until = [seat.deadline for seat in itertools.islice(self._playing.values(), 1)]
+            until = [player.deadline for player in itertools.islice(self._playing.values(), 1)]
             gathered: list[Turns] = []
             if self._waiting and free:
                 ready = min(self._first + GATHER, self._last + QUIET)
@@ -125,22 +125,22 @@ class Table:
                     until.append(ready)
             return gathered, min(until) - now if until else None
 
-    def tell(self, seat: Seat, turn: Turn, drawn: Generation) -> None:
+    def tell(self, player: Player, turn: Turn, drawn: Generation) -> None:
         """The answer becomes part of the conversation, unless its episode has ended meanwhile."""
         answer = self._renderer.answer(turn.asked, drawn.tokens, turn.request.params.stop_tokens)
         with self._state:
-            if seat.ended:
+            if player.ended:
                 return
-            seat.conversation = seat.conversation.answered(turn.asked, answer, drawn)
-            seat.truncated = bool(drawn.truncated[0]) and seat.conversation.begun >= self._params.max_tokens
-            seat.turn, seat.answered = None, turn
+            player.conversation = player.conversation.answered(turn.asked, answer, drawn)
+            player.truncated = bool(drawn.truncated[0]) and player.conversation.begun >= self._params.max_tokens
+            player.turn, player.answered = None, turn
         turn.answer.set_result((answer, drawn))
 
-    def end(self, seats: Iterable[Seat]) -> None:
+    def end(self, players: Iterable[Player]) -> None:
         """Without an outcome, where they have not ended yet, or not begun."""
         with self._state:
-            for seat in seats:
-                self._end(seat, None)
+            for player in players:
+                self._end(player, None)
 
     def close(self) -> None:
         """End all: nothing is answered any more."""
@@ -151,83 +151,83 @@ class Table:
 
     def _begin(self, now: float) -> None:
         while self._to_begin and len(self._playing) < self._config.concurrency:
-            seat = self._to_begin.popleft()
-            if seat.ended:
+            player = self._to_begin.popleft()
+            if player.ended:
                 continue
-            seat.deadline = now + self._config.timeout
-            seat.base_url = self._front.open(functools.partial(self._answer, seat))
-            self._playing[id(seat)] = seat
-            threading.Thread(target=self._play, args=(seat,), name="rollout episode", daemon=True).start()
+            player.deadline = now + self._config.timeout
+            player.base_url = self._front.open(functools.partial(self._answer, player))
+            self._playing[id(player)] = player
+            threading.Thread(target=self._play, args=(player,), name="rollout episode", daemon=True).start()
 
     def _give_up(self, now: float) -> None:
         late = f"took longer than rollout.episodes.timeout={self._config.timeout:g} seconds"
-        for seat in [each for each in self._playing.values() if each.deadline <= now]:
-            self._end(seat, self._function.failure("timeout", late, seat.prompt))
+        for player in [each for each in self._playing.values() if each.deadline <= now]:
+            self._end(player, self._function.failure("timeout", late, player.prompt))
 
     @property
     def _all_wait(self) -> bool:
-        return all(seat.turn is not None for seat in self._playing.values())
+        return all(player.turn is not None for player in self._playing.values())
 
     def _gathered(self) -> list[Turns]:
         alike: dict[SamplingParams, Turns] = {}
         # By number, not in the order of their coming: engines round otherwise where rows lie otherwise.
-        for seat in sorted(self._waiting, key=lambda each: each.number):
-            assert seat.turn is not None
-            alike.setdefault(seat.turn.request.params, []).append((seat, seat.turn))
+        for player in sorted(self._waiting, key=lambda each: each.number):
+            assert player.turn is not None
+            alike.setdefault(player.turn.request.params, []).append((player, player.turn))
         self._waiting = []
         return list(alike.values())
 
-    def _end(self, seat: Seat, outcome: float | Failure | None) -> None:
+    def _end(self, player: Player, outcome: float | Failure | None) -> None:
         """Once; what it asks for from now on is refused."""
-        if seat.ended:
+        if player.ended:
             return
-        seat.ended, seat.outcome = True, outcome
-        if self._playing.pop(id(seat), None):
-            self._front.shut(seat.base_url)
-        if seat.turn is not None:
-            self._waiting = [each for each in self._waiting if each is not seat]
-            seat.turn.answer.set_exception(_over())
+        player.ended, player.outcome = True, outcome
+        if self._playing.pop(id(player), None):
+            self._front.shut(player.base_url)
+        if player.turn is not None:
+            self._waiting = [each for each in self._waiting if each is not player]
+            player.turn.answer.set_exception(_over())
         self._state.notify_all()
 
     # ---- in threads of their own -------------------------------------------------------------------------------------
 
-    def _play(self, seat: Seat) -> None:
-        episode = Episode(prompt=seat.prompt, base_url=seat.base_url, client=self._front.client)
+    def _play(self, player: Player) -> None:
+        episode = Episode(prompt=player.prompt, base_url=player.base_url, client=self._front.client)
         outcome = self._function.play(episode, self._config.timeout)
         with self._state:
-            if not seat.conversation.turns and not isinstance(outcome, Failure):
-                outcome = self._function.failure("silent", "asked the policy for nothing", seat.prompt)
-            self._end(seat, outcome)
+            if not player.conversation.turns and not isinstance(outcome, Failure):
+                outcome = self._function.failure("silent", "asked the policy for nothing", player.prompt)
+            self._end(player, outcome)
 
-    def _answer(self, seat: Seat, request: ChatRequest) -> ChatAnswer:
+    def _answer(self, player: Player, request: ChatRequest) -> ChatAnswer:
         with self._state:
-            conversation, turn = seat.conversation, _turn_of(seat, request)
+            conversation, turn = player.conversation, _turn_of(player, request)
         if turn is not None:
             return self._told(turn)
         asked = self._renderer.ask(conversation, request.messages, request.tools)
         tokens = np.concatenate([conversation.tokens, asked.tokens])
         begun = len(tokens) - (conversation.prompt_length or len(asked.tokens))
         if begun >= self._params.max_tokens:
-            return self._no_room(seat, len(tokens))
-        turn = Turn(chat=request, asked=asked, request=self._request(seat, tokens, begun, request))
+            return self._no_room(player, len(tokens))
+        turn = Turn(chat=request, asked=asked, request=self._request(player, tokens, begun, request))
         with self._state:
-            if seat.ended:
+            if player.ended:
                 raise _over()
-            if (same := _turn_of(seat, request)) is not None:
+            if (same := _turn_of(player, request)) is not None:
                 turn = same
-            elif seat.turn is not None or seat.conversation is not conversation:
+            elif player.turn is not None or player.conversation is not conversation:
                 raise Refused("another request of this episode is being answered; ask one after the other")
             else:
-                self._wait(seat, turn)
+                self._wait(player, turn)
         return self._told(turn)
 
-    def _wait(self, seat: Seat, turn: Turn) -> None:
+    def _wait(self, player: Player, turn: Turn) -> None:
         """Under `state`."""
-        seat.turn = turn
+        player.turn = turn
         self._last = time.monotonic()
         if not self._waiting:
             self._first = self._last
-        self._waiting.append(seat)
+        self._waiting.append(player)
         if len(self._waiting) == 1 or self._all_wait:  # the others change nothing for who gathers them
             self._state.notify_all()
 
@@ -244,7 +244,7 @@ class Table:
             logprobs=drawn.logprobs.tolist(),
         )
 
-    def _request(self, seat: Seat, tokens: IntArray, begun: int, request: ChatRequest) -> GenerateRequest:
+    def _request(self, player: Player, tokens: IntArray, begun: int, request: ChatRequest) -> GenerateRequest:
         """The next part of the episode's one response."""
         params = self._params
         try:
@@ -258,29 +258,29 @@ class Table:
         return GenerateRequest(
             tokens=tokens,
             offsets=np.array([0, len(tokens)]),
-            noise_keys=np.array([seat.key]),
+            noise_keys=np.array([player.key]),
             params=params,
             begun=np.array([begun]),
             limits=np.array([limit]),
         )
 
-    def _no_room(self, seat: Seat, prompt_tokens: int) -> ChatAnswer:
+    def _no_room(self, player: Player, prompt_tokens: int) -> ChatAnswer:
         """An empty answer, cut before its first token; but to a function that goes on after it."""
         with self._state:
-            if seat.told_full:
+            if player.told_full:
                 raise Refused(
                     f"the episode has used up its rollout.max_tokens={self._params.max_tokens}; end it where an answer "
                     "has finish_reason='length'",
                     code="context_length_exceeded",
                 )
-            seat.truncated = seat.told_full = True
+            player.truncated = player.told_full = True
         return ChatAnswer(text="", finish_reason="length", prompt_tokens=prompt_tokens, tokens=(), logprobs=())
 
 
-def _turn_of(seat: Seat, request: ChatRequest) -> Turn | None:
+def _turn_of(player: Player, request: ChatRequest) -> Turn | None:
     """The one that waits, or else the last that was answered, where the same was asked for in it: clients send a
     request again whose answer they have not had in time. Drawn anew it would be the same."""
-    latest = seat.turn or seat.answered
+    latest = player.turn or player.answered
     return latest if latest is not None and latest.chat == request else None
 
 
