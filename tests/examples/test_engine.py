@@ -18,11 +18,9 @@ from corerl.rollout.engine import Engine, GenerateRequest, SamplingParams
 from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.partial import continued, joined
 from corerl.rollout.transformers_engine import TransformersEngine
-from corerl.types import MemoryKind
 from tests.rollout.models import TIED, UNTIED, context, hf_tensors, pause_after, random_model, update
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "engine"
-PARAM = frozenset({MemoryKind.PARAM})
 SAMPLING = {
     "plain": SamplingParams(max_tokens=6, stop_tokens=(2, 9)),
     "top-p": SamplingParams(temperature=0.7, top_p=0.6, max_tokens=5),
@@ -85,10 +83,10 @@ def test_it_serves_nothing_before_weights_and_after_sleep_until_new_ones_have_ar
         engine.generate(asked)
     assert deliver(engine, TIED, tmp_path) == ""
     before = engine.generate(asked)
-    freed = engine.sleep(PARAM)
+    freed = engine.sleep()
     assert freed == 4 * sum(parameter.numel() for parameter in random_model(TIED, seed=1).parameters())
     assert deliver(engine, TIED, tmp_path, version=1) == "the engine's weights sleep; wake it up first"
-    assert engine.wake_up(PARAM) == freed and engine.wake_up(PARAM) == 0
+    assert engine.wake_up() == freed and engine.wake_up() == 0
     with pytest.raises(EngineFailed):
         engine.generate(asked)
     assert deliver(engine, TIED, tmp_path, version=2) == ""
