@@ -42,6 +42,7 @@ def overrides(steps: int, seed: int) -> list[str]:
         f"eval.every={steps}",
         "eval.at_start=false",
         "algorithm.overlong=keep",
+        "algorithm.overlong_buffer=0",
         "checkpoint.every=0",
         "checkpoint.background=false",
         "checkpoint.export=false",

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import ray
 from ray._private import services
+from ray._private.utils import detect_fate_sharing_support
 
 from corerl.errors import ConfigError, CorerlError
 from corerl.messages import first_line
@@ -78,9 +79,13 @@ def _group_of_its_own() -> Iterator[None]:
     """Ray's processes begin, while the block lasts, outside of this one's process group, as they do on Windows.
 
     `timeout` and job schedulers send SIGTERM to the whole group. Ray keeps SIGINT alone from its processes; without
-    them nothing of a run ends as it should. They still end with this process, whatever ends it: the kernel sees to it.
-    Ray 2.49 to 2.60; asked for in https://github.com/ray-project/ray/issues/2830.
+    them nothing of a run ends as it should. They still end with this process, whatever ends it: the kernel sees to it,
+    and where it cannot, Ray's reaper looks for them in this group, and they stay there.
+    Read in Ray 2.40 and 2.60; asked for in https://github.com/ray-project/ray/issues/2830.
     """
+    if not detect_fate_sharing_support():
+        yield
+        return
     popen = services.ConsolePopen
     services.ConsolePopen = functools.partial(popen, process_group=0)  # type: ignore[misc,assignment]
     try:

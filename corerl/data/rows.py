@@ -128,10 +128,10 @@ def _begins_with_object(path: Path) -> bool:
     where it is read."""
     try:
         with path.open("rb") as file:
-            first = next((line for line in file if line.strip()), b"{")
+            begin = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()  # a .json may be one line, of any size
     except OSError:
         return True
-    return first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
+    return not begin or begin.startswith(b"{")
 
 
 def _parquet(files: list[Path]) -> Any:

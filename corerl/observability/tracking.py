@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from corerl.plugin.hookspecs import hookimpl
 CONFIG_FILE = "config.toml"  # which the driver writes before a run starts
 
 
-class Tracker:
+class Tracker(ABC):
     """An extension that tells a library all numbers, and the answers that are shown."""
 
     _options: Any  # with `samples_every`, rollout steps between sampled answers
@@ -26,15 +27,17 @@ class Tracker:
         self._library: Any = None  # what `start` sets, from RunStarted to shutdown
         self._reason = ""  # as RunFinished has it
 
+    @abstractmethod
     def start(self, event: RunStarted) -> None:
-        raise NotImplementedError
+        """Opens the library, which `_library` is from then on; leaves None where this run is not told to it."""
 
+    @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float], kind: str, shown: Sequence[Shown]) -> None:
         """`kind` is what `shown` are, rollout or held-out."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self, library: Any, reason: str) -> None:
-        raise NotImplementedError
+        """Ends what `start` has opened; `reason` is RunFinished's, or else the shutdown's."""
 
     @hookimpl
     def observe(self, event: Event) -> None:

@@ -74,9 +74,8 @@ def not_implemented(reason: str) -> Support:
 
 def refusal(capability: Capability, support: Support, *, asked_by: str, backend: str) -> str:
     """Why `asked_by` cannot have it, for the user."""
-    change = f"set {asked_by.partition(' = ')[0]}=1" if capability is Capability.MULTI_RANK else "change that setting"
     verb = "cannot do" if support.grade is Grade.UNSUPPORTED else "does not do yet"
     return (
         f"{asked_by} asks for {capability.value!r}, which the backend {backend!r} {verb}: "
-        f"{support.reason or 'no reason given'}; {change}, or choose another backend"
+        f"{support.reason or 'no reason given'}; change that setting, or choose another backend"
     )

@@ -91,7 +91,7 @@ def test_check_says_all_that_train_would_say(sound: str, capsys: pytest.CaptureF
         "roles.actor.ranks = 2 asks for 'multi-rank', which the backend 'plain' cannot do: it is one process",
     )
     assert out == ""
-    assert lines[-1].endswith("; set roles.actor.ranks=1, or choose another backend")
+    assert lines[-1].endswith("; change that setting, or choose another backend")
     assert [line.startswith(beginning) for line, beginning in zip(lines, beginnings, strict=True)] == [True] * 7
     assert main(["train", sound, *wrong]) == 2
     assert capsys.readouterr() == ("", checked)

@@ -26,6 +26,31 @@ def closed_port() -> int:
         return port
 
 
+SESSION = """
+import contextlib, os, sys
+from pathlib import Path
+from corerl.cluster import runtime
+if sys.argv[1] == "as Ray has it":
+    runtime._group_of_its_own = contextlib.nullcontext
+with runtime.ray_session(address="", cpus=1):
+    stats = [(each / "stat").read_text().rpartition(")") for each in Path("/proc").glob("[0-9]*")]
+    children = [(name.partition("(")[2], rest.split()) for name, _, rest in stats]
+    print(sorted({name for name, (_, parent, group, *_) in children
+                  if int(parent) == os.getpid() and int(group) == os.getpgrp()}))
+"""
+
+
+@pytest.mark.parametrize(("whose", "there"), [("as Ray has it", True), ("ours", False)])
+def test_rays_processes_begin_in_the_drivers_process_group_unless_they_are_given_their_own(
+    whose: str, there: bool
+) -> None:
+    """Where the first case fails Ray keeps SIGTERM to the group from them by itself, and `_group_of_its_own` can go."""
+    found = subprocess.run([sys.executable, "-c", SESSION, whose], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    assert ("gcs_server" in found.stdout and "raylet" in found.stdout) == there, found.stdout
+    assert there or found.stdout == "[]\n"
+
+
 @pytest.mark.parametrize("prefix", ["", "ray://"])
 def test_an_address_where_nobody_listens_is_refused_before_ray_begins_to_wait(prefix: str) -> None:
     address = f"{prefix}127.0.0.1:{closed_port()}"

@@ -482,12 +482,11 @@ def test_init_refuses_what_the_spec_declares_as_lacking_before_the_backend_is_en
     capability: Capability, changes: dict[str, Any], asked_by: str
 ) -> None:
     host, fake = lacking(capability)
-    change = "set roles.actor.ranks=1" if capability is Capability.MULTI_RANK else "change that setting"
     with pytest.raises(Unsupported) as caught:
         host.init(config=evolve(CONFIG, **changes), context=CONTEXT)
     assert caught.value.message == (
         f"{asked_by} asks for {capability.value!r}, which the backend 'fake' does not do yet: "
-        f"no {capability.value} yet; {change}, or choose another backend"
+        f"no {capability.value} yet; change that setting, or choose another backend"
     )
     assert (fake.calls, host.state) == ([], State.NEW)
 

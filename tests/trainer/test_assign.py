@@ -105,7 +105,7 @@ def test_every_capability_that_is_not_there_has_its_line_and_its_reason() -> Non
     assert caught.value.message.splitlines() == [
         (
             f"roles.actor.ranks = 2 asks for 'multi-rank', which the backend '{LIMITED}' cannot do: it is one process; "
-            "set roles.actor.ranks=1, or choose another backend"
+            "change that setting, or choose another backend"
         ),
         (
             "algorithm.kl_coef = 0.01, whose reference is a snapshot asks for 'snapshots', which the backend "
