@@ -412,6 +412,12 @@ class RolloutConfig:
         default=256,
         validator=at_least(1),
     )
+    context_length: int = option(
+        "tokens of a prompt and its response at most: prompts that leave no room for max_tokens are left out; 0 takes "
+        "the model's max_position_embeddings",
+        default=0,
+        validator=at_least(0),
+    )
     stop: tuple[str, ...] = option(
         "tokens that end a sample, besides those of the tokenizer and of the model's generation_config.json; the text "
         "that is scored is without it",

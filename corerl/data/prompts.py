@@ -44,6 +44,7 @@ class PromptSource(ABC):
     train: IntArray  # [n] indices
     held_out: IntArray  # [h] indices
     chat: bool = False  # whether a prompt is messages, for which the tokenizer must have a template
+    left_out: frozenset[int] = frozenset()  # indices that are neither trained on nor evaluated
 
     @abstractmethod
     def prompt(self, index: int) -> Prompt: ...
@@ -58,7 +59,15 @@ class PromptSource(ABC):
 
     def held_out_prompts(self) -> list[Prompt]:
         """Held-out prompts in an order that the seed alone fixes, so that the first few are a fair sample."""
-        return [self.prompt(index) for index in self.held_out.tolist()]
+        return [self.prompt(index) for index in self.held_out.tolist() if index not in self.left_out]
+
+    def leave_out(self, indices: frozenset[int]) -> None:
+        """Pass over these from now on. Raises DataError where a share has nothing else to train on."""
+        for share in self.shares:
+            if indices.issuperset(share.train.tolist()):
+                of = f" of source {share.name!r}" if share.name else ""
+                raise DataError(f"all {len(share.train)} training prompts{of} are left out")
+        self.left_out = indices
 
 
 def split(size: int, *, held_out: int, seed: int, name: str) -> tuple[IntArray, IntArray]:
@@ -83,26 +92,32 @@ class SortDigits(PromptSource):
 
 
 class _Epochs:
-    """One share's indices without end: every epoch goes through all of them in an order of its own."""
+    """One share's indices without end: every epoch goes through all of them in an order of its own, and passes over
+    those that are left out."""
 
-    def __init__(self, train: IntArray, seed: int) -> None:
+    def __init__(self, train: IntArray, seed: int, left_out: frozenset[int]) -> None:
         self._train = train
         self._seed = seed
-        self.start(epoch=0, offset=0)
+        self._left_out = left_out
+        self.start(epoch=0, offset=0, passed_over=0)
 
-    def start(self, *, epoch: int, offset: int) -> None:
-        self.epoch, self.offset = epoch, offset
+    def start(self, *, epoch: int, offset: int, passed_over: int) -> None:
+        self.epoch, self.offset, self.passed_over = epoch, offset, passed_over
         self._order = np.random.default_rng([self._seed, 1, epoch]).permutation(self._train)
 
     @property
     def taken(self) -> int:
-        return self.epoch * len(self._order) + self.offset
+        return self.epoch * len(self._order) + self.offset - self.passed_over
 
     def take(self) -> int:
-        if self.offset == len(self._order):
-            self.start(epoch=self.epoch + 1, offset=0)
-        self.offset += 1
-        return int(self._order[self.offset - 1])
+        while True:
+            if self.offset == len(self._order):
+                self.start(epoch=self.epoch + 1, offset=0, passed_over=self.passed_over)
+            index = int(self._order[self.offset])
+            self.offset += 1
+            if index not in self._left_out:
+                return index
+            self.passed_over += 1
 
 
 class PromptStream:
@@ -116,7 +131,7 @@ class PromptStream:
         self._source = source
         self._seed = seed
         self._shares = source.shares
-        self._epochs = [_Epochs(share.train, seed) for share in self._shares]
+        self._epochs = [_Epochs(share.train, seed, source.left_out) for share in self._shares]
         weights = [Fraction(share.weight) for share in self._shares]  # exact, so that a tie is one on every machine
         self._parts = [weight / sum(weights) for weight in weights]
         self._returned: deque[int] = deque()  # indices
@@ -145,7 +160,12 @@ class PromptStream:
     def position(self) -> dict[str, Any]:
         """Where the stream stands, as plain data for a checkpoint."""
         stands = [
-            {"epoch": epochs.epoch, "offset": epochs.offset, "prompts": len(share.train)}
+            {
+                "epoch": epochs.epoch,
+                "offset": epochs.offset,
+                "prompts": len(share.train),
+                **({"passed_over": epochs.passed_over} if epochs.passed_over else {}),
+            }
             for epochs, share in zip(self._epochs, self._shares, strict=True)
         ]
         returned = {"returned": list(self._returned)} if self._returned else {}
@@ -173,8 +193,9 @@ class PromptStream:
                     f"resume with the same [data] and run.seed, or start a new run from its export"
                 )
         for epochs, stand in zip(self._epochs, _stands(position), strict=True):
-            epochs.start(epoch=stand["epoch"], offset=stand["offset"])
-        self._returned = deque(position.get("returned", []))
+            epochs.start(epoch=stand["epoch"], offset=stand["offset"], passed_over=stand.get("passed_over", 0))
+        left_out = self._source.left_out  # which may have grown since
+        self._returned = deque(index for index in position.get("returned", []) if index not in left_out)
 
 
 def _stands(position: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -73,6 +73,8 @@ def _launched(prepared: Prepared) -> Iterator[Run]:
         )
         for text in [*lost_checkpoints(config, prepared.run_dir), *notes(config), *missing_answers(prepared)]:
             progress.notice(text)
+        if prepared.too_long:
+            progress.notice(prepared.too_long)
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(StopRequest(progress.notice))
             run = _start(prepared, progress, stop, stack)
@@ -298,6 +300,7 @@ def make_fleet(prepared: Prepared, seats: list[Seat], watching: Watching) -> Eng
                 index=index,
                 device=prepared.device,
                 precision=config.train_of(ACTOR).precision,
+                context_length=prepared.context_length,
                 bundles=prepared.plan.seating.widths.get(ENGINES, 1),
                 devices=seat.devices,
                 run_dir=str(prepared.run_dir),

@@ -20,13 +20,13 @@ from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource, PromptStream
 from corerl.driver.processes import ProcessPlan, plan_processes
 from corerl.driver.run_dir import in_the_way, lies_in, require_steps_left, resume_from
-from corerl.errors import CheckpointError, ConfigError
-from corerl.models.config import experts, hf_config
+from corerl.errors import CheckpointError, ConfigError, DataError
+from corerl.models.config import context_length, experts, hf_config
 from corerl.models.tokenizer import CHARACTERS, end_tokens, load_tokenizer, require_room_for_tokens
 from corerl.plugin.options import resolve_tables, selected
 from corerl.plugin.registry import load
-from corerl.rollout.encoding import require_encodable
-from corerl.rollout.engine import SamplingParams
+from corerl.rollout.encoding import longer_than, require_encodable
+from corerl.rollout.engine import UNLIMITED, SamplingParams
 from corerl.rollout.episodes import EpisodeFunction, resolve_function
 from corerl.rollout.rewards import Reward, resolve_reward
 from corerl.rollout.sampler import sampling_params
@@ -48,6 +48,8 @@ class Prepared:
     plan: ProcessPlan
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
+    context_length: int  # tokens of a sample at most, its prompt's among them; 0: unlimited
+    too_long: str  # what to say of prompts that are left out, for which that is too short; empty where there are none
     reward: Reward
     params: SamplingParams
     function: EpisodeFunction | None  # that plays the samples; None where a sample is one response
@@ -59,6 +61,11 @@ class Prepared:
         """Rollout steps that are behind it. One that only samples has none: what it resumes is another run's, of which
         it takes the weights."""
         return 0 if self.config.run.mode == "rollout-only" else int(self.state.get("rollout_step", 0))
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that a prompt may have, so that there is room for rollout.max_tokens after it."""
+        return self.context_length - self.config.rollout.max_tokens if self.context_length else UNLIMITED
 
     @property
     def same_run(self) -> bool:
@@ -77,6 +84,10 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         problems.add(line)
     models, tokenizer = _models(config, problems)
     sampled = _sampled(config, tokenizer, problems)
+    context = _context_length(config, models)
+    too_long = ""
+    if context and config.run.samples:
+        too_long = _leave_out_long(config, context, tokenizer, sampled.prompts, problems)
     config = _with_absolute_paths(config)  # after what names files as the user does
     with problems.stage("weights.transport", path="weights.transport"):
         if config.weights.transport != AUTO:
@@ -111,6 +122,8 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         plan=plan,
         tokenizer=tokenizer,
         prompts=sampled.prompts,
+        context_length=context,
+        too_long=too_long,
         reward=sampled.reward,
         params=sampled.params,
         function=sampled.function,
@@ -185,6 +198,42 @@ def _sampled(config: Config, tokenizer: PreTrainedTokenizerBase | None, problems
         with problems.stage("rollout.saved"):
             SavedRollouts(rollout.saved, steps=config.run.steps, vocab_size=0)  # raises where there are too few
     return _Sampled(prompts=prompts, reward=reward, params=params, function=function, postprocess=postprocess)
+
+
+def _context_length(config: Config, models: Mapping[str, PreTrainedConfig]) -> int:
+    """Tokens of a sample at most; 0 where neither the config nor the model sets a bound."""
+    own = context_length(models[ACTOR]) if ACTOR in models else None
+    return config.rollout.context_length or own or 0
+
+
+def _leave_out_long(
+    config: Config,
+    context: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompts: PromptSource | None,
+    problems: Problems,
+) -> str:
+    """Has `prompts` pass over those that leave no room for a response. What to say of them; empty where all fit."""
+    rollout = config.rollout
+    of = "rollout.context_length" if rollout.context_length else "the model has max_position_embeddings"
+    bound = f"{of}={context}"
+    longest = context - rollout.max_tokens
+    if longest < 1:
+        problems.add(f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt, {bound}; set it lower")
+    if longest < 1 or prompts is None or tokenizer is None or not problems.none_in("data"):
+        return ""
+    too_long = ""
+    with problems.stage("data", path="data.source"):
+        if lengths := longer_than(longest, prompts, tokenizer):
+            too_long = (
+                f"data: {len(lengths)} of {len(prompts)} prompts are left out; they have up to {max(lengths.values())} "
+                f"tokens, and {longest} is the most with rollout.max_tokens={rollout.max_tokens} ({bound})"
+            )
+            try:
+                prompts.leave_out(frozenset(lengths))
+            except DataError as error:
+                raise DataError(f"{error.message}: {too_long}") from error
+    return too_long
 
 
 def _beginning(

@@ -72,6 +72,7 @@ def make_sampler(prepared: Prepared, fleet: EngineFleet, front: Front | None, *,
         config=prepared.config.rollout.episodes,
         aside=fleet.generate_aside,
         calls=calls_of(prepared),
+        longest_prompt=prepared.longest_prompt,
     )
 
 

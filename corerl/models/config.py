@@ -58,6 +58,12 @@ def experts(config: PreTrainedConfig) -> int:
     return max([1, *(count for count in counts if count)])
 
 
+def context_length(config: PreTrainedConfig) -> int | None:
+    """The most tokens that a sequence may have by the model's own config; None where it sets no bound."""
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions
+
+
 def _from_directory(path: str) -> PreTrainedConfig:
     directory = Path(path)
     if not directory.is_dir():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 from jinja2 import TemplateError
 
 from corerl.data.prompts import Prompt, PromptSource
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 
 LOOKED_AT = 64  # prompts of each source, before a run starts
+BATCH = 1024  # prompts that are encoded together
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -69,3 +72,27 @@ def require_encodable(source: PromptSource, tokenizer: PreTrainedTokenizerBase) 
                     f"model would see {tokenizer.decode(ids)!r}; take another tokenizer (model.tokenizer), or name "
                     "all of the prompts' characters in 'characters:...'"
                 )
+
+
+def longer_than(limit: int, source: PromptSource, tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
+    """The prompts of more than `limit` tokens: index -> tokens. Only those that might be are encoded."""
+    indices = np.concatenate([source.train, source.held_out])
+    found: dict[int, int] = {}
+    for first in range(0, len(indices), BATCH):
+        prompts = [source.prompt(index) for index in indices[first : first + BATCH].tolist()]
+        doubtful = [prompt for prompt in prompts if _tokens_at_most(prompt, tokenizer) > limit]
+        if doubtful:
+            lengths = [len(ids) for ids in encode(tokenizer, doubtful)]
+            found |= {prompt.index: n for prompt, n in zip(doubtful, lengths, strict=True) if n > limit}
+    return found
+
+
+def _tokens_at_most(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> float:
+    """More than the prompt has. A token stands for a byte or more, of a text that normalization may lengthen; a chat
+    template writes no more than itself around each message that is a mere text."""
+    if not prompt.messages:
+        return 4 * len(prompt.text.encode()) + 16
+    if any(message.keys() != {"role", "content"} for message in prompt.messages):
+        return math.inf
+    template = len(str(tokenizer.chat_template))
+    return sum(4 * len(message["content"].encode()) + template for message in prompt.messages) + template

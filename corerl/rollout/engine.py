@@ -156,6 +156,7 @@ class EngineContext:
     precision: str  # float32, bfloat16 or float16
     bundles: int = 1  # that the replica takes
     devices: tuple[int, ...] = ()  # the GPUs of these, as the machine numbers them; the process itself sees the first
+    context_length: int = 0  # tokens of a row at most, prompt and response; 0: unlimited
     run_dir: str = ""  # where it may leave a log; empty where no run is known
     weights: WeightsConfig = field(factory=WeightsConfig)  # how they will come: in which form, above all
 

@@ -13,7 +13,7 @@ import numpy as np
 from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
 from corerl.rollout.conversation import Conversation
-from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
+from corerl.rollout.engine import UNLIMITED, GenerateRequest, Generation, SamplingParams
 from corerl.rollout.episodes import EpisodeFunction
 from corerl.rollout.fleet import NoneLeft
 from corerl.rollout.front import Front
@@ -45,15 +45,18 @@ class EpisodeSampler(Sampler):
         config: EpisodesConfig,
         aside: Callable[[GenerateRequest], Generation] | None = None,
         calls: int = 1,
+        longest_prompt: int = UNLIMITED,
     ) -> None:
         """`aside` is `generate` for other threads: it raises NoneLeft where no engine is left, and is asked by as many
-        as `calls` of them, so that a long answer holds up nobody else's. Without it engines are asked in turn."""
+        as `calls` of them, so that a long answer holds up nobody else's. Without it engines are asked in turn.
+        `longest_prompt`: tokens that an episode's first request may have."""
         super().__init__(tokenizer=tokenizer, generate=generate, seed=seed)
         self._aside = aside
         self._calls = calls
         self._function = function
         self._front = front
         self._config = config
+        self._longest_prompt = longest_prompt
 
     def sample(
         self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
@@ -85,6 +88,7 @@ class EpisodeSampler(Sampler):
             function=self._function,
             config=self._config,
             state=state,
+            longest_prompt=self._longest_prompt,
         )
 
 

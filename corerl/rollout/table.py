@@ -17,7 +17,7 @@ from attrs import define, evolve, field, frozen
 from corerl.config.schema import EpisodesConfig
 from corerl.data.prompts import Prompt
 from corerl.rollout.conversation import Answer, Asked, Conversation, Refused, Renderer
-from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
+from corerl.rollout.engine import UNLIMITED, GenerateRequest, Generation, SamplingParams
 from corerl.rollout.episodes import Episode, EpisodeFunction
 from corerl.rollout.front import ChatAnswer, ChatRequest, Front
 from corerl.rollout.rewards import Failure
@@ -81,7 +81,9 @@ class Table:
         function: EpisodeFunction,
         config: EpisodesConfig,
         state: threading.Condition,
+        longest_prompt: int = UNLIMITED,
     ) -> None:
+        """`longest_prompt`: tokens that an episode's first request may have."""
         self._front = front
         self._tokenizer = tokenizer
         self._renderer = Renderer(tokenizer, format_of(config.tool_calls, tokenizer.chat_template))
@@ -89,6 +91,7 @@ class Table:
         self._function = function
         self._config = config
         self._state = state
+        self._longest_prompt = longest_prompt
         self._to_begin: deque[Player] = deque()
         self._playing: dict[int, Player] = {}  # by identity, the oldest first
         self._waiting: list[Player] = []  # whose turns nobody has been asked for
@@ -205,6 +208,12 @@ class Table:
         if turn is not None:
             return self._told(turn)
         asked = self._renderer.ask(conversation, request.messages, request.tools)
+        if not conversation.turns and len(asked.tokens) > self._longest_prompt:
+            raise Refused(
+                f"messages: the episode's first request has {len(asked.tokens)} tokens, and beside rollout.max_tokens="
+                f"{self._params.max_tokens} rollout.context_length leaves room for {self._longest_prompt}; send less",
+                code="context_length_exceeded",
+            )
         tokens = np.concatenate([conversation.tokens, asked.tokens])
         begun = len(tokens) - (conversation.prompt_length or len(asked.tokens))
         if begun >= self._params.max_tokens:

@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from corerl.config.schema import DataConfig, DataSource
+from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptStream, SortDigits
 from corerl.errors import CheckpointError, DataError
 from tests.data.files import load, numbered
@@ -80,3 +82,58 @@ def test_prompts_that_are_given_back_come_first_also_after_a_resume() -> None:
     assert later.take(5) == [begun[3], begun[4], begun[1], *whole[5:]]
     assert stream.take(3) == [begun[1], *whole[5:]]
     assert later.position == stream.position and "returned" not in stream.position
+
+
+# ---- prompts that are left out ---------------------------------------------------------------------------------------
+
+
+def test_left_out_prompts_are_passed_over_and_the_others_keep_their_order(tmp_path: Path) -> None:
+    path = numbered(tmp_path / "p.jsonl", 21)
+    whole, less = load(path, held_out=5), load(path, held_out=5)
+    left_out = frozenset([*less.train[::3].tolist(), int(less.held_out[1])])
+    less.leave_out(left_out)
+    assert [prompt.index for prompt in less.held_out_prompts()] == whole.held_out[[0, 2, 3, 4]].tolist()
+    taken = [prompt.index for prompt in PromptStream(whole, seed=5).take(48)]  # three epochs
+    assert [prompt.index for prompt in PromptStream(less, seed=5).take(30)] == [
+        index for index in taken if index not in left_out
+    ]
+
+
+def test_a_mix_is_exact_where_one_source_has_prompts_that_are_left_out(tmp_path: Path) -> None:
+    sources = tuple(
+        DataSource(source=str(numbered(tmp_path / f"{name}.jsonl", 40, prefix=name)), weight=weight)
+        for name, weight in (("a", 3.0), ("b", 1.0))
+    )
+    prompts = load_prompts(DataConfig(sources=sources, held_out=1), seed=0)
+    prompts.leave_out(frozenset(prompts.shares[0].train[5:].tolist()))  # most of a
+    taken = PromptStream(prompts, seed=1).take(400)
+    for stop in range(4, 401, 4):
+        assert [prompt.source for prompt in taken[stop - 4 : stop]].count("a") == 3
+    assert len({prompt.index for prompt in taken if prompt.source == "a"}) == 5
+
+
+def test_a_stream_is_resumed_where_others_are_left_out_now(tmp_path: Path) -> None:
+    path = numbered(tmp_path / "p.jsonl", 21)
+    source = load(path)
+    source.leave_out(frozenset(source.train[:4].tolist()))
+    stream = PromptStream(source, seed=5)
+    stream.give_back(stream.take(20)[0])
+    position = json.loads(json.dumps(stream.position))
+    again = PromptStream(source, seed=5)
+    again.restore(position)
+    assert again.position == position
+    following = stream.take(12)
+    assert again.take(12) == following
+
+    fewer = load(path)
+    fewer.leave_out(source.left_out | {following[0].index, following[2].index})  # the first was given back
+    later = PromptStream(fewer, seed=5)
+    later.restore(position)
+    kept = [prompt for prompt in following if prompt.index not in fewer.left_out]
+    assert later.take(len(kept)) == kept
+
+
+def test_leaving_out_all_training_prompts_is_refused(tmp_path: Path) -> None:
+    source = load(numbered(tmp_path / "p.jsonl", 4))
+    with pytest.raises(DataError, match="all 3 training prompts are left out"):
+        source.leave_out(frozenset(range(4)))

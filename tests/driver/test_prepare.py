@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,18 @@ from corerl.config.schema import (
     RunConfig,
     WeightsConfig,
 )
+from corerl.data.prompts import PromptStream
 from corerl.driver.prepare import (
     prepare,
     require_same_source,
     resolve_device,
     title,
 )
-from corerl.errors import CheckpointError, ConfigError, ModelError, Unsupported
+from corerl.errors import CheckpointError, ConfigError, DataError, ModelError, Unsupported
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer
 from corerl.testing.models import tiny_fields
-from tests.driver.saved import CRITIC, config_in, make_config, make_model, save
+from tests.driver.saved import CRITIC, DATA, config_in, make_config, make_model, save
 
 
 def test_a_sound_config_is_prepared_without_a_process_or_a_file(tmp_path: Path) -> None:
@@ -49,6 +51,40 @@ def test_a_resumed_run_is_told_where_its_checkpoint_stands(tmp_path: Path) -> No
     assert prepared.resume == checkpoint
     assert prepared.state["rollout_step"] == 4
     assert prepared.plan.roles["actor"].assignments[0].config.resume == str(checkpoint / "actor")
+
+
+# ---- prompts and the model's context ---------------------------------------------------------------------------------
+
+
+def prompts_of(tmp_path: Path, *digits: int) -> dict[str, Any]:
+    """A data set of prompts of so many digits, none of them held out."""
+    path = tmp_path / "digits.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "7" * n}) + "\n" for n in digits))
+    return {"source": str(path), "held_out": 0}
+
+
+def test_prompts_that_leave_no_room_for_a_response_are_left_out_and_told(tmp_path: Path) -> None:
+    model = {**DATA["model"], "config": {**DATA["model"]["config"], "max_position_embeddings": 30}}
+    rollout = {"engine": "fake", "prompts": 2, "samples": 4, "max_tokens": 20}
+    data = prompts_of(tmp_path, 9, 10, 9, 15)  # <bos> before them
+    prepared = prepare(config_in(tmp_path / "run", model=model, data=data, rollout=rollout))
+    assert prepared.longest_prompt == 10
+    assert {prompt.index for prompt in PromptStream(prepared.prompts, 0).take(4)} == {0, 2}
+    assert prepared.too_long == (
+        "data: 2 of 4 prompts are left out; they have up to 16 tokens, and 10 is the most with rollout.max_tokens=20 "
+        "(the model has max_position_embeddings=30)"
+    )
+    more = prepare(config_in(tmp_path / "run", model=model, data=data, rollout={**rollout, "context_length": 36}))
+    assert (more.longest_prompt, more.too_long) == (16, "")
+
+
+def test_a_context_that_no_prompt_fits_into_is_refused(tmp_path: Path) -> None:
+    rollout = {"engine": "fake", "prompts": 2, "samples": 4, "max_tokens": 20, "context_length": 20}
+    data = prompts_of(tmp_path, 9, 10)
+    with pytest.raises(ConfigError, match=r"^rollout.max_tokens: 20 leaves no room for a prompt, rollout.con"):
+        prepare(config_in(tmp_path / "run", data=data, rollout=rollout))
+    with pytest.raises(DataError, match=r"^data.source: all 2 training prompts are left out: data: 2 of 2 .*to 11 tok"):
+        prepare(config_in(tmp_path / "run", data=data, rollout={**rollout, "context_length": 29}))
 
 
 # ---- several problems ------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
-from corerl.models.config import experts, hf_config
+from corerl.models.config import context_length, experts, hf_config
 from corerl.testing.models import tiny_fields
 
 
@@ -85,3 +85,9 @@ def test_a_quantised_model_is_refused_since_its_numbers_are_not_the_weights(tmp_
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"is quantised \(fp8\), and its numbers are not the weights; give the model"):
         hf_config(ModelConfig(path=str(tmp_path)))
+
+
+def test_a_context_is_as_long_as_the_model_has_positions() -> None:
+    assert context_length(hf_config(ModelConfig(config=tiny_fields("qwen3")))) == 512
+    without = hf_config(ModelConfig(config={"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4}))
+    assert context_length(without) is None

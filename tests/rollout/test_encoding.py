@@ -1,14 +1,17 @@
 """Tokens are compared with `apply_chat_template` and the tokenizer called by hand."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
+from attrs import evolve
 from transformers import PreTrainedTokenizerBase
 
 from corerl.data.chat import ChatPrompts
-from corerl.data.prompts import Prompt, SortDigits
+from corerl.data.prompts import Prompt, PromptSource, SortDigits
 from corerl.errors import DataError, ModelError
 from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.encoding import encode, require_encodable
+from corerl.rollout.encoding import encode, longer_than, require_encodable
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.sampler import Sampler
 
@@ -97,3 +100,36 @@ def test_characters_that_the_tokenizer_lacks_are_told_before_anything_is_started
     require_encodable(texts, load_tokenizer(tokenizer="characters:0123456789>", path=""))
     with pytest.raises(DataError, match=r"prompt \d+ \('\d+>'\) has characters .*does not know: .*<unk>.*'characters:"):
         require_encodable(texts, load_tokenizer(tokenizer="characters:0123456789", path=""))
+
+
+# ---- lengths ---------------------------------------------------------------------------------------------------------
+
+
+class Lengths(PromptSource):
+    """Prompt i has i + 1 digits, as a text, as a chat, or as a chat with a key more."""
+
+    def __init__(self, count: int) -> None:
+        self.train, self.held_out = np.arange(1, count), np.array([0])
+
+    def prompt(self, index: int) -> Prompt:
+        text = "7" * (index + 1)
+        message = {"role": "user", "content": text, **({"name": "u"} if index % 3 == 2 else {})}
+        return Prompt(index=index, text=text, answer="", messages=(message,) if index % 3 else ())
+
+
+@pytest.mark.parametrize("limit", [0, 7, 20, 59, 2000])
+def test_the_prompts_that_are_too_long_are_those_that_encode_to_more_tokens(limit: int) -> None:
+    source, ours = Lengths(60), tokenizer()
+    lengths = {index: len(encode(ours, [source.prompt(index)])[0]) for index in range(60)}
+    assert longer_than(limit, source, ours) == {index: n for index, n in lengths.items() if n > limit}
+
+
+def test_prompts_that_cannot_be_too_long_are_not_encoded() -> None:
+    ours = tokenizer()
+    with_long = [TEXT, evolve(TEXT, index=0, text="1" * 500)]
+    source = Lengths(2)
+    source.prompt = lambda index: with_long[index == 0]  # type: ignore[method-assign]
+    asked: list[str] = []
+    counting = Mock(side_effect=lambda texts, **options: asked.extend(texts) or ours(texts, **options))
+    assert longer_than(400, source, counting) == {0: len(ours("1" * 500)["input_ids"])}
+    assert asked == ["1" * 500]

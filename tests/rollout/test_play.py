@@ -21,7 +21,7 @@ from corerl.data.prompts import Prompt
 from corerl.errors import EngineFailed, RewardError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.ops.noise import hash_key
-from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
+from corerl.rollout.engine import UNLIMITED, GenerateRequest, Generation, SamplingParams
 from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.episodes import Episode, EpisodeFunction, EpisodeScorer
 from corerl.rollout.fleet import NoneLeft
@@ -83,6 +83,7 @@ def play(front: Front) -> Play:
         prompts: Sequence[Prompt] = PROMPTS,
         aside: Callable[[GenerateRequest], Generation] | None = None,
         calls: int = 1,
+        longest_prompt: int = UNLIMITED,
         **config: Any,
     ) -> Rollout:
         sampler = EpisodeSampler(
@@ -94,6 +95,7 @@ def play(front: Front) -> Play:
             config=EpisodesConfig(**config),
             aside=aside,
             calls=calls,
+            longest_prompt=longest_prompt,
         )
         return sampler.sample(prompts, rollout_step=5, samples=samples, params=params)
 
@@ -297,6 +299,22 @@ def test_async_functions_share_an_event_loop_and_end_when_their_time_is_over(pla
     while len(ended) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(ended) == 4 and len(loops) == 1
+
+
+def test_a_first_request_that_leaves_no_room_for_a_response_fails_its_episode_alone(play: Play) -> None:
+    def show(episode: Episode) -> float:
+        messages = [{"role": "user", "content": "1" * (30 if episode.prompt.index == 40 else 8)}]
+        messages.append(episode.chat(messages, max_tokens=3)["message"])
+        messages.append({"role": "user", "content": "5555"})  # what follows counts for rollout.max_tokens
+        episode.chat(messages)
+        return 1.0
+
+    longest = len(TOKENIZER("1" * 8)["input_ids"])
+    rollout = play(show, samples=2, longest_prompt=longest)
+    failed, refused = rollout.outcomes[:2], "first request has 31 tokens, and beside rollout.max_tokens=12"
+    assert all(isinstance(each, Failure) and refused in each.message for each in failed)
+    assert rollout.outcomes[2:] == [1.0, 1.0]
+    assert rollout.batch.rows["prompt_length"][2:].tolist() == [longest] * 2
 
 
 def test_an_episode_ends_where_its_tokens_are_used_up(play: Play) -> None:

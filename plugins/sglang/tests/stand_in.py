@@ -147,8 +147,12 @@ class Server:
             Path(marker).touch()
             crash("told to die")
         try:
-            if max(map(len, body["input_ids"])) >= self.misbehave.get("context_length", 1 << 30):
-                return 400, {"error": {"message": "The input is longer than the model's context length"}}
+            # As SGLang 0.5.17: the tokenizer manager's check, and then the scheduler's, which cuts what may be drawn.
+            context = self.arguments.get("context_length", 1 << 30)
+            for prompt, params in zip(body["input_ids"], body["sampling_params"], strict=True):
+                if len(prompt) + params["max_new_tokens"] > context or len(prompt) >= context - 6:
+                    return 400, {"error": {"message": "The input is longer than the model's context length"}}
+                params["max_new_tokens"] = min(params["max_new_tokens"], context - 2 - len(prompt))
             return 200, [
                 self.row(prompt, params, body)
                 for prompt, params in zip(body["input_ids"], body["sampling_params"], strict=True)

@@ -40,6 +40,7 @@ REQUEST = GenerateRequest(
 )
 PLAIN = WeightsConfig()
 BLOCKS = {**MOE, "hidden_size": 144, "head_dim": 40, "moe_intermediate_size": 136, "initializer_range": 0.1}
+CONTEXT = 2100  # tokens of a row at most
 Start = Callable[..., SglangEngine]
 
 
@@ -54,12 +55,19 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         ranks: int = 1,
         weights: WeightsConfig = PLAIN,
         stand_in: Mapping[str, Any] = {},
+        context_length: int = 0,
         **more: Any,
     ) -> Any:
         options = SglangConfig(
             launcher=STAND_IN, tensor_parallel=ranks, requests=2, server={"stand_in": dict(stand_in)}, **more
         )
-        given = evolve(context(), bundles=ranks, weights=weights, run_dir=str(tmp_path_factory.mktemp("run")))
+        given = evolve(
+            context(),
+            bundles=ranks,
+            weights=weights,
+            context_length=context_length,
+            run_dir=str(tmp_path_factory.mktemp("run")),
+        )
         engines.append(SglangEngine(ModelConfig(config=fields), options, given))
         return engines[-1]
 
@@ -132,7 +140,7 @@ def await_running(engine: SglangEngine, calls: int) -> None:
 
 def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Start, tmp_path: Path) -> None:
     """One server for all that does not end it: starting one takes seconds."""
-    engine = start(TIED, deterministic=True, stand_in={"context_length": 64})
+    engine = start(TIED, deterministic=True, context_length=CONTEXT)
     assert said(engine)["stand_in"]["log"] == ["freeze"]  # once, before it serves
     with pytest.raises(EngineFailed, match="no weights have arrived yet"):
         engine.generate(REQUEST)
@@ -174,6 +182,17 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
         np.testing.assert_allclose(logprobs, [float(plain[t, k]) for t, k in zip(at, response, strict=True)], atol=1e-5)
     alone = engine.generate(sampled.rows(3, 4))
     assert alone.tokens.tolist() == drawn.tokens[drawn.offsets[3] : drawn.offsets[4]].tolist()
+
+    # A row may have all tokens of the context, its last one drawn for an input of all others.
+    for begins in (CONTEXT - 1, CONTEXT - 12):
+        whole = GenerateRequest(
+            tokens=np.arange(begins) % 14 + 2,
+            offsets=np.array([0, begins]),
+            noise_keys=np.array([1]),
+            params=SamplingParams(max_tokens=CONTEXT - begins, greedy=True),
+        )
+        drawn_whole = engine.generate(whole)
+        assert drawn_whole.truncated.all() and len(drawn_whole.tokens) == CONTEXT - begins
 
     # Other weights, by broadcast; no key or value of the old ones is left to be used.
     model = random_model(TIED, seed=2)
@@ -255,7 +274,12 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
 
     # A prompt that the server refuses ends the request in its words, and the others are not drawn to their end; nor are
     # those of other calls, which say why.
-    long = evolve(REQUEST, tokens=np.arange(80) % 16, offsets=np.array([0, 10, 80]), noise_keys=np.array([1, 2]))
+    long = evolve(
+        REQUEST,
+        tokens=np.arange(CONTEXT + 10) % 16,
+        offsets=np.array([0, 10, CONTEXT + 10]),
+        noise_keys=np.array([1, 2]),
+    )
     endless = evolve(REQUEST.rows(0, 1), params=evolve(REQUEST.params, max_tokens=2000, stop_tokens=()))
     with ThreadPoolExecutor(2) as others:
         calls = [others.submit(engine.generate, endless) for _ in range(2)]

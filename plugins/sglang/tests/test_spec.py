@@ -43,7 +43,7 @@ def test_arguments_are_those_that_both_versions_of_sglang_have() -> None:
     everything = SglangConfig(
         tensor_parallel=4, data_parallel=2, expert_parallel=2, memory=0.5, attention_backend="fa3", deterministic=True
     )
-    context = EngineContext(name="engine-0", index=0, device="cuda", precision="bfloat16", bundles=4)
+    context = EngineContext(name="engine-0", index=0, device="cuda", precision="bfloat16", bundles=4, context_length=32)
     arguments = server_arguments(everything, context, model=Path("m"))
     assert arguments.keys() <= KNOWN
     assert (arguments["tp_size"], arguments["dp_size"], arguments["ep_size"]) == (4, 2, 2)

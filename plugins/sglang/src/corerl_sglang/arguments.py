@@ -69,6 +69,7 @@ ELSEWHERE = {
     "pp_size": "a replica is not divided into stages; set tensor_parallel",
     "base_gpu_id": DEVICES,
     "gpu_id_step": DEVICES,
+    "context_length": "set rollout.context_length",
     "mem_fraction_static": "set memory",
     "enable_memory_saver": "it is on where there is a GPU, so that the engine can sleep",
     "enable_weights_cpu_backup": "fresh weights follow whenever the engine wakes up",
@@ -81,6 +82,11 @@ ELSEWHERE = {
     "disaggregation_mode": REQUESTS,
     "encoder_only": REQUESTS,
 }
+
+
+# SGLang refuses an input of its context's length less 6 (`max_req_input_len` in managers/tp_worker.py, 0.5.17), and the
+# last token of a row is drawn for an input of all others.
+KEPT_BACK = 6
 
 
 def contradictions(server: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -108,6 +114,8 @@ def server_arguments(options: SglangConfig, context: EngineContext, *, model: Pa
         "enable_return_routed_experts": options.routed_experts,
         "uvicorn_access_log_exclude_prefixes": [PING],  # an error tells the log's last lines
     }
+    if context.context_length:
+        arguments["context_length"] = context.context_length + KEPT_BACK
     if context.weights.quantize == "fp8":
         arguments["quantization"] = "fp8"
     if options.data_parallel > 1:

@@ -17,8 +17,12 @@ DETERMINISTIC_ATTENTION = ("fa3", "flashinfer", "triton", "fa4", "ascend")
 
 
 def environment(config: SglangConfig, cluster: ClusterInfo) -> Environment:
-    # Set otherwise, log-probs would be those of the logits before the temperature.
-    return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "false"}
+    return {
+        # Set otherwise, log-probs would be those of the logits before the temperature.
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",
+        # A context that is longer than the model's own by what SGLang keeps back, or by what the user asks for.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    }
 
 
 def bundles(config: SglangConfig, cluster: ClusterInfo) -> int:
