@@ -37,8 +37,7 @@ class Pending:
 class Watching:
     """Callbacks about a group's calls while someone waits for them."""
 
-    # Gets a sentence on who is late, and where, once a call has taken `seconds`, then twice as long, and so on. 0:
-    # never.
+    # Gets a sentence on who is late, and where, when a call has taken `seconds` (0: never), then twice as long, etc.
     notify: Callable[[str], None] | None = None
     seconds: float = 0.0
     # Called once per answer, with the member's name; if set, the processes record what they do in their calls.
