@@ -16,7 +16,7 @@
         ModelError                      model directory, tokenizer, weights
         CheckpointError                 a checkpoint that cannot be resumed
         RewardError                     the user's reward function
-        NothingLeft                     all steps of the run are done   exit status 0
+        NothingLeft                     all steps of the run are done       exit status 0
         Unsupported                     a capability the backend lacks
         PluginError                     finding and loading plugins
           PluginNotFound, PluginConflict, PluginBroken, PluginIncompatible
