@@ -226,13 +226,13 @@ def _check_weights(
     for role, hf in models.items():
         own, table = config.model_of(role), config.model_table_of(role)
         if resume:
-            from corerl.driver.weights import require_same_model  # imports what takes seconds
+            from corerl.driver.weights import require_same_model  # slow to import: takes seconds
 
             with problems.stage("checkpoint.model"):
                 require_same_model(resume, role, hf)
         read = own.path and (not resume or config.algorithm.kl_coef)  # a resume still reads the KL reference from it
         if read and problems.none_in("model", table, "checkpoint"):
-            from corerl.driver.weights import require_weights  # imports what takes seconds
+            from corerl.driver.weights import require_weights  # slow to import: takes seconds
 
             with problems.stage(f"{table}.weights", path=f"{table}.path"):
                 require_weights(own.path, role, hf)

@@ -44,7 +44,7 @@ class EngineFleet:
     """
 
     def __init__(self, processes: Processes, assignments: Sequence[EngineAssignment], *, restarts: int = 0) -> None:
-        """`restarts`: how often a replica may be restarted before a step completes in between."""
+        """`restarts`: how often a replica may be restarted without a completed step in between."""
         self.processes = processes
         self.assignments = list(assignments)
         # Called when no replica serves any more; must replace all dead ones and update their weights.

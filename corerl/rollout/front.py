@@ -228,5 +228,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  -- the base class's word
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  -- the base class's name for it
         """Log nothing: the run reports what matters itself."""

@@ -98,7 +98,7 @@ class Source(ABC):
         """Continue from `position`; `checkpoint` is the directory that `save` wrote into. Raises CheckpointError if the
         data differ from the checkpoint's."""
 
-    def save(self, checkpoint: Path) -> None:  # noqa: B027  -- most have nothing besides
+    def save(self, checkpoint: Path) -> None:  # noqa: B027  -- most have nothing to add
         """Write the state that `position` does not hold. Raises DataError."""
 
     def updating(self, version: int) -> AbstractContextManager[None]:

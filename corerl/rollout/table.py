@@ -54,7 +54,7 @@ class Player:
     truncated: bool = False  # rollout.max_tokens cut it, or left no room
     outcome: float | Failure | None = None
     ended: bool = False
-    # While it is played:
+    # While it is being played:
     deadline: float = 0.0
     base_url: str = ""
     turn: Turn | None = None  # the one waiting for an answer

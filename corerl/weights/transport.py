@@ -73,7 +73,7 @@ class WeightSender(ABC):
         return {name: reason for name, (version, reason) in dict(self._given_up).items() if version == self.version}
 
     def sender_of(self, bucket: Bucket) -> int | None:
-        """The rank that gathers and sends this bucket; None if every rank does."""
+        """The rank that this bucket is gathered on and sent from; None if that is every rank."""
         return 0
 
     @abstractmethod

@@ -51,7 +51,7 @@ def difference(sent: Mapping[str, int], loaded: Mapping[str, int]) -> str:
 
 
 class SummingSender(WeightSender):
-    """Wraps the sender of `rank`, and keeps the sums of what it sends; if every rank sends all, only rank 0 does."""
+    """Wraps the sender of `rank` and sums what it sends; if all ranks send the same, only rank 0 sums."""
 
     def __init__(self, sender: WeightSender, rank: int) -> None:
         super().__init__()

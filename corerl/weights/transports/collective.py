@@ -251,7 +251,7 @@ class CollectiveSender(WeightSender):
             )
 
     def _answer(self, store: dist.Store, key: str, index: int, deadline: float) -> dict[str, Any] | None:
-        """What a receiver has to say; None where the time is up, or its engine is given up."""
+        """A receiver's message under `key`; None if the time is up or its engine is given up."""
         name = self._address.engines[index]
         while True:
             left = deadline - time.monotonic()

@@ -116,7 +116,7 @@ class SglangEngine(Engine):
                 futures = [threads.submit(self._generate, part, version) for part in parts]
                 wait(futures, return_when=FIRST_EXCEPTION)
                 failures = [failure for future in futures if future.done() and (failure := future.exception())]
-                # A death explains whatever else went wrong, and anything explains a cut.
+                # The cause first: a death explains any other failure, and any failure explains an aborted row.
                 failures.sort(key=lambda each: (not isinstance(each, WorkerDied), isinstance(each, Cut)))
                 if failures:
                     first = self._first(failures[0])
