@@ -80,8 +80,8 @@ def commit(partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int] 
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """The driver's state in a complete checkpoint. Raises CheckpointError if that is missing, partial, damaged or of
-    another format."""
+    """Read the driver's state. Raises CheckpointError if the checkpoint is missing, partial, damaged or
+    incompatible."""
     directory = Path(path)
     if directory.name.endswith(PARTIAL):
         raise CheckpointError(f"{directory} was never completed: resume from one whose name has no {PARTIAL!r}")
@@ -205,8 +205,7 @@ def _check_role(directory: Path, role: str, ranks: int) -> None:
 
 
 def _instead(directory: Path) -> str:
-    """Describe a directory that is not a checkpoint, and what to give instead; "" for a checkpoint that lacks a
-    file."""
+    """Say what a directory is instead of a checkpoint, and what to give; "" for a checkpoint that lacks a file."""
     if NAME.fullmatch(directory.name) or any(directory.glob(f"*/{index_file(0)}")):
         return ""
     if newest := latest(directory):
@@ -230,7 +229,7 @@ def _committed(run_dir: str | Path) -> list[Path]:
 
 
 def _committed_in(directory: Path) -> list[Path]:
-    """Committed directories, newest first. One that was being replaced when the driver died counts too, after its
+    """Committed directories, newest first; one that was being replaced when the driver died comes after its
     successor."""
     found = [
         path

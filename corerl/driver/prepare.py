@@ -56,8 +56,7 @@ class Prepared:
 
     @property
     def first_step(self) -> int:
-        """Rollout steps already done. 0 for a run that only samples: it takes just the weights of another run's
-        checkpoint."""
+        """Rollout steps already done; 0 for a run that only samples, which takes just the weights of a checkpoint."""
         return 0 if self.config.run.mode == "rollout-only" else int(self.state.get("rollout_step", 0))
 
     @property

@@ -20,8 +20,7 @@ from corerl.trainer.assign import CRITIC
 
 
 def require_same_model(checkpoint: Path, role: str, model: PreTrainedConfig) -> None:
-    """Raise CheckpointError if the checkpoint lacks the role or a tensor of its model, or has a tensor in another
-    shape."""
+    """Raise CheckpointError if the checkpoint lacks the role or any tensor of its model, or a shape differs."""
     if not (checkpoint / role).is_dir():
         raise unusable(
             checkpoint,

@@ -389,8 +389,8 @@ class Asynchronous(Source):
         return [part for part in self._waiting if self._homes.get(int(part.request.noise_keys[0])) not in away]
 
     def _share_of(self, waiting: Sequence[Part]) -> list[Part]:
-        """The first part and others with the same parameters, up to one call's share of rows, or fewer if other threads
-        are idle too."""
+        """The first part and others with its parameters, up to a call's share of rows, fewer if other threads idle
+        too."""
         room = min(self._share, -(-sum(len(part.request) for part in waiting) // sum(self._idle)))
         taken: list[Part] = []
         for part in waiting:

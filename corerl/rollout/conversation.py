@@ -130,7 +130,7 @@ class Renderer:
     def ask(
         self, conversation: Conversation, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> Asked:
-        """What `messages` add to `conversation`. Raises Refused if they do not continue it, or if the template refuses
+        """What `messages` add to `conversation`. Raises Refused if they do not continue it or the template rejects
         them."""
         read = tuple(_read(number, message) for number, message in enumerate(messages))
         if not read or read[-1]["role"] == "assistant":

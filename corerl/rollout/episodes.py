@@ -61,8 +61,8 @@ class EpisodeFunction:
     _beginning: threading.Lock = field(factory=threading.Lock)
 
     def play(self, episode: Episode, timeout: float) -> float | Failure | None:
-        """Run the function; returns the episode's reward, or None if it gives none. An awaitable is cancelled after
-        `timeout` seconds."""
+        """Run the function; returns the episode's reward, if it gives one. Awaitables are cancelled after `timeout`
+        s."""
         try:
             value = self.function(episode, **self.options)
             if inspect.isawaitable(value):
@@ -98,8 +98,7 @@ async def _within(seconds: float, value: Awaitable[Any]) -> Any:
 
 
 def resolve_function(name: str, options: Mapping[str, Any]) -> EpisodeFunction:
-    """Import the function `name`. Raises ConfigError if it does not exist or cannot be called as function(episode,
-    **options)."""
+    """Import the function. Raises ConfigError if it does not exist or cannot be called with (episode, **options)."""
     function = imported(name, setting="rollout.function")
     try:
         inspect.signature(function).bind(None, **options)

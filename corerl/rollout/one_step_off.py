@@ -87,8 +87,8 @@ class OneStepOff(Source):
 
     @property
     def position(self) -> dict[str, Any]:
-        """The next rollout step and where its prompts begin. With a batch in flight, waits for it and adds where they
-        end."""
+        """The next rollout step and where its prompts begin; also where they end, after waiting for a batch in
+        flight."""
         position = {"rollout_step": self._step, "prompts": self._position}
         return position if self._in_flight is None else {**position, "sampled": self._draws.stream.position}
 

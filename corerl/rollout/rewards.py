@@ -68,8 +68,8 @@ class Scores:
 
 class Scorer(Protocol):
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """Raises RewardError if every sample fails, since then the reward itself is broken; in a `part` of a batch all
-        may fail."""
+        """Raises RewardError if all samples fail, unless they are only a `part` of a batch: the reward must be
+        broken."""
 
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -86,8 +86,7 @@ class Reward:
     failed_value: float = 0.0  # reward of a sample on which the function fails
 
     def __call__(self, prompt: Prompt, response: str) -> float:
-        """The sample's reward. Raises RewardError, naming the sample, if the function raises or returns no finite
-        number."""
+        """The reward. Raises RewardError, naming the sample, if the function raises or returns no finite number."""
         outcome = self.outcome(prompt, response)
         if isinstance(outcome, Failure):
             raise RewardError(outcome.message)
@@ -182,8 +181,7 @@ def short(text: str) -> str:
 
 
 def resolve_reward(name: str, options: Mapping[str, Any]) -> Reward:
-    """Look up a reward by name. Raises ConfigError if there is none, or if it cannot be called as function(prompt,
-    response, **options)."""
+    """Look up a reward by name. Raises ConfigError if there is none, or its signature does not fit."""
     function = BUILT_IN.get(name)
     if function is None:
         if ":" not in name:

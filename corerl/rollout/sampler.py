@@ -257,8 +257,7 @@ def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:
 
 
 def _with_experts(batches: Sequence[SampleBatch]) -> Sequence[SampleBatch]:
-    """If any batch has experts, give the others the column too, filled with -1 (none); they are episodes that drew
-    nothing."""
+    """If any batch has experts, give the others, of episodes that drew nothing, the column too, filled with -1."""
     name = Output.ROUTED_EXPERTS.value
     told = next((batch.columns[name] for batch in batches if name in batch.columns), None)
     if told is None:

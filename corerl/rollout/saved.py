@@ -30,8 +30,7 @@ def file_of(directory: Path, step: int) -> Path:
 
 
 def write_rollout(directory: Path, scored: Scored) -> Path:
-    """Write one .npz: the batch's arrays by name, and everything else (prompts, texts, ...) as JSON. Raises DataError
-    if that fails."""
+    """Write one .npz: the batch's arrays by name, all else (prompts, texts, ...) as JSON. Raises DataError."""
     rollout, batch = scored.rollout, scored.rollout.batch
     facts = {
         "step": scored.step,
@@ -110,8 +109,8 @@ def _under(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def saved_rollouts(directory: str | Path) -> list[Path]:
-    """List the rollout batches in `directory`, which may be a run directory, in step order. Raises DataError if there
-    are none."""
+    """The rollout batches in `directory`, or in that run directory, in step order. Raises DataError if there are
+    none."""
     path = Path(directory)
     path = path / ROLLOUTS if os.path.isdir(path / ROLLOUTS) else path
     found = sorted(file for file in path.iterdir() if NAME.fullmatch(file.name)) if os.path.isdir(path) else []

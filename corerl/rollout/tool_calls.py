@@ -12,8 +12,7 @@ from attrs import frozen
 
 @frozen(kw_only=True)
 class CallFormat:
-    """How a model family writes tool calls: at the end of an answer, in sequence, each a JSON object with a name and
-    arguments."""
+    """How a model family writes tool calls at the end of an answer; each is a JSON object with a name and arguments."""
 
     taught: re.Pattern[str]  # matches the chat templates of models that use this format
     opening: str  # before the first call; "": an answer is either text or calls
@@ -22,8 +21,8 @@ class CallFormat:
     arguments: str  # the key of the arguments
 
     def read(self, text: str) -> tuple[str, list[dict[str, str]]] | None:
-        """The text before the calls, and the calls, each a name and its arguments as JSON. None if there are no calls
-        or any is malformed."""
+        """The text before the calls, and the calls: names, and arguments as JSON. None if there are none or any is
+        bad."""
         before, _, calls = text.partition(self.opening) if self.opening else ("", "", text)
         calls = calls.strip()
         if not calls.endswith(self.closing):
@@ -64,8 +63,7 @@ FORMATS: Mapping[str, CallFormat] = {
 
 
 def format_of(name: str, chat_template: Any) -> CallFormat | None:
-    """The format named by `rollout.episodes.tool_calls`; `auto` takes the one that the chat template teaches, if
-    any."""
+    """The format `rollout.episodes.tool_calls` names; `auto`: the one that the chat template teaches, if any."""
     if name == "auto":
         return next((each for each in FORMATS.values() if each.taught.search(str(chat_template))), None)
     return None if name == "none" else FORMATS[name]

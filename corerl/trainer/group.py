@@ -64,8 +64,7 @@ class TrainGroup:
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def init(self) -> InitResult:
-        """Connect the ranks, build, load and resume. Raises ContractError if they disagree on steps, versions or
-        layout."""
+        """Connect the ranks, build, load and resume. Raises ContractError if they disagree on their state or layout."""
         return self.init_async().result()
 
     def init_async(self) -> Call[InitResult]:

@@ -50,8 +50,7 @@ class Layout:
 
 @define
 class GatherPlan:
-    """Gathers buckets from all ranks. Built once, collectively; `gather` needs about two buckets of memory besides
-    `out`."""
+    """Gathers buckets from all ranks. Built once, collectively; `gather` needs about two buckets besides `out`."""
 
     shapes: list[tuple[str, Shape]]  # every HF tensor, in the same order on all ranks: first appearance, rank by rank
     senders: dict[str, int]  # HF tensor -> the first rank of its pipeline stage

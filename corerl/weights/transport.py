@@ -87,8 +87,7 @@ class WeightSender(ABC):
 
     @abstractmethod
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Send a full bucket [bucket.numel]. Unless it is in the sender's `room`, its memory is free when this
-        returns."""
+        """Send a full bucket [bucket.numel]; its memory is free on return, unless it is the sender's `room`."""
 
     @abstractmethod
     def commit(self) -> Mapping[str, str]:

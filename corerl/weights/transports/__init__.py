@@ -56,8 +56,7 @@ def transport_named(name: str) -> Transport:
 
 
 def open_sender(address: Address, *, rank: int = 0) -> WeightSender:
-    """The sender for the trainer's `rank`. It connects at the first `begin`; keep it for all updates, then `close`
-    it."""
+    """The sender for the trainer's `rank`. It connects at the first `begin`; keep it for all updates, then close it."""
     return transport_named(address.transport).sender(address, rank)
 
 

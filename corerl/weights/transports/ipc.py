@@ -46,8 +46,7 @@ ERROR_CHARACTERS = 4000  # of an engine's error, up to six bytes each, so that a
 
 
 def _name(address: Address, rank: int) -> str:
-    """The name of `rank`'s socket, in Linux's abstract namespace: it leaves no files behind, and has no path that could
-    be too long."""
+    """The name of `rank`'s socket, in Linux's abstract namespace: no files to leave behind, no path to be too long."""
     return f"\0corerl-{address.token}-{rank}"
 
 

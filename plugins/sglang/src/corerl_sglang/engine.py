@@ -248,8 +248,7 @@ class SglangEngine(Engine):
         return error
 
     def _settle(self) -> None:
-        """Wait until nothing runs, and empty the prefix cache. A server that is busy when asked to release memory ends
-        itself."""
+        """Wait until nothing runs, and empty the prefix cache. A busy server asked to release memory ends itself."""
         if "kv_cache" not in self._sleeping:
             self._server.post(f"/flush_cache?timeout={IDLE_SECONDS:g}")
 
