@@ -1,4 +1,4 @@
-"""Calls that are under way in groups of processes, and how to wait for those of several groups."""
+"""Represent calls in progress in groups of processes, and wait for calls of several groups."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from attrs import frozen
 Name = TypeVar("Name")
 T = TypeVar("T")
 
-POLL_SECONDS = 0.1  # between looks at one group and at the next
+POLL_SECONDS = 0.1  # per group when polling several
 
 
 class Waitable(Protocol):
-    """What is asked of a group while it works; `corerl.cluster.group.RayGroup` is one."""
+    """A group whose calls can be polled, such as `corerl.cluster.group.RayGroup`."""
 
     def ready(self, pending: Any, timeout: float) -> bool: ...
 
 
 @frozen(eq=False)
 class Call(Generic[T]):
-    """Something that a group has been told to do."""
+    """A call in progress in a group."""
 
     group: Waitable
     pending: Any
     wait: Callable[[], T]
 
     def ready(self, timeout: float) -> bool:
-        """Whether `result` would return or raise at once, after at most `timeout` seconds."""
+        """Whether `result` would return or raise at once; waits at most `timeout` seconds for that."""
         return self.group.ready(self.pending, timeout)
 
     def result(self) -> T:
-        """What came of it, once it is done; raises its error."""
+        """Wait for the call; returns its result or raises its error."""
         return self.wait()
 
 
 def together(calls: Mapping[Name, Call[T]]) -> dict[Name, T]:
-    """The results by name. The first error of any group is raised at once: the others may be waiting for that one in
-    vain, until a timeout. Of several calls of one group an earlier one ends before the next is looked at, so that the
-    error is of the call that it happened in."""
+    """Wait for all calls; returns the results by name. The first error of any group is raised at once, since the other
+    groups may be waiting for the failed one until a timeout. Calls of the same group are waited for in order, so that
+    an error is attributed to the call it happened in."""
     results: dict[Name, T] = {}
     while len(results) < len(calls):
         busy: list[Waitable] = []

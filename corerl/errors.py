@@ -1,38 +1,39 @@
-"""Every error that CoreRL raises, as one tree: what went wrong, and whose move it is.
+"""Every error that CoreRL raises, as one tree: what went wrong, and who can fix it.
 
     CorerlError                     a failure of the run                    exit status 1
       HookFailed                      a backend's hook raised, on one rank
       WorkerDied                      a worker or engine process is gone
-      ContractError                   a plugin broke the contract of hooks
-      WrongState                      a verb in a state that does not allow it
-        NotResident                     the memory that the verb needs is asleep
+      ContractError                   a plugin violated the hook contract
+      WrongState                      a verb was called in a state that does not allow it
+        NotResident                     memory that the verb needs is asleep
       WeightUpdateError               an update was refused or did not commit
       SaveFailed                      a checkpoint could not be written
       MemoryHeld                      a sleeping rank holds more memory than it may
       EngineFailed                    a rollout engine raised or does not answer
-      UserError                     something the user can mend             exit status 2
+      UserError                     something the user can fix              exit status 2
         ConfigError                     config file, override or combination of settings
         DataError                       prompts, rows, files of a data set
         ModelError                      model directory, tokenizer, weights
         CheckpointError                 a checkpoint that cannot be resumed
         RewardError                     the user's reward function
-        Unsupported                     a capability the backend does not have
+        NothingLeft                     all steps of the run are done       exit status 0
+        Unsupported                     a capability the backend lacks
         PluginError                     finding and loading plugins
           PluginNotFound, PluginConflict, PluginBroken, PluginIncompatible
 
-Each takes one message, so that each survives pickling on its way through Ray; what else it knows is an attribute.
-A plugin may derive its own: outside its process they arrive as the nearest of these.
+Each takes one message, so that it survives pickling by Ray; further information is in attributes. A plugin may derive
+its own: outside its process they arrive as their nearest base listed here.
 """
 
 from __future__ import annotations
 
 
 class CorerlError(Exception):
-    """Base of all errors of CoreRL."""
+    """Base class of all CoreRL errors."""
 
     exit_status = 1
-    harmless = False  # True: whoever raised it is as if it had not been asked, and may be asked again
-    details: str = ""  # of one that left a worker: its traceback there, as text
+    harmless = False  # True: the call changed nothing in the callee, which may be called again
+    details: str = ""  # the worker's traceback as text, if the error comes from a worker
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -43,32 +44,32 @@ class CorerlError(Exception):
 
 
 class HookFailed(CorerlError):
-    """A hook raised something that is no error of CoreRL, and that may not unpickle: `details` tells of it."""
+    """A hook raised a foreign exception, which may not unpickle; `details` describes it."""
 
     hook: str = ""
     rank: int = -1
 
 
 class WorkerDied(CorerlError):
-    """A process ended without an answer."""
+    """A process ended without answering."""
 
 
 class ContractError(CorerlError):
-    """A plugin does not keep the contract; found when it is registered or by the type of what it returns."""
+    """A plugin violates the hook contract; found at registration or from what it returns."""
 
 
 class WrongState(CorerlError):
-    """The verb is not allowed now; nothing has been changed."""
+    """The verb is not allowed in this state; nothing was changed."""
 
     harmless = True
 
 
 class NotResident(WrongState):
-    """The verb needs memory kinds that sleep; `wake_up` them first."""
+    """The verb needs memory kinds that are asleep; `wake_up` them first."""
 
 
 class WeightUpdateError(CorerlError):
-    """A weight update was refused, or did not arrive whole."""
+    """A weight update was refused or did not arrive completely."""
 
     harmless = True
 
@@ -80,21 +81,21 @@ class SaveFailed(CorerlError):
 
 
 class MemoryHeld(CorerlError):
-    """All of a rank sleeps, and it holds more device memory than the config allows."""
+    """A fully sleeping rank holds more device memory than the config allows."""
 
 
 class EngineFailed(CorerlError):
-    """A rollout engine raised, or does not answer."""
+    """A rollout engine raised or does not answer."""
 
 
 class UserError(CorerlError):
-    """Something that the user can mend: printed as it stands, without a traceback."""
+    """Something the user can fix; printed as is, without a traceback."""
 
     exit_status = 2
 
 
 class ConfigError(UserError):
-    """One line for each problem of a configuration, each with its dotted path."""
+    """The config has problems: one line for each, with its dotted path."""
 
 
 class DataError(UserError):
@@ -110,27 +111,27 @@ class CheckpointError(UserError):
 
 
 class RewardError(UserError):
-    """The reward function raised, or returned something that is no finite number."""
+    """The reward function raised, or did not return a finite number."""
 
 
 class NothingLeft(UserError):
-    """A run is begun whose steps are done: nothing is started, and nothing has failed."""
+    """All steps of the run are already done: nothing was started, and nothing failed."""
 
     exit_status = 0
 
 
 class Unsupported(UserError):
-    """The run asks for a capability that the backend declares it does not have."""
+    """The run needs a capability that the backend declares unsupported."""
 
 
 class PluginError(UserError):
-    """Base of what can go wrong between a plugin's name and its code."""
+    """Base class of errors in finding and loading plugins."""
 
 
 class PluginNotFound(PluginError):
     """No installed distribution offers this name."""
 
-    install: str = ""  # the command that installs it, or what was likely meant, where one is known
+    install: str = ""  # the install command or the likely intended name, if known
 
 
 class PluginConflict(PluginError):
@@ -138,10 +139,10 @@ class PluginConflict(PluginError):
 
 
 class PluginBroken(PluginError):
-    """The name was found, and its code cannot be imported or is no spec."""
+    """The name was found, but its code cannot be imported or is not a spec."""
 
 
 class PluginIncompatible(PluginError):
-    """The plugin was written for an API that this CoreRL does not speak."""
+    """The plugin was written for an API version that this CoreRL does not support."""
 
-    api: tuple[int, int] = (0, 0)  # (major, minor) that it was written for; (0, 0) where it is not the API that differs
+    api: tuple[int, int] = (0, 0)  # (major, minor) that it was written for; (0, 0) if it is not the API that differs

@@ -1,4 +1,4 @@
-"""Import what is large, such as torch and transformers, in less time."""
+"""Speed up large imports, such as torch and transformers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage is looked for while the block lasts, and later collections pass over what is there at its end.
+    """Disable garbage collection inside the block, and exclude what exists at its end from later collections.
 
-    Modules stay: to walk over their objects takes a fifth of the time that it takes to import torch and transformers,
-    and, once they are imported, a third of a second whenever Python thinks it is time, on one rank while others wait.
+    Modules stay loaded, yet walking their objects takes a fifth of the time to import torch and transformers, and later
+    a third of a second per collection, on one rank while the others wait.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""How errors are worded, wherever they are raised."""
+"""Helpers for wording error messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from corerl.errors import CorerlError
 
-# What others call what has another name here.
+# Other common names for ours.
 OTHER_NAMES = {
     "gpu": "cuda",
     "fp16": "float16",
@@ -20,32 +20,32 @@ OTHER_NAMES = {
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that means the same as `name`, or is most like it; "" where none is."""
+    """The known name that means the same as `name`, or is most similar to it; "" if there is none."""
     names, meant = list(known), OTHER_NAMES.get(name.lower(), "")
     return meant if meant in names else next(iter(difflib.get_close_matches(name, names, n=1)), "")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: a question where there is one like it, else nothing."""
+    """The end of a message about an unknown name: a suggestion if a known one is similar, otherwise ""."""
     near = nearest(name, known)
     return f"; did you mean {near!r}?" if near else ""
 
 
 def message_of(error: BaseException) -> str:
-    """What an error of ours says; the type and all the text of another one."""
+    """The message of a CoreRL error; of any other, its type and full text."""
     return error.message if isinstance(error, CorerlError) else f"{type(error).__name__}: {error}"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text; its type where it has none."""
+    """The first line of an error's text, or its type if it has none."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of an error's text, where Ray's say what is new; its type where it has none."""
+    """The last line of an error's text, which in Ray's errors is the informative one, or its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 
 def one_line(error: BaseException) -> str:
-    """The type of an error, and the first line of its text."""
+    """The type of an error and the first line of its text."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")

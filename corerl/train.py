@@ -1,4 +1,4 @@
-"""The loop: samples in, optimizer steps, new weights out to the engines. `corerl.driver` assembles what it calls."""
+"""The training loop: sample, optimize, push new weights to the engines. `corerl.driver` assembles the parts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from corerl.driver.run import Summary
 
 
 def train(config: Config) -> Summary:
-    """Train as `config` says. Raises CorerlError with the first failure's cause; earlier checkpoints stay."""
+    """Train according to `config`. Raises CorerlError with the first failure's cause; earlier checkpoints stay."""
     with launch(config) as run:
         with run.training():
             run.push_weights()
         run.evaluate()
-        for scored in run.source:  # sampled when asked for, under the weights pushed last
+        for scored in run.source:  # sampled on demand, with the last pushed weights, or ahead of time
             with run.training():
                 stamped = run.with_advantages(scored)
                 results = run.optimize(stamped)
@@ -30,12 +30,12 @@ def train(config: Config) -> Summary:
 
 
 def collect(config: Config) -> Summary:
-    """Only sample, with the weights that the run begins with; every batch is kept for a run that only trains."""
+    """Only sample, with the initial weights, and keep every batch for a run that only trains."""
     with launch(config) as run:
         with run.training():
             run.push_weights()
         run.evaluate()
-        for scored in run.source:  # which writes each batch down
+        for scored in run.source:  # writes each batch to disk
             run.progress.step += 1
             run.report(scored, None, {})
             run.mend_engines()
@@ -45,7 +45,7 @@ def collect(config: Config) -> Summary:
 
 
 def evaluate(config: Config) -> Summary:
-    """Score the weights that the run begins with, or resumes, on the held-out prompts."""
+    """Score the initial or resumed weights on the held-out prompts."""
     with launch(config) as run:
         with run.training():
             run.push_weights()
@@ -62,5 +62,5 @@ MODES: Mapping[str, Callable[[Config], Summary]] = {
 
 
 def execute(config: Config) -> Summary:
-    """What `run.mode` says."""
+    """Do what `run.mode` selects."""
     return MODES[config.run.mode](config)

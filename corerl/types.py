@@ -1,4 +1,4 @@
-"""The nouns of CoreRL: what travels between driver, workers, backends and engines, all of it plain frozen data.
+"""The data types exchanged between driver, workers, backends and engines, all of them frozen.
 
 Axes: N tokens of a rollout batch, B samples, T tokens of a micro-batch, S sequences of a micro-batch.
 """
@@ -27,23 +27,23 @@ class MemoryKind(StrEnum):
     """What a backend's memory is for: the unit of `sleep` and `wake_up`."""
 
     PARAM = "param"  # what forward and update_weights read
-    MASTER = "master"  # float32 copies of the parameters, where they are separate
+    MASTER = "master"  # float32 copies of the parameters, if separate
     GRAD = "grad"  # dropped on sleep, never copied
     OPTIMIZER = "optimizer"  # moments
 
 
 class Output(StrEnum):
-    """What a model can be asked for, per token, aligned so that entry t speaks of token t."""
+    """Per-token outputs that a model can compute; entry t always refers to token t."""
 
-    LOGPROBS = "logprobs"  # log p(token_t | tokens < t) of logits / temperature; 0 where a sequence starts
-    ENTROPY = "entropy"  # of the distribution that token_t was drawn from; 0 where a sequence starts
-    VALUES = "values"  # value head on the hidden state at t - 1; 0 where a sequence starts
-    # [n, layers of experts, experts of a token] integers: through which experts each of these layers sent token t.
+    LOGPROBS = "logprobs"  # log p(token_t | tokens < t) of logits / temperature; 0 at sequence starts
+    ENTROPY = "entropy"  # of the distribution that token_t was drawn from; 0 at sequence starts
+    VALUES = "values"  # value head on the hidden state at t - 1; 0 at sequence starts
+    # [n, MoE layers, experts per token] integers: the experts that each of these layers routed token t through.
     ROUTED_EXPERTS = "routed_experts"
 
 
 class Reduction(StrEnum):
-    """How two partial values of one metric become one."""
+    """How partial values of a metric are combined."""
 
     MEAN = "mean"  # sum(total) / sum(weight)
     SUM = "sum"
@@ -53,7 +53,7 @@ class Reduction(StrEnum):
 
 @frozen
 class Metric:
-    """A partial metric: summed over micro-batches and output ranks before it is divided, once."""
+    """A partial metric: merged over micro-batches and output ranks, and divided only at the end."""
 
     total: float
     weight: float = 1.0
@@ -72,14 +72,14 @@ class Metric:
 
     @property
     def value(self) -> float:
-        """The finished number; a mean over nothing is NaN."""
+        """The final number; a mean over nothing is NaN."""
         if self.reduction is not Reduction.MEAN:
             return self.total
         return self.total / self.weight if self.weight else float("nan")
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """The union of several ranks' (or micro-batches') metrics, equal names merged by their reduction."""
+    """Merge the metrics of several ranks or micro-batches; equal names are combined by their reduction."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
@@ -94,12 +94,12 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def offsets_of(lengths: IntArray | Sequence[int]) -> IntArray:
-    """[B + 1] offsets of ragged rows of these lengths [B], end to end: where each begins, and where the last ends."""
+    """[B + 1] offsets of concatenated rows of these lengths [B]: where each begins, and where the last ends."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def rows_at(offsets: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Of ragged rows with `offsets` [B + 1], which elements the rows [n] are, end to end, and their offsets [n + 1]."""
+    """Select `rows` [n] of ragged data with `offsets` [B + 1]: their elements' indices and new offsets [n + 1]."""
     lengths = np.diff(offsets)[rows]
     picked = offsets_of(lengths)
     return np.arange(picked[-1]) + np.repeat(offsets[:-1][rows] - picked[:-1], lengths), picked
@@ -107,21 +107,21 @@ def rows_at(offsets: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
 
 @frozen(kw_only=True)
 class SampleBatch:
-    """The samples of one rollout step as ragged arrays; enters the object store once, and workers read it in place.
+    """The samples of one rollout step as ragged arrays; put into the object store once, and read in place by workers.
 
-    Columns that CoreRL itself writes, all [N] and 0 where `loss_mask` is False:
-    `loss_mask` (the policy chose the token), `rollout_logprobs` (from the engine that sampled it), `versions` (of the
-    weights that sampled it), `old_logprobs`, `ref_logprobs`, `advantages`, `values`, `returns`.
+    Columns written by CoreRL itself, all [N] and 0 where `loss_mask` is False: `loss_mask` (the policy chose the
+    token), `rollout_logprobs` (from the engine that sampled it), `versions` (of the weights that sampled it),
+    `old_logprobs`, `ref_logprobs`, `advantages`, `values`, `returns`.
 
-    `routed_experts`, [N, layers of experts, experts of a token], names the experts that the actor sends each token
-    through, prompts included, in the place of its routers' own choice; -1 where the routers choose.
+    `routed_experts`, [N, MoE layers, experts per token], are the experts that the actor routes each token through,
+    prompts included, instead of its routers' own choice; -1 where the routers choose.
     """
 
-    tokens: IntArray  # [N] prompt and response of each sample, end to end
+    tokens: IntArray  # [N] prompt and response of each sample, concatenated
     offsets: IntArray  # [B + 1] sample b is tokens[offsets[b]:offsets[b + 1]]
     columns: Mapping[str, Array] = field(factory=dict)  # each [N, ...], aligned with tokens
     rows: Mapping[str, Array] = field(factory=dict)  # each [B, ...]: group, reward, truncated, prompt_length, ...
-    temperature: float = 1.0  # that the samples were drawn at
+    temperature: float = 1.0  # at which the samples were drawn
 
     def __attrs_post_init__(self) -> None:
         bounds = self.offsets
@@ -131,7 +131,7 @@ class SampleBatch:
             if len(column) != len(self.tokens):
                 raise ValueError(f"column {name!r} has {len(column)} entries for {len(self.tokens)} tokens")
         mask = self.columns.get("loss_mask")
-        if mask is not None and mask.dtype != np.bool_:  # of numbers, x[mask] would be elements 0 and 1
+        if mask is not None and mask.dtype != np.bool_:  # with numbers, x[mask] would select elements 0 and 1
             raise ValueError(f"column 'loss_mask' is {mask.dtype}, wanted bool; write mask.astype(bool)")
         for name, row in self.rows.items():
             if len(row) != len(self):
@@ -142,16 +142,16 @@ class SampleBatch:
 
     @property
     def lengths(self) -> IntArray:
-        """[B] tokens of each sample."""
+        """[B] number of tokens of each sample."""
         return np.diff(self.offsets)
 
     @property
     def sample_of(self) -> IntArray:
-        """[N] index of the sample that each token is of."""
+        """[N] index of each token's sample."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
     def take(self, samples: IntArray) -> SampleBatch:
-        """These samples [n] alone, in this order."""
+        """Only these samples [n], in this order."""
         tokens, offsets = rows_at(self.offsets, samples)
         return evolve(
             self,
@@ -163,7 +163,7 @@ class SampleBatch:
 
     @classmethod
     def concatenate(cls, parts: Sequence[SampleBatch]) -> SampleBatch:
-        """The samples of several batches of the same columns and rows, drawn at one temperature."""
+        """Concatenate batches with the same columns, rows and temperature."""
         first = parts[0]
         return evolve(
             first,
@@ -182,21 +182,21 @@ class SampleBatch:
 
 @frozen(kw_only=True)
 class MicroBatch:
-    """Packed sequences that pass through the model together, without seeing each other."""
+    """Packed sequences that go through the model together without attending to each other."""
 
     tokens: IntArray  # [T]
     positions: IntArray  # [T] restart at 0 with every sequence
     cu_seqlens: IntArray  # [S + 1] sequence s is tokens[cu_seqlens[s]:cu_seqlens[s + 1]], padding included
-    lengths: IntArray  # [S] without the padding that ParallelLayout.sequence_multiple asks for
-    samples: IntArray  # [S] index of each sequence in the rollout batch; -1 in a filler
+    lengths: IntArray  # [S] without the padding required by ParallelLayout.sequence_multiple
+    samples: IntArray  # [S] index of each sequence in the rollout batch; -1 for a filler
     columns: Mapping[str, Array] = field(factory=dict)  # each [T, ...]; `weights` already holds 1 / denominator
 
 
 @frozen(kw_only=True)
 class PackedBatch:
-    """One rank's share of a forward pass or an optimizer step. Backends must not mutate what it holds."""
+    """One rank's share of a forward pass or an optimizer step. Backends must not mutate its contents."""
 
-    micro_batches: Iterable[MicroBatch]  # may be lazy; as many on every dp rank
+    micro_batches: Iterable[MicroBatch]  # may be lazy; equally many on every dp rank
     count: int  # of micro-batches
     temperature: float = 1.0  # divides the logits
 
@@ -206,7 +206,7 @@ class PackedBatch:
 
 @frozen(kw_only=True)
 class Step:
-    """Where training stands. Three counters are never confused: this one's two, and the weights version."""
+    """The position of training. Do not confuse its two counters with each other or with the weights version."""
 
     optimizer_step: int  # counts calls of `train`, from 0, skipped steps included
     rollout_step: int  # counts rollout batches, from 0
@@ -215,55 +215,55 @@ class Step:
 
 @frozen(kw_only=True)
 class LossSpec:
-    """A loss as data: resolved once in each worker."""
+    """A loss as data, resolved once in each worker."""
 
     name: str  # registered, or "module:function"
     params: Mapping[str, Scalar] = field(factory=dict)
-    outputs: tuple[Output, ...] = (Output.LOGPROBS,)  # what it needs from the model
+    outputs: tuple[Output, ...] = (Output.LOGPROBS,)  # the model outputs it needs
 
 
 @frozen(kw_only=True)
 class ParallelLayout:
-    """What the driver must know of a rank to give it work."""
+    """What the driver needs to know about a rank to give it work."""
 
     rank: int
     world_size: int
     dp_rank: int
     dp_size: int
     outputs: bool = True  # this rank returns metrics and per-token outputs
-    sequence_multiple: int = 1  # every sequence is padded to a multiple of it (2 x cp; tp with sequence parallel)
-    micro_batch_multiple: int = 1  # the number of micro-batches is one of it (interleaved pipelines)
+    sequence_multiple: int = 1  # every sequence is padded to a multiple of this (2 x cp; tp with sequence parallel)
+    micro_batch_multiple: int = 1  # the number of micro-batches is a multiple of this (interleaved pipelines)
 
     @classmethod
     def data_parallel(cls, *, rank: int, world_size: int) -> ParallelLayout:
-        """Every rank reads samples of its own."""
+        """The layout of plain data parallelism: every rank gets its own samples."""
         return cls(rank=rank, world_size=world_size, dp_rank=rank, dp_size=world_size)
 
 
 @frozen(kw_only=True)
 class InitResult:
     layout: ParallelLayout
-    optimizer_step: int = 0  # the next one to be done
-    weights_version: int = 0  # of the weights that are loaded now
+    optimizer_step: int = 0  # the next step
+    weights_version: int = 0  # of the loaded weights
 
 
 @frozen(kw_only=True)
 class TrainResult:
     """One optimizer step, on a rank or over all ranks of a group."""
 
-    applied: bool  # False: the gradient was not finite, nothing changed; equal on all ranks
+    applied: bool  # False: the gradient was not finite and nothing changed; equal on all ranks
     metrics: Mapping[str, Metric]  # this rank's part, from output ranks only
     grad_norm: float  # before clipping, over the whole model
-    tokens: int  # that passed through the model on this rank
+    tokens: int  # that went through the model on this rank
 
 
 @frozen(kw_only=True)
 class ForwardResult:
-    """Per-token outputs of this rank's samples; empty on ranks that do not output."""
+    """Per-token outputs of this rank's samples; empty on non-output ranks."""
 
     samples: IntArray  # [S] indices in the rollout batch, in the order given
     offsets: IntArray  # [S + 1] into each output
-    outputs: Mapping[Output, Array]  # each [n, ...]: float32, but for experts, which are integers
+    outputs: Mapping[Output, Array]  # each [n, ...]: float32, except experts, which are integers
 
 
 @frozen(kw_only=True)
@@ -271,8 +271,8 @@ class UpdateResult:
     version: int
     bytes: int  # sent by this rank
     seconds: float
-    engines: Mapping[str, str] = field(factory=dict)  # engine -> "" where it committed, else why it did not
-    sums: Mapping[str, int] = field(factory=dict)  # HF tensor -> sum of the bits that were sent; where asked for
+    engines: Mapping[str, str] = field(factory=dict)  # engine -> "" if it committed, otherwise why not
+    sums: Mapping[str, int] = field(factory=dict)  # HF tensor -> sum of its sent bit patterns, if requested
 
 
 @frozen(kw_only=True)
@@ -285,10 +285,10 @@ class SaveResult:
 @frozen(kw_only=True)
 class SleepResult:
     freed_bytes: int  # of the storages of these kinds
-    # That the driver still counts: on this process where it tells processes apart, else on the device with all others.
+    # Still in use according to the GPU driver: by this process if it tells processes apart, else on the whole device.
     residual_bytes: int
-    driver_freed_bytes: int = 0  # by how much that has fallen, with what torch had cached
-    used_bytes: int = 0  # on the device as the sleep began, by all processes; caches grow until then
+    driver_freed_bytes: int = 0  # by how much that fell, including torch's caches
+    used_bytes: int = 0  # on the device by all processes, when the sleep began and caches were largest
     notes: tuple[str, ...] = ()  # for the user, such as why host memory is not pinned
 
 

@@ -1,1 +1,1 @@
-"""The portable training checkpoint: sharded, complete or invisible, readable by every backend."""
+"""The portable training checkpoint: sharded, published atomically, readable by every backend."""

@@ -1,4 +1,4 @@
-"""The driver's side: an invisible directory, one rename once all roles are complete; which is newest, which may go."""
+"""The driver's side of checkpoints: begin and commit them atomically, find the newest, remove old ones."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from corerl.checkpoint.reader import written_ranks
 from corerl.errors import CheckpointError, SaveFailed
 from corerl.weights.chunks import Box, holes
 
-ONE = ".../checkpoints/step-00000050"  # as messages write it
+ONE = ".../checkpoints/step-00000050"  # example for messages
 NAME = re.compile(rf"step-(\d+)({re.escape(PARTIAL)}|{re.escape(REPLACED)})?")
 
 
 def begin(run_dir: str | Path, step: int) -> Path:
-    """An empty directory for the checkpoint of `step`, invisible to `latest`. Each rank writes to its role's
+    """Create an empty directory for the checkpoint of `step`, which `latest` ignores. Each rank writes to its role's
     subdirectory. Raises SaveFailed."""
     partial = step_dir(run_dir, step).with_suffix(PARTIAL)
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of a save that was interrupted
+        shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted save
         partial.mkdir(parents=True)
     except OSError as error:
         raise SaveFailed(f"cannot write {partial}: {error}") from error
@@ -48,12 +48,12 @@ def begin(run_dir: str | Path, step: int) -> Path:
 
 
 def commit(partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int] | None = None) -> Path:
-    """Check that every role is complete, each element of each tensor there once, then make it visible with the driver's
+    """Check that every role has each element of each tensor exactly once, then publish the checkpoint with the driver's
     `state` (plain data).
 
-    `ranks` says how many ranks each role has. Without it, a missing rank is noticed where it held a part that no other
-    rank wrote. Whatever else lies in the directory, as the driver's own files do, belongs to the checkpoint. A complete
-    checkpoint of the same step is replaced. Raises SaveFailed, and nothing becomes visible.
+    `ranks` is the number of ranks per role. Without it, a missing rank is only noticed if it held a part that no other
+    rank wrote. All other files in the directory, such as the driver's own, belong to the checkpoint. Replaces a
+    complete checkpoint of the same step. Raises SaveFailed without publishing anything.
     """
     target, replaced = partial.with_suffix(""), partial.with_suffix(REPLACED)
     try:
@@ -65,8 +65,8 @@ def commit(partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int] 
             _check_role(partial / role, role, count)
         files = {}
         for path in sorted(partial.rglob("[!.]*")):
-            if path.is_file() and path != partial / DRIVER_FILE:  # of an attempt before, which is written anew
-                sync(path)  # what the driver wrote itself; of the ranks' files nothing is left to sync
+            if path.is_file() and path != partial / DRIVER_FILE:  # left by an earlier attempt, and rewritten below
+                sync(path)  # for the driver's own files; the ranks' are synced already
                 files[str(path.relative_to(partial))] = path.stat().st_size
         write_json(partial / DRIVER_FILE, {"format": FORMAT, "state": dict(state), "roles": roles, "files": files})
         if target.exists():
@@ -80,8 +80,8 @@ def commit(partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int] 
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """The driver's state of a complete checkpoint. Raises CheckpointError where it is missing, half-written, damaged
-    or of another format."""
+    """Read the driver's state. Raises CheckpointError if the checkpoint is missing, partial, damaged or
+    incompatible."""
     directory = Path(path)
     if directory.name.endswith(PARTIAL):
         raise CheckpointError(f"{directory} was never completed: resume from one whose name has no {PARTIAL!r}")
@@ -109,13 +109,12 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
 
 def latest(run_dir: str | Path) -> Path | None:
-    """The newest checkpoint that can be resumed; half-written and damaged ones are passed over."""
+    """The newest checkpoint that can be resumed; partial and damaged ones are skipped."""
     return next((path for path in _committed(run_dir) if _fault(path) is None), None)
 
 
 def passed_over(run_dir: str | Path) -> dict[Path, str]:
-    """Checkpoints that were completed after `latest` and cannot be resumed any more, newest first, with what is wrong
-    with each."""
+    """Checkpoints newer than `latest` that can no longer be resumed, newest first, each with what is wrong."""
     found: dict[Path, str] = {}
     for path in _committed(run_dir):
         fault = _fault(path)
@@ -126,9 +125,9 @@ def passed_over(run_dir: str | Path) -> dict[Path, str]:
 
 
 def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
-    """Remove complete checkpoints but the newest `keep` (0 keeps all), and partial ones no newer than `committed`,
-    which no save can still be writing. The one that was just `committed` stays, and counts as the newest: steps above
-    its own are of a run that could not be resumed. Returns a line for each that could not be removed, or why none was.
+    """Remove all but the newest `keep` complete checkpoints (0 keeps all), and partial ones no newer than `committed`,
+    which no save can still be writing. The just `committed` one stays and counts as the newest: later steps belong to
+    a run that could not be resumed. Returns a line for each that could not be removed, or why none was.
     """
     if fault := _fault(committed):
         return [f"nothing is removed, since {committed.name} cannot be resumed: {fault}"]
@@ -136,7 +135,7 @@ def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
     for path in _committed(run_dir):
         if path.name == committed.name or _fault(path) is not None:
             continue
-        replaced = path.suffix == REPLACED and path.stem in kept  # a commit ended before it could remove it
+        replaced = path.suffix == REPLACED and path.stem in kept  # left by an interrupted commit
         if replaced or (keep and len(kept) >= keep):
             surplus.append(path)
         else:
@@ -144,7 +143,7 @@ def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
     left: list[str] = []
     hidden: set[Path] = set()
     for path in surplus:
-        # Out of sight first: a removal that is interrupted must not leave what looks like a damaged checkpoint.
+        # Rename first: an interrupted removal must not leave what looks like a damaged checkpoint.
         aside = path.with_suffix(PARTIAL)
         with _telling(path, left):
             shutil.rmtree(aside, ignore_errors=True)
@@ -159,7 +158,7 @@ def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _telling(path: Path, left: list[str]) -> Iterator[None]:
-    """A block that removes `path`; where the system refuses, `left` has a line more."""
+    """Run a block that removes `path`; an OSError becomes a line in `left`."""
     try:
         yield
     except OSError as error:
@@ -181,7 +180,7 @@ def _require_written(directory: Path, ranks: int) -> None:
 
 
 def _check_role(directory: Path, role: str, ranks: int) -> None:
-    """Raises SaveFailed where the ranks' boxes of any key do not cover every tensor exactly once."""
+    """Raise SaveFailed unless the ranks' boxes of every key cover every tensor exactly once."""
     shapes: dict[str, tuple[int, ...]] = {}
     boxes: dict[str, list[tuple[str, Box]]] = {}  # by key
     for rank in range(ranks):
@@ -196,7 +195,7 @@ def _check_role(directory: Path, role: str, ranks: int) -> None:
     if not boxes:
         raise SaveFailed(f"{role}: no rank has saved any tensor")
     for key, found in boxes.items():
-        # Over the names of all keys: a moment that no rank has saved must not pass for one that is not needed.
+        # Against the names of all keys: a moment that no rank saved must not be taken for one that is not needed.
         for name, missing in holes(shapes, found).items():
             fault = "are missing" if missing > 0 else "are there twice or astray"
             raise SaveFailed(
@@ -206,7 +205,7 @@ def _check_role(directory: Path, role: str, ranks: int) -> None:
 
 
 def _instead(directory: Path) -> str:
-    """What a directory is that is no checkpoint, and what to give; "" where it is one, of which a file is missing."""
+    """Say what a directory is instead of a checkpoint, and what to give; "" for a checkpoint that lacks a file."""
     if NAME.fullmatch(directory.name) or any(directory.glob(f"*/{index_file(0)}")):
         return ""
     if newest := latest(directory):
@@ -230,8 +229,8 @@ def _committed(run_dir: str | Path) -> list[Path]:
 
 
 def _committed_in(directory: Path) -> list[Path]:
-    """Directories that were committed, newest first. One that was being replaced when the driver died counts as well,
-    after its successor."""
+    """Committed directories, newest first; one that was being replaced when the driver died comes after its
+    successor."""
     found = [
         path
         for path in (directory.iterdir() if os.path.isdir(directory) else ())
@@ -246,7 +245,7 @@ def _step(path: Path) -> int:
 
 
 def _fault(path: Path) -> str | None:
-    """Why a committed checkpoint cannot be resumed; None where it can."""
+    """Why a committed checkpoint cannot be resumed; None if it can."""
     try:
         read_state(path)
     except CheckpointError as error:

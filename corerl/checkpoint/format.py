@@ -1,11 +1,11 @@
-"""The training checkpoint on disk: its names, its JSON, and how a file becomes durable.
+"""The training checkpoint's format on disk: names, JSON, and durable writes.
 
     RUN/checkpoints/step-00000050/
       checkpoint.json              written last, by the driver: format, the driver's state, sizes of all files
       ROLE/rank-00000.safetensors  float32 boxes of HF tensors, `exp_avg/model.norm.weight@0`; extra tensors, `extra/3`
       ROLE/rank-00000.json         the index: which box of which tensor of which key; extra state
 
-A directory `step-*.partial` is being written, or was given up.
+A directory `step-*.partial` is being written, or was abandoned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORMAT = "corerl-checkpoint-1"
 DRIVER_FILE = "checkpoint.json"
 PARTIAL = ".partial"
 KEPT = "the run that writes there keeps only its newest checkpoints (checkpoint.keep)"
-REPLACED = ".replaced"  # the complete checkpoint of the same step, while a new one takes its place
+REPLACED = ".replaced"  # an earlier checkpoint of the same step, while it is being replaced
 
 
 def _ints(values: Iterable[int]) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ class SavedBox:
 
 @frozen(kw_only=True)
 class RankIndex:
-    """What one rank has written."""
+    """The index of what one rank wrote."""
 
     boxes: list[SavedBox]
     extra: Any  # plain data; a tensor is {"tensor": its name in the safetensors file}
@@ -90,7 +90,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Let a finished file or directory appear under its name, on the disk and not only in its cache."""
+    """Rename a finished file or directory to its final name, durably (with fsync)."""
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
@@ -114,8 +114,7 @@ def read_index(role_dir: Path, rank: int) -> RankIndex:
 
 
 def read_json(path: Path, *, checkpoint: Path) -> dict[str, Any]:
-    """A JSON file of this format, which is of `checkpoint`. Raises CheckpointError where it is missing, damaged or of
-    another format."""
+    """Read a JSON file of `checkpoint`. Raises CheckpointError if it is missing, damaged or of another format."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
@@ -132,7 +131,7 @@ def read_json(path: Path, *, checkpoint: Path) -> dict[str, Any]:
 
 
 def unusable(checkpoint: Path, text: str) -> CheckpointError:
-    """The error that `text` tells of a file of `checkpoint`, unless all of it has gone while it was read."""
+    """The error with `text` about a file of `checkpoint`, or another one if the whole checkpoint is gone by now."""
     if os.path.isdir(checkpoint):
         return CheckpointError(text)
     return CheckpointError(f"{checkpoint} was removed or replaced while it was read: {KEPT}; try again")

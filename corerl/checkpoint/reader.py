@@ -1,4 +1,4 @@
-"""Read a checkpoint, box by box: whatever parallelism wrote it, each rank reads exactly its share."""
+"""Read a checkpoint box by box: each rank reads exactly its share, whatever parallelism wrote it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from corerl.weights.chunks import intersect, within
 
 
 class CheckpointSource:
-    """One key (master, exp_avg, exp_avg_sq) of one role's part, as a `TensorSource` in float32."""
+    """A `TensorSource`, in float32, for one key (master, exp_avg, exp_avg_sq) of one role's part."""
 
     def __init__(self, role_dir: str | Path, key: str) -> None:
         self._directory = Path(role_dir)
         self._key = key
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._boxes: dict[str, list[tuple[int, SavedBox]]] = {}  # name -> (rank that wrote it, box)
-        self._files: dict[int, Any] = {}  # open, by rank; opening maps the file and reads its header
+        self._files: dict[int, Any] = {}  # open files by rank; opening maps the file and reads its header
         self.bytes_read = 0
         keys = set()
         for rank in range(written_ranks(self._directory)):
@@ -43,14 +43,14 @@ class CheckpointSource:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor that this key has."""
+        """The shape of every tensor of this key, by name."""
         return dict(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._shapes.get(name)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """[*sizes] float32 on the CPU. Raises CheckpointError where the files do not hold all of it."""
+        """Read one box [*sizes], float32 on the CPU. Raises CheckpointError if the files do not hold all of it."""
         wanted = (tuple(offsets), tuple(sizes))
         out = torch.empty(wanted[1])
         found = 0
@@ -86,7 +86,7 @@ class CheckpointSource:
 
 
 def written_ranks(role_dir: str | Path) -> int:
-    """How many ranks wrote this role's part. Raises CheckpointError where none did."""
+    """How many ranks wrote this role's part. Raises CheckpointError if none did."""
     directory = Path(role_dir)
     ranks = 0
     while (directory / index_file(ranks)).exists():
@@ -97,7 +97,7 @@ def written_ranks(role_dir: str | Path) -> int:
 
 
 def read_extra(role_dir: str | Path, rank: int) -> dict[str, Any]:
-    """The extra state that `rank` staged, tensors on the CPU. Raises CheckpointError where no such rank wrote."""
+    """The extra state that `rank` staged, with tensors on the CPU. Raises CheckpointError if there is no such rank."""
     directory = Path(role_dir)
     index = read_index(directory, rank)
     path = directory / tensor_file(rank)

@@ -1,4 +1,4 @@
-"""One rank's part of a checkpoint: staged on the host at once, written to disk now or in the background."""
+"""Stage one rank's part of a checkpoint on the host, and write it to disk, now or in the background."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BLOCK = 2**29  # bytes
 
 @frozen(eq=False)
 class Staged:
-    """Host copies that training no longer touches."""
+    """Host copies of a rank's state, independent of further training."""
 
     tensors: dict[str, torch.Tensor]
     index: RankIndex
@@ -43,7 +43,7 @@ class Staged:
 
 
 def stage(state: Mapping[str, Sequence[Chunk]], extra: Mapping[str, Any]) -> Staged:
-    """Copy this rank's chunks (key -> chunks, replicas left out) as float32, and `extra`: mappings, sequences, tensors
+    """Copy this rank's chunks (key -> chunks, skipping replicas) as float32, and `extra`: mappings, sequences, tensors
     and plain values. Blocks until the copies are done. Raises SaveFailed for a value that JSON cannot hold."""
     views: dict[str, torch.Tensor] = {}
     boxes: list[SavedBox] = []
@@ -73,7 +73,7 @@ def stage(state: Mapping[str, Sequence[Chunk]], extra: Mapping[str, Any]) -> Sta
 def write(staged: Staged, directory: Path, rank: int) -> int:
     """Write to `directory`, a role's part of a partial checkpoint; returns the bytes written. Raises SaveFailed.
 
-    The index comes last: where it is, the tensors are.
+    The index is written last: if it exists, so do the tensors.
     """
     path = directory / tensor_file(rank)
     try:
@@ -87,9 +87,9 @@ def write(staged: Staged, directory: Path, rank: int) -> int:
 
 
 class BackgroundWriter:
-    """Does one job at a time, on a thread of its own. A failure is kept, and raised once, by the next call.
+    """Runs one job at a time in a background thread. A failure is kept, and raised once, by the next call.
 
-    `run` does the job on that thread.
+    `run` is called in that thread to run the job.
     """
 
     def __init__(self, run: Callable[[Job], object] = lambda job: job()) -> None:
@@ -98,34 +98,34 @@ class BackgroundWriter:
         self._error: BaseException | None = None
 
     def submit(self, job: Job) -> None:
-        """Start `job` once the one before has ended. Raises SaveFailed, and starts nothing, where that one failed."""
+        """Start `job` after the previous one has ended. If that failed, raises SaveFailed and starts nothing."""
         self.wait()
-        # A daemon: what it leaves half-written stays invisible, while a hanging disk must not keep the process alive.
+        # A daemon, so that a hanging disk does not keep the process alive; what it leaves half-written stays invisible.
         self._thread = threading.Thread(target=self._work, args=(job,), name="checkpoint-writer", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until nothing is in flight. Raises SaveFailed where the last job failed."""
+        """Wait until nothing is in flight. Raises SaveFailed if the last job failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self._raise_kept()
 
     def idle(self) -> bool:
-        """Whether nothing is in flight. Raises SaveFailed where the last job failed."""
+        """Whether nothing is in flight. Raises SaveFailed if the last job failed."""
         if self._thread is not None and self._thread.is_alive():
             return False
         self._raise_kept()
         return True
 
     def close(self) -> None:
-        """Let the last job finish. Raises SaveFailed where it failed."""
+        """Let the last job finish. Raises SaveFailed if it failed."""
         self.wait()
 
     def _work(self, job: Job) -> None:
         try:
             self._run(job)
-        except BaseException as error:  # raised where someone listens
+        except BaseException as error:  # raised by the next call
             self._error = error
 
     def _raise_kept(self) -> None:
@@ -135,7 +135,7 @@ class BackgroundWriter:
 
 
 def _bytes(view: torch.Tensor) -> int:
-    """Bytes of its copy."""
+    """The size of its staged copy in bytes."""
     return view.numel() * STORED.itemsize
 
 
@@ -146,16 +146,16 @@ def _pinned(nbytes: int) -> torch.Tensor:
 def rooms(
     sizes: Sequence[int], *, block_bytes: int = BLOCK, allocate: Callable[[int], torch.Tensor] = _pinned
 ) -> list[torch.Tensor]:
-    """Memory for copies of `sizes` bytes, each a multiple of 4, cut out of (pinned) blocks of `allocate`.
+    """Memory for copies of `sizes` bytes, each a multiple of 4, cut from (pinned) blocks of `allocate`.
 
-    torch makes a power of two of each size that it is asked for, and keeps all of it, pinned, for the next save. Tensor
-    by tensor that would be up to twice of what is saved.
+    torch rounds each pinned allocation up to a power of two, and keeps it for the next save. Allocating tensor by
+    tensor could therefore take up to twice the bytes saved.
     """
     blocks: list[torch.Tensor] = []
     used: list[int] = []
     found: dict[int, torch.Tensor] = {}
     left = sum(sizes)
-    # The largest first, each in the first block that has room: the smaller ones fill what is left.
+    # Largest first, each into the first block with room: the smaller ones fill the gaps.
     for index in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
         size = sizes[index]
         block = next((at for at, full in enumerate(used) if len(blocks[at]) - full >= size), len(blocks))
@@ -169,7 +169,7 @@ def rooms(
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
-    """`value` as JSON holds it, its tensors taken out under names of their own."""
+    """Convert `value` to JSON data; tensors are moved to `tensors` and replaced by their names."""
     match value:
         case torch.Tensor():
             stored = f"extra/{sum(name.startswith('extra/') for name in tensors)}"

@@ -1,4 +1,4 @@
-"""Processes that work together: call one or all of them, and when one fails, end them all with *its* error."""
+"""Call processes that work together, singly or all at once; if one fails, end all and raise *its* error."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from corerl.cluster.watchdog import ANSWER_SECONDS, SETTLE_SECONDS, Status, Watc
 from corerl.errors import CorerlError, HookFailed, WorkerDied
 from corerl.messages import last_line
 
-# After a first failure the others get this long to fail too, so that the cause can be told from its consequences: a
-# rank whose neighbour vanished reports a broken connection, and may do so before the neighbour's death is noticed.
+# After a first failure the others get this long to fail too, to tell the cause from its consequences: a rank whose
+# neighbor vanished reports a broken connection, possibly before the neighbor's death is noticed.
 GRACE_SECONDS = 3.0
 
 
 @frozen(eq=False)
 class Pending:
-    """Calls that are under way; `RayGroup.wait` turns them into their results."""
+    """Calls in progress; `RayGroup.wait` returns their results."""
 
     method: str
     members: tuple[int, ...]
     refs: tuple[Any, ...]
     watch: Watch = field(factory=Watch)
-    asked: float = field(factory=time.time)  # before the calls began
-    told: set[int] = field(factory=set)  # members whose answers `on_answer` has been told of
+    asked: float = field(factory=time.time)  # time.time() before the calls started
+    told: set[int] = field(factory=set)  # members whose answers were passed to `on_answer`
 
 
 @frozen(kw_only=True)
 class Watching:
-    """Who is told of what goes on in a group while someone waits for its calls."""
+    """Callbacks about a group's calls while someone waits for them."""
 
-    # Who is late, and where, once a call has taken `seconds`; then after twice as long, and so on. 0 seconds: never.
+    # Gets a sentence on who is late, and where, when a call has taken `seconds` (0: never), then twice as long, etc.
     notify: Callable[[str], None] | None = None
     seconds: float = 0.0
-    # Once of every answer, with the member's name; the processes then record what they do in their calls.
+    # Called once per answer, with the member's name; if set, the processes record what they do in their calls.
     on_answer: Callable[[str, Pending, Outcome], None] | None = None
 
 
 class RayGroup:
-    """Equal processes with names such as `actor rank 0`."""
+    """Processes of the same class, with names such as `actor rank 0`."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class RayGroup:
         threads: int = 1,
         watching: Watching | None = None,
     ) -> None:
-        """`failure` is what foreign exceptions of the processes become. With one thread calls run in the order in which
-        they were started; with more, that many at once."""
+        """`failure` is the type that foreign exceptions of the processes become. With one thread, calls run in the
+        order they were started; with more, that many run at once."""
         if len(names) != len(seats):
             raise CorerlError(f"{len(names)} processes for {len(seats)} seats; give each process one")
         self.names = list(names)
@@ -71,7 +71,7 @@ class RayGroup:
         self._watching = watching or Watching()
         self._actors = [self._spawn(member) for member in range(len(names))]
         self._alive = True
-        self._answered = 0.0  # time.monotonic() when the last call that was waited for had been answered by all
+        self._answered = 0.0  # time.monotonic() when all members had answered the last awaited call
 
     def __len__(self) -> int:
         return len(self.names)
@@ -79,30 +79,30 @@ class RayGroup:
     # ---- calls ------------------------------------------------------------------------------------------------------
 
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Pending:
-        """Construct each process's object with arguments of its own."""
+        """Construct each process's object, each with its own arguments."""
         self._check_lengths("start", arguments)
         asked = time.time()
         refs = [actor.construct.remote(*args) for actor, args in zip(self._actors, arguments, strict=True)]
         return Pending("start", tuple(range(len(self))), tuple(refs), asked=asked)
 
     def listen(self, member: int) -> tuple[str, int, int]:
-        """(host, port, file descriptor there) of a socket on which the member's process listens already."""
+        """Open a listening socket in the member's process; returns (host, port, file descriptor there)."""
         asked = time.time()
         ref = self._actors[member].listen.remote()
         address: tuple[str, int, int] = self.wait(Pending("listen", (member,), (ref,), asked=asked))[0]
         return address
 
     def start(self, method: str, *args: Any) -> Pending:
-        """Call `method` with the same arguments in all processes. Object references among `args` are resolved there."""
+        """Call `method` in all processes with the same arguments. Ray resolves object references among `args` there."""
         return self.start_each(method, [args] * len(self))
 
     def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending:
-        """Call `method` in all processes, each with arguments of its own."""
+        """Call `method` in all processes, each with its own arguments."""
         self._check_lengths(method, arguments)
         return self.start_some(method, dict(enumerate(arguments)))
 
     def start_some(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Pending:
-        """Call `method` in the named members only."""
+        """Call `method` only in the members that `arguments` names."""
         if not self._alive:
             raise WorkerDied(f"{self.names[0]} and its group have ended; {method} cannot be called any more")
         asked = time.time()
@@ -113,8 +113,8 @@ class RayGroup:
         return self.wait(self.start(method, *args))
 
     def wait(self, pending: Pending) -> list[Any]:
-        """Results in the members' order. The first failure ends the whole group and is raised; but where all members
-        have answered, and those that failed merely refused (`CorerlError.harmless`), the group goes on."""
+        """Results in the members' order. The first failure ends the whole group and is raised; but if all members
+        answered and every failure was a mere refusal (`CorerlError.harmless`), the group lives on."""
         outcomes: dict[int, Outcome] = {}
         waiting = dict(zip(pending.refs, pending.members, strict=True))
         deadline: float | None = None
@@ -141,7 +141,7 @@ class RayGroup:
         return [outcomes[member].value for member in pending.members]
 
     def answers(self, pending: Pending) -> dict[int, Any]:
-        """What each member of the call gave: its result, or its CorerlError. Nobody is ended by another's failure."""
+        """Wait for each member's result or CorerlError. A failure does not end the other members."""
         answers: dict[int, Any] = {}
         waiting = dict(zip(pending.refs, pending.members, strict=True))
         while waiting:
@@ -153,7 +153,7 @@ class RayGroup:
         return answers
 
     def answered(self, pending: Pending, timeout: float) -> dict[int, Any]:
-        """What `answers` gives, of members that have answered after at most `timeout` seconds."""
+        """Like `answers`, but only of members that answer within `timeout` seconds."""
         ended, _ = ray.wait(list(pending.refs), num_returns=len(pending.refs), timeout=timeout)
         answers: dict[int, Any] = {}
         for ref, member in zip(pending.refs, pending.members, strict=True):
@@ -163,15 +163,15 @@ class RayGroup:
         return answers
 
     def aside(self, method: str, *args: Any) -> None:
-        """Call `method` in all processes at once, whatever else they do; returns when all have done so, or after
-        `ANSWER_SECONDS`: who does not answer is not waited for."""
+        """Call `method` in all processes at once, even while they run other calls. Returns when all have answered,
+        after `ANSWER_SECONDS` at the latest."""
         refs = [actor.call.options(concurrency_group=STATUS).remote(method, *args) for actor in self._actors]
         ray.wait(refs, num_returns=len(refs), timeout=ANSWER_SECONDS)
 
     def replace(self, member: int, arguments: tuple[Any, ...]) -> None:
-        """Start a new process in the place of one that has died, and construct its object; returns when it is there.
-        Raises what it failed of, which ends no other."""
-        ray.kill(self._actors[member], no_restart=True)  # where it only seemed dead
+        """Start a new process in place of a dead one and construct its object; returns when it is ready. Raises the
+        error if that fails, without ending other members."""
+        ray.kill(self._actors[member], no_restart=True)  # in case it only seemed dead
         self._actors[member] = self._spawn(member)
         asked = time.time()
         ref = self._actors[member].construct.remote(*arguments)
@@ -180,7 +180,7 @@ class RayGroup:
             raise answer
 
     def ready(self, pending: Pending, timeout: float) -> bool:
-        """Whether `wait` would return or raise at once, after at most `timeout` seconds."""
+        """Whether `wait` would return or raise at once; waits at most `timeout` seconds for that."""
         ended, _ = ray.wait(list(pending.refs), num_returns=len(pending.refs), timeout=timeout)
         if len(ended) == len(pending.refs):
             return True
@@ -208,13 +208,13 @@ class RayGroup:
         )
 
     def _look(self, pending: Pending, waiting: Collection[int]) -> float | None:
-        """Look at the members that have not answered, where it is time to; returns the seconds until it is time again,
-        None for never. Two looks, a moment apart: a call that merely takes long moves on between them."""
+        """If due, check the members that have not answered; returns the seconds until the next check, None for never.
+        Checks come in pairs, a moment apart: a call that is merely slow makes progress between them."""
         notify, seconds = self._watching.notify, self._watching.seconds
         if notify is None or not seconds:
             return None
         watch = pending.watch
-        if watch.due is None:  # several calls may have been started at once, and each begins when the one before ends
+        if watch.due is None:  # calls may be queued: each begins when the previous one ends
             watch.started, watch.due = max(watch.started, self._answered), seconds
         if watch.seconds >= watch.due:
             statuses = self._statuses(waiting)
@@ -228,7 +228,7 @@ class RayGroup:
         return max(0.0, watch.due - watch.seconds)
 
     def _statuses(self, members: Collection[int]) -> dict[int, Status | None]:
-        """Where each member stands; None for one that does not answer."""
+        """Each member's status; None if it does not answer."""
         asked = {self._actors[member].status.options(concurrency_group=STATUS).remote(): member for member in members}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
         statuses: dict[int, Status | None] = dict.fromkeys(members)
@@ -236,7 +236,7 @@ class RayGroup:
             try:
                 statuses[asked[ref]] = ray.get(ref)
             except RayError:
-                continue  # it has died, and the call that is waited for says so
+                continue  # it has died, which the awaited call reports
         return statuses
 
     def _outcome(self, ref: Any, member: int, pending: Pending) -> Outcome:
@@ -255,13 +255,13 @@ class RayGroup:
             )
             died.details = str(error)
             return Outcome(error=died, ended=0.0)
-        except RayError as error:  # the result cannot be pickled here, or not be unpickled there
+        except RayError as error:  # the result cannot be pickled there, or not be unpickled here
             lost = CorerlError(f"{name}: {method} gave a result that did not arrive: {last_line(error)}")
             lost.details = str(error)
             return Outcome(error=lost, ended=time.time())
 
     def _first(self, failed: Mapping[int, Outcome], called: int) -> CorerlError:
-        # A death has no time of its own and is never a consequence, so it comes first; then whoever failed earliest.
+        # Deaths come first: they have no timestamp and are never a consequence. Then the earliest failure.
         member = min(failed, key=lambda index: (failed[index].ended, index))
         error = failed[member].error
         assert error is not None
@@ -276,7 +276,7 @@ class RayGroup:
 
 
 def _stuck(before: Mapping[int, Status | None], now: Mapping[int, Status | None]) -> bool:
-    """Whether no member got any further, or some are still at their beginning, of which the user wants to know."""
+    """Whether to report: no member made progress, or one does not answer or is still starting up."""
     return any(status is None or status.phase for status in now.values()) or not any(
         status.moved(earlier)
         for member, status in now.items()

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster: what to call them, and one question that is asked on each."""
+"""Name the nodes of a Ray cluster, and call a function on each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from corerl.messages import last_line
 
 @frozen(kw_only=True)
 class Answer:
-    """What one node said."""
+    """One node's answer."""
 
     node: str
     value: Any = None
@@ -25,7 +25,7 @@ class Answer:
 
 
 def this_node() -> str:
-    """Where this process runs: the machine's name; in a cluster also what tells the node from others there."""
+    """The name of this process's machine; in a cluster, with what distinguishes the node from others."""
     if not ray.is_initialized():
         return socket.gethostname()
     own = ray.get_runtime_context().get_node_id()
@@ -33,9 +33,9 @@ def this_node() -> str:
 
 
 def ask_each_node(target: str, *args: Any, environment: Mapping[str, str], timeout: float) -> list[Answer]:
-    """Call `target`, "module:function", in a process on every node that is alive, none of whose resources it takes.
+    """Call `target`, "module:function", in a process on every live node, without reserving resources.
 
-    `environment` is what the process gets before it imports anything; `timeout` in seconds is for all of them together.
+    `environment` is set before the process imports anything; `timeout`, in seconds, is for all nodes together.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     asked = {
@@ -52,7 +52,7 @@ def ask_each_node(target: str, *args: Any, environment: Mapping[str, str], timeo
     for ref in answered:
         try:
             answers.append(Answer(node=asked[ref], value=ray.get(ref)))
-        except (RayError, ImportError, RuntimeError) as error:  # it may lack even what the question is made of
+        except (RayError, ImportError, RuntimeError) as error:  # the node may lack even the function
             answers.append(Answer(node=asked[ref], error=last_line(error)))
     return sorted(answers, key=lambda answer: answer.node)
 
@@ -64,5 +64,5 @@ def _question(target: str, args: tuple[Any, ...]) -> Any:
 
 
 def _label(node: Mapping[str, Any]) -> str:
-    """The machine's name, and in brackets the name or address that Ray knows the node by, and the start of its id."""
+    """The machine's name, followed in brackets by Ray's name or address of the node and the start of its id."""
     return f"{node['NodeManagerHostname']} ({node['NodeName'] or node['NodeManagerAddress']}, id {node['NodeID'][:8]})"

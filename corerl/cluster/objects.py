@@ -1,4 +1,4 @@
-"""Data that many processes read: put into the object store once, passed on as a reference."""
+"""Share data that many processes read: put it into the object store once, pass it as a reference."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from corerl.errors import CorerlError
 
 
 def share(value: Any) -> Any:
-    """A reference that any process call accepts in the value's place; arrays in it are then read without a copy.
+    """Return a reference that process calls accept in place of the value; its arrays are then read without a copy.
 
-    Where the store is full Ray moves older objects to disk; raises CorerlError where the disk has no room either.
+    If the store is full, Ray moves older objects to disk; raises CorerlError if the disk is full too.
     """
     try:
         return ray.put(value)

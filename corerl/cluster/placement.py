@@ -1,4 +1,4 @@
-"""Bundles of one device each, in physical order, and who sits on which."""
+"""Reserve bundles of one device each, in physical order, and assign processes to them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from corerl.errors import CorerlError
 
 @frozen(eq=False)
 class Seat:
-    """A share of one bundle, for one process; or of several, for one that has others beside it."""
+    """The place of one process: a share of one bundle, or of several adjacent ones."""
 
     group: PlacementGroup
     bundle: int  # the first
     cpus: float
     gpus: float
-    devices: tuple[int, ...] = ()  # the GPUs of all of them, as their machine numbers them
-    neighbours: int = 1  # bundles on its machine, its own among them
+    devices: tuple[int, ...] = ()  # GPUs of all its bundles, by the machine's numbering
+    neighbours: int = 1  # bundles on its machine, including its own
 
     def options(self) -> dict[str, object]:
-        """Keyword arguments of a Ray actor's `.options`."""
+        """Keyword arguments for a Ray actor's `.options`."""
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self.group, placement_group_bundle_index=self.bundle
         )
@@ -35,19 +35,19 @@ class Seat:
 
 @frozen(kw_only=True)
 class Seating:
-    """Where a run's processes go: plain numbers, made from the config before Ray is asked."""
+    """The placement of a run's processes, as plain numbers computed before Ray starts."""
 
-    places: Mapping[str, tuple[int, ...]]  # group of processes -> bundle of each, the first where it has several
+    places: Mapping[str, tuple[int, ...]]  # group of processes -> each one's (first) bundle
     bundles: int
-    bundle: Mapping[str, float]  # what each is of a machine, by Ray's names of resources
-    widths: Mapping[str, int] = field(factory=dict)  # group -> bundles of each process, where these are several
+    bundle: Mapping[str, float]  # resources of one bundle, by Ray's names
+    widths: Mapping[str, int] = field(factory=dict)  # group -> bundles per process, if more than one
 
     def taken(self, name: str, place: int) -> range:
-        """The bundles of the process of group `name` that begins at `place`."""
+        """The bundles of group `name`'s process whose first bundle is `place`."""
         return range(place, place + self.widths.get(name, 1))
 
     def share(self, bundle: int) -> float:
-        """The part of the bundle that each process on it has."""
+        """The fraction of the bundle that each process on it gets."""
         return 1.0 / sum(bundle in self.taken(name, place) for name in self.places for place in self.places[name])
 
     @property
@@ -65,11 +65,11 @@ def arrange(
     gpus: float = 0.0,
     resources: Mapping[str, float] | None = None,
 ) -> Seating:
-    """Give each group of so many processes its bundles: those `apart` have their own, all others share the same ones,
-    as many as the largest group needs, and each group spread evenly over them.
+    """Assign bundles to `groups` (name -> number of processes). Groups in `apart` get their own; all others share as
+    many bundles as the largest of them needs, each spread evenly over these.
 
-    A bundle is `cpus`, `gpus` and custom `resources`: what one process takes of a machine where it is alone. `widths`
-    names groups whose processes take several bundles each, side by side.
+    A bundle is `cpus`, `gpus` and custom `resources`: what a process needs if it is alone on it. `widths` names groups
+    whose processes take several adjacent bundles each.
     """
     widths = {name: width for name, width in (widths or {}).items() if width > 1}
     places: dict[str, tuple[int, ...]] = {}
@@ -80,7 +80,7 @@ def arrange(
             places[name] = tuple(range(bundles, bundles + count * width, width))
             bundles += count * width
         else:
-            # A process of several begins at a multiple of them: so it has its machine's neighbours, and no two overlap.
+            # A wide process starts at a multiple of its width, so that it stays on one machine and none overlap.
             places[name] = tuple(index * (shared // width) // count * width for index in range(count))
     bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {}), **(resources or {})}
     return Seating(places=places, bundles=bundles, bundle=bundle, widths=widths)
@@ -88,11 +88,10 @@ def arrange(
 
 @contextlib.contextmanager
 def seated(seating: Seating, *, timeout: float) -> Iterator[dict[str, list[Seat]]]:
-    """Reserve the bundles, and give them back at the end; yields the seats of each group.
+    """Reserve the bundles and yield the seats of each group; releases the bundles at the end.
 
-    Bundles are taken in the order of (node, device). `timeout`: seconds to wait until the cluster has them free.
-    Raises CorerlError where the cluster has too little: what is there, what is asked; and where the bundles of one
-    process are on several machines.
+    Bundles are used in (node, device) order. `timeout`: seconds to wait until the cluster has them free. Raises
+    CorerlError if the cluster is too small, or if the bundles of one process are on several machines.
     """
     bundle = dict(seating.bundle)
     gpus = bundle.get("GPU", 0.0)
@@ -131,12 +130,12 @@ def seated(seating: Seating, *, timeout: float) -> Iterator[dict[str, list[Seat]
 
 
 def physical_order(nodes: Mapping[int, str], gpus: Mapping[int, int]) -> list[int]:
-    """Bundles sorted by (node, GPU), so that neighbouring ranks are neighbours in the machine; both maps by bundle."""
+    """Bundles sorted by (node, GPU), so that adjacent ranks are adjacent in the machine; both maps are by bundle."""
     return sorted(nodes, key=lambda bundle: (nodes[bundle], gpus.get(bundle, 0), bundle))
 
 
 def gpus_of_bundles(group: PlacementGroup, bundles: Iterable[int]) -> dict[int, int]:
-    """Ask a process on each bundle which GPU of its machine it was given."""
+    """Bundle -> GPU index on its machine, as seen by a probe process on the bundle."""
     probes = {index: _gpu_of_bundle.options(**Seat(group, index, 0.0, 1.0).options()).remote() for index in bundles}
     return {index: ray.get(probe) for index, probe in probes.items()}
 

@@ -1,4 +1,4 @@
-"""One object of a plain class in a process of its own; what its methods raise comes back as data."""
+"""Host one object of a plain class in its own process; exceptions of its methods come back as data."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from corerl.imports import uncollected
 from corerl.messages import one_line
 from corerl.plugin.events import Span
 
-STATUS = "status"  # the concurrency group that answers while all other threads work
+STATUS = "status"  # the concurrency group that answers while all other threads are busy
 THREADS = "OMP_NUM_THREADS"
 
 
 @frozen
 class Outcome:
-    """What a call gave: a value, or an error that is known to survive pickling."""
+    """The result of a call: a value, or an error that survives pickling."""
 
     value: Any = None
     error: CorerlError | None = None
-    ended: float = 0.0  # time.time() in the process that ran it, as is `started`
+    ended: float = 0.0  # time.time() in the process that ran it, like `started`
     started: float = 0.0
     method: str = ""
-    # Of a process that is traced:
-    lane: int = 0  # more than 0 where the process runs several calls at the same time
+    # If the process is traced:
+    lane: int = 0  # above 0 for calls that run beside others in the process
     spans: tuple[Span, ...] = ()
     waits: tuple[Span, ...] = ()  # in collectives
 
 
 def portable(error: BaseException, where: str, failure: type[CorerlError] = HookFailed) -> CorerlError:
-    """`error` itself where it is one of ours; else a `failure` that tells of it. Either way with its traceback as text.
+    """Return `error` itself if it is one of ours, otherwise a `failure` that describes it; with the traceback as text.
 
-    What a plugin derives from ours becomes the nearest of ours: its class need not be known outside, nor unpickle.
+    A plugin's subclass of our errors becomes its nearest base of ours, since it may be unknown outside or not unpickle.
     """
     failed: CorerlError
     if isinstance(error, CorerlError):
@@ -60,9 +60,9 @@ def portable(error: BaseException, where: str, failure: type[CorerlError] = Hook
 class Process:
     """The actor. `target` is "module:Class"; the class is imported here, after the environment is set.
 
-    What the watchdog asks for comes from the object where it has that: `phase`, a word for where its beginning stands,
-    and `collectives()`, how many it has begun by process group. Where the process is `traced`, the object's `trace`, if
-    it has one, is given the recorder before its first call. It is on one of `neighbours` bundles of its machine.
+    The object may have `phase`, the name of its startup phase, and `collectives()`, the collectives it has begun by
+    process group; both are for the watchdog. If the process is `traced`, the object's `trace`, if any, gets the
+    recorder before its first call. `neighbours` is the number of bundles on this machine.
     """
 
     def __init__(
@@ -74,19 +74,19 @@ class Process:
         neighbours: int = 1,
     ) -> None:
         if THREADS not in started_with():
-            # Ray has set it to the CPUs that the process asked for, which for most is less than one.
+            # Ray has set it to the CPUs that the process requested, mostly less than one.
             os.environ[THREADS] = str(max(int(os.environ.get(THREADS, "1")), fair_threads(neighbours)))
         self.name = name
         self.target = target
         self.failure = failure
         self.recorder = Recorder() if traced else None
         self.held: Any = None
-        self._beginning = ""  # import, then start, until there is an object
-        self._working: dict[int, str] = {}  # thread -> method, the first that was called first
+        self._beginning = ""  # import, then start, until the object exists
+        self._working: dict[int, str] = {}  # thread -> method, oldest call first
 
     def listen(self) -> Outcome:
-        """(host, port, file descriptor) of a socket that listens already, for code in this process to take over: so no
-        one can take the port between its choice and its use."""
+        """Open a listening socket for code in this process to take over; returns (host, port, file descriptor). Nobody
+        can take the port between its choice and its use."""
 
         def find() -> tuple[str, int, int]:
             listening = socket.socket()
@@ -106,7 +106,7 @@ class Process:
             try:
                 self.held = made(*args)
             except PluginError as error:
-                # What the driver could load is missing, or another one, on this node: which one is that?
+                # The driver could load it, but it is missing or different on this node: name the node.
                 raise type(error)(f"{self.name} on {this_node()}: {error.message}") from error
             if self.recorder is not None and hasattr(self.held, "trace"):
                 self.held.trace(self.recorder)
@@ -117,7 +117,7 @@ class Process:
         return self._outcome(method, lambda: getattr(self.held, method)(*args))
 
     def status(self) -> Status:
-        """Where the call stands that is under way; answered in a thread of its own."""
+        """Where the current call is; answered in a thread of its own."""
         frame = frame_of(next(iter(list(self._working)), 0))
         place, waits, stack = stand(frame) if frame is not None else ("", False, 0)
         phase = self._beginning if self.held is None else getattr(self.held, "phase", "")
@@ -144,28 +144,28 @@ class Process:
 
 
 def started_with() -> set[str]:
-    """The variables that this process began with: of its `environment`, of the machine's Ray, or of whoever started
-    that. What is set since is not among them."""
+    """Names of the environment variables this process started with (from its `environment`, the machine's Ray, or
+    Ray's parent), without those set since."""
     try:
         entries = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
-        return set(os.environ)  # no Linux, and no telling
+        return set(os.environ)  # not Linux: cannot tell
     return {entry.partition(b"=")[0].decode() for entry in entries}
 
 
 def fair_threads(neighbours: int) -> int:
-    """Half of a bundle's share of the cores that this process may use: a rank and an engine may be on one bundle, and
-    what a machine counts as two cores is often one."""
+    """Half of a bundle's share of the usable cores: a rank and an engine may share a bundle, and what a machine counts
+    as two cores is often one."""
     return max(1, cores() // (2 * neighbours))
 
 
 def cores() -> int:
-    """How many cores this process may use, and its container has time for."""
+    """How many cores this process may use, within its container's CPU quota."""
     own = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except OSError:
-        return own  # in no container, or under the first version of cgroups
+        return own  # not in a container, or cgroups v1
     return own if quota == "max" else max(1, min(own, int(quota) // int(period)))
 
 
@@ -180,7 +180,7 @@ def spawn(
     traced: bool = False,
 ) -> Any:
     """Start a process with `environment` set before it imports anything; returns its actor handle at once."""
-    # With a concurrency group besides, all calls run in threads of their groups and none in the process's main thread.
+    # With a concurrency group, all calls run in threads of their groups, none in the process's main thread.
     groups: dict[str, Any] = {"concurrency_groups": {STATUS: 1}}
     actor = ray.remote(**groups)(Process)
     return actor.options(max_restarts=0, max_task_retries=0, runtime_env={"env_vars": environment}, **options).remote(

@@ -1,4 +1,4 @@
-"""Ray for as long as a run lasts: a cluster of this machine's own, or a place in one that is there already."""
+"""Start Ray on this machine for the duration of a run, or join an existing cluster."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from ray._private.utils import detect_fate_sharing_support
 from corerl.errors import ConfigError, CorerlError
 from corerl.messages import first_line
 
-START_SECONDS = 120.0  # that Ray has to start: it takes about five, and mostly gives up by itself after thirty
-FORWARD_SECONDS = 1.0  # in which Ray, which looks for it ten times a second, forwards what was printed last
-ANSWER_SECONDS = 20.0  # that a cluster has to answer
+START_SECONDS = 120.0  # for Ray to start: it takes about five, and usually gives up by itself after thirty
+FORWARD_SECONDS = 1.0  # for Ray, which polls ten times a second, to forward the last output
+ANSWER_SECONDS = 20.0  # for a cluster to answer
 
 
 @contextlib.contextmanager
 def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator[None]:
-    """Start Ray on this machine with `cpus` logical CPUs, and shut it down at the end; or join, and leave, `address`.
-    With `forward`, what its processes print is printed here too.
+    """Start Ray on this machine with `cpus` logical CPUs and shut it down at the end, or join and leave `address`.
+    With `forward`, output of its processes is printed here too.
 
-    Raises CorerlError in one line where Ray cannot start or the cluster does not answer.
+    Raises CorerlError, in one line, if Ray cannot start or the cluster does not answer.
     """
     if address:
         _require_listening(address)
         _require_answering(address)
-    # Ray else warns about a change of default that does not concern us.
+    # Without this, Ray warns about a changed default that does not concern us.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -48,22 +48,21 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
             else:
                 with _group_of_its_own():
                     ray.init(
-                        address="local",  # never a cluster that someone else has started here
+                        address="local",  # never a cluster that someone else started here
                         num_cpus=max(1, int(-(-cpus // 1))),
                         include_dashboard=False,
                         log_to_driver=forward,
                         logging_level=logging.ERROR,
                         namespace="corerl",
-                        # Workers that it would start before they are asked for, and ours have an environment of their
-                        # own.
+                        # No workers in advance: ours need environments of their own.
                         _system_config={"prestart_worker_first_driver": False},
                     )
-    except Exception as error:  # a bare Exception is among what Ray raises here
+    except Exception as error:  # Ray may raise a bare Exception here
         where = f"connect to the Ray cluster at {address}" if address else "start Ray on this machine"
         room = "" if address or ray.is_initialized() else _room()
         raise CorerlError(f"cannot {where}: {first_line(error)}{room}") from error
     finally:
-        # ray.init puts its own handler in the place of whoever waits for the signal, and that one aborts the process.
+        # Restore the handler: ray.init replaces it with its own, which aborts the process.
         if threading.current_thread() is threading.main_thread() and handler is not None:
             signal.signal(signal.SIGTERM, handler)
     try:
@@ -76,12 +75,12 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
 
 @contextlib.contextmanager
 def _group_of_its_own() -> Iterator[None]:
-    """Ray's processes begin, while the block lasts, outside of this one's process group, as they do on Windows.
+    """Start Ray's processes outside this process's group inside the block, as Ray does on Windows.
 
-    `timeout` and job schedulers send SIGTERM to the whole group. Ray keeps SIGINT alone from its processes; without
-    them nothing of a run ends as it should. They still end with this process, whatever ends it: the kernel sees to it,
-    and where it cannot, Ray's reaper looks for them in this group, and they stay there.
-    Read in Ray 2.40 and 2.60; asked for in https://github.com/ray-project/ray/issues/2830.
+    `timeout` and job schedulers send SIGTERM to the whole group. Ray shields its processes from SIGINT only, and if
+    they die first, a run cannot end properly. They still end with this process, however it ends: the kernel sees to
+    that. Where it cannot, Ray's reaper looks for them in this group, so they stay in it.
+    Read in Ray 2.40 and 2.60; requested in https://github.com/ray-project/ray/issues/2830.
     """
     if not detect_fate_sharing_support():
         yield
@@ -96,8 +95,8 @@ def _group_of_its_own() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _within(seconds: float) -> Iterator[None]:
-    """A block that raises TimeoutError where it takes longer, as soon as it is in Python again: Ray's native waits end
-    after some 30 seconds. Outside the main thread, which alone gets signals, it may take as long as it will."""
+    """Raise TimeoutError if the block takes longer, once it is back in Python: Ray's native waits end after some 30
+    seconds. Without effect outside the main thread, which alone gets signals."""
 
     def give_up(*_: object) -> None:
         raise TimeoutError(f"it did not answer within {seconds:g} s")
@@ -111,13 +110,13 @@ def _within(seconds: float) -> Iterator[None]:
         yield
     finally:
         try:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)  # the signal may arrive here yet
+            signal.setitimer(signal.ITIMER_REAL, 0.0)  # the signal may still arrive here
         finally:
             signal.signal(signal.SIGALRM, handler)
 
 
 def _room() -> str:
-    """Where Ray writes, and what is free there: it dies without a word where that is nothing."""
+    """Describe where Ray writes and how much is free there: Ray dies silently if the disk is full."""
     directory = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
     try:
         free = f"{shutil.disk_usage(directory).free / 2**30:.1f} GiB free"
@@ -127,10 +126,10 @@ def _room() -> str:
 
 
 def _require_answering(address: str) -> None:
-    """Raises ConfigError where whoever listens at `address` does not answer as a Ray cluster of this version. Ray
-    itself would ask it again and again; so another process asks, and can be given up."""
+    """Raise ConfigError if the listener at `address` does not answer as a Ray cluster of this version. Ray itself would
+    retry for long, so a subprocess asks, which can be abandoned."""
     if address.startswith("ray://"):
-        return  # a Ray client's server, which this question is not for
+        return  # a Ray Client server, which has no such health check
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS)
@@ -143,10 +142,10 @@ def _require_answering(address: str) -> None:
 
 
 def _require_listening(address: str) -> None:
-    """Raises ConfigError where nobody listens at `address`: Ray itself asks again and again for many minutes."""
+    """Raise ConfigError if nobody listens at `address`: Ray itself would retry for many minutes."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not colon:
-        return  # a name such as "auto", which Ray answers at once
+        return  # a name such as "auto", which Ray resolves at once
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()
     except (OSError, ValueError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""What a process does inside its calls, as spans of time: told by its own code, or seen from a thread beside it."""
+"""Record what a process does inside its calls as time spans, reported by its code or sampled by a thread."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from attrs import define, field
 from corerl.cluster.watchdog import COLLECTIVES, LIBRARIES, frame_of
 from corerl.plugin.events import Span
 
-LOOK_SECONDS = 0.005  # between looks at whether a call waits in a collective
+LOOK_SECONDS = 0.005  # between checks whether a call waits in a collective
 
 
 @define
 class CallRecord:
-    """One call while it goes on."""
+    """One call in progress."""
 
-    lane: int  # the lowest that no other call of the process is in
+    lane: int  # the lowest one not used by another call of the process
     started: float
-    spans: list[Span] = field(factory=list)  # in the order in which they ended
+    spans: list[Span] = field(factory=list)  # in ending order
     waits: list[Span] = field(factory=list)
-    _seen: tuple[int, str, float] | None = None  # frame, name and beginning of the collective that it was last seen in
+    _seen: tuple[int, str, float] | None = None  # frame id, name and start of the collective it was last seen in
 
     def look(self, frame: FrameType | None, now: float) -> None:
-        """What is seen counts from this look until the one that sees something else."""
+        """Sample the call. A collective counts from the look that first sees it until one that sees something else."""
         found = collective_in(frame)
         if self._seen is not None and (found is None or found[0] != self._seen[0]):
             self.waits.append(Span(name=self._seen[1], started=self._seen[2], ended=now))
@@ -37,18 +37,18 @@ class CallRecord:
 
 
 class Recorder:
-    """Call it for a block that is worth seeing: `with recorder("gather"): ...`. Calls in other threads are told apart;
-    outside a call, or in a thread that a call has started, nothing is recorded."""
+    """Records a block as a span: `with recorder("gather"): ...`. Calls in different threads are kept apart; outside a
+    call, or in a thread that a call started, nothing is recorded."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.clock = clock
         self._calls: dict[int, CallRecord] = {}  # by thread
         self._changing = threading.Lock()
-        self._working = threading.Event()  # while there is a call
+        self._working = threading.Event()  # set while there is a call
         self._looking: threading.Thread | None = None
 
     def begin(self) -> None:
-        """A call begins in this thread."""
+        """Note that a call begins in this thread."""
         with self._changing:
             taken = {call.lane for call in self._calls.values()}
             lane = next(lane for lane in range(len(taken) + 1) if lane not in taken)
@@ -59,7 +59,7 @@ class Recorder:
                 self._looking.start()
 
     def end(self, ended: float) -> CallRecord:
-        """This thread's call has ended; what it did, outer spans before those inside them."""
+        """End this thread's call; returns its record, with outer spans before the spans inside them."""
         with self._changing:
             call = self._calls.pop(threading.get_ident())
             call.look(None, ended)
@@ -76,7 +76,7 @@ class Recorder:
             yield
         finally:
             call = self._calls.get(threading.get_ident())
-            if call is not None and call.started <= started:  # one left over from an earlier call belongs to none
+            if call is not None and call.started <= started:  # otherwise left over from an earlier call
                 call.spans.append(Span(name=name, started=started, ended=self.clock()))
 
     def _look(self) -> None:
@@ -88,8 +88,7 @@ class Recorder:
 
 
 def collective_in(frame: FrameType | None) -> tuple[int, str] | None:
-    """Which frame, and the name, of the collective of torch.distributed that a thread with this innermost frame is in;
-    None where it is in none."""
+    """(frame id, name) of the torch.distributed collective that a thread with this innermost frame is in, or None."""
     while frame is not None and LIBRARIES.search(frame.f_code.co_filename):
         if COLLECTIVES.search(frame.f_code.co_filename):
             return id(frame), frame.f_code.co_name

@@ -1,4 +1,4 @@
-"""Who is late: what processes are asked while a call lasts long, and the sentence that the user is then told."""
+"""Find out which process a long call waits for, and word the sentence that tells the user."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import FrameType
 
 from attrs import define, field, frozen
 
-SETTLE_SECONDS = 2.0  # between two looks: whoever stands where it stood, and has begun no collective since, is stuck
-ANSWER_SECONDS = 5.0  # that a process has to say where it stands
-DESCRIBED = 8  # processes at most whose place is told; the others are only counted
+SETTLE_SECONDS = 2.0  # between two checks: a process at the same place, with no new collective, is stuck
+ANSWER_SECONDS = 5.0  # for a process to report its status
+DESCRIBED = 8  # maximum number of processes described; the others are counted
 
 LIBRARIES = re.compile(r"[/\\]site-packages[/\\](torch|ray)[/\\]|^<|[/\\]corerl[/\\]cluster[/\\]process\.py$")
 COLLECTIVES = re.compile(r"[/\\]torch[/\\]distributed[/\\](distributed_c10d|_functional_collectives)\.py$")
@@ -20,13 +20,13 @@ COLLECTIVES = re.compile(r"[/\\]torch[/\\]distributed[/\\](distributed_c10d|_fun
 
 @frozen(kw_only=True)
 class Status:
-    """Where a process stands, as it says itself while its call goes on."""
+    """A process's own report of where its current call is."""
 
-    phase: str = ""  # of its beginning, such as 'model build'; "" where it has one no longer
+    phase: str = ""  # of startup, such as 'model build'; "" afterwards
     place: str = ""  # its innermost line of Python outside torch and Ray
-    waits: bool = False  # in a collective of torch.distributed
-    collectives: Mapping[str, int] = field(factory=dict)  # process group -> collectives that it has begun
-    stack: int = 0  # another number where it has moved
+    waits: bool = False  # inside a torch.distributed collective
+    collectives: Mapping[str, int] = field(factory=dict)  # process group -> collectives begun
+    stack: int = 0  # a hash of the stack: changes when the process moves
 
     def moved(self, before: Status) -> bool:
         return (self.stack, self.collectives) != (before.stack, before.collectives)
@@ -34,11 +34,11 @@ class Status:
 
 @define
 class Watch:
-    """When to look at one call's processes, and what was seen last."""
+    """When to check one call's processes, and what the last check saw."""
 
     started: float = field(factory=time.monotonic)
-    due: float | None = None  # seconds after the start; None before the first look
-    seen: dict[int, Status | None] | None = None  # at the first look of a pair
+    due: float | None = None  # seconds after the start; None before the first check
+    seen: dict[int, Status | None] | None = None  # statuses at the first check of a pair
 
     @property
     def seconds(self) -> float:
@@ -46,7 +46,7 @@ class Watch:
 
 
 def stand(frame: FrameType) -> tuple[str, bool, int]:
-    """`place`, `waits` and `stack` of a thread whose innermost frame this is."""
+    """`Status.place`, `waits` and `stack` of a thread with this innermost frame."""
     place, waits, positions = "", False, []
     current: FrameType | None = frame
     while current is not None:
@@ -62,15 +62,15 @@ def stand(frame: FrameType) -> tuple[str, bool, int]:
 
 
 def frame_of(thread: int) -> FrameType | None:
-    """The innermost frame of a thread of this process, as it is now."""
+    """The current innermost frame of a thread of this process."""
     return sys._current_frames().get(thread)
 
 
 def late(statuses: Mapping[int, Status | None]) -> list[int]:
-    """Members for whom the others wait; empty where that cannot be told. None stands for one that did not answer.
+    """The members that the others wait for; empty if that is unclear. A status of None means no answer.
 
-    A rank that has begun fewer collectives of a group than another of its ranks is behind, and one that has begun more
-    is ahead. Of those behind, some wait themselves, in a smaller group, for one that is further behind.
+    A rank that has begun fewer collectives of a group than another rank of it is behind; one that has begun more is
+    ahead. Some ranks that are behind are themselves waiting, in a smaller group, for one that is further behind.
     """
     known = {member: status for member, status in statuses.items() if status is not None}
     silent = [member for member in statuses if member not in known]
@@ -101,7 +101,7 @@ def late(statuses: Mapping[int, Status | None]) -> list[int]:
 def sentence(
     names: Sequence[str], method: str, seconds: float, statuses: Mapping[int, Status | None], done: Collection[int]
 ) -> str:
-    """What the user is told of a call that `statuses`' members have not answered, and `done` have."""
+    """Word the message about a call that the members in `done` have answered and those in `statuses` have not."""
     culprits = late(statuses)
     waiting = [member for member in statuses if member not in culprits] if culprits else []
     shown = culprits or sorted(statuses)
@@ -119,7 +119,7 @@ def sentence(
 
 
 def listed(names: Sequence[str]) -> str:
-    """'actor ranks 0-2, 5' for four of such names; others one after the other."""
+    """Join names; rank names are compressed, such as 'actor ranks 0-2, 5'."""
     matches = [re.fullmatch(r"(.* rank) (\d+)", name) for name in names]
     heads = {match[1] for match in matches if match}
     if len(names) < 2 or not all(matches) or len(heads) > 1:

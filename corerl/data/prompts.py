@@ -62,7 +62,7 @@ class PromptSource(ABC):
         return [self.prompt(index) for index in self.held_out.tolist() if index not in self.left_out]
 
     def leave_out(self, indices: frozenset[int]) -> None:
-        """Pass over these from now on. Raises DataError where a share has nothing else to train on."""
+        """Skip these prompts from now on. Raises DataError if a share has no other to train on."""
         for share in self.shares:
             if indices.issuperset(share.train.tolist()):
                 of = f" of source {share.name!r}" if share.name else ""
@@ -92,7 +92,7 @@ class SortDigits(PromptSource):
 
 
 class _Epochs:
-    """One share's indices without end: every epoch goes through all of them in an order of its own, and passes over
+    """One share's indices without end: every epoch goes through all of them in an order of its own, and skips
     those that are left out."""
 
     def __init__(self, train: IntArray, seed: int, left_out: frozenset[int]) -> None:

@@ -1,1 +1,1 @@
-"""What the loop calls on the driver: a run's parts, assembled, told what to do, and taken apart."""
+"""The driver's side of a run: assemble its parts, direct them for the loop, and shut them down."""

@@ -1,4 +1,4 @@
-"""From rewards, and what the models say of the samples, to the columns that the losses read."""
+"""Compute the columns that the losses read from rewards and the models' outputs on the samples."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from corerl.types import FloatArray, SampleBatch
 
 @frozen(kw_only=True)
 class Stamped:
-    """A rollout batch that can be trained on."""
+    """A rollout batch that is ready to train on."""
 
     samples: SampleBatch
     metrics: dict[str, float]
-    kl_coef: float = 0.0  # of this step
-    kl: float | None = None  # from the reference policy, mean over loss tokens; None where there is no reference
+    kl_coef: float = 0.0  # used in this step
+    kl: float | None = None  # to the reference policy, mean over loss tokens; None without a reference
 
 
 def stamp(
     samples: SampleBatch, rewards: FloatArray, algorithm: AlgorithmConfig, *, kl_coef: float, max_tokens: int
 ) -> Stamped:
-    """`advantages`, and for a critic `returns`, from the rewards [B] and the columns `old_logprobs` and
-    `rollout_logprobs`, with a KL penalty `ref_logprobs`, with a critic `values`. `kl_coef` is what it has been adapted
-    to by now."""
+    """Add the column `advantages`, and `returns` for a critic, computed from the rewards [B] and the columns
+    `old_logprobs`, `rollout_logprobs`, `ref_logprobs` (with a KL penalty) and `values` (with a critic). `kl_coef` is
+    the current, possibly adapted coefficient."""
     columns, mask = samples.columns, samples.columns["loss_mask"]
     metrics: dict[str, float] = {}
     kl: float | None = None
@@ -41,7 +41,7 @@ def stamp(
     if "ref_logprobs" in columns:
         divergence = token_kl(columns["old_logprobs"], columns["ref_logprobs"], mask, estimator=algorithm.kl_estimator)
         metrics["train/kl_coef"] = kl_coef
-        if mask.any():  # else nothing was measured, and the coefficient stays
+        if mask.any():  # otherwise nothing was measured, and the coefficient stays
             kl = metrics["train/kl_reference"] = float(divergence[mask].mean(dtype=np.float64))
         if algorithm.kl_in == "reward":
             per_token = -np.float32(kl_coef) * divergence
@@ -70,7 +70,7 @@ def stamp(
         )
         found = correction_metrics(weights, samples, cap=algorithm.correction_cap)
         metrics |= {f"correction/{name}": value for name, value in found.items()}
-        # The policy term is linear in the advantage and a weight is not negative, so it can stand there as well.
+        # The policy term is linear in the advantage, and weights are non-negative, so they can be folded in here.
         advantages = advantages * weights
     added["advantages"] = advantages
     return Stamped(samples=samples.with_columns(**added), metrics=metrics, kl_coef=kl_coef, kl=kl)

@@ -1,4 +1,4 @@
-"""When a run saves, and how a save of several roles becomes one checkpoint: all of it, or nothing that anyone sees."""
+"""Decide when a run saves, and commit the saves of all roles atomically as one checkpoint."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from corerl.plugin.events import CheckpointSaved
 
 @define
 class Checkpoints:
-    """Saves of one run, at most one in flight; observers are told of each that is complete."""
+    """The saves of one run, at most one in flight; observers are told of each complete one."""
 
     run_dir: Path
     config: CheckpointConfig
     roles: Mapping[str, Role]
     progress: Progress
-    newest: Path | None = None  # that is complete
-    last_step: int = -1  # rollout step of the newest one begun
+    newest: Path | None = None  # newest complete checkpoint
+    last_step: int = -1  # rollout step of the last save started
     _pending: tuple[Path, Mapping[str, Any]] | None = None
 
     def due(self, rollout_step: int) -> bool:
@@ -40,8 +40,8 @@ class Checkpoints:
         files: Callable[[Path], None] = lambda directory: None,
         enter: Callable[[str], None] = lambda role: None,
     ) -> None:
-        """Have all roles write, beside the driver's own `state` and what `files` writes into the directory; `enter` is
-        called before each. Without `background` it is complete on return."""
+        """Start a save of all roles, the driver's `state`, and what `files` writes into the directory. `enter` is
+        called before each role. Unless `background`, the save is complete on return."""
         self.complete(wait=True)
         partial = begin(self.run_dir, rollout_step)
         files(partial)
@@ -53,21 +53,21 @@ class Checkpoints:
         self.complete(wait=not background)
 
     def complete(self, *, wait: bool) -> None:
-        """Make a save that all ranks have written visible. Raises SaveFailed where one could not be written."""
+        """Commit the pending save once all ranks have written it. Raises SaveFailed if a rank could not write."""
         if self._pending is None:
             return
-        # Where one is not done the others are asked all the same: one that failed is told of now.
+        # Ask every role even if one is not done: a failure must surface now.
         written = [role.group.saved(wait=wait) for role in self.roles.values()]
         if all(written):
             self._commit(*self._pending)
 
     def rescue(self) -> None:
-        """After a failure: make the save in flight visible, where all of it is on disk or ranks can finish it.
-        Raises CorerlError where it is lost."""
+        """After a failure, commit the save in flight if it is all on disk or the ranks can finish it. Raises
+        CorerlError if it is lost."""
         if self._pending is None:
             return
         try:
-            self._commit(*self._pending)  # asks no rank: they may have ended, or hang
+            self._commit(*self._pending)  # without asking the ranks: they may have ended, or hang
         except SaveFailed:
             self.complete(wait=True)
 

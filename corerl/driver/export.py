@@ -1,4 +1,4 @@
-"""A checkpoint's weights as a Hugging Face model directory, one tensor in memory at a time."""
+"""Export a checkpoint's weights as a Hugging Face model directory, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def export(checkpoint: Path, directory: Path, *, role: str = "actor", replace: bool = False) -> Path:
     """Write `role`'s weights in the precision it was trained in, with its config and tokenizer; returns `directory`.
 
-    What `replace` allows to replace stays until the new one is complete.
-    Raises ModelError where `directory` exists already and `replace` does not allow to put another in its place.
+    With `replace`, an existing directory is replaced only once the new one is complete.
+    Raises ModelError if `directory` exists and `replace` is not set.
     """
     if directory.exists() and not replace:
         raise ModelError(f"{directory} exists already; remove it, or name another directory")
@@ -51,6 +51,6 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", replace: b
 
 
 def _kept(path: str) -> list[Path]:
-    """What the model at `path`, if it is of a directory, has besides config, tokenizer and weights."""
+    """Files to copy from the model directory `path`, if there is one, besides config, tokenizer and weights."""
     file = Path(path) / GENERATION
     return [file] if path and file.is_file() else []

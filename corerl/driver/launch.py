@@ -1,4 +1,4 @@
-"""From a config to a running `Run`, in processes that all end with it."""
+"""Turn a config into a running `Run`, in processes that all end with it."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from corerl.types import InitResult
 from corerl.weights.transport import Address
 from corerl.weights.transports import TRANSPORTS
 
-SEATED_WITHIN = 60.0  # seconds that a cluster has to free what a run asks for
+SEATED_WITHIN = 60.0  # seconds for a cluster to free what a run asks for
 
 
 @contextlib.contextmanager
 def launch(config: Config) -> Iterator[Run]:
-    """Start the processes of a run; however the block ends, none of them is left. Errors are told to the observers."""
+    """Start a run's processes; none survives the block, however it ends. Observers are told of errors."""
     prepared = prepare(config)
     with occupied(prepared.run_dir):
         yield from _launched(prepared)
@@ -101,12 +101,12 @@ def _launched(prepared: Prepared) -> Iterator[Run]:
 
 @contextlib.contextmanager
 def _rescuing(run: Run) -> Iterator[None]:
-    """A block whose failure does not cost a checkpoint that was being written in the background."""
+    """If the block fails, still complete a checkpoint that was being written in the background."""
     try:
         yield
     except SaveFailed:
-        raise  # what was being written is what failed
-    except Exception:  # a second signal is none: it stops at once and saves nothing
+        raise  # the save itself is what failed
+    except Exception:  # not a second signal (KeyboardInterrupt): that stops at once and saves nothing
         try:
             run.checkpoints.rescue()
         except Exception as error:
@@ -177,7 +177,7 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
 def _start_processes(
     prepared: Prepared, progress: Progress, stack: contextlib.ExitStack
 ) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult]]:
-    """The ranks of each role and the engines, all of them ready; `stack` ends them."""
+    """Start the ranks of each role and the engines; returns when all are ready. `stack` ends them."""
     config, plan = prepared.config, prepared.plan
     progress.begin("starting Ray")
     session = ray_session(address=config.cluster.address, cpus=plan.seating.cpus, forward=hooktrace.wanted())
@@ -202,24 +202,24 @@ def _start_processes(
 
 
 def address_of(prepared: Prepared, fleet: EngineFleet) -> Address:
-    """Where ranks and engines meet for updates; the place itself is `meeting_at`'s."""
+    """The address of weight updates, without the meeting point, which `meeting_at` adds."""
     config = prepared.config
     return Address(
         transport=prepared.plan.transport,
         engines=fleet.receivers,
         path=str(prepared.run_dir / "weights"),
         senders=prepared.plan.senders,
-        # Two processes on one GPU cannot be in one group of NCCL's.
+        # Two processes on one GPU cannot share an NCCL group.
         device=prepared.device
         if TRANSPORTS[prepared.plan.transport].one_device or config.cluster.placement == "disaggregated"
         else "cpu",
-        # Less than the ranks' own: those that gather must not give up while the sender waits for an engine.
+        # Less than the ranks' own: gathering ranks must not give up while the sender waits for an engine.
         timeout=config.cluster.timeout / 2,
     )
 
 
 def tell_of(progress: Progress, process: str, pending: Pending, outcome: Outcome) -> None:
-    """Tell of a call that `process` has answered."""
+    """Report a call that `process` has answered."""
     progress.tell(
         Worked(
             process=process,
@@ -237,7 +237,7 @@ def tell_of(progress: Progress, process: str, pending: Pending, outcome: Outcome
 
 
 def _counted(seats: Mapping[str, Sequence[Seat]]) -> str:
-    """Such as "2 actor ranks, 1 critic rank and 2 engines"."""
+    """For instance "2 actor ranks, 1 critic rank and 2 engines"."""
     counts = [
         f"{len(group)} {'engine' if name == ENGINES else f'{name} rank'}{'s' * (len(group) != 1)}"
         for name, group in seats.items()
@@ -246,8 +246,8 @@ def _counted(seats: Mapping[str, Sequence[Seat]]) -> str:
 
 
 def _init(groups: Mapping[str, TrainGroup], fleet: EngineFleet | None, *, in_turns: bool) -> dict[str, InitResult]:
-    """All groups and the engines start at the same time; but where they take turns in memory the engines are first, and
-    sleep: an engine may measure what memory is free, and take the most of it."""
+    """Start all groups and the engines at once. If they take turns in memory, engines start first and then sleep: an
+    engine may size itself by the free memory it finds."""
     calls: dict[str, Call[Any]] = {}
     if fleet is not None and in_turns:
         fleet.start()
@@ -265,7 +265,7 @@ def make_role(plan: RolePlan, config: Config, group: TrainGroup, init: InitResul
         group=group,
         loss=loss_of(plan.role, config),
         train=config.train_of(plan.role),
-        # A value is worth as much at any token; what a policy's token weighs is the algorithm's choice.
+        # For values every token counts the same; how a policy's tokens are weighted is the algorithm's choice.
         aggregation=config.algorithm.aggregation if plan.role == ACTOR else "token-mean",
         max_tokens=config.rollout.max_tokens,
         seed=config.run.seed,
@@ -276,7 +276,7 @@ def make_role(plan: RolePlan, config: Config, group: TrainGroup, init: InitResul
 
 
 def missing_answers(prepared: Prepared, looked_at: int = 100) -> list[str]:
-    """One line where the first prompts have no answers: rewards that compare with one would be 0 without a word."""
+    """One line if the first prompts have no answers: rewards that compare with the answer would silently be 0."""
     config, prompts = prepared.config, prepared.prompts
     found = [prompts.prompt(index) for index in prompts.train[:looked_at].tolist()]
     if not config.run.samples or any(prompt.answer for prompt in found):
@@ -317,7 +317,7 @@ def make_fleet(prepared: Prepared, seats: list[Seat], watching: Watching) -> Eng
         seats,
         environment,
         failure=EngineFailed,
-        threads=calls_of(prepared) + 2,  # beside what is sampled for training an evaluation, and `pause`
+        threads=calls_of(prepared) + 2,  # besides sampling for training: an evaluation, and `pause`
         watching=watching,
     )
     return EngineFleet(processes, assignments, restarts=config.rollout.restarts)

@@ -1,4 +1,4 @@
-"""One rollout step's numbers, under the names that every tracker shows."""
+"""Compute a rollout step's metrics, under the names that every tracker shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from corerl.types import Metric, Reduction, SampleBatch, TrainResult
 
 
 def rollout_metrics(scored: Scored) -> dict[str, float]:
-    """Of the samples, before anything is trained on them."""
+    """Metrics of the samples before training."""
     rows = scored.rollout.batch.rows
     metrics = {
         "rollout/reward": float(scored.rewards.mean(dtype=np.float64)),
@@ -26,7 +26,7 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
     }
     if "turns" in rows:
         metrics["rollout/turns"] = float(rows["turns"].mean())
-        # What the environment has said is no sampled token.
+        # The environment's tokens are not sampled ones.
         metrics["rollout/tokens"] = float(scored.rollout.batch.columns["loss_mask"].sum())
     if scored.failures:
         metrics["reward/failed"] = float(sum(scored.failures.values()))
@@ -37,14 +37,13 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
 
 
 def train_metrics(steps: Sequence[TrainResult], lr: float, *, prefix: str = "train") -> dict[str, float]:
-    """Of one role's optimizer steps of one rollout batch: the largest of what is a maximum, the smallest of what is a
-    minimum, else their mean, over those steps that have such a number. The gradient's norm is that of applied steps,
-    unless there is none."""
+    """Metrics of one role's optimizer steps on one rollout batch. MAX and MIN metrics keep their reduction over the
+    steps that report them, all others are averaged. The gradient norm is averaged over applied steps, if any."""
     names = list(dict.fromkeys(name for step in steps for name in step.metrics))
     metrics = {
         f"{prefix}/{name}": _over_steps([step.metrics[name] for step in steps if name in step.metrics])
         for name in names
-        if not name.startswith("logprob_")  # after the first step the policy has moved on purpose
+        if not name.startswith("logprob_")  # only meaningful before the first step moves the policy
     }
     metrics[f"{prefix}/grad_norm"] = _mean(
         [step.grad_norm for step in steps if step.applied] or [step.grad_norm for step in steps]
@@ -66,19 +65,19 @@ def _over_steps(parts: Sequence[Metric]) -> float:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """NaN, which is a mean over nothing, is left out; NaN where nothing is left."""
+    """The mean without NaNs, each of which is a mean over nothing; NaN if nothing is left."""
     known = [value for value in values if not math.isnan(value)]
     return float(np.mean(known)) if known else math.nan
 
 
 def staleness_metrics(samples: SampleBatch, version: int) -> dict[str, float]:
-    """How many weight updates the loss tokens' weights are behind `version`, the engines' as training begins. Between
-    two updates, where `weights.every` is more than 1, that is 0, however far the trainer is.
+    """How many weight updates the loss tokens are behind `version`, which engines hold as training starts. With
+    `weights.every` above 1 this is 0 between two updates, however far the trainer has moved.
 
     staleness             mean over loss tokens
-    staleness_max         of the oldest one
+    staleness_max         of the oldest token
     staleness_share/S     share of loss tokens that are S updates behind
-    continued             share of samples that several versions have drawn
+    continued             share of samples drawn by several versions
     """
     mask = samples.columns["loss_mask"]
     behind = version - samples.columns["versions"][mask]
@@ -98,8 +97,8 @@ def staleness_metrics(samples: SampleBatch, version: int) -> dict[str, float]:
 
 
 def recomputed_mismatch(samples: SampleBatch) -> dict[str, float]:
-    """How far trainer and engine disagree on the log-probs of the same tokens, where the trainer went through all of
-    them before the first optimizer step; the numbers are those of `corerl.algorithms.losses.mismatch`."""
+    """How far trainer and engine disagree on the log-probs of the same tokens, if the trainer recomputed all of them
+    before the first optimizer step; see `corerl.algorithms.losses.mismatch`."""
     mask = samples.columns["loss_mask"]
     if not mask.any():
         return {}
@@ -108,7 +107,7 @@ def recomputed_mismatch(samples: SampleBatch) -> dict[str, float]:
 
 
 def first_step_mismatch(first: TrainResult) -> dict[str, float]:
-    """The same over the part of the batch that the first optimizer step saw; nothing of a loss of the user's own that
+    """Like `recomputed_mismatch`, but over the first optimizer step's part of the batch; empty if a user's own loss
     does not report it."""
     return {f"rollout/{name}": metric.value for name, metric in first.metrics.items() if name.startswith("logprob_")}
 
@@ -120,8 +119,8 @@ def _mismatch(metrics: Mapping[str, TensorMetric]) -> dict[str, float]:
 
 
 def time_metrics(seconds: Mapping[str, float], step_seconds: float, tokens: float) -> dict[str, float]:
-    """Seconds by phase, and the batch's sampled tokens per second of the whole step; what was sampled and given up for
-    another prompt, or as too old, took its time and does not count."""
+    """Seconds by phase, and the batch's sampled tokens per second of the whole step. Discarded samples cost time but
+    do not count as tokens."""
     return {
         **{f"time/{name}": value for name, value in seconds.items()},
         "time/step": step_seconds,

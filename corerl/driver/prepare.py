@@ -1,4 +1,4 @@
-"""Everything about a run that can be known, and be wrong, before its first process."""
+"""Resolve and check everything about a run that can be known before its first process."""
 
 from __future__ import annotations
 
@@ -38,46 +38,45 @@ from corerl.weights.transports import AUTO, transport_named
 
 @frozen(kw_only=True)
 class Prepared:
-    """All that a run is before its first process: nothing here has touched Ray or a device."""
+    """A fully resolved and checked run, before it touches Ray or a device."""
 
     config: Config  # plugins' tables resolved, the model's directories absolute
     device: str
     run_dir: Path
-    resume: Path | None  # a checkpoint that fits this run
-    state: dict[str, Any]  # the driver's part of it; empty where the run begins
+    resume: Path | None  # a checkpoint that fits this run, if it resumes
+    state: dict[str, Any]  # the driver's part of the checkpoint; empty for a fresh run
     plan: ProcessPlan
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
-    context_length: int  # tokens of a sample at most, its prompt's among them; 0: unlimited
-    too_long: str  # what to say of prompts that are left out, for which that is too short; empty where there are none
+    context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
+    too_long: str  # notice about prompts that are left out because they do not fit; empty if all fit
     reward: Reward
     params: SamplingParams
-    function: EpisodeFunction | None  # that plays the samples; None where a sample is one response
+    function: EpisodeFunction | None  # plays the samples; None if a sample is one response
     postprocess: Callable[[Scored], Any] | None
     vocab_size: int  # of the actor's model
 
     @property
     def first_step(self) -> int:
-        """Rollout steps that are behind it. One that only samples has none: what it resumes is another run's, of which
-        it takes the weights."""
+        """Rollout steps already done; 0 for a run that only samples, which takes just the weights of a checkpoint."""
         return 0 if self.config.run.mode == "rollout-only" else int(self.state.get("rollout_step", 0))
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens that a prompt may have, so that there is room for rollout.max_tokens after it."""
+        """Maximum tokens of a prompt, which leave room for rollout.max_tokens after it."""
         return self.context_length - self.config.rollout.max_tokens if self.context_length else UNLIMITED
 
     @property
     def same_run(self) -> bool:
-        """What it resumes lies in its own directory, and so do the numbers from before."""
+        """Whether it resumes from its own directory, which then also holds the earlier metrics."""
         return self.resume is None or lies_in(self.resume, self.run_dir)
 
 
 def prepare(config: Config, *, starting: bool = True) -> Prepared:
     """Resolve and check everything that can be checked without a process.
 
-    Raises UserError with a line for each problem; what builds on a setting that is wrong is left out. Unless a run is
-    `starting`, its directory may hold one already: the config that a run has written stays a valid one.
+    Raises UserError with a line per problem; checks that depend on a wrong setting are skipped. Unless a run is
+    `starting`, its directory may already hold one: the config that a run has written stays valid.
     """
     problems = Problems()
     for line in contradictions(config):
@@ -88,10 +87,10 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     too_long = ""
     if context and config.run.samples:
         too_long = _leave_out_long(config, context, tokenizer, sampled.prompts, problems)
-    config = _with_absolute_paths(config)  # after what names files as the user does
+    config = _with_absolute_paths(config)  # only now, because the checks above name files as the user does
     with problems.stage("weights.transport", path="weights.transport"):
         if config.weights.transport != AUTO:
-            transport_named(config.weights.transport)  # raises where it is unknown
+            transport_named(config.weights.transport)  # raises if unknown
     run_dir = Path(config.run.dir).absolute()
     resume, state = _beginning(config, run_dir, models, sampled.prompts, problems, starting=starting)
     device = ""
@@ -99,7 +98,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         device = resolve_device(config.cluster.device, address=config.cluster.address)
     for role in config.chosen_roles:
         with problems.stage("algorithm.loss", path="algorithm.loss"):
-            loss_of(role, config)  # raises where it cannot be
+            loss_of(role, config)  # raises if impossible
     if problems.none_in("cluster"):
         for line in _taking_turns(config, device):
             problems.add(line)
@@ -110,7 +109,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         plan = plan_processes(config, problems, device=device, models=models, run_dir=run_dir, resume=fits)
     problems.raise_all()
 
-    # Nothing is wrong, so all of it is there.
+    # No problems, so nothing is missing.
     assert plan is not None and tokenizer is not None
     assert sampled.prompts is not None and sampled.reward is not None and sampled.params is not None
     return Prepared(
@@ -133,7 +132,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
 
 
 def _models(config: Config, problems: Problems) -> tuple[dict[str, PreTrainedConfig], PreTrainedTokenizerBase | None]:
-    """The roles' configs, of those that are right, and the tokenizer."""
+    """The valid roles' model configs, and the tokenizer."""
     models: dict[str, PreTrainedConfig] = {}
     for role in config.chosen_roles:
         own, table = config.model_of(role), config.model_table_of(role)
@@ -161,7 +160,7 @@ def _models(config: Config, problems: Problems) -> tuple[dict[str, PreTrainedCon
 
 @frozen(kw_only=True)
 class _Sampled:
-    """Where samples come from and what becomes of them; None is also what is wrong."""
+    """Where samples come from and how they are processed; a field is also None if it is wrong."""
 
     prompts: PromptSource | None
     reward: Reward | None
@@ -196,12 +195,12 @@ def _sampled(config: Config, tokenizer: PreTrainedTokenizerBase | None, problems
             postprocess = imported(rollout.postprocess, setting="rollout.postprocess")
     if rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
-            SavedRollouts(rollout.saved, steps=config.run.steps, vocab_size=0)  # raises where there are too few
+            SavedRollouts(rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
     return _Sampled(prompts=prompts, reward=reward, params=params, function=function, postprocess=postprocess)
 
 
 def _context_length(config: Config, models: Mapping[str, PreTrainedConfig]) -> int:
-    """Tokens of a sample at most; 0 where neither the config nor the model sets a bound."""
+    """Maximum tokens of a sample; 0 if neither the config nor the model sets a limit."""
     own = context_length(models[ACTOR]) if ACTOR in models else None
     return config.rollout.context_length or own or 0
 
@@ -213,7 +212,7 @@ def _leave_out_long(
     prompts: PromptSource | None,
     problems: Problems,
 ) -> str:
-    """Has `prompts` pass over those that leave no room for a response. What to say of them; empty where all fit."""
+    """Leave out the prompts that leave no room for a response. Returns a notice about them; empty if all fit."""
     rollout = config.rollout
     of = "rollout.context_length" if rollout.context_length else "the model has max_position_embeddings"
     bound = f"{of}={context}"
@@ -245,7 +244,7 @@ def _beginning(
     *,
     starting: bool,
 ) -> tuple[Path | None, dict[str, Any]]:
-    """The checkpoint that the run goes on from and the driver's part of it: none, and empty, where it begins anew."""
+    """The checkpoint to resume from and the driver's part of it; None and {} for a fresh run."""
     resume: Path | None = None
     state: dict[str, Any] = {}
     if problems.none_in("checkpoint.resume"):
@@ -258,7 +257,7 @@ def _beginning(
             require_same_source(state, config, str(resume))
     if state and config.run.mode == "train" and prompts is not None and problems.none_in("data", "checkpoint"):
         with problems.stage("checkpoint.data"):
-            PromptStream(prompts, config.run.seed).restore(state["source"]["prompts"])  # raises where it does not fit
+            PromptStream(prompts, config.run.seed).restore(state["source"]["prompts"])  # raises if it does not fit
     if starting:
         for line in in_the_way(config, run_dir, resume):
             problems.add(line)
@@ -271,24 +270,24 @@ def _beginning(
 def _check_weights(
     config: Config, resume: Path | None, models: Mapping[str, PreTrainedConfig], problems: Problems
 ) -> None:
-    """Whether the files that the roles begin with hold their models."""
+    """Check that the files that the roles start from hold their models."""
     for role, hf in models.items():
         own, table = config.model_of(role), config.model_table_of(role)
         if resume:
-            from corerl.driver.weights import require_same_model  # imports what takes seconds
+            from corerl.driver.weights import require_same_model  # slow to import: takes seconds
 
             with problems.stage("checkpoint.model"):
                 require_same_model(resume, role, hf)
-        read = own.path and (not resume or config.algorithm.kl_coef)  # what is measured against is read again
+        read = own.path and (not resume or config.algorithm.kl_coef)  # a resume still reads the KL reference from it
         if read and problems.none_in("model", table, "checkpoint"):
-            from corerl.driver.weights import require_weights  # imports what takes seconds
+            from corerl.driver.weights import require_weights  # slow to import: takes seconds
 
             with problems.stage(f"{table}.weights", path=f"{table}.path"):
                 require_weights(own.path, role, hf)
 
 
 def _taking_turns(config: Config, device: str) -> Iterator[str]:
-    """What cannot be where ranks and engines take turns in a device's memory, a line each."""
+    """Problems, one line each, of settings that conflict with ranks and engines taking turns in device memory."""
     if not offloaded(config, device):
         return
     if config.weights.every > 1:
@@ -305,7 +304,7 @@ def _taking_turns(config: Config, device: str) -> Iterator[str]:
 
 
 def _resolve_plugins(config: Config, problems: Problems) -> Config:
-    """With each plugin's table as its own class, where all plugins are found and their tables fit."""
+    """Convert each plugin's table to its config class, if all plugins are found and their tables are valid."""
     for each in selected(config):
         with problems.stage("plugins", path=each.path):
             load(each.kind, each.name)
@@ -316,7 +315,7 @@ def _resolve_plugins(config: Config, problems: Problems) -> Config:
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    """For processes with another working directory, and for whoever reads the run's config later."""
+    """Make paths absolute, for processes with another working directory and for later readers of the run's config."""
 
     def there(source: str) -> str:
         return str(Path(source).absolute()) if source and os.path.exists(source) else source
@@ -341,9 +340,9 @@ def _absolute(model: ModelConfig) -> ModelConfig:
 
 
 def resolve_device(device: str, *, address: str = "") -> str:
-    """`auto` takes cuda where torch sees one on the driver's machine, whatever a cluster at `address` has.
+    """`auto` means cuda if torch sees a GPU on the driver's machine, whatever a cluster at `address` has.
 
-    Raises ConfigError where cuda is asked for and there is none; of a cluster at `address` it is believed.
+    Raises ConfigError for `cuda` without a GPU; with a cluster at `address` it is not checked.
     """
     if device == "cuda" and address:
         return device
@@ -354,7 +353,7 @@ def resolve_device(device: str, *, address: str = "") -> str:
 
 
 def require_same_source(state: Mapping[str, Any], config: Config, checkpoint: str) -> None:
-    """Raises CheckpointError where a run that samples would go on from one that read its batches, or the other way."""
+    """Raise CheckpointError if a run that samples would resume one that read saved batches, or the other way round."""
     sampled = "prompts" in state["source"]
     if sampled != config.run.samples:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Which processes a run has: ranks of each role and engines, what each is told, where it sits, how weights reach it."""
+"""Plan a run's processes: the ranks of each role and the engines, their placement, and how weights reach engines."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from corerl.plugin.options import backend_name, check_spec
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.trainer.assign import ACTOR, RolePlan, cluster_of, plan_role
 
-ENGINES = "engines"  # the group of engine processes, beside those of the roles
+ENGINES = "engines"  # name of the group of engine processes, next to the roles' names
 
 
 @frozen(kw_only=True)
 class ProcessPlan:
-    """The processes as they will be launched."""
+    """The processes to launch."""
 
     roles: Mapping[str, RolePlan]  # the actor first
     engine: Loaded
-    engines: ClusterInfo  # what its spec may know
+    engines: ClusterInfo  # what the engine's spec may know
     seating: Seating
-    transport: str  # of weights
-    senders: tuple[int, ...]  # of each engine, the actor's rank on its device; empty where one has none
+    transport: str  # for weight updates
+    senders: tuple[int, ...]  # the actor's rank on each receiver's device; empty if one has none
 
 
 def plan_processes(
@@ -44,8 +44,8 @@ def plan_processes(
     run_dir: Path,
     resume: Path | None,
 ) -> ProcessPlan | None:
-    """Of a config whose plugins are installed and have their tables; `models` by role, of those that are right. None
-    where there is any problem, with these or what was found before."""
+    """Plan the processes of a config with resolved plugins; `models` holds the valid roles' model configs. None if
+    there is any problem, new or found before."""
     fields = {role: hf.to_dict() for role, hf in models.items()}
     clusters = {role: cluster_of(role, config, device=device, model=fields.get(role)) for role in config.chosen_roles}
     engine = load(Kind.ENGINES, config.rollout.engine)
@@ -99,7 +99,7 @@ def plan_processes(
 
 
 def check_extensions(config: Config, cluster: ClusterInfo, problems: Problems) -> None:
-    names: dict[str, str] = {}  # of extensions, each with what the config calls it
+    names: dict[str, str] = {}  # extension -> its name in the config
     for index, each in enumerate(config.extensions):
         with problems.stage("extensions"):
             extension = load(Kind.EXTENSIONS, each.name)
@@ -109,7 +109,7 @@ def check_extensions(config: Config, cluster: ClusterInfo, problems: Problems) -
 
 
 def require_form(config: Config, engine: Loaded, cluster: ClusterInfo) -> None:
-    """Raises ConfigError where weights would travel in another form than the engine, as it is configured, takes."""
+    """Raise ConfigError if weights would be sent in another form than the engine, as configured, takes."""
     sent, taken = config.weights.quantize, engine.spec.quantized(config.engines[engine.name], cluster)
     if config.run.samples and sent != taken:
         raise ConfigError(
@@ -119,7 +119,7 @@ def require_form(config: Config, engine: Loaded, cluster: ClusterInfo) -> None:
 
 
 def transport_of(config: Config, seats: Seating, device: str) -> tuple[str, tuple[int, ...]]:
-    """How weights travel, and of each receiver the actor's rank on its device."""
+    """The transport, and for each receiver the actor's rank on its device (see `ProcessPlan.senders`)."""
     one_machine = device == "cpu" and not config.cluster.address
     places = seats.places
     receivers = [bundle for place in places.get(ENGINES, ()) for bundle in seats.taken(ENGINES, place)]

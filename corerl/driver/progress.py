@@ -1,4 +1,4 @@
-"""Where a run stands, and what its observers hear of it."""
+"""Track where a run stands, and report it to observers."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from corerl.plugin.observers import Observers
 
 @define(eq=False)
 class Progress:
-    """One for all parts of a run on the driver."""
+    """Shared by all parts of a run on the driver."""
 
     observers: Observers
-    step: int  # rollout steps that are behind it
-    seconds: Phases = field(factory=Phases)  # of the step that goes on, by phase
+    step: int  # rollout steps done
+    seconds: Phases = field(factory=Phases)  # of the current step, by phase
 
     def tell(self, event: Event) -> None:
         self.observers.emit(event)
 
     def notice(self, text: str) -> None:
-        """A sentence that the user should read."""
+        """Report a sentence that the user should read."""
         self.tell(Notice(text=text))
 
     def begin(self, name: str) -> None:
-        """Show that something begins that takes a while."""
+        """Announce the start of something that takes a while."""
         self.tell(PhaseStarted(name=name, step=self.step))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Shown while it lasts, and counted in the step's seconds."""
+        """Announce a phase and time it for the step's metrics."""
         self.begin(name)
         with self.seconds(name):
             yield

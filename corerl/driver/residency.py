@@ -1,4 +1,4 @@
-"""Which memory is on shared devices at each stage of a step, as data, and the moves from one stage to the next."""
+"""Define what is on shared devices at each stage of a step, as data, and move memory between stages."""
 
 from __future__ import annotations
 
@@ -20,47 +20,47 @@ SAVED = frozenset({MemoryKind.PARAM, MemoryKind.MASTER, MemoryKind.OPTIMIZER})
 
 
 class EngineMemory(IntEnum):
-    """What engines hold of their devices."""
+    """What engines hold in device memory."""
 
     NOTHING = 0
     WEIGHTS = 1
-    ALL = 2  # caches too, which the first request takes
+    ALL = 2  # caches too, which the first request allocates
 
 
 @frozen(kw_only=True)
 class Stage:
-    """Who is on the devices at one time; a role that is not named holds nothing."""
+    """What engines and roles hold during one stage; a role that is not named holds nothing."""
 
-    engines: EngineMemory | None = EngineMemory.NOTHING  # None: as it is
+    engines: EngineMemory | None = EngineMemory.NOTHING  # None: unchanged
     ranks: Mapping[str, frozenset[MemoryKind]] = field(factory=dict)  # by role
 
 
 SAMPLE, FORWARD, TRAIN, UPDATE = "sample", "forward", "train", "update"
-REST = "rest"  # of all, as at the start of a run: an engine that starts finds room for what it wants
+REST = "rest"  # nothing is resident, as at the start of a run: a starting engine finds room
 
 
 def training(role: str) -> str:
-    """The name of the stage in which this role takes its optimizer steps."""
+    """The name of the stage in which `role` takes its optimizer steps."""
     return f"train {role}"
 
 
 def saving(role: str) -> str:
-    """The name of the stage in which this role's part of a checkpoint is written, or copied to be."""
+    """The name of the stage in which `role`'s part of a checkpoint is written, or copied for writing."""
     return f"save {role}"
 
 
 def residency_plan(roles: Sequence[str], passed: Collection[str]) -> dict[str, Stage]:
-    """The stages of a step by name, for `roles` that share their devices with engines, if there are any; samples pass
-    through the models of `passed` before they are trained on.
+    """The stages of a step by name, for the `roles` that share devices with engines; {} if there are none. Roles in
+    `passed` run a forward pass before training.
 
-    Each stage holds what it reads and no more, so that its peak is as small as it can be: roles train, and are saved,
-    one after the other, and engines have memory for weights only once all of a rank but its parameters sleeps.
+    Each stage holds only what it reads, to minimize its peak: roles train and save one after the other, and engines
+    get memory for weights only once a rank holds nothing but its parameters.
     """
     if not roles:
         return {}
     return {
         FORWARD: Stage(ranks={role: frozenset({MemoryKind.PARAM}) for role in roles if role in passed}),
-        TRAIN: Stage(),  # of roles with devices of their own alone
+        TRAIN: Stage(),  # only for roles with devices of their own
         **{training(role): Stage(ranks={role: ALL_KINDS}) for role in roles},
         UPDATE: Stage(engines=EngineMemory.WEIGHTS, ranks={ACTOR: frozenset({MemoryKind.PARAM})}),
         **{saving(role): Stage(engines=None, ranks={role: SAVED}) for role in roles},
@@ -71,30 +71,30 @@ def residency_plan(roles: Sequence[str], passed: Collection[str]) -> dict[str, S
 
 @define(kw_only=True, eq=False)
 class Residency:
-    """Moves ranks and engines from stage to stage. Without a plan all of them stay where they are."""
+    """Moves ranks and engines from stage to stage. Without a plan nothing moves."""
 
     plan: Mapping[str, Stage] = field(factory=dict)
-    groups: Mapping[str, TrainGroup] = field(factory=dict)  # of the roles in the plan
+    groups: Mapping[str, TrainGroup] = field(factory=dict)  # by role, those in the plan
     fleet: EngineFleet | None = None
     progress: Progress
 
-    _stage: str = ""  # the one that was entered last
+    _stage: str = ""  # the last one entered
     _engines: EngineMemory = EngineMemory.NOTHING  # they sleep before ranks are built
     _ranks: dict[str, frozenset[MemoryKind]] = field(init=False)
-    _peaks: dict[str, int] = field(factory=dict)  # bytes, by stage, since they were taken
-    _residual: int = 0  # bytes, of the rank that held most when all its kinds slept
+    _peaks: dict[str, int] = field(factory=dict)  # bytes by stage, since `metrics` was last called
+    _residual: int = 0  # bytes held by the fullest rank with all its kinds asleep
 
     def __attrs_post_init__(self) -> None:
         self._ranks = dict.fromkeys(self.groups, ALL_KINDS)
 
     @property
     def shared(self) -> bool:
-        """Whether ranks and engines take turns in the memory of devices."""
+        """Whether ranks and engines take turns in device memory."""
         return bool(self.plan)
 
     def turns(self, roles: Sequence[str]) -> dict[str, list[str]]:
-        """`roles` as they train, stage by stage, those of one stage at the same time. One that is alone on its devices
-        need not wait; the actor is the last of the others, since its parameters are wanted next."""
+        """Stage -> the roles that train in it, concurrently. Roles with devices of their own train in the first stage;
+        of the others the actor goes last, since its parameters are needed next."""
         taking = sorted((role for role in roles if role in self.groups), key=lambda role: role == ACTOR)
         turns = {training(role): [role] for role in taking} or {TRAIN: []}
         first = next(iter(turns.values()))
@@ -102,7 +102,7 @@ class Residency:
         return turns
 
     def enter(self, name: str) -> None:
-        """Have the memory that the stage reads, and no other: whoever goes to sleep goes first."""
+        """Make exactly the stage's memory resident. What goes to sleep does so before anything wakes up."""
         if not self.plan:
             return
         stage = self.plan[name]
@@ -119,12 +119,12 @@ class Residency:
         self._engines, self._stage = engines, name
 
     def engines_changed(self) -> None:
-        """New ones stand in the place of some, awake."""
+        """Note that some engines were replaced by new ones, which are awake."""
         self._engines = EngineMemory.ALL
 
     def metrics(self) -> dict[str, float]:
-        """GiB of the fullest device by stage, of all processes on it, and what its fullest rank held asleep; since they
-        were asked for last."""
+        """GiB used on the fullest device by stage, counting all its processes, and GiB held by the fullest sleeping
+        rank, both since the last call."""
         found = {f"memory/{name.replace(' ', '_')}_gib": peak / GIB for name, peak in self._peaks.items()}
         if self._residual:
             found["memory/asleep_gib"] = self._residual / GIB
@@ -137,7 +137,7 @@ class Residency:
                 continue
             self._ranks[role] -= kinds
             for rank, slept in enumerate(self.groups[role].sleep(kinds)):
-                # Torch keeps what it has taken until a sleep gives it back: this is the most of the whole stage.
+                # Torch keeps allocated memory until a sleep releases it: this is the whole stage's peak.
                 if self._stage:
                     self._peaks[self._stage] = max(self._peaks.get(self._stage, 0), slept.used_bytes)
                 if not self._ranks[role]:

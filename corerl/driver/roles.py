@@ -1,4 +1,4 @@
-"""A role on the driver: its ranks, what they are trained with, and where their training stands."""
+"""A role on the driver: its ranks, their training settings and progress."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from corerl.types import Array, LossSpec, Output, SampleBatch, Step, TrainResult
 
 @define(kw_only=True)
 class Role:
-    """One trained role. `optimizer_step` moves as steps are started; each role counts its own."""
+    """One trained role. `optimizer_step` advances as steps are started; each role counts its own."""
 
     name: str
     group: TrainGroup
     loss: LossSpec
     train: TrainConfig
-    aggregation: str  # what one token weighs
-    max_tokens: int  # of one response
+    aggregation: str  # how tokens are weighted
+    max_tokens: int  # per response
     seed: int
-    first_step: int = 0  # the rollout step in which its training begins
+    first_step: int = 0  # the rollout step in which its training starts
     rollout_steps: int  # of the whole run
-    optimizer_step: int  # the next one
+    optimizer_step: int  # the next step
 
     def lr(self, optimizer_step: int) -> float:
         schedule = self.train.schedule
@@ -48,11 +48,11 @@ class Role:
         return self.train.mini_batches * self.train.epochs
 
     def step(self, rollout_step: int) -> Step:
-        """The optimizer step that comes next."""
+        """The next optimizer step."""
         return Step(optimizer_step=self.optimizer_step, rollout_step=rollout_step, lr=self.lr(self.optimizer_step))
 
     def plan(self, samples: SampleBatch, rollout_step: int) -> list[StepPlan]:
-        """The optimizer steps of this rollout batch: `steps_of_batch`, or fewer where it has too few groups."""
+        """The optimizer steps of this rollout batch: `steps_of_batch`, or fewer if it has too few groups."""
         return plan_steps(
             samples,
             self.group.layouts[0],
@@ -67,9 +67,8 @@ class Role:
     def start(
         self, shared: Any, plans: Sequence[StepPlan], rollout_step: int, loss: LossSpec
     ) -> list[Call[TrainResult]]:
-        """Have the ranks do these optimizer steps of the batch, which lies in the object store as `shared`; returns at
-        once. A step of which no token is left to learn from is left out: momentum and decay would move the weights
-        without a gradient."""
+        """Start these optimizer steps of the batch, which is in the object store as `shared`; returns at once. Steps
+        without loss tokens are skipped: momentum and decay would move the weights without a gradient."""
         started = []
         for plan in plans:
             if not plan.scales.any():
@@ -87,8 +86,8 @@ class Role:
         weights: str = "",
         replay: bool = False,
     ) -> Call[dict[Output, Array]]:
-        """Have the ranks compute outputs of every token, in one pass; the result are their columns, 0 outside loss
-        tokens, but for experts, which are every token's."""
+        """Start one forward pass over all tokens. The result maps outputs to columns, which are 0 outside loss tokens,
+        except that experts are given for every token."""
         layout, tokens = self.group.layouts[0], self.train.tokens_per_micro_batch
         plan = plan_forward(samples, layout, tokens_per_micro_batch=tokens)
         call = self.group.forward_async(shared, plan, outputs, of=samples, weights=weights, replay=replay)

@@ -1,4 +1,4 @@
-"""Which samples bring the experts that their tokens are trained through."""
+"""Keep or drop the experts recorded by the engine, depending on whether training replays them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ COLUMN = Output.ROUTED_EXPERTS.value
 
 
 def routed(samples: SampleBatch, config: Config) -> SampleBatch:
-    """The samples with the column `routed_experts` that the engine gave, where it is to be replayed, else without.
+    """The samples with the engine's column `routed_experts` if it is to be replayed, otherwise without it.
 
-    Raises DataError where it is asked for and missing, or is none of experts.
+    Raises DataError if the column is needed but missing or malformed.
     """
     if config.algorithm.routing_replay != "engine":
         columns = {name: column for name, column in samples.columns.items() if name != COLUMN}

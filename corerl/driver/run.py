@@ -1,4 +1,4 @@
-"""A run's parts on the driver, and the verbs that the loop calls on them."""
+"""The parts of a run on the driver, and the verbs that the loop calls on them."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ from corerl.rollout.sources import Scored, Source, evaluate
 from corerl.trainer.assign import ACTOR, CRITIC
 from corerl.types import LossSpec, Output, TrainResult
 
-CONSTANT_STEPS = 3  # in a row with one reward for all samples before the user is told
+CONSTANT_STEPS = 3  # steps in a row with one reward for all samples before the user is warned
 REFERENCE = "reference"  # the snapshot that KL is measured against
 
 
 def answers_in(state: Mapping[str, Any]) -> tuple[Shown, ...]:
-    """The first evaluation's, as a checkpoint's state holds them."""
+    """The first evaluation's answers, from a checkpoint's state."""
     return tuple(Shown(**shown) for shown in state.get("before", []))
 
 
@@ -69,27 +69,27 @@ class Summary:
     reason: str  # finished or interrupted
     run_dir: Path
     steps_done: int
-    evaluation: dict[str, float] = field(factory=dict)  # the last one's metrics
+    evaluation: dict[str, float] = field(factory=dict)  # metrics of the last evaluation
 
 
 @frozen(kw_only=True, eq=False)
 class Pass:
-    """One pass of all samples through a role's model, without gradients."""
+    """One forward pass of all samples through a role's model, without gradients."""
 
     role: str
-    columns: Mapping[str, Output]  # what becomes of its outputs
-    weights: str = ""  # a snapshot's name
-    replay: bool = False  # through the experts that the column `routed_experts` names
+    columns: Mapping[str, Output]  # column -> the output that fills it
+    weights: str = ""  # a snapshot's name; "" for the current weights
+    replay: bool = False  # route through the experts in the column `routed_experts`
 
 
 def passes_of(config: Config) -> list[Pass]:
-    """What a step computes of its samples before any training."""
+    """The forward passes of a step, before any training."""
     algorithm, passes = config.algorithm, []
     if algorithm.old_logprobs == "recompute":
         columns = {"old_logprobs": Output.LOGPROBS}
         if algorithm.routing_replay == "recompute":
             columns[Output.ROUTED_EXPERTS.value] = Output.ROUTED_EXPERTS
-        # Through the engine's experts, where these are trained: the first ratio is 1.
+        # Replay the engine's experts if training does: then the first ratio is 1.
         passes.append(Pass(role=ACTOR, columns=columns, replay=algorithm.routing_replay == "engine"))
     if algorithm.kl_coef:
         passes.append(Pass(role=ACTOR, columns={"ref_logprobs": Output.LOGPROBS}, weights=REFERENCE))
@@ -100,14 +100,14 @@ def passes_of(config: Config) -> list[Pass]:
 
 @define(kw_only=True)
 class Run:
-    """Everything between the config and the loop. Counters move in the loop; all else happens in these verbs."""
+    """A run's parts and verbs. The loop advances the counters; everything else happens in these methods."""
 
     config: Config
     run_dir: Path
     progress: Progress
     stop: StopRequest
     roles: Mapping[str, Role]
-    updates: WeightUpdates | None  # of the engines' weights; None where nothing is sampled
+    updates: WeightUpdates | None  # of the engines' weights; None if nothing is sampled
     residency: Residency
     source: Source
     sampler: Sampler | None
@@ -116,21 +116,21 @@ class Run:
     held_out: Sequence[Prompt]
     checkpoints: Checkpoints
 
-    kl_coef: float  # what algorithm.kl_coef has been adapted to
+    kl_coef: float  # algorithm.kl_coef, as adapted so far
 
     started: float = field(factory=time.perf_counter)
     _step_started: float = field(factory=time.perf_counter)
     _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
-    _before: tuple[Shown, ...] = ()  # of the first evaluation, which a resumed run has from its checkpoint
+    _before: tuple[Shown, ...] = ()  # of the first evaluation; a resumed run reads it from its checkpoint
     _after: tuple[Shown, ...] = ()
     _constant: int = 0  # steps in a row whose rewards were all equal
     _evaluation: dict[str, float] = field(factory=dict)
 
-    # ---- where it stands --------------------------------------------------------------------------------------------
+    # ---- state ------------------------------------------------------------------------------------------------------
 
     @property
     def stopping(self) -> bool:
-        """Whether a request to stop is heeded now: where engines have just got new weights, as a resumed run's do."""
+        """Whether to stop now: only where engines have just got new weights, as they do when a run resumes."""
         fresh = not self.config.run.samples or self.progress.step % self.config.weights.every == 0
         return self.stop.requested and fresh
 
@@ -141,7 +141,7 @@ class Run:
     # ---- from samples to optimizer steps ----------------------------------------------------------------------------
 
     def with_advantages(self, scored: Scored) -> Stamped:
-        """The samples with everything the losses read, from the models as they are before the first step."""
+        """Add everything the losses read, computed by the models before the batch's first optimizer step."""
         algorithm, samples = self.config.algorithm, scored.rollout.batch
         if algorithm.overlong == "mask":
             samples = without_truncated(samples)
@@ -176,8 +176,8 @@ class Run:
         return stamped
 
     def optimize(self, stamped: Stamped) -> dict[str, list[TrainResult]]:
-        """All optimizer steps of the batch; results by role, in the steps' order. None where no token is left to learn
-        from. Roles train at the same time, unless they take turns in the memory of their devices."""
+        """Take all optimizer steps of the batch; results by role, in step order, {} if there are no loss tokens. Roles
+        train concurrently, unless they take turns in device memory."""
         samples = stamped.samples
         if not samples.columns["loss_mask"].any():
             self.progress.notice(f"step {self.progress.step} is passed over: none of its samples has a loss token")
@@ -196,7 +196,7 @@ class Run:
     def _start_training(
         self, names: Sequence[str], shared: Any, stamped: Stamped
     ) -> dict[tuple[str, int], Call[TrainResult]]:
-        """All optimizer steps of these roles, by role and number."""
+        """Start all optimizer steps of these roles; calls by role and number."""
         calls: dict[tuple[str, int], Call[TrainResult]] = {}
         for name in names:
             role = self.roles[name]
@@ -221,27 +221,27 @@ class Run:
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
     def push_weights(self) -> None:
-        """All engines serve the actor's weights when this returns. Raises WeightUpdateError where one does not.
+        """Update all engines to the actor's weights. Raises WeightUpdateError if an engine cannot be updated.
 
-        Nothing is sent where engines hold these weights already, nor in the steps that weights.every passes over."""
+        Does nothing if engines already hold these weights, or in steps that weights.every skips."""
         if self.updates is None or not self._push_due(self.updates.fleet):
             return
         self.updates.push()
         self._pushed_at = self.actor.optimizer_step
 
     def mend_engines(self) -> None:
-        """New engines in the place of those that have died, where no update comes by itself."""
+        """Replace dead engines, if there are any, and update the weights."""
         if self.updates is not None and self.updates.fleet.dead:
             self.bring_weights()
 
     def bring_weights(self) -> None:
-        """To new engines, in the place of those that have died."""
+        """Push weights outside the regular schedule; this also replaces dead engines."""
         with self.training():
             self.push_weights()
 
     def _push_due(self, fleet: EngineFleet) -> bool:
         slept = self.residency.shared
-        if slept or self._pushed_at is None or fleet.dead:  # those that have slept, or are new, hold none
+        if slept or self._pushed_at is None or fleet.dead:  # engines that slept, or are new, hold no weights
             return True
         every = self.config.weights.every
         due = self.progress.step % every == 0 or self._evaluation_due()
@@ -249,15 +249,15 @@ class Run:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Where ranks and engines share devices they take turns: outside, the ranks sleep; inside, each verb finds in
-        memory what it reads, and the engines' weights sleep until new ones are pushed."""
+        """A context for all verbs that use ranks. If ranks and engines share devices, ranks sleep outside of it;
+        inside, each verb wakes what it reads, and the engines' weights sleep until new ones are pushed."""
         yield
         self.residency.enter(SAMPLE)
 
-    # ---- what the user sees and keeps -------------------------------------------------------------------------------
+    # ---- reports and checkpoints ------------------------------------------------------------------------------------
 
     def report(self, scored: Scored, stamped: Stamped | None, results: Mapping[str, Sequence[TrainResult]]) -> None:
-        """Tell of one rollout step; `stamped` is None where it was not for training."""
+        """Report one rollout step; `stamped` is None if it was not for training."""
         now = time.perf_counter()
         rollout = rollout_metrics(scored)
         seconds = {**scored.seconds, **self.progress.seconds.take()}
@@ -269,7 +269,7 @@ class Run:
         for name, steps in results.items():
             role = self.roles[name]
             prefix = "train" if name == ACTOR else name
-            metrics |= train_metrics(steps, role.lr(role.optimizer_step - 1), prefix=prefix)  # of the last step done
+            metrics |= train_metrics(steps, role.lr(role.optimizer_step - 1), prefix=prefix)  # of the last step
         if self.updates is not None:
             self.updates.fleet.step_completed()
         metrics |= self.residency.metrics()
@@ -279,7 +279,7 @@ class Run:
         self.progress.tell(StepFinished(step=scored.step, metrics=metrics, shown=scored.shown()))
 
     def _warn(self, scored: Scored) -> None:
-        """Of what makes a step teach less than it could."""
+        """Warn about whatever makes a step teach less than it could."""
         if scored.first_failure:
             failed = sum(scored.failures.values())
             self.progress.notice(f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}")
@@ -292,8 +292,8 @@ class Run:
             )
 
     def evaluate(self, *, always: bool = False) -> None:
-        """On the held-out prompts, where it is due: a function of the steps done alone, so that a resumed run evaluates
-        where an uninterrupted one does."""
+        """Evaluate on the held-out prompts, if due. That depends only on the steps done, so a resumed run evaluates at
+        the same steps as an uninterrupted one."""
         if self.sampler is not None and self.held_out and (always or self._evaluation_due()):
             with self.progress.phase("eval"):
                 evaluation = evaluate(self.sampler, self.held_out, self.reward, params=self.params)
@@ -301,7 +301,7 @@ class Run:
             if evaluation.first_failure:
                 failed = sum(evaluation.failures.values())
                 self.progress.notice(f"evaluation: {failed} samples failed; the first: {evaluation.first_failure}")
-            if _questions(self._before) != _questions(evaluation.shown):  # a checkpoint's may be of other data
+            if _questions(self._before) != _questions(evaluation.shown):  # the checkpoint's may be of other data
                 self._before = evaluation.shown
             self._after = evaluation.shown
             self.progress.tell(Evaluated(step=self.progress.step, metrics=evaluation.metrics, shown=evaluation.shown))
@@ -316,7 +316,7 @@ class Run:
         return self.progress.step % every == 0 or self.progress.step >= self.config.run.steps
 
     def save(self) -> None:
-        """Where one is due, begin a checkpoint; where one is written, make it visible."""
+        """Commit a checkpoint that has been written; start a new one if due."""
         with self.progress.seconds("save"):
             self.checkpoints.complete(wait=False)
             if self.checkpoints.due(self.progress.step):
@@ -325,7 +325,7 @@ class Run:
     def _start_save(self, *, background: bool) -> None:
         state = {
             "rollout_step": self.progress.step,
-            # Where it was not adapted, a run that resumes and adapts it begins with its own.
+            # Saved only if adapted: otherwise a resumed run that adapts it starts from its own config.
             **({"kl_coef": self.kl_coef} if self.config.algorithm.kl_target else {}),
             "source": self.source.position,
             "config": to_plain(self.config),
@@ -340,8 +340,8 @@ class Run:
         )
 
     def finish(self) -> Summary:
-        """Save what is not saved, export, and tell how it went."""
-        # A request that comes in the last step has nothing left to stop.
+        """Save what is not saved yet, export, and report how the run ended."""
+        # A stop request during the last step has nothing left to stop.
         done = self.progress.step >= self.config.run.steps or self.config.run.mode == "eval"
         reason = "interrupted" if self.stop.requested and not done else "finished"
         artifacts = {"run directory": str(self.run_dir)}
@@ -366,7 +366,7 @@ class Run:
         return Summary(reason=reason, run_dir=self.run_dir, steps_done=self.progress.step, evaluation=self._evaluation)
 
     def _finish_training(self, *, export: bool) -> dict[str, str]:
-        """Paths of what is left, by what it is."""
+        """Save and export; returns the paths of the results by kind."""
         self.progress.begin("saving")
         if self.checkpoints.last_step != self.progress.step:
             self.residency.enter(REST)

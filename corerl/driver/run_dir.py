@@ -1,4 +1,4 @@
-"""The directory of a run: who may write to it, and what is in it already that must not be lost."""
+"""Manage a run's directory: who may write to it, and what it already holds that must not be lost."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from corerl.observability.jsonl import SAMPLES_FILE
 from corerl.observability.tracking import CONFIG_FILE
 from corerl.rollout.saved import ROLLOUTS
 
-EXPORT = "model"  # where a Hugging Face directory is written at the end
+EXPORT = "model"  # subdirectory for the final Hugging Face export
 
 
 @contextmanager
 def occupied(run_dir: Path) -> Iterator[None]:
-    """The directory is this process's alone. Raises ConfigError where another run has it, or it cannot be written."""
+    """Lock the directory for this process. Raises ConfigError if another run holds it, or it is not writable."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / ".lock").open("w")
@@ -35,7 +35,7 @@ def occupied(run_dir: Path) -> Iterator[None]:
         raise _unwritable(run_dir, error) from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system takes it back however the process ends
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system however the process ends
         except BlockingIOError as error:
             raise ConfigError(
                 f"run.dir: another run is writing to {run_dir}; give another directory, or wait until that one ends"
@@ -47,8 +47,8 @@ def occupied(run_dir: Path) -> Iterator[None]:
 
 
 def write_config(run_dir: Path, config: Config) -> None:
-    """As config.toml. One that says something else, as before a resumed run's overrides or by the user's own hand, is
-    kept as config-1.toml, config-2.toml and so on. Raises ConfigError where it cannot be written."""
+    """Write config.toml. An existing different one, say from before a resumed run's overrides or edited by hand, is
+    kept as config-1.toml, config-2.toml and so on. Raises ConfigError if the file cannot be written."""
     path, text = run_dir / CONFIG_FILE, dump_toml(config).encode()
     part = path.with_name(f".{path.name}.part")
     try:
@@ -66,7 +66,7 @@ def _unwritable(run_dir: Path, error: OSError) -> ConfigError:
 
 
 def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None:
-    """The checkpoint that the run goes on from. Raises ConfigError rather than write over another run."""
+    """The checkpoint to resume from, if any. Raises ConfigError rather than overwrite another run."""
     resume = config.checkpoint.resume
     newest = latest(run_dir)
     if starting and newest is not None and not config.run.trains:
@@ -84,7 +84,7 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None
     if resume == "auto":
         return newest
     chosen = None if resume == "never" else Path(resume).absolute()
-    # Retention would take what is there for this run's own, and the next resume would go on from whatever is newest.
+    # Retention would treat the existing checkpoints as this run's, and the next resume would take whichever is newest.
     if starting and newest is not None and (chosen is None or chosen.resolve() != newest.resolve()):
         raise ConfigError(
             f"run.dir: {run_dir} already holds a run ({newest.name}); go on with it by checkpoint.resume=auto, "
@@ -94,7 +94,7 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None
 
 
 def lost_checkpoints(config: Config, run_dir: Path) -> list[str]:
-    """A line for each checkpoint that `checkpoint.resume = "auto"` has passed over."""
+    """A line for each checkpoint that `checkpoint.resume = "auto"` skipped."""
     if config.checkpoint.resume != "auto":
         return []
     return [
@@ -104,13 +104,12 @@ def lost_checkpoints(config: Config, run_dir: Path) -> list[str]:
 
 
 def lies_in(checkpoint: Path, run_dir: Path) -> bool:
-    """Whether it is one of that run's own; in a directory below there may be another run."""
+    """Whether the checkpoint belongs to that run itself; a subdirectory may hold another run."""
     return checkpoint.resolve().parent in (run_dir.resolve(), checkpoints_dir(run_dir).resolve())
 
 
 def in_the_way(config: Config, run_dir: Path, resume: Path | None) -> Iterator[str]:
-    """A line for each thing in the directory that a run, as it begins, would mix with its own or put its own in the
-    place of."""
+    """A line for each thing in the directory that a starting run would overwrite or mix with its own output."""
     goes_on = resume is not None and lies_in(resume, run_dir)
     if goes_on:
         for name in (METRICS_FILE, SAMPLES_FILE):
@@ -131,9 +130,8 @@ def in_the_way(config: Config, run_dir: Path, resume: Path | None) -> Iterator[s
 
 
 def require_steps_left(config: Config, run_dir: Path, resume: Path, *, done: int) -> None:
-    """Raises where a run that trains would begin with all its steps `done`: NothingLeft where they are its own, as when
-    a scheduler starts it once more, else ConfigError. One that was killed before it had exported its last checkpoint
-    has that left to do."""
+    """Raise if a training run would start with all its steps `done`: NothingLeft if they are its own, say because a
+    scheduler restarted it, otherwise ConfigError. A run killed before exporting its last checkpoint may still start."""
     steps, exports = config.run.steps, config.checkpoint.export
     if done > steps or (done == steps and not lies_in(resume, run_dir)):
         raise ConfigError(f"run.steps: {steps}, and the checkpoint {resume} has done {done}; raise run.steps to go on")
@@ -145,7 +143,7 @@ def require_steps_left(config: Config, run_dir: Path, resume: Path, *, done: int
 
 
 def _exported(checkpoint: Path, run_dir: Path) -> bool:
-    """Whether the export there is no older than the checkpoint, and so not one of fewer steps."""
+    """Whether the export exists and is no older than the checkpoint, and so not of fewer steps."""
     try:
         exported = (run_dir / EXPORT / "config.json").stat().st_mtime_ns
         return exported >= (checkpoint / DRIVER_FILE).stat().st_mtime_ns

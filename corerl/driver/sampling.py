@@ -1,4 +1,4 @@
-"""Where a run's batches come from: what samples, what scores, and the source that makes batches of it."""
+"""Assemble what produces a run's batches: sampler, scorer and source."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from corerl.rollout.sources import Draws, Refill, Source, Synchronous
 
 
 def start_scorer(prepared: Prepared, stack: contextlib.ExitStack) -> Scorer:
-    """What scores samples: in processes of its own where any are drawn."""
+    """The run's scorer; it uses processes of its own if the run samples."""
     config = prepared.config
     if not config.run.samples:
         return prepared.reward
-    # The source may score in a thread of its own while the loop evaluates.
+    # The source may score in its own thread while the loop evaluates.
     reward: Scorer = InTurn(stack.enter_context(scorer(prepared.reward, config.reward)))
     if prepared.function is not None:
         reward = EpisodeScorer(reward, failed_value=config.reward.failed_value)
@@ -38,7 +38,7 @@ def start_scorer(prepared: Prepared, stack: contextlib.ExitStack) -> Scorer:
 def start_source(
     prepared: Prepared, fleet: EngineFleet | None, reward: Scorer, stack: contextlib.ExitStack
 ) -> tuple[Source, Sampler | None]:
-    """The run's batches, from where a resumed run stands; and what samples in the loop's thread, if anything does."""
+    """The source, restored if the run resumes, and the sampler for the loop's thread, if the run samples."""
     config, state = prepared.config, prepared.state
     sampler: Sampler | None = None
     aside: Sampler | None = None
@@ -57,8 +57,8 @@ def start_source(
 
 
 def make_sampler(prepared: Prepared, fleet: EngineFleet, front: Front | None, *, aside: bool = False) -> Sampler:
-    """Single responses, or the episodes that the run's function plays at `front`. `aside`: for a thread that does not
-    update weights."""
+    """A sampler of single responses, or of the episodes that the run's function plays through `front`. `aside`: for a
+    thread that does not update weights."""
     generate = fleet.generate_aside if aside else fleet.generate
     seed, tokenizer = prepared.config.run.seed, prepared.tokenizer
     if prepared.function is None or front is None:
@@ -79,7 +79,7 @@ def make_sampler(prepared: Prepared, fleet: EngineFleet, front: Front | None, *,
 def make_source(
     prepared: Prepared, fleet: EngineFleet | None, sampler: Sampler | None, aside: Sampler | None, reward: Scorer
 ) -> Source:
-    """The run's batches: sampled, or read; `aside` in the background."""
+    """The source, which samples or reads batches; `aside` is the sampler for background threads."""
     config = prepared.config
     rollout, steps = config.rollout, config.run.steps
     source: Source
@@ -113,5 +113,5 @@ def make_source(
 
 
 def calls_of(prepared: Prepared) -> int:
-    """Calls of `generate` that one engine of the run answers side by side."""
+    """How many `generate` calls one engine of the run answers concurrently."""
     return prepared.plan.engine.spec.calls(prepared.config.engines[prepared.plan.engine.name], prepared.plan.engines)

@@ -1,4 +1,4 @@
-"""Stop when asked: the first SIGINT or SIGTERM ends the run after its step, a second one at once."""
+"""Stop on request: the first SIGINT or SIGTERM ends the run after its step, a second one at once."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """A context in which the two signals set `requested`, and a sentence for the user goes to `notify` once. Outside of
-    the main thread, which alone may handle signals, they are left to whoever owns it.
+    """A context in which the first of the two signals sets `requested` and sends the user a sentence via `notify`.
+    Outside the main thread, which alone may handle signals, they are left to the main thread's owner.
 
-    `notify` is called on a thread of its own: the signal may interrupt code that holds a lock which `notify` needs.
+    `notify` runs in its own thread: the signal may interrupt code that holds a lock which `notify` needs.
     """
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self.requested = False
         self._notify = notify
         self._before: dict[signal.Signals, object] = {}
-        self._texts: SimpleQueue[str | None] = SimpleQueue()  # whose put a signal handler may call
+        self._texts: SimpleQueue[str | None] = SimpleQueue()  # its `put` is safe in a signal handler
         self._teller = Thread(target=self._tell, name="stop-request", daemon=True)
 
     def __enter__(self) -> StopRequest:

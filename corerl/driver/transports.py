@@ -1,4 +1,4 @@
-"""How a run's weights reach its engines: what the config says, or what follows from where ranks and engines are."""
+"""Choose how weights reach the engines: as configured, or by where ranks and engines are placed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from corerl.weights.transports import AUTO
 
 
 def senders(receivers: Sequence[int], ranks: Sequence[int], *, one_machine: bool) -> tuple[int, ...]:
-    """Of each receiver, the actor's rank that can hand it memory: the one on its bundle, `receivers` and `ranks` being
-    the bundles of each. On CPUs of `one_machine` that is the first rank for all. Empty where a receiver has none.
+    """For each receiver, the actor's rank that can share memory with it: the one on its bundle. `receivers` and `ranks`
+    are bundle indices. On the CPUs of `one_machine` it is rank 0 for all. Empty if any receiver has none.
     """
     if one_machine:
         return (0,) * len(receivers)
@@ -23,9 +23,9 @@ def senders(receivers: Sequence[int], ranks: Sequence[int], *, one_machine: bool
 def choose_transport(
     config: Config, places: Mapping[str, Sequence[int]], senders: Sequence[int], *, by_handle: bool
 ) -> str:
-    """The name of a transport. `by_handle`: whether the actor's backend can hand over memory.
+    """The name of the transport. `by_handle`: whether the actor's backend can share memory by handle.
 
-    Raises ConfigError where that is asked for, and an engine is on a device without a rank.
+    Raises ConfigError if 'ipc' is configured and an engine is on a device without a rank.
     """
     transport = config.weights.transport
     if transport == AUTO:

@@ -1,4 +1,4 @@
-"""Bring the actor's weights to all engines, and see to it that an engine which they did not reach serves nothing."""
+"""Send the actor's weights to all engines, and make sure that an engine that missed an update serves nothing."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from corerl.weights.transport import Address
 from corerl.weights.transports import TRANSPORTS
 from corerl.weights.verify import difference
 
-TELL_SECONDS = 1.0  # between two times that senders are told of an engine that failed
-ANSWER_SECONDS = 60.0  # that an engine has to answer once the senders have ended
+TELL_SECONDS = 1.0  # between two reports of a failed engine to the senders
+ANSWER_SECONDS = 60.0  # for an engine to answer after the senders are done
 
 
 def meeting_at(address: Address, actor: TrainGroup) -> Address:
-    """The same, at a new place, where a transport has senders and receivers meet: a socket in the actor's first rank,
-    or names that nobody else has."""
+    """The address with a fresh meeting point: a socket in the actor's first rank if the transport joins senders and
+    receivers in a group, otherwise a unique token."""
     if not TRANSPORTS[address.transport].joins:
         return evolve(address, token=uuid.uuid4().hex)
     if not address.engines:
@@ -42,17 +42,17 @@ def meeting_at(address: Address, actor: TrainGroup) -> Address:
 class Missed:
     """Why an update did not reach one engine."""
 
-    error: str  # what it says, and what those say that sent to it
-    died: bool  # its process has ended
-    silent: bool  # it has not answered, and may hang
+    error: str  # what the engine and its senders report
+    died: bool  # the engine's process has ended
+    silent: bool  # the engine has not answered, and may hang
 
 
 @define(kw_only=True, eq=False)
 class WeightUpdates:
-    """Of one run: which engines have what, and the version that comes next."""
+    """Pushes the actor's weights to the engines of one run, and replaces engines that miss an update."""
 
     config: WeightsConfig
-    group: TrainGroup  # of the actor
+    group: TrainGroup  # the actor's
     fleet: EngineFleet
     source: Source
     manifest: Manifest
@@ -61,13 +61,13 @@ class WeightUpdates:
     residency: Residency
     progress: Progress
 
-    _updates: int = 0  # that all engines took
-    _unverified: set[str] = field(factory=set)  # engines that cannot tell what they hold
-    _served: set[str] = field(factory=set)  # engines whose process has taken an update
+    _updates: int = 0  # that reached all engines
+    _unverified: set[str] = field(factory=set)  # engines that cannot report `weight_sums`
+    _served: set[str] = field(factory=set)  # engines whose current process has taken an update
 
     def push(self) -> None:
-        """All engines serve the actor's weights when this returns; those that an update did not reach are replaced.
-        Raises WeightUpdateError, or what an engine died of, where that does not help."""
+        """Update all engines to the actor's weights, replacing those that miss the update. Raises WeightUpdateError, or
+        the cause of an engine's death, if replacing does not help."""
         every = self.config.verify_every
         verify = every > 0 and self._updates % every == 0
         while missed := self._attempt(verify=verify):
@@ -75,7 +75,7 @@ class WeightUpdates:
         self._updates += 1
 
     def _attempt(self, *, verify: bool) -> dict[str, Missed]:
-        """One update of all engines. Those that it did not reach, which serve nothing now, with why."""
+        """Run one update; returns the engines that missed it, which now serve nothing, and why."""
         with contextlib.ExitStack() as stack:
             if self.source.overlaps:
                 with self.progress.phase("hold"):
@@ -85,23 +85,23 @@ class WeightUpdates:
             self.residency.enter(UPDATE)
             with self.progress.phase("update_weights"):
                 missed = self._update(verify=verify)
-            # Before anything is asked of all engines, were it to resume or to sleep: one that hangs answers nothing,
-            # and one whose device has failed fails again.
+            # Before any call to all engines, even to resume or sleep: an engine that hangs does not answer, and one
+            # with a failed device fails again.
             if missed:
                 self.fleet.leave_out(_culprits(missed))
             return missed
 
     def _update(self, *, verify: bool) -> dict[str, Missed]:
-        # Used even where no engine takes it: two streams must never share a version.
+        # Used up even if no engine takes it: two streams must never share a version.
         version, self.version = self.version, self.version + 1
         group, fleet = self.group, self.fleet
         sending = group.update_weights_async(self.address, version, verify=verify)
         receiving = fleet.receive_async(self.manifest, version, self.address)
         told = 0.0
         while not sending.ready(POLL_SECONDS):
-            # Senders would wait in vain, until a timeout, for an engine that has died, or is done with it.
+            # Otherwise senders would wait until a timeout for an engine that died or gave up.
             failed = {name: each for name, each in fleet.received(receiving, 0.0).items() if each.error}
-            if failed and time.monotonic() - told > TELL_SECONDS:  # again: a rank may not have begun
+            if failed and time.monotonic() - told > TELL_SECONDS:  # repeatedly: a rank may not have started yet
                 told = time.monotonic()
                 for name, each in failed.items():
                     group.give_up(name, version, each.error)
@@ -116,7 +116,7 @@ class WeightUpdates:
         return missed
 
     def _require_loaded(self, sums: Mapping[str, int], version: int) -> None:
-        """Raises WeightUpdateError where an engine holds something else than was sent."""
+        """Raise WeightUpdateError if an engine holds anything other than what was sent."""
         for name, loaded in self.fleet.weight_sums(self.manifest.dtype).items():
             if loaded is None:
                 if name not in self._unverified:
@@ -131,10 +131,10 @@ class WeightUpdates:
                 )
 
     def _evict(self, missed: Mapping[str, Missed]) -> None:
-        """New processes in the place of those that failed the update, which rejoin with the next full one.
+        """Replace the engines that failed the update; the new processes rejoin with the next full one.
 
-        Raises WeightUpdateError of an engine that says that it failed and has never taken an update: the next would end
-        the same.
+        Raises WeightUpdateError if an engine reported a failure and has never taken an update: the next one would
+        fail too.
         """
         errors = _culprits(missed)
         answered = not any(each.died or each.silent for each in missed.values())
@@ -149,19 +149,19 @@ class WeightUpdates:
         self._replace(replace)
 
     def _replace(self, replace: Callable[[], Mapping[str, CorerlError]]) -> None:
-        """New engines, which `replace` starts and names with what the old ones died of."""
+        """Start new engines through `replace`, which returns their names and why the old ones were replaced."""
         self.residency.enter(REST)
         replaced = replace()
         self.residency.engines_changed()
         for engine, error in replaced.items():
             self.progress.notice(f"{engine} is replaced: {error.message}")
         self._served -= replaced.keys()
-        self.address = meeting_at(self.address, self.group)  # the dead one hangs in whatever was built at the old
+        self.address = meeting_at(self.address, self.group)  # the old engine is still part of the old group
 
 
 def _culprits(missed: Mapping[str, Missed]) -> dict[str, CorerlError]:
-    """Of the engines that an update missed those that are to be replaced, each with why: the dead and those that are
-    silent, which explain the other failures; where all live and answer, all."""
+    """Which of the engines that missed an update to replace, and why: the dead and the silent ones, which explain the
+    other failures; all of them if all are alive and answered."""
     gone = {name: each for name, each in missed.items() if each.died or each.silent}
     return {
         name: WorkerDied(each.error) if each.died else WeightUpdateError(f"{name}: {each.error}")
@@ -170,8 +170,8 @@ def _culprits(missed: Mapping[str, Missed]) -> dict[str, CorerlError]:
 
 
 def _missed(answer: Received | None, sender: str) -> Missed | None:
-    """What an engine that may have answered, and its senders, make of an update together; None where it has arrived.
-    Either may know why, while the other sees no more than a connection that ends."""
+    """Combine an engine's answer, if any, and its senders' error; None if the update arrived. Either side may know the
+    cause while the other only sees a closed connection."""
     if answer is None:
         said = f"no answer within {ANSWER_SECONDS:g} s after the update's end"
     elif answer.error or sender:
@@ -179,6 +179,6 @@ def _missed(answer: Received | None, sender: str) -> Missed | None:
     else:
         return None
     died = answer is not None and answer.died
-    known = died or sender in said  # it may have told them, and its death tells more than what follows from it
+    known = died or sender in said  # the senders may just repeat it, and a death is the cause of their error
     error = said if known else f"{said}; the trainer: {sender}" if said else sender
     return Missed(error=error, died=died, silent=answer is None)

@@ -1,6 +1,6 @@
-"""Whether a checkpoint, or the files of a model's directory, hold every tensor of this run's model.
+"""Check that a checkpoint, or a model directory, holds every tensor of this run's model.
 
-Imports transformers' models, which takes seconds: whoever has a checkpoint or a directory imports this module then.
+Imports transformers' models, which takes seconds: import this module only when there is something to check.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from corerl.trainer.assign import CRITIC
 
 
 def require_same_model(checkpoint: Path, role: str, model: PreTrainedConfig) -> None:
-    """Raises CheckpointError where the checkpoint has no such role, lacks a tensor of its model, or has it in another
-    shape."""
+    """Raise CheckpointError if the checkpoint lacks the role or any tensor of its model, or a shape differs."""
     if not (checkpoint / role).is_dir():
         raise unusable(
             checkpoint,
@@ -40,8 +39,8 @@ def require_same_model(checkpoint: Path, role: str, model: PreTrainedConfig) -> 
 
 
 def require_weights(directory: str, role: str, model: PreTrainedConfig) -> None:
-    """Raises ModelError where the files of a model's directory are damaged, or lack a tensor of the model or have it in
-    another shape: what their headers tell, read before any process starts."""
+    """Raise ModelError if a model directory's files are damaged, lack a tensor of the model, or have one in another
+    shape. Reads only the files' headers."""
     files = SafetensorsSource(directory)
     for name, shape in shapes_of(role, model).items():
         found = files.shape(name)
@@ -56,6 +55,6 @@ def require_weights(directory: str, role: str, model: PreTrainedConfig) -> None:
 
 
 def shapes_of(role: str, model: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a role's model by its Hugging Face name; nothing is allocated."""
+    """The shape of every tensor of a role's model by HF name; allocates nothing."""
     built = build_on_meta(model, dtype=torch.float32, attention="eager", value_head=role == CRITIC)
     return {box.name: box.shape for boxes in hf_boxes(built).values() for box in boxes}

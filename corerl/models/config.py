@@ -59,7 +59,7 @@ def experts(config: PreTrainedConfig) -> int:
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """The most tokens that a sequence may have by the model's own config; None where it sets no bound."""
+    """Maximum tokens of a sequence by the model's own config; None if it sets no limit."""
     positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions
 

@@ -1,1 +1,1 @@
-"""From prompts to scored samples: engines, sampler, rewards, sources of batches."""
+"""Turn prompts into scored samples: engines, sampler, rewards, sources of batches."""

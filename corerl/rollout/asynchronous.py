@@ -1,4 +1,4 @@
-"""Batches of what is finished first, while engines generate without a break and weights change under way."""
+"""Build batches from whichever samples finish first, while engines generate continuously and weights change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from corerl.types import BoolArray, FloatArray
 
 
 class Engines(Protocol):
-    """What generates; `corerl.rollout.fleet.EngineFleet` is one."""
+    """The engines to sample from, such as `corerl.rollout.fleet.EngineFleet`."""
 
     def __len__(self) -> int: ...
     def draw(self, replica: int, request: GenerateRequest) -> Generation | None: ...
@@ -37,18 +37,18 @@ class Engines(Protocol):
 
 @define(kw_only=True, eq=False)
 class PromptGroup:
-    """The samples of one prompt, from when they are begun until they are handed out."""
+    """The samples of one prompt, from when they are started until they are handed out."""
 
-    number: int  # in the order in which they were begun
+    number: int  # in starting order
     prompt: Prompt
-    request: GenerateRequest  # of all samples, from their beginning
-    tokens: int = 0  # that were drawn
-    oldest: int | None = None  # the version of the weights that drew the oldest of these
-    # Once all is drawn and scored:
+    request: GenerateRequest  # for all samples, as first issued
+    tokens: int = 0  # sampled so far
+    oldest: int | None = None  # the weights version that sampled the oldest of them
+    # Set once everything is sampled and scored:
     rollout: Rollout | None = None
     rewards: FloatArray = field(factory=lambda: np.zeros(0, np.float32))  # [G]
-    failed: BoolArray = field(factory=lambda: np.zeros(0, np.bool_))  # [G] has no reward of its own
-    first_failure: str = ""  # of those that were scored together with it, where one of its own failed
+    failed: BoolArray = field(factory=lambda: np.zeros(0, np.bool_))  # [G] True where scoring failed
+    first_failure: str = ""  # of the scoring call, if one of this group's samples failed
 
     def drew(self, generation: Generation) -> None:
         if len(generation.tokens):
@@ -59,16 +59,16 @@ class PromptGroup:
 
 @frozen(kw_only=True, eq=False)
 class Part:
-    """Rows that engines are asked for at once: all of a group, or one turn of an episode; as far as they are drawn."""
+    """Rows requested together (a whole group, or one turn of an episode) and what has been sampled for them so far."""
 
     group: PromptGroup
-    request: GenerateRequest  # from their beginning
+    request: GenerateRequest  # as first issued
     drawn: Generation
-    told: Callable[[Generation], None]  # what was drawn, once it is finished
+    told: Callable[[Generation], None]  # called with `drawn` once it is finished
 
     @property
     def rest(self) -> GenerateRequest:
-        """What is still to be drawn."""
+        """The request for what is still to be sampled."""
         return continued(self.request, self.drawn)
 
     def followed_by(self, more: Generation) -> Part:
@@ -82,12 +82,12 @@ class Part:
 
 @define(kw_only=True)
 class Tally:
-    """What became of samples since a batch was handed out."""
+    """Counts of discarded and failed samples since the last batch was handed out."""
 
-    stale_samples: int = 0  # given up, with what they had of tokens
+    stale_samples: int = 0  # discarded
     stale_tokens: int = 0
-    dull: int = 0  # groups whose rewards are all equal
-    failures: Counter[str] = field(factory=Counter)  # samples scored since then, by kind
+    dull: int = 0  # groups without spread in their rewards
+    failures: Counter[str] = field(factory=Counter)  # failed samples by kind, among those scored since then
     first_failure: str = ""
 
     def give_up(self, group: PromptGroup) -> None:
@@ -99,7 +99,7 @@ class Tally:
         self.first_failure = self.first_failure or scores.first
 
     def batch(self, step: int, groups: Sequence[PromptGroup], refill: Refill | None) -> Scored:
-        """The groups as the batch of rollout step `step`. Raises RewardError where none of the samples has a reward."""
+        """Make `groups` the batch of rollout step `step`. Raises RewardError if every sample failed to score."""
         if all(group.failed.all() for group in groups):
             samples = sum(len(group.failed) for group in groups)
             first = next((group.first_failure for group in groups if group.first_failure), self.first_failure)
@@ -123,47 +123,47 @@ class Tally:
 
 
 class Asynchronous(Source):
-    """Engines generate all the time. A weight update interrupts them, and what is unfinished is continued by the new
-    weights, each token with the version and the log-prob of the weights that drew it.
+    """Sample continuously while weights are trained. A weight update interrupts the engines; unfinished responses
+    continue under the new weights, and each token keeps the version and log-prob of the weights that sampled it.
 
-    No sample is handed out whose oldest token is more than `max_staleness` versions behind the weights that it will be
-    trained with. A prompt of which one sample can no longer meet that is given back and drawn anew, with other noise.
+    A sample is only handed out if its oldest token is at most `max_staleness` versions behind the weights it will be
+    trained with. Once any sample of a prompt misses that, the prompt is returned and resampled with other noise.
 
-    An episode may be of several versions too: an update between two of its turns, or amid one, takes nothing away that
-    was said, and its function goes on meanwhile.
+    An episode may span several versions too: an update between two turns, or during one, discards nothing that was
+    said, and the episode's function keeps running meanwhile.
 
-    Of the prompts that are begun, at most max_staleness + 1 batches are not handed out: more could not all be trained
-    on in time. What is handed out is finished, and the oldest of that. A resumed run begins those prompts again that
-    were not handed out, and nothing else is lost; it is not repeatable, as no run is whose engines race with its ranks.
+    At most max_staleness + 1 batches of prompts are in flight: more could not all be trained on in time. The oldest
+    finished groups are handed out first. A resumed run restarts the prompts that were in flight and loses nothing
+    else. Runs are not repeatable, because the engines race with the training ranks.
 
-    Its threads: `calls` for each replica, which wait for that engine, one that scores, and one for what plays episodes.
-    All that they share changes under `_state`, and each change is told to all who wait for one.
+    Threads: `calls` per replica, each waiting for that engine, one for scoring, and one for episodes. All shared state
+    changes under `_state`, and every change notifies all waiting threads.
     """
 
     def __init__(self, draws: Draws, engines: Engines, *, steps: int, max_staleness: int, calls: int = 1) -> None:
-        """`calls` of `generate` that one replica answers side by side."""
+        """`calls`: how many `generate` calls one replica answers concurrently."""
         self._draws = draws
         self._engines = engines
-        self._steps = steps  # rollout steps in all, those before a resume included
+        self._steps = steps  # rollout steps in total, including those before a resume
         self._max_staleness = max_staleness
         self._calls = calls
         self._share = max(1, draws.prompts // (len(engines) * calls)) * draws.samples  # rows of one call
-        self._step = 0  # the next one
-        self._begun = 0  # groups in all
-        self._version = 0  # of the weights that what is handed out next will be trained with
+        self._step = 0  # the next step
+        self._begun = 0  # groups started in total
+        self._version = 0  # of the weights that the next batch will be trained with
 
         self._state = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._background = draws.sampler.background(draws.params, self._state)
-        self._groups: dict[int, PromptGroup] = {}  # begun and neither handed out nor given up, by number
-        self._waiting: deque[Part] = deque()  # for an engine
+        self._groups: dict[int, PromptGroup] = {}  # in flight, by number
+        self._waiting: deque[Part] = deque()  # parts waiting for an engine
         self._unscored: list[tuple[PromptGroup, Callable[[], Rollout]]] = []
         self._ready: list[PromptGroup] = []
-        self._dull: list[PromptGroup] = []  # without spread, given up unless too few have some
-        self._calling = 0  # engines' answers that are waited for
-        self._idle = [0] * len(engines)  # of each replica, threads that could wait for another one
-        self._homes: dict[int, int] = {}  # noise key -> the replica that has read an episode so far
-        self._held = False  # no engine is called
+        self._dull: list[PromptGroup] = []  # without spread; used only if too few groups have any
+        self._calling = 0  # engine calls in progress
+        self._idle = [0] * len(engines)  # idle threads of each replica
+        self._homes: dict[int, int] = {}  # noise key -> the replica that holds this episode's prefix
+        self._held = False  # while True, no engine is called
         self._closed = False
         self._failure: BaseException | None = None
         self._tally = Tally()
@@ -184,7 +184,7 @@ class Asynchronous(Source):
         if not self._threads:
             self._start()
         while (groups := self._finished()) is None:
-            self._engines.mend()  # which updates the weights, and so comes back here
+            self._engines.mend()  # updates the weights, and so calls `updating`
         with self._state:
             tally, self._tally = self._tally, Tally()
         scored = tally.batch(self._step, groups, self._draws.refill)
@@ -192,12 +192,12 @@ class Asynchronous(Source):
         return evolve(scored, seconds={"rollout": time.perf_counter() - started})
 
     def _finished(self) -> list[PromptGroup] | None:
-        """Waits for the groups of one batch; None where no engine is left to draw them."""
+        """Wait for the groups of one batch; None if no engine is left to sample them."""
         with self._state:
             while True:
                 self._raise_failure()
                 self._give_up_stale()
-                self._begin()  # before anything is handed out: what is begun now is drawn while that is trained on
+                self._begin()  # before handing out: what starts now is sampled while this batch is trained on
                 self._state.notify_all()
                 if self._enough:
                     return self._hand_out()
@@ -207,14 +207,14 @@ class Asynchronous(Source):
 
     @property
     def _enough(self) -> bool:
-        """Whether there is a batch: also with groups that teach nothing, where as many as is allowed were replaced."""
+        """Whether a batch is ready. Groups without spread count once the allowed number of replacements is used up."""
         ready, refill = len(self._ready), self._draws.refill
         if refill is not None and self._tally.dull + ready >= (1 + refill.attempts) * self._draws.prompts:
             ready += len(self._dull)
         return ready >= self._draws.prompts
 
     def _hand_out(self) -> list[PromptGroup]:
-        # Where nothing was drawn, as where a function has failed at once, nothing ages.
+        # A group without tokens (say, its function failed at once) does not age.
         self._ready.sort(key=lambda group: (self._version if group.oldest is None else group.oldest, group.number))
         groups, self._ready = self._ready[: self._draws.prompts], self._ready[self._draws.prompts :]
         for group in groups:
@@ -224,8 +224,8 @@ class Asynchronous(Source):
         return groups
 
     def _begin(self) -> None:
-        """Prompts for the batch that is waited for and for those after it: one more where engines keep up, so that what
-        they draw is young; as many as can be trained on in time where they do not."""
+        """Start prompts for the next batch and for those after it: one more batch if engines keep up, so that samples
+        stay fresh; as many as can be trained on in time if they do not."""
         ahead = 1 if len(self._ready) >= self._draws.prompts else self._max_staleness
         batches = min(1 + ahead, self._steps - self._step)
         while len(self._groups) < batches * self._draws.prompts:
@@ -235,7 +235,7 @@ class Asynchronous(Source):
                 rollout_step=self._step,
                 samples=self._draws.samples,
                 params=self._draws.params,
-                attempt=self._begun,  # no two groups of a run draw with the same noise
+                attempt=self._begun,  # no two groups of a run share noise
             )
             group = PromptGroup(number=self._begun, prompt=prompt, request=request)
             self._groups[group.number] = group
@@ -251,7 +251,7 @@ class Asynchronous(Source):
             )
 
     def _give_up_stale(self) -> None:
-        """What may not be trained on any more, wherever it is; the prompts are given back."""
+        """Discard every group that is too stale to train on, and return its prompt to the stream."""
         for group in [each for each in self._groups.values() if not self._fresh(each)]:
             del self._groups[group.number]
             self._background.give_up(group.number)
@@ -281,7 +281,7 @@ class Asynchronous(Source):
         yield
         with self._state:
             self._version = version
-            self._homes.clear()  # what was read is of no use to other weights
+            self._homes.clear()  # cached prefixes are useless under other weights
             self._give_up_stale()
         if self._threads:
             self._engines.resume()
@@ -290,7 +290,7 @@ class Asynchronous(Source):
                 self._state.notify_all()
 
     def _raise_failure(self) -> None:
-        """Raise what a thread failed with: the first cause, before what follows from it is met here."""
+        """Raise the error of a failed thread here, before its consequences surface instead."""
         if self._failure is not None:
             raise self._failure
 
@@ -303,8 +303,8 @@ class Asynchronous(Source):
 
     @property
     def position(self) -> dict[str, Any]:
-        """The next rollout step; the prompts, those given back that were begun and not handed out; how many were begun,
-        lest another group draw with the same noise."""
+        """The next rollout step, the prompt stream with in-flight prompts returned, and how many groups were started,
+        so that no later group reuses their noise."""
         with self._state:
             prompts = self._draws.stream.position_without(group.prompt for group in self._groups.values())
             return {"rollout_step": self._step, "prompts": prompts, "begun": self._begun}
@@ -320,7 +320,7 @@ class Asynchronous(Source):
         works: list[tuple[str, Callable[[], None]]] = [("scoring", self._score), ("background", self._attend)]
         for replica in range(len(self._engines)):
             works += [(f"engine-{replica}", functools.partial(self._draw, replica))] * self._calls
-        # No one waits for them at the end of the program: an engine may be gone, a reward may take for ever.
+        # Daemons, because the program must not wait for them: an engine may be gone, a reward may never return.
         self._threads = [
             threading.Thread(target=self._until_closed, args=(work,), name=f"rollout {name}", daemon=True)
             for name, work in works
@@ -331,7 +331,7 @@ class Asynchronous(Source):
     def _until_closed(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # for the loop's thread, which raises it
+        except BaseException as error:  # the loop's thread raises it
             with self._state:
                 self._failure = self._failure or error
                 self._state.notify_all()
@@ -367,7 +367,7 @@ class Asynchronous(Source):
                     part.told(part.drawn)
 
     def _to_draw(self, replica: int) -> list[Part]:
-        """Waits for something to do; nothing at the end."""
+        """Wait for parts to sample; [] when the source is ending."""
         with self._state:
             self._idle[replica] += 1
             self._state.wait_for(lambda: self._ending or self._for(replica))
@@ -377,20 +377,20 @@ class Asynchronous(Source):
             self._waiting = deque(part for part in self._waiting if id(part) not in taken)
             self._homes |= {int(key): replica for part in parts for key in part.request.noise_keys}
             self._calling += bool(parts)
-            if self._waiting:  # which others may draw that have left it to this one
+            if self._waiting:  # other threads may have left these parts to this replica
                 self._state.notify_all()
             return parts
 
     def _for(self, replica: int) -> list[Part]:
-        """What it may draw: a turn of which another one has read the beginning only where that one is busy, or gone."""
+        """The parts this replica may take. A turn whose prefix another replica holds is left to it if it is idle."""
         if not self._waiting or self._held or not self._engines.serves(replica):
             return []
         away = {each for each, idle in enumerate(self._idle) if each != replica and idle and self._engines.serves(each)}
         return [part for part in self._waiting if self._homes.get(int(part.request.noise_keys[0])) not in away]
 
     def _share_of(self, waiting: Sequence[Part]) -> list[Part]:
-        """The first of these, and others with its parameters: as many rows as are a call's share, or fewer where other
-        threads are idle too."""
+        """The first part and others with its parameters, up to a call's share of rows, fewer if other threads idle
+        too."""
         room = min(self._share, -(-sum(len(part.request) for part in waiting) // sum(self._idle)))
         taken: list[Part] = []
         for part in waiting:
@@ -422,7 +422,7 @@ class Asynchronous(Source):
                 self._state.notify_all()
 
     def _keep(self, group: PromptGroup) -> None:
-        """Among what is ready, unless it teaches nothing and another one is begun in its place."""
+        """Add a scored group to the ready ones; if it lacks spread, set it aside so that another is started instead."""
         refill = self._draws.refill
         if refill is None or refill.useful(group.rewards, np.zeros(len(group.rewards), dtype=np.int64)).all():
             self._ready.append(group)

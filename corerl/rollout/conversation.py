@@ -1,4 +1,4 @@
-"""A conversation as tokens: each request adds those of its new messages, and what was sampled stays as it was."""
+"""Keep a conversation as tokens: each request appends its new messages' tokens; sampled tokens are never re-encoded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Message = Mapping[str, Any]
 
 
 class Refused(Exception):
-    """A request that cannot be answered: whoever made it is told why, and the conversation is as it was."""
+    """A request cannot be answered. The client is told why, and the conversation is unchanged."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(message)
@@ -34,11 +34,11 @@ def _empty(dtype: type) -> Any:
 
 @frozen(kw_only=True)
 class Answer:
-    """What the policy said."""
+    """One answer of the policy."""
 
-    text: str  # all of it, without special tokens
-    content: str  # what is told as text: the same, but for `calls`
-    calls: tuple[Mapping[str, Any], ...] = ()  # of tools, as OpenAI's `message.tool_calls`
+    text: str  # the whole answer, without special tokens
+    content: str  # `text` without the tool calls
+    calls: tuple[Mapping[str, Any], ...] = ()  # tool calls in the shape of OpenAI's `message.tool_calls`
 
     @property
     def message(self) -> dict[str, Any]:
@@ -48,22 +48,22 @@ class Answer:
 
 @frozen(kw_only=True, eq=False)
 class Conversation:
-    """What has been said, ending with an answer; at first nothing. Never changed: an answer makes another one."""
+    """Everything said so far, ending with an answer; initially empty. Immutable: each answer makes a new one."""
 
-    messages: tuple[Message, ...] = ()  # each with text as its content; answers as they were told
-    text: str = ""  # the last answer's, calls of tools included
-    answers: frozenset[int] = frozenset()  # which of them were sampled
-    tools: tuple[Mapping[str, Any], ...] = ()  # that the first request offered
+    messages: tuple[Message, ...] = ()  # contents are plain text; answers as sent to the client
+    text: str = ""  # of the last answer, including tool calls
+    answers: frozenset[int] = frozenset()  # indices of the messages that were sampled
+    tools: tuple[Mapping[str, Any], ...] = ()  # offered by the first request
     prompt_length: int = 0  # tokens of the first request
     tokens: IntArray = _empty(np.int64)  # [n]
-    loss_mask: BoolArray = _empty(np.bool_)  # [n] sampled
+    loss_mask: BoolArray = _empty(np.bool_)  # [n] True where sampled
     logprobs: FloatArray = _empty(np.float32)  # [n] 0.0 where not sampled
     versions: IntArray = _empty(np.int64)  # [n] 0 where not sampled
-    routed_experts: Array | None = None  # [n, layers of experts, experts of a token] where the engine tells
+    routed_experts: Array | None = None  # [n, MoE layers, experts per token] if the engine reports them
 
     @classmethod
     def unanswered(cls, prompt: IntArray) -> Conversation:
-        """These tokens alone, of an episode that has asked for nothing."""
+        """The bare prompt of an episode that requested nothing."""
         nothing = np.zeros(len(prompt))
         return cls(
             prompt_length=len(prompt),
@@ -75,7 +75,7 @@ class Conversation:
 
     @property
     def begun(self) -> int:
-        """Tokens that stand behind the first request's."""
+        """Number of tokens after the first request's."""
         return len(self.tokens) - self.prompt_length
 
     @property
@@ -83,8 +83,8 @@ class Conversation:
         return len(self.answers)
 
     def answered(self, asked: Asked, answer: Answer, generation: Generation) -> Conversation:
-        """This one with what `asked` adds, and the one row of `generation` behind it. Tokens keep the log-prob, version
-        and experts of when they were drawn; experts that were not known by then are those of when they were read."""
+        """Append what `asked` adds, then the one row of `generation`. Sampled tokens keep the log-prob, version and
+        experts they were sampled with; experts unknown at that time come from the pass that read the token."""
         said, new = len(generation.tokens), len(asked.tokens)
 
         def behind(before: Array, drawn: Array) -> Array:
@@ -113,25 +113,25 @@ class Conversation:
 class Asked:
     """What a request adds to a conversation."""
 
-    messages: tuple[Message, ...]  # all of them, the conversation's own first
+    messages: tuple[Message, ...]  # the conversation's own first, then the new ones
     tools: tuple[Mapping[str, Any], ...]
-    tokens: IntArray  # [n] behind the conversation's
+    tokens: IntArray  # [n] to append to the conversation's
 
 
 class Renderer:
-    """Makes tokens of new messages, by the tokenizer's chat template. Without one the texts of messages stand one
-    behind the other, the first request behind the tokenizer's own special tokens."""
+    """Encode new messages with the tokenizer's chat template. Without a template, message texts are concatenated, and
+    the first request gets the tokenizer's own special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, calls: CallFormat | None = None) -> None:
-        """`calls`: how answers to requests with tools call these; None where calls are left in the text."""
+        """`calls`: the format of tool calls in answers; None leaves calls in the text."""
         self._tokenizer = tokenizer
         self._calls = calls
 
     def ask(
         self, conversation: Conversation, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> Asked:
-        """What `messages` add to a conversation that they continue. Raises Refused where they do not, and where the
-        template refuses them."""
+        """What `messages` add to `conversation`. Raises Refused if they do not continue it or the template rejects
+        them."""
         read = tuple(_read(number, message) for number, message in enumerate(messages))
         if not read or read[-1]["role"] == "assistant":
             raise Refused("messages: nothing is asked; the last message must be of another role than 'assistant'")
@@ -159,9 +159,9 @@ class Renderer:
             return self._encoded(text, special=not said)
         if not said:
             return self._encoded(self._rendered(messages, tools), special=False)
-        # What the template writes behind the last answer, whatever that is, and however it would write it.
+        # Find what the template writes after the last answer, whatever it makes of the answer itself.
         mark = uuid.uuid4().hex
-        # Answers as mere texts: a template may refuse calls that the policy has made, such as two at once.
+        # Answers as plain text: a template may refuse tool calls that the policy made, such as two at once.
         texts = [
             {"role": message["role"], "content": message["content"]} if number in conversation.answers else message
             for number, message in enumerate(messages)
@@ -171,7 +171,7 @@ class Renderer:
         if not found:
             raise Refused("messages: the chat template leaves out the last answer, so that nothing can follow it")
         tokens = self._encoded(behind, special=False)
-        # It begins with the end of the answer, which was sampled already, unless the answer was cut.
+        # It begins with the answer's end token, which was already sampled unless the answer was cut.
         return tokens[1:] if tokens[:1] == conversation.tokens[-1:].tolist() else tokens
 
     def _encoded(self, text: str, *, special: bool) -> list[int]:
@@ -186,7 +186,7 @@ class Renderer:
                 tokenize=False,
                 add_generation_prompt=True,
             )
-        except (TemplateError, TypeError, ValueError) as error:  # of roles, and of messages that it does not foresee
+        except (TemplateError, TypeError, ValueError) as error:  # bad roles, or messages it was not written for
             roles = ", ".join(str(message["role"]) for message in messages)
             raise Refused(
                 f"messages: the tokenizer's chat template refuses them ({error}); their roles are: {roles}"
@@ -194,13 +194,13 @@ class Renderer:
         return str(text)
 
     def answer(self, asked: Asked, tokens: IntArray, stop_tokens: Sequence[int]) -> Answer:
-        """An answer without the token that ended it. Calls of tools are read out of one that has ended, where the
-        request has tools; malformed ones stay text."""
+        """Decode an answer without its stop token. If the request has tools and the answer was not cut, tool calls are
+        parsed out of it; malformed ones stay text."""
         ended = bool(len(tokens)) and int(tokens[-1]) in stop_tokens
         said = (tokens[:-1] if ended else tokens).tolist()
         text = str(self._tokenizer.decode(said, skip_special_tokens=True))
         if self._calls is not None and asked.tools and ended:
-            # Some tokenizers have the marks of a call among their special tokens, and others what is to be left out.
+            # In some tokenizers a call's delimiters are special tokens; in others, special tokens must be skipped.
             for written in (text, str(self._tokenizer.decode(said, skip_special_tokens=False))):
                 if (read := self._calls.read(written)) is not None:
                     content, calls = read
@@ -210,7 +210,7 @@ class Renderer:
 
 
 def _read(number: int, message: Any) -> Message:
-    """The message with text as its content, and without what is null."""
+    """Normalize a message: content as one text, null fields dropped."""
     where = f"messages[{number}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise Refused(f"{where}: wanted an object with a role and a content")
@@ -225,10 +225,10 @@ def _read(number: int, message: Any) -> Message:
 
 
 def _require_continued(conversation: Conversation, messages: Sequence[Message]) -> None:
-    """Raises Refused for the first message that is not the conversation's."""
+    """Raise Refused at the first message that differs from the conversation's, or if there is no new message."""
     advice = "an episode is one conversation, in which messages are appended and none is changed"
     for number, (had, got) in enumerate(zip(conversation.messages, messages, strict=False)):
-        # Of an answer a client may add more than it was given, such as the calls that it has read out of it.
+        # A client may add fields to an answer, such as tool calls that it parsed itself.
         answer = number in conversation.answers
         for key in sorted(had if answer else {*had, *got}):
             of = meant if answer and key == "tool_calls" else _as_is

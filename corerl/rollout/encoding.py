@@ -1,4 +1,4 @@
-"""Prompts as tokens: a text with the tokenizer's own special tokens, a chat by the tokenizer's chat template."""
+"""Encode prompts as tokens: texts with the tokenizer's special tokens, chats with its chat template."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-LOOKED_AT = 64  # prompts of each source, before a run starts
-BATCH = 1024  # prompts that are encoded together
+LOOKED_AT = 64  # prompts of each source that are checked before a run starts
+BATCH = 1024  # prompts encoded at once
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """[P] the tokens of each prompt, up to where the response begins.
+    """[P] each prompt's tokens, up to where the response begins.
 
-    Raises DataError for a prompt of no tokens, and for a chat that the template refuses.
+    Raises DataError if a prompt has no tokens, or if the template refuses a chat.
     """
     encoded: list[list[int]] = [[]] * len(prompts)
     for chat in (False, True):
         rows = [row for row, prompt in enumerate(prompts) if bool(prompt.messages) is chat]
         texts = [_rendered(tokenizer, prompts[row]) if chat else prompts[row].text for row in rows]
         if texts:
-            # A template writes its <bos> itself.
+            # A chat template writes <bos> itself.
             tokens = tokenizer(texts, add_special_tokens=not chat, return_attention_mask=False)["input_ids"]
             for row, ids in zip(rows, tokens, strict=True):
                 encoded[row] = ids
@@ -45,8 +45,8 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     messages = [dict(message) for message in prompt.messages]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    # Templates refuse a system message, or roles that do not take turns; and they are programs, which fail at what they
-    # were not written for.
+    # Templates may reject system messages or roles that do not alternate. They are also programs, and may fail on any
+    # input they were not written for.
     except (TemplateError, TypeError, ValueError, LookupError) as error:
         raise DataError(
             f"prompt {prompt.index}: the tokenizer's chat template refuses its messages ({one_line(error)}); their "
@@ -56,8 +56,8 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
 
 
 def require_encodable(source: PromptSource, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ModelError where prompts are chats and the tokenizer has no template, DataError where that refuses one of
-    the first prompts of a share, or where the tokenizer does not know all of its characters."""
+    """Check the first prompts of every share. Raises ModelError if prompts are chats and the tokenizer has no template;
+    DataError if the template refuses a prompt, or the tokenizer does not know all of its characters."""
     if source.chat and not tokenizer.chat_template:
         raise ModelError(
             "data: there are chat prompts, and the tokenizer has no chat template; take the tokenizer of a chat model "
@@ -75,7 +75,7 @@ def require_encodable(source: PromptSource, tokenizer: PreTrainedTokenizerBase) 
 
 
 def longer_than(limit: int, source: PromptSource, tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
-    """The prompts of more than `limit` tokens: index -> tokens. Only those that might be are encoded."""
+    """The prompts of more than `limit` tokens: index -> tokens. Encodes only those that might be longer."""
     indices = np.concatenate([source.train, source.held_out])
     found: dict[int, int] = {}
     for first in range(0, len(indices), BATCH):
@@ -88,8 +88,8 @@ def longer_than(limit: int, source: PromptSource, tokenizer: PreTrainedTokenizer
 
 
 def _tokens_at_most(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> float:
-    """More than the prompt has. A token stands for a byte or more, of a text that normalization may lengthen; a chat
-    template writes no more than itself around each message that is a mere text."""
+    """An upper bound, without encoding. A token covers at least one byte of the normalized text, which may be longer
+    than the text itself; a chat template adds at most its own length around each plain message."""
     if not prompt.messages:
         return 4 * len(prompt.text.encode()) + 16
     if any(message.keys() != {"role", "content"} for message in prompt.messages):

@@ -1,4 +1,4 @@
-"""The engines that come with CoreRL, described; importing this loads neither torch nor transformers."""
+"""Specs of the engines that come with CoreRL; importing this loads neither torch nor transformers."""
 
 from __future__ import annotations
 

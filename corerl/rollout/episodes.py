@@ -1,4 +1,4 @@
-"""A user's function that talks with the policy over as many turns as it likes, tools between; what that is worth."""
+"""Episodes: a user's function talks with the policy over any number of turns, and may return the episode's reward."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from corerl.types import IntArray
 
 @frozen(kw_only=True)
 class Episode:
-    """What a user's function is given: a prompt, and where the policy answers."""
+    """The argument of a user's function: a prompt, and the URL where the policy answers."""
 
-    prompt: Prompt  # text, answer, the row's fields
-    base_url: str  # of an OpenAI-compatible server, for this episode alone
+    prompt: Prompt  # text, answer, and the row's fields
+    base_url: str  # OpenAI-compatible, for this episode alone
     api_key: str = API_KEY
     model: str = MODEL
-    _client: Client  # that all episodes share
+    _client: Client  # shared by all episodes
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The prompt's own: of a chat all of them, of a text the user's only one. A new list, to be appended to."""
+        """The prompt as chat messages; a text becomes one user message. A new list, which you may append to."""
         chat = self.prompt.messages or ({"role": "user", "content": self.prompt.text},)
         return [dict(message) for message in chat]
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> dict[str, Any]:
-        """The answer to one chat request, its only choice: `message` and `finish_reason`. What any client would do, for
-        a function that needs none. Raises RuntimeError, with the server's words, where the request is refused."""
+        """Send one chat request and return its only choice: `message` and `finish_reason`. Saves the function a client
+        library. Raises RuntimeError with the server's message if the request is refused."""
         body = {"model": self.model, "messages": messages, **parameters}
         answer = self._client.post(f"{urlsplit(self.base_url).path}/chat/completions", body)
         if "error" in answer:
@@ -52,22 +52,22 @@ class Episode:
 
 @define(kw_only=True, eq=False)
 class EpisodeFunction:
-    """The user's function together with its name in the config and its options."""
+    """A user's function with its name in the config and its options."""
 
     name: str
-    function: Callable[..., Any]  # (episode, **options) -> number or None, or an awaitable of it
+    function: Callable[..., Any]  # (episode, **options) -> number or None, or an awaitable of one
     options: Mapping[str, Any] = field(factory=dict)
-    _loop: asyncio.AbstractEventLoop | None = None  # of all its awaitables, so that they may share what is bound to one
+    _loop: asyncio.AbstractEventLoop | None = None  # one for all awaitables, so that they can share loop-bound objects
     _beginning: threading.Lock = field(factory=threading.Lock)
 
     def play(self, episode: Episode, timeout: float) -> float | Failure | None:
-        """What an episode is worth; None where the function does not say. An awaitable is cancelled after `timeout`
-        seconds."""
+        """Run the function; returns the episode's reward, if it gives one. Awaitables are cancelled after `timeout`
+        s."""
         try:
             value = self.function(episode, **self.options)
             if inspect.isawaitable(value):
                 value = asyncio.run_coroutine_threadsafe(_within(timeout, value), self._running_loop()).result()
-        except BaseException as error:  # an exit too, which would end a thread without a word
+        except BaseException as error:  # SystemExit too: it would end the thread silently
             return self.failure("raised", f"raised {told(error)}", episode.prompt)
         if value is None or is_number(value):
             return None if value is None else float(value)
@@ -86,8 +86,8 @@ class EpisodeFunction:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """For ever. An exit in a task is that task's failure, as any error; but asyncio also lets it end the loop, on which
-    all other episodes are."""
+    """Run the loop forever. A SystemExit in a task fails that task alone; asyncio would also let it stop the loop, and
+    with it all other episodes."""
     while True:
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
             loop.run_forever()
@@ -98,7 +98,7 @@ async def _within(seconds: float, value: Awaitable[Any]) -> Any:
 
 
 def resolve_function(name: str, options: Mapping[str, Any]) -> EpisodeFunction:
-    """Raises ConfigError where there is none of that name, or where it cannot be called as it will be."""
+    """Import the function. Raises ConfigError if it does not exist or cannot be called with (episode, **options)."""
     function = imported(name, setting="rollout.function")
     try:
         inspect.signature(function).bind(None, **options)
@@ -111,14 +111,14 @@ def resolve_function(name: str, options: Mapping[str, Any]) -> EpisodeFunction:
 
 
 class EpisodeScorer:
-    """Takes what functions say that their episodes are worth; of the others, what another scorer does."""
+    """Takes the rewards that episode functions returned, and scores the remaining episodes with another scorer."""
 
     def __init__(self, scorer: Scorer, *, failed_value: float) -> None:
         self._scorer = scorer
         self._failed_value = failed_value
 
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """Raises RewardError where every sample fails, unless they are a `part` of a batch."""
+        """Raises RewardError if every sample fails, unless they are only a `part` of a batch."""
         outcomes = rollout.outcomes
         unknown = np.array([row for row, outcome in enumerate(outcomes) if outcome is None], dtype=np.int64)
         if not len(outcomes) or len(unknown) == len(outcomes):
@@ -138,5 +138,5 @@ class EpisodeScorer:
 
 
 def _rows(rollout: Rollout, rows: IntArray) -> Rollout:
-    """These samples alone, of the same prompts."""
+    """Only the given samples, with the same prompts."""
     return evolve(rollout, batch=rollout.batch.take(rows), texts=[rollout.texts[row] for row in rows], outcomes=[])

@@ -1,4 +1,4 @@
-"""An engine without a model: what it says is a function of prompt, noise key and weights version, and nothing else."""
+"""An engine without a model: its output depends on prompt, noise key and weights version alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class FakeEngine(Engine):
-    """Takes any weights and forgets them but for their version and sums; pauses and refuses as a real engine does."""
+    """Accepts any weights and keeps only their version and sums; pauses and refuses like a real engine."""
 
     def __init__(self, model: ModelConfig, options: FakeConfig, context: EngineContext) -> None:
         self._vocab = options.vocab_size
@@ -41,7 +41,7 @@ class FakeEngine(Engine):
                 step = int(sizes.max())
                 drawn = hash_keys(keys, request.begun + step)
                 tokens[:, step] = drawn % self._vocab
-                # Not the log of anything, and different at every token, so that a column out of line is seen.
+                # Not a real log-prob, but different at every token, so that a misaligned column is noticed.
                 logprobs[:, step] = -((drawn >> 8) % 1024) / 256
                 sizes += drawing
                 finished |= drawing & np.isin(tokens[:, step], params.stop_tokens)

@@ -1,4 +1,4 @@
-"""Several engine processes as one: requests are split over them, weights reach them all."""
+"""Use several engine processes as one: requests are split over them, weights go to all of them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from corerl.rollout.sharing import Shares, in_order
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
-CLOSE_SECONDS = 60.0  # that a replica has to end by itself
+CLOSE_SECONDS = 60.0  # for a replica to shut down by itself
 
 
 class Processes(Protocol):
-    """What the fleet needs of a group of processes; `corerl.cluster.RayGroup` is one."""
+    """The group of processes that a fleet runs on, such as `corerl.cluster.RayGroup`."""
 
     def __len__(self) -> int: ...
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Any: ...
@@ -33,33 +33,33 @@ class Processes(Protocol):
 
 
 class NoneLeft(WorkerDied):
-    """All replicas have died, and can be replaced."""
+    """All replicas have died; they can be replaced."""
 
 
 class EngineFleet:
     """Replicas `engine-0`, `engine-1`, ... A sample depends on its noise key, never on the replica that drew it.
 
-    A replica whose process dies while it samples is given up: others draw its share, from the same noise, so that the
-    samples are those that it would have drawn. `replace_dead` puts a new process in its place.
+    If a replica's process dies while sampling, the others draw its share from the same noise, so the samples are the
+    same as the dead replica's would have been. `replace_dead` puts a new process in its place.
     """
 
     def __init__(self, processes: Processes, assignments: Sequence[EngineAssignment], *, restarts: int = 0) -> None:
-        """`restarts`: how often in a row a replica is started anew, without a step completed in between."""
+        """`restarts`: how often a replica may be restarted without a completed step in between."""
         self.processes = processes
         self.assignments = list(assignments)
-        # Must replace all that died and bring weights to them, where none is left that serves.
+        # Called when no replica serves any more; must replace all dead ones and update their weights.
         self.on_lost: Callable[[], None] | None = None
         self._allowed = restarts
         self._changing = threading.Lock()
         self._shares = Shares()
-        self._started = [1] * len(self.assignments)  # processes of each replica, so far
-        self._restarts: dict[int, int] = {}  # of a replica, since a step was completed
+        self._started = [1] * len(self.assignments)  # processes started so far, per replica
+        self._restarts: dict[int, int] = {}  # per replica, since the last completed step
         self._dead: dict[int, CorerlError] = {}  # not replaced yet
-        self._without_weights: set[int] = set()  # the dead, and those in their place until an update
-        self._failure: CorerlError | None = None  # for which all were ended; later deaths are of that
+        self._without_weights: set[int] = set()  # dead replicas, and their replacements until an update
+        self._failure: CorerlError | None = None  # why all processes were killed; later deaths follow from it
 
     def start(self) -> None:
-        """Construct all replicas; returns when they are there."""
+        """Construct all replicas; returns when they are ready."""
         self.start_async().result()
 
     def start_async(self) -> Call[None]:
@@ -79,21 +79,21 @@ class EngineFleet:
 
     @property
     def receivers(self) -> tuple[str, ...]:
-        """The engine of each receiver of weights, by index: one that has several is there as often."""
+        """The engine name of each weight receiver, by index; an engine with several receivers is repeated."""
         return tuple(each.context.name for each in self.assignments for _ in range(each.context.bundles))
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest) -> Generation:
-        """Rows in the order of the request, spread over the replicas: see `Shares`. To be called in the thread that
-        updates weights: where no replica is left, new ones are begun. Raises what a replica raises, and what one died
-        of too often."""
+        """Complete the rows, in the request's order, spread over the replicas by `Shares`. Call it in the thread that
+        updates weights: if no replica is left, it starts new ones. Raises a replica's own error, or the cause of its
+        death once restarts are used up."""
         while not (serving := self._serving):
             self.mend()
         return self._generate(request, serving, self.generate)
 
     def generate_aside(self, request: GenerateRequest) -> Generation:
-        """The same in any other thread. Raises NoneLeft where no replica is left."""
+        """Like `generate`, for any other thread. Raises NoneLeft if no replica is left."""
         if not (serving := self._serving):
             raise NoneLeft(self._loss.message)
         return self._generate(request, serving, self.generate_aside)
@@ -113,13 +113,13 @@ class EngineFleet:
         )
 
     def draw(self, replica: int, request: GenerateRequest) -> Generation | None:
-        """Draw from one replica, in any thread; None where it has died."""
+        """Draw from one replica, in any thread; None if it died."""
         with self._shares.drawing({replica: len(request)}):
             generation: Generation | None = self._ask("generate", {replica: (request,)}).get(replica)
         return generation
 
     def serves(self, replica: int) -> bool:
-        """Whether it lives and has weights, as far as is known."""
+        """Whether the replica is alive and has weights, as far as is known."""
         return replica not in self._without_weights
 
     @property
@@ -127,8 +127,8 @@ class EngineFleet:
         return [replica for replica in range(len(self)) if self.serves(replica)]
 
     def pause(self) -> None:
-        """Returns when nothing is being generated; until `resume` every request is answered at once, unfinished.
-        The processes need a thread for it beside those that generate."""
+        """Stop generating; until `resume`, every request is answered at once, unfinished. Returns when nothing is being
+        generated. Each process needs a thread for this besides those that generate."""
         self._ask_all("pause")
 
     def resume(self) -> None:
@@ -138,26 +138,26 @@ class EngineFleet:
 
     @property
     def dead(self) -> bool:
-        """Whether one has died that is not replaced."""
+        """Whether any dead replica is not replaced yet."""
         return bool(self._dead)
 
     def mend(self) -> None:
-        """Have new replicas where none is left that serves. In the thread that updates weights."""
+        """Start new replicas after all have died. Call it in the thread that updates weights."""
         if self.on_lost is None:
             raise self._loss
         self.on_lost()
 
     def replace_dead(self) -> dict[str, CorerlError]:
-        """`replace` all that have died. Gives what they died of, by name."""
+        """`replace` all dead replicas; returns the cause of each death, by name."""
         with self._changing:
             died = {self.names[replica]: error for replica, error in self._dead.items()}
         self.replace(died)
         return died
 
     def replace(self, failed: Mapping[str, CorerlError]) -> None:
-        """New processes in the place of these engines, dead or alive; engine -> why. They serve once an update has
-        reached them; one that does not start is tried again. Raises the error of one that has been started anew as
-        often as is allowed since a step was completed.
+        """Start new processes in place of these engines, dead or alive; `failed` maps each name to the reason. They
+        serve once an update has reached them; a failed start is retried. Raises the error of an engine whose restarts
+        since the last completed step are used up.
         """
         replicas = {self.names.index(name): error for name, error in failed.items()}
         for replica, error in replicas.items():
@@ -169,12 +169,12 @@ class EngineFleet:
                 failure = self._start_anew(replica, failure)
 
     def _start_anew(self, replica: int, died_of: CorerlError) -> CorerlError | None:
-        """A new process in the place of one; or why it did not start."""
+        """Start a new process in place of a replica's; returns why it did not start, or None."""
         with self._changing:
             self._without_weights.add(replica)
-            self._dead[replica] = died_of  # nothing is asked of it until it is there
+            self._dead[replica] = died_of  # it gets no calls until it is ready
             self._restarts[replica] = self._restarts.get(replica, 0) + 1
-            self._started[replica] += 1  # before the old one ends: what is told of it from here on is of the past
+            self._started[replica] += 1  # before the old process ends: later reports of its death are outdated
         try:
             self.processes.replace(replica, (self.assignments[replica],))
         except CorerlError as error:
@@ -184,17 +184,17 @@ class EngineFleet:
         return None
 
     def leave_out(self, failed: Mapping[str, CorerlError]) -> None:
-        """Ask these engines nothing any more, which hang or fail, until others stand in their places."""
+        """Send no more calls to these hanging or failing engines until they are replaced."""
         with self._changing:
             self._dead |= {self.names.index(name): error for name, error in failed.items()}
 
     def lost_weights(self, names: Iterable[str]) -> None:
-        """An update did not reach these engines: they serve nothing until another one does."""
+        """Note that an update did not reach these engines: they serve nothing until one does."""
         with self._changing:
             self._without_weights |= {self.names.index(name) for name in names}
 
     def step_completed(self) -> None:
-        """Count restarts anew from here on."""
+        """Reset the count of restarts."""
         self._restarts.clear()
 
     @property
@@ -202,7 +202,7 @@ class EngineFleet:
         return next(iter(self._dead.values()), EngineFailed("no engine is left that serves; update their weights"))
 
     def _require_allowed(self, replica: int, error: CorerlError) -> None:
-        """Raises `error`, after which none of the processes is left, where the replica may not be started again."""
+        """Kill all processes and raise `error` if the replica's restarts are used up."""
         if self._failure is not None:
             raise self._failure
         restarts = self._restarts.get(replica, 0)
@@ -214,8 +214,8 @@ class EngineFleet:
         raise error
 
     def _ask(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """The answers of those that live. One that dies in it is noted. Raises any other failure, and a death too
-        many, after which none of the processes is left."""
+        """Return the answers of the live replicas; note which ones died. On any other failure, or when a dead replica's
+        restarts are used up, kill all processes and raise the error."""
         asked = tuple(self._started)
         answers = self.processes.answers(self.processes.start_some(method, arguments))
         failed = {replica: answer for replica, answer in answers.items() if isinstance(answer, CorerlError)}
@@ -226,7 +226,7 @@ class EngineFleet:
                 raise error
             with self._changing:
                 if self._started[replica] != asked[replica]:
-                    continue  # it was replaced meanwhile, and its death is told of only now
+                    continue  # replaced meanwhile: this death is of its old process
                 self._dead[replica] = error
                 self._without_weights.add(replica)
             self._require_allowed(replica, error)
@@ -238,29 +238,29 @@ class EngineFleet:
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
     def receive_async(self, manifest: Manifest, version: int, address: Address) -> Any:
-        """Have engines receive; to be called together with the group's `update_weights`."""
+        """Start `receive` on the engines; call it together with the group's `update_weights`."""
         return self.processes.start("receive", manifest, version, address)
 
     def received(self, pending: Any, timeout: float) -> dict[str, Received]:
-        """How the engines fared that have answered after at most `timeout` seconds; a death is an answer."""
+        """The results of the engines that answered within `timeout` seconds; a death counts as an answer."""
         return self._fared(self.processes.answered(pending, timeout))
 
     def weight_sums(self, dtype: str) -> dict[str, Mapping[str, int] | None]:
-        """What each engine says that it holds (`Engine.weight_sums`); one that has died says nothing."""
+        """Each live engine's `Engine.weight_sums`, by name."""
         return {self.names[replica]: sums for replica, sums in self._ask_all("weight_sums", dtype).items()}
 
     def sleep(self) -> int:
-        """Free the weights' memory; returns bytes. Nothing is served until fresh weights have followed `wake_up`."""
+        """Free the weights' memory; returns bytes. Nothing is served until `wake_up` and a weight update."""
         return sum(self._ask_all("sleep").values())
 
     def wake_up(self) -> int:
-        """Take the weights' memory again; idempotent."""
+        """Reallocate the weights' memory; returns bytes. Idempotent."""
         return sum(self._ask_all("wake_up").values())
 
     def close(self) -> None:
-        """End the replicas, whatever they generate, and whether they answer or hang."""
+        """End the replicas, even while they generate or hang."""
         try:
-            for method in ("pause", "close"):  # who dies in it has ended too
+            for method in ("pause", "close"):  # a replica that dies here has ended too
                 self.processes.answered(self.processes.start(method), CLOSE_SECONDS)
         finally:
             self.processes.kill()
@@ -272,7 +272,7 @@ class EngineFleet:
         with self._changing:
             self._without_weights = (self._without_weights - fared.keys()) | failed
             for replica in fared.keys() - failed:
-                self._dead.pop(replica, None)  # told of one before it
+                self._dead.pop(replica, None)  # a death reported for an earlier process
         return {self.names[replica]: each for replica, each in fared.items()}
 
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server in the driver: chat requests of many conversations, each at a base URL of its own."""
+"""An OpenAI-compatible server in the driver: serves chat requests, with one base URL per conversation."""
 
 from __future__ import annotations
 
@@ -19,59 +19,59 @@ from attrs import frozen
 
 from corerl.rollout.conversation import Message, Refused
 
-MODEL = "policy"  # what the model is called; a request may call it anything
-API_KEY = "none"  # clients want one; the path is what nobody can guess
-CLOSING = 0.1  # seconds in which it is seen that the server is closed
+MODEL = "policy"  # the model's name in answers; requests may use any name
+API_KEY = "none"  # clients require one; what protects an episode is its unguessable path
+CLOSING = 0.1  # seconds between checks whether the server was closed
 PATH = "/chat/completions"
 
 
 @frozen(kw_only=True)
 class ChatRequest:
-    """What is asked for, as far as it can differ from one request to another."""
+    """The parameters of a chat request that may differ from one request to the next."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
-    max_tokens: int | None = None  # None: as many as are left
+    max_tokens: int | None = None  # None: as many as the episode has left
     stop: Sequence[str] = ()
     logprobs: bool = False
 
 
 @frozen(kw_only=True)
 class ChatAnswer:
-    """What is said to it."""
+    """The answer to a `ChatRequest`."""
 
     text: str
     tool_calls: Sequence[Mapping[str, Any]] = ()  # in OpenAI's shape
     finish_reason: str  # stop, tool_calls or length
-    prompt_tokens: int  # that stood there before
+    prompt_tokens: int  # tokens before the answer
     tokens: Sequence[str]  # [m] as texts
     logprobs: Sequence[float]  # [m]
 
 
-Answering = Callable[[ChatRequest], ChatAnswer]  # in any thread; raises Refused
+Answering = Callable[[ChatRequest], ChatAnswer]  # called in any thread; raises Refused
 
 
 class Front:
-    """Listens on this machine alone, from the beginning to `close`."""
+    """The server. Listens on localhost only, from construction until `close`."""
 
     def __init__(self, *, temperature: float, top_p: float) -> None:
-        """A request may ask for these, and for no others."""
+        """Requests may repeat these values and are refused any others."""
         self._sampling = {"temperature": temperature, "top_p": top_p}
         self._open: dict[str, Answering] = {}
-        self._numbers = itertools.count()  # of answers
+        self._numbers = itertools.count()  # numbers the answers
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.front = self
         self.client = Client("127.0.0.1", self._server.server_port)
         threading.Thread(target=self._server.serve_forever, args=(CLOSING,), name="rollout front", daemon=True).start()
 
     def open(self, answering: Answering) -> str:
-        """A base URL whose requests `answering` answers, until it is closed."""
+        """Return a new base URL; `answering` handles its requests until `shut`."""
         name = secrets.token_hex(16)
         self._open[name] = answering
         return f"http://127.0.0.1:{self._server.server_port}/{name}/v1"
 
     def shut(self, base_url: str) -> None:
-        """What comes there from now on is refused."""
+        """Refuse all further requests to this base URL."""
         del self._open[_name(base_url.partition("//")[2].partition("/")[2])]
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class Front:
         self.client.close()
 
     def answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
-        """Status and content for one POST request."""
+        """Handle one POST request; returns the HTTP status and the JSON content."""
         try:
             answering = self._open.get(_name(path))
             if answering is None or not path.endswith(PATH):
@@ -96,8 +96,8 @@ class Front:
             return refused.status, {
                 "error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}
             }
-        except Exception as error:  # a chat template's own, say: whoever asked is told its words
-            traceback.print_exc()  # where it comes from is for whoever runs this
+        except Exception as error:  # say, of a chat template: its text goes to the client
+            traceback.print_exc()  # the traceback is for whoever runs this
             said = f"{type(error).__name__}: {error}"
             return 500, {"error": {"message": said, "type": "server_error", "param": None, "code": "failed"}}
 
@@ -124,7 +124,7 @@ class Front:
         return request
 
     def _require_harmless(self, rest: Mapping[str, Any]) -> None:
-        """Raises Refused for a parameter that would change what is sampled or how it is sent, rather than ignore it."""
+        """Raise Refused for a parameter that would change what is sampled or how it is sent, instead of ignoring it."""
         same: dict[str, Any] = {"stream": False, "n": 1, "top_logprobs": 0, **self._sampling}
         same |= {"tool_choice": "auto", "parallel_tool_calls": True}
         for name, value in rest.items():
@@ -150,7 +150,7 @@ def _name(path: str) -> str:
 
 
 def _completion(answer: ChatAnswer, *, number: int, told: bool) -> dict[str, Any]:
-    """The answer in the shape of OpenAI's `chat.completion`."""
+    """Format the answer as OpenAI's `chat.completion`."""
     logprobs = [
         {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
         for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
@@ -179,11 +179,11 @@ def _completion(answer: ChatAnswer, *, number: int, told: bool) -> dict[str, Any
 
 
 class Client:
-    """Posts to a server that keeps connections, over those that are idle; in any thread."""
+    """Posts JSON from any thread, reusing idle connections."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
-        self._idle: deque[http.client.HTTPConnection] = deque()  # a new one costs more than a request
+        self._idle: deque[http.client.HTTPConnection] = deque()  # a new connection costs more than a request
 
     def post(self, path: str, content: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -205,16 +205,16 @@ class Client:
 
 
 class _Server(ThreadingHTTPServer):
-    request_queue_size = 1024  # many episodes begin, and ask, at the same moment
+    request_queue_size = 1024  # many episodes may start and connect at the same moment
     front: Front
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # a client that has gone, as one whose time was over
+        if not isinstance(sys.exception(), ConnectionError):  # the client has gone, say after its episode timed out
             super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # connections are kept
+    protocol_version = "HTTP/1.1"  # keep-alive
     disable_nagle_algorithm = True
     server: _Server
 
@@ -228,5 +228,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  -- the base class's word
-        """Nothing: a run has its own words for what happens."""
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  -- the base class's name for it
+        """Log nothing: the run reports what matters itself."""

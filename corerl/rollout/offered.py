@@ -1,4 +1,4 @@
-"""Whether the tensors that a trainer offers are those of an engine's model."""
+"""Check that the tensors offered by a trainer match an engine's model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def misfit(offered: Shapes, wanted: Shapes) -> str:
-    """Why `offered` cannot be loaded where `wanted` is held, both by Hugging Face names; "" where it can."""
+    """Why `offered` cannot be loaded into a model that holds `wanted`, both by HF name; "" if it can."""
     if missing := sorted(wanted.keys() - offered.keys()):
         return f"{len(missing)} of the model's {len(wanted)} tensors are not sent, the first is {missing[0]!r}"
     if unknown := sorted(offered.keys() - wanted.keys()):

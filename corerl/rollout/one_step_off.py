@@ -1,4 +1,4 @@
-"""Batches of which each is sampled while the one before it is trained on."""
+"""Sample each batch while the previous one is trained on."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from corerl.rollout.sources import Draws, Scored, Source
 
 
 class OneStepOff(Source):
-    """The batch of step n is drawn by the weights that step n - 1 begins with: one version behind those that it is
-    trained with. That of the first step is drawn when it is asked for.
+    """Sample the batch of step n with the weights that step n - 1 starts with: one version behind those it is trained
+    with. The first batch is sampled on demand.
 
-    So what is drawn is a function of the seed, as of a synchronous run. The batch in flight is a part of a checkpoint,
-    since the weights that drew it are not: a resumed run goes on as an uninterrupted one, bit for bit.
+    Samples are therefore a function of the seed, as in a synchronous run. Checkpoints include the batch in flight,
+    because they lack the weights that sampled it: a resumed run continues bit for bit like an uninterrupted one.
     """
 
     def __init__(self, draws: Draws, ahead: Draws, *, steps: int) -> None:
-        """`ahead` is `draws` as another thread may use it, while weights are trained."""
+        """`ahead` is `draws` in a form that another thread may use while weights are trained."""
         self._draws = draws
         self._ahead = ahead
-        self._steps = steps  # rollout steps in all, those before a resume included
-        self._step = 0  # the next one
-        self._position = draws.stream.position  # of the prompts where the next step begins
+        self._steps = steps  # rollout steps in total, including those before a resume
+        self._step = 0  # the next step
+        self._position = draws.stream.position  # of the prompt stream where the next step begins
         self._next: Future[Scored] | None = None
-        self._still = threading.Event()  # the batch in flight needs no engine any more
+        self._still = threading.Event()  # set when the batch in flight no longer needs engines
         self._still.set()
 
     @property
@@ -63,12 +63,12 @@ class OneStepOff(Source):
         if self._next is not None:
             try:
                 return self._next.result()
-            except NoneLeft:  # no engine is left, and new ones have newer weights than those that were to draw
+            except NoneLeft:  # new engines will have newer weights than this batch was to use
                 self._draws.stream.restore(self._position)
         return self._draws.batch(self._step)
 
     def _draw_ahead(self, step: int) -> Scored:
-        if self._ahead.refill is not None:  # what is sampled depends on what the samples before are worth
+        if self._ahead.refill is not None:  # what to sample next depends on the rewards so far
             return self._ahead.batch(step)
         rollout, seconds = self._ahead.sample(step)
         self._still.set()
@@ -76,28 +76,29 @@ class OneStepOff(Source):
 
     @contextlib.contextmanager
     def updating(self, version: int) -> Iterator[None]:
-        """Waits until the batch in flight is sampled, so that one version has drawn all of it."""
+        """Wait until the batch in flight is sampled, so that all of it comes from one version."""
         self._still.wait()
         error = self._next.exception() if self._next is not None and self._next.done() else None
         if error is not None and not isinstance(error, NoneLeft):
-            raise error  # the cause, before what follows from it is met here
+            raise error  # the cause, before its consequences surface
         yield
 
     # ---- resume -----------------------------------------------------------------------------------------------------
 
     @property
     def position(self) -> dict[str, Any]:
-        """The next rollout step and where its prompts begin; once the batch in flight is there, also where they end."""
+        """The next rollout step and where its prompts begin; also where they end, after waiting for a batch in
+        flight."""
         position = {"rollout_step": self._step, "prompts": self._position}
         return position if self._in_flight is None else {**position, "sampled": self._draws.stream.position}
 
     def save(self, checkpoint: Path) -> None:
-        """The batch in flight; waits until it is scored."""
+        """Write the batch in flight; waits until it is scored."""
         if self._in_flight is not None:
             write_rollout(checkpoint, self._in_flight)
 
     def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
-        """Where the checkpoint holds no batch, being another source's, its own weights draw the first one."""
+        """A checkpoint of another source holds no batch; then the checkpoint's own weights sample the first one."""
         self._draws.stream.restore(position["prompts"])
         self._step = position["rollout_step"]
         self._position = self._draws.stream.position
@@ -108,7 +109,7 @@ class OneStepOff(Source):
 
     @property
     def _in_flight(self) -> Scored | None:
-        """What is sampled for the next step; None where there is none, or it has failed, as its step will tell."""
+        """Wait for the batch of the next step; None if there is none or it failed, which `__next__` will raise."""
         if self._next is None:
             return None
         wait([self._next])
@@ -116,7 +117,7 @@ class OneStepOff(Source):
 
 
 def in_background(work: Callable[[], Scored], *, name: str) -> Future[Scored]:
-    """Do `work` in a thread for which no one waits at the end of the program: its engines may have ended."""
+    """Run `work` in a daemon thread: at exit nothing must wait for it, since its engines may have ended."""
     future: Future[Scored] = Future()
 
     def run() -> None:

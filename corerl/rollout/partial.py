@@ -1,4 +1,4 @@
-"""Responses that were interrupted: what is asked for to continue them, and the parts put together."""
+"""Continue interrupted responses: build the follow-up request and join the parts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from corerl.types import Array, IntArray, offsets_of
 
 
 def continued(request: GenerateRequest, generation: Generation) -> GenerateRequest:
-    """The rows of `request` that `generation` left unfinished, their responses so far behind their prompts. With the
-    same noise keys: under the same weights the same tokens follow that would have followed without the interruption."""
+    """Request the rows that `generation` left unfinished, their responses so far appended to the prompts. Noise keys
+    are kept: under the same weights, the same tokens follow as without the interruption."""
     rows = np.flatnonzero(generation.unfinished)
     prompts, responses = request.by_row(), _split(generation.tokens, generation.offsets)
     parts = [np.concatenate([prompts[row], responses[row]]) for row in rows]
@@ -26,10 +26,10 @@ def continued(request: GenerateRequest, generation: Generation) -> GenerateReque
 
 
 def joined(request: GenerateRequest, generation: Generation, more: Generation) -> Generation:
-    """`generation` of `request`, each unfinished row followed by what `more` says of it, which answers `continued`.
+    """Append `more`, the answer to `continued`, to the unfinished rows of `generation`, the answer to `request`.
 
-    Each token keeps the log-prob, the version and the experts of when it was drawn; experts that were not known by
-    then, as those of a part's last token, are those of when it was read."""
+    Each token keeps the log-prob, version and experts it was sampled with; experts unknown at that time, such as those
+    of a part's last token, come from the pass that read the token."""
     rows = np.flatnonzero(generation.unfinished)
     follows: dict[int, int] = {int(row): index for index, row in enumerate(rows)}
 
@@ -58,7 +58,7 @@ def joined(request: GenerateRequest, generation: Generation, more: Generation) -
 
 
 def split(generation: Generation, requests: list[GenerateRequest]) -> list[Generation]:
-    """What a generation of the concatenated `requests` says of each of them."""
+    """Split a generation of the concatenated `requests` into one for each."""
     parts, row, token = [], 0, 0
     for request in requests:
         low, high = generation.offsets[row], generation.offsets[row + len(request)]
@@ -82,7 +82,7 @@ def split(generation: Generation, requests: list[GenerateRequest]) -> list[Gener
 def _experts(
     request: GenerateRequest, generation: Generation, more: Generation, follows: dict[int, int]
 ) -> Array | None:
-    if generation.routed_experts is None and not len(generation.tokens):  # interrupted before it could tell
+    if generation.routed_experts is None and not len(generation.tokens):  # interrupted before any were reported
         unknown = more.routed_experts
         if unknown is None:
             return None

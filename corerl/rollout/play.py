@@ -1,4 +1,4 @@
-"""A sampler whose samples are episodes: a batch that is waited for, or those of prompts in the background."""
+"""Sample episodes, either a whole batch that the caller waits for or prompt by prompt in the background."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class EpisodeSampler(Sampler):
-    """A sampler whose samples are played by a function, each as one conversation.
+    """A sampler whose samples are conversations, each played by a user's function.
 
-    A conversation is drawn as one long response, in which an environment's tokens stand between the policy's: its noise
-    is that of the sample, token by token, so that neither the time that anything takes nor what is drawn together
-    changes what is drawn. `rollout.max_tokens` bounds all that follows the first request, the environment's tokens too.
+    A conversation counts as one long response, in which the environment's tokens stand between the policy's. Noise
+    follows the sample token by token, so that neither timing nor batching changes what is sampled.
+    `rollout.max_tokens` bounds everything after the first request, including the environment's tokens.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class EpisodeSampler(Sampler):
         calls: int = 1,
         longest_prompt: int = UNLIMITED,
     ) -> None:
-        """`aside` is `generate` for other threads: it raises NoneLeft where no engine is left, and is asked by as many
-        as `calls` of them, so that a long answer holds up nobody else's. Without it engines are asked in turn.
-        `longest_prompt`: tokens that an episode's first request may have."""
+        """`aside` is `generate` for other threads: up to `calls` of them call it at once, so that a long answer delays
+        no other; it raises NoneLeft if no engine is left. Without it, calls run one after the other. `longest_prompt`:
+        tokens that an episode's first request may have."""
         super().__init__(tokenizer=tokenizer, generate=generate, seed=seed)
         self._aside = aside
         self._calls = calls
@@ -61,8 +61,8 @@ class EpisodeSampler(Sampler):
     def sample(
         self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
     ) -> Rollout:
-        """Does as every sampler; the thread that calls it asks engines, and functions run in others. A function
-        that fails is in the rollout's `outcomes`, with what was sampled until then."""
+        """Play one episode per sample. The calling thread calls the engines; functions run in other threads. If a
+        function fails, its sample keeps what was sampled until then, with the failure in the rollout's `outcomes`."""
         request = self.request(prompts, rollout_step=rollout_step, samples=samples, params=params, attempt=attempt)
         players = players_of(prompts, request)
         state = threading.Condition()
@@ -93,10 +93,10 @@ class EpisodeSampler(Sampler):
 
 
 class Play:
-    """Plays a table's episodes to their end: what is asked for together is drawn together.
+    """Play a table's episodes to their end; requests that arrive together are sampled together.
 
-    Whoever calls `run` asks the engines; or, where they answer several calls side by side, has threads ask them aside.
-    What these share changes under the table's `state`.
+    The thread that calls `run` calls the engines, or starts threads to do so if the engines take several calls at once.
+    Shared state changes under the table's `state`.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class Play:
         self._table = table
         self._state = state
         self._generate = generate
-        self._gathered: deque[Turns] = deque()  # to be asked for, each in one call
+        self._gathered: deque[Turns] = deque()  # waiting for an engine, one call each
         self._aside = aside
         self._calls = calls
-        self._calling = 0  # in threads of their own
-        self._failure: BaseException | None = None  # of one of these
+        self._calling = 0  # calls in progress in threads
+        self._failure: BaseException | None = None  # of one of these threads
 
     def run(self) -> None:
-        """Play until all episodes have ended. Raises what `generate` raises; then nothing is answered any more."""
+        """Play until all episodes have ended. Raises what `generate` raises, after ending all episodes."""
         try:
             while turns := self._next():
                 if self._aside is None:
@@ -132,8 +132,7 @@ class Play:
             self._table.close()
 
     def _next(self) -> Turns:
-        """What engines are asked for next: the requests of all that are being played, or of those that ask soon.
-        Nothing once all have ended."""
+        """Wait for the next requests to send in one call; [] once all episodes have ended."""
         with self._state:
             while True:
                 if self._failure is not None:
@@ -156,7 +155,7 @@ class Play:
     def _ask_aside(self, generate: Callable[[GenerateRequest], Generation], turns: Turns) -> None:
         try:
             self._ask(generate, turns)
-        except NoneLeft:  # who calls `run` may begin new engines, and asks by itself from now on
+        except NoneLeft:  # only the thread in `run` may start new engines; from now on it makes the calls
             with self._state:
                 self._aside = None
                 self._gathered.appendleft(turns)
@@ -170,7 +169,7 @@ class Play:
 
 
 class Episodes:
-    """Plays episodes of prompts that come one after the other, for a source that has engines asked."""
+    """Plays episodes in the background as prompts arrive, for a source that calls the engines itself."""
 
     def __init__(self, table: Table, state: threading.Condition) -> None:
         self._table = table
@@ -184,7 +183,7 @@ class Episodes:
             self._table.admit(players)
 
     def give_up(self, number: int) -> None:
-        """Functions that still play are refused what they ask for."""
+        """End the errand's episodes; further requests of their functions are refused."""
         with self._state:
             if number in self._open:
                 self._table.end(self._open.pop(number)[1])
@@ -193,7 +192,7 @@ class Episodes:
         try:
             with self._state:
                 while not ending():
-                    # What comes while all engines are busy waits for them together.
+                    # No need to gather: what arrives while all engines are busy is batched by the source.
                     waiting, seconds = self._table.look(gather=False)
                     for player, turn in (each for turns in waiting for each in turns):
                         errand, _ = self._open[player.group]
@@ -211,7 +210,7 @@ class Episodes:
 
 
 def players_of(prompts: Sequence[Prompt], request: GenerateRequest, *, first: int = 0) -> list[Player]:
-    """One for each sample that `request` begins, the groups numbered from `first`."""
+    """One player for each sample of `request`, with groups numbered from `first`."""
     group, _ = rows_of(len(prompts), samples := len(request) // len(prompts))
     return [
         Player(number=number, group=first + index, prompt=prompts[index], key=int(key))
@@ -220,7 +219,7 @@ def players_of(prompts: Sequence[Prompt], request: GenerateRequest, *, first: in
 
 
 def played(prompts: Sequence[Prompt], request: GenerateRequest, players: Sequence[Player]) -> Rollout:
-    """The rollout that these players have made, who have ended."""
+    """The rollout of these players, all of which have ended."""
     group, sample = rows_of(len(prompts), len(request) // len(prompts))
     return Rollout(
         batch=_batch(players, request.by_row(), request.params.temperature).with_rows(group=group, sample=sample),
@@ -231,7 +230,7 @@ def played(prompts: Sequence[Prompt], request: GenerateRequest, players: Sequenc
 
 
 def _batch(players: Sequence[Player], prompts: Sequence[IntArray], temperature: float) -> SampleBatch:
-    """All conversations; where nothing was asked, the prompt [L] alone."""
+    """All conversations as one batch; an episode that requested nothing has only its prompt [L]."""
     played = [
         player.conversation if player.conversation.turns else Conversation.unanswered(prompt)
         for player, prompt in zip(players, prompts, strict=True)

@@ -1,4 +1,4 @@
-"""A user's own function between the rewards and the advantages, on the whole scored batch."""
+"""Apply a user's function to each scored batch, between rewards and advantages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from corerl.rollout.sources import Scored, Source, Wrapped
 
 
 class Postprocessed(Wrapped):
-    """A source whose batches pass through `function`, `(Scored) -> Scored`: rewards shaped, samples left out, loss
-    masks changed. Raises DataError where it raises, or returns a batch that cannot be trained on."""
+    """A source whose batches pass through `function`, `(Scored) -> Scored`, which may shape rewards, drop samples or
+    change loss masks. Raises DataError if it raises, or returns a batch that cannot be trained on."""
 
     def __init__(self, source: Source, function: Callable[[Scored], Any], name: str) -> None:
         super().__init__(source)
@@ -40,7 +40,7 @@ class Postprocessed(Wrapped):
 
 
 def _flaw(scored: Scored) -> str:
-    """Why the batch cannot be trained on; "" where it can."""
+    """Why the batch cannot be trained on; "" if it can."""
     batch = scored.rollout.batch
     if not len(batch):
         return "without samples"

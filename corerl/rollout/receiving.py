@@ -1,4 +1,4 @@
-"""One receiver's part in a weight update: connect, take the buckets, and tell the sender how it went."""
+"""The receiver's side of a weight update: connect, load the buckets, report the outcome to the sender."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class Receiving:
-    """Keeps a connection for all updates that come through one address."""
+    """Receives weight updates, keeping the connection while the address stays the same."""
 
     def __init__(self, index: int) -> None:
-        self._index = index  # of the receiver, among those of all engines
+        self._index = index  # among the receivers of all engines
         self._receiver: WeightReceiver | None = None
-        self._address: Address | None = None  # of the receiver
+        self._address: Address | None = None
 
     def transfer(
         self,
@@ -32,9 +32,9 @@ class Receiving:
         check: Callable[[Manifest], str] = lambda manifest: "",
         load: Callable[[Bucket, torch.Tensor], None],
     ) -> tuple[int, str]:
-        """Bytes that came, and what went wrong, or "". Never raises.
+        """Receive one update; returns the bytes received and the error, or "". Never raises.
 
-        Where the update is `refused`, or `check` refuses its manifest, the sender is told why and nothing is loaded.
+        If `refused` is not empty, or `check` refuses the manifest, the sender is told why and nothing is loaded.
         """
         received, error = 0, refused
         try:
@@ -46,11 +46,11 @@ class Receiving:
                         load(bucket, flat)
                         received += flat.numel() * flat.element_size()
                     finally:
-                        del flat  # the sender takes its memory back once this is acknowledged
-            except Exception as failure:  # whatever it is, the sender must hear of it
+                        del flat  # the sender reuses this memory after the acknowledgment
+            except Exception as failure:  # whatever it is, the sender must be told
                 error = message_of(failure)
             receiver.acknowledge(version, error)
-        except Exception as failure:  # the connection itself; what was wrong before it weighs more
+        except Exception as failure:  # of the connection itself; an earlier error takes precedence
             error = error or message_of(failure)
         return received, error
 

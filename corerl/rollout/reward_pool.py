@@ -1,4 +1,4 @@
-"""Score samples in processes of their own, each sample with a time limit: what a reward does there harms no run."""
+"""Score samples in separate processes, with a time limit per sample, so that a faulty reward cannot harm the run."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 Sample = tuple[Prompt, str]
 
-LARGEST_CHUNK = 32  # samples that travel together: a message costs as much as 50 cheap rewards
-TURN = 1.0  # seconds after which a process hands back what it has not begun of its chunk
-GRACE = 2.0  # seconds that a process is given beyond its turn and one sample's time before it is killed
+LARGEST_CHUNK = 32  # samples per message: a message costs as much as 50 cheap rewards
+TURN = 1.0  # seconds after which a process returns the part of its chunk that it has not started
+GRACE = 2.0  # seconds beyond its turn and one sample's time before a process is killed
 START = 120.0  # seconds for a process to start and import the reward
 
 
 @contextlib.contextmanager
 def scorer(reward: Reward, config: RewardConfig) -> Iterator[Scorer]:
-    """What scores the samples of a run, in as many processes as `config` says; they end with the block."""
+    """The scorer of a run, with `config.processes` processes that end with the block."""
     if not config.processes:
         yield evolve(reward, failed_value=config.failed_value)
         return
@@ -46,8 +46,8 @@ def scorer(reward: Reward, config: RewardConfig) -> Iterator[Scorer]:
 
 
 class RewardPool:
-    """Processes that import the reward by its name, begun at once and not waited for. A sample on which it raises,
-    takes too long or ends its process is a failure among the scores; the others of its chunk are scored again then."""
+    """Processes that import the reward by name; they start immediately, and construction does not wait for them. If the
+    reward raises, times out or dies on a sample, only that sample fails; a lost process's chunk is scored again."""
 
     def __init__(self, reward: Reward, config: RewardConfig) -> None:
         self._reward = reward
@@ -57,18 +57,18 @@ class RewardPool:
         self._processes = [_Process(reward, config.timeout) for _ in range(config.processes)]
 
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """Raises RewardError where all samples fail, unless they are a `part` of a batch, and where the pool is closed;
-        ConfigError where the processes cannot import the reward."""
+        """Raises RewardError if all samples fail (unless they are only a `part` of a batch) or the pool is closed;
+        ConfigError if the processes cannot import the reward."""
         with self._scoring:
             try:
                 outcomes = self._outcomes(samples_of(rollout))
             except BaseException:
-                self._end()  # an answer that is still under way must not pass for one about the next rollout
+                self._end()  # a late answer must not be taken for one about the next rollout
                 raise
         return gathered(outcomes, self._config.failed_value, part=part)
 
     def close(self) -> None:
-        """End the processes, whatever they do. A thread that scores meanwhile hears of it by an error."""
+        """Kill the processes. A thread that is scoring gets an error."""
         self._closed = True
         for process in list(self._processes):
             process.kill()
@@ -95,7 +95,7 @@ class RewardPool:
                 try:
                     found = process.answer()
                 except _Lost as lost:
-                    if len(rows) > 1:  # one of them is to blame
+                    if len(rows) > 1:  # retry one by one to find the culprit
                         chunks.extend([row] for row in rows)
                         continue
                     found = [self._failure(lost, samples[rows[0]])]
@@ -105,13 +105,13 @@ class RewardPool:
         return [outcomes[row] for row in range(len(samples))]
 
     def _refill(self) -> None:
-        """Start another process for each that has ended."""
+        """Replace the processes that have ended."""
         if self._closed:
             raise self._over()
         self._processes = [process for process in self._processes if not process.ended]
         while len(self._processes) < self._config.processes:
             self._processes.append(_Process(self._reward, self._config.timeout))
-        if self._closed:  # meanwhile
+        if self._closed:  # closed meanwhile
             raise self._over()
 
     def _over(self) -> RewardError:
@@ -124,26 +124,26 @@ class RewardPool:
 
 
 class _Lost(Exception):
-    """A process has ended, or was ended since its time was over."""
+    """A process has ended, or its time was up and it was killed."""
 
     def __init__(self, exitcode: int | None) -> None:
-        self.exitcode = exitcode  # None where its time was over
+        self.exitcode = exitcode  # None if its time was up
 
 
 class _Process:
-    """It starts, is idle, scores `rows`, is idle again, and has ended."""
+    """One scoring process: it starts, then alternates between idle and scoring `rows`, until it has ended."""
 
     def __init__(self, reward: Reward, limit: float) -> None:
-        # A fork of a process with threads (Ray's, torch's) may hang; spawned ones also have the driver's sys.path.
+        # A fork of a process with threads (Ray's, torch's) may hang; spawned ones also get the driver's sys.path.
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, reward.name, reward.options, limit))
         self._process.start()
-        theirs.close()  # the process holds it now: when that ends, so does the connection
+        theirs.close()  # now held by the process alone: the connection closes when it ends
         self._name = reward.name
         self._time = TURN + limit + GRACE
         self.rows: Sequence[int] = ()
-        self.until = time.monotonic() + START  # when its time is over; infinite where nothing is waited for
+        self.until = time.monotonic() + START  # its deadline; infinite while idle
         self.ended = False
 
     @property
@@ -151,7 +151,7 @@ class _Process:
         return self.until < math.inf
 
     def begin(self, rows: Sequence[int], samples: Sequence[Sample]) -> bool:
-        """Whether it could: it may have ended while it was idle."""
+        """Start scoring these samples; returns False if the process ended while idle."""
         try:
             self.connection.send(samples)
         except OSError:
@@ -161,15 +161,15 @@ class _Process:
         return True
 
     def answer(self) -> list[float | Failure]:
-        """What the first of its rows are worth: of none, where it has just started. Raises _Lost where it has ended or
-        its time is over, RewardError where that was before it had started, and ConfigError where it cannot start."""
+        """Rewards of its first rows; none if it has just started. Raises _Lost if it ended or its time is up,
+        RewardError if that happened before it had started, ConfigError if it cannot import the reward."""
         found: list[float | Failure] | ConfigError | None = None
         patience = 0.0
         try:
             if self.connection.poll():
                 found = self.connection.recv()
         except (EOFError, OSError):
-            patience = GRACE  # for what it ends with
+            patience = GRACE  # let it exit, to learn its exit code
         if isinstance(found, ConfigError):
             raise found
         if found is None:
@@ -191,7 +191,7 @@ class _Process:
         )
 
     def kill(self) -> None:
-        """End it, from any thread: whoever waits for an answer finds that it has ended."""
+        """Kill the process, from any thread; a thread that waits for its answer notices."""
         self._process.kill()
 
     def end(self) -> None:
@@ -202,7 +202,7 @@ class _Process:
 
 
 def _answered(processes: Sequence[_Process]) -> list[_Process]:
-    """Processes that have answered or ended, or whose time is over; waits for one."""
+    """Wait for at least one process that has answered or ended, or whose time is up; returns all such."""
     busy = [process for process in processes if process.busy]
     now = time.monotonic()
     soonest = min((process.until for process in busy), default=now)
@@ -223,14 +223,14 @@ def _late(reward: Reward, sample: Sample, limit: float) -> Failure:
 
 
 class _TimeUp(BaseException):
-    """The sample's time is over; no Exception, lest the reward take it for one of its own."""
+    """The sample's time is up. Not an Exception, so that the reward does not catch it as one of its own."""
 
 
 def _serve(connection: Connection, name: str, options: Mapping[str, Any], limit: float) -> None:
-    """Answer each list of samples by what the first of them are worth. The first answer, of no samples, says that the
-    reward is imported; or why it cannot be."""
-    os.set_inheritable(connection.fileno(), False)  # what a reward leaves running would hold it open
-    # Out of the driver's process group: Ctrl-C, and what ends a whole job, is the driver's to hear.
+    """Answer each list of samples with the outcomes of its first ones. The first message is an empty answer once the
+    reward is imported, or the ConfigError that prevents it."""
+    os.set_inheritable(connection.fileno(), False)  # a child left running by a reward would hold it open
+    # Leave the driver's process group: Ctrl-C and job-wide signals are for the driver to handle.
     os.setpgrp()
     threading.Thread(target=_end_with_driver, daemon=True).start()
     try:
@@ -239,7 +239,7 @@ def _serve(connection: Connection, name: str, options: Mapping[str, Any], limit:
         connection.send(error)
         return
     samples: Sequence[Sample] = ()
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the driver has gone
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the driver is gone
         while True:
             connection.send(_score(reward, samples, limit))
             samples = connection.recv()
@@ -249,11 +249,11 @@ def _end_with_driver() -> None:
     driver = multiprocessing.parent_process()
     if driver is not None:
         driver.join()
-        os._exit(1)  # a reward may be busy for ever, and nobody waits for it
+        os._exit(1)  # a reward may run forever, and nobody waits for it
 
 
 def _score(reward: Reward, samples: Sequence[Sample], limit: float) -> list[float | Failure]:
-    """What the first samples are worth: one at least, and no new one is begun after a turn."""
+    """Outcomes of the first samples: at least one; no new one is started after `TURN` seconds."""
     outcomes: list[float | Failure] = []
     started = time.monotonic()
     for sample in samples:
@@ -264,13 +264,13 @@ def _score(reward: Reward, samples: Sequence[Sample], limit: float) -> list[floa
 
 
 def _timed(reward: Reward, sample: Sample, limit: float) -> float | Failure:
-    """A signal ends what is Python, or waits; the driver kills the process of what is neither."""
+    """Score one sample. A signal interrupts Python code and waits; for anything else the driver kills the process."""
 
     def end(*_: object) -> None:
         raise _TimeUp
 
     try:
-        signal.signal(signal.SIGALRM, end)  # anew: the sample before may have set another
+        signal.signal(signal.SIGALRM, end)  # set again: the previous sample may have changed it
         signal.setitimer(signal.ITIMER_REAL, limit)
         try:
             return reward.outcome(*sample)
@@ -280,5 +280,5 @@ def _timed(reward: Reward, sample: Sample, limit: float) -> float | Failure:
         return _late(reward, sample, limit)
     except SystemExit as error:
         return reward.failure("died", f"ended its process (sys.exit({error.code!r}))", *sample)
-    except BaseException as error:  # such as asyncio's CancelledError: it would pass for one of this process
+    except BaseException as error:  # such as asyncio's CancelledError, which must not end this process
         return reward.failure("raised", f"raised {type(error).__name__}", *sample)

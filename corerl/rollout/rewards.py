@@ -1,4 +1,4 @@
-"""What a sample is worth: built-in rewards, the user's own by `module:function`, and failures that name the sample."""
+"""Score samples with built-in rewards or the user's own `module:function`; failures name the sample."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 def position_match(prompt: Prompt, response: str) -> float:
-    """The share of positions that are right, over the longer of answer and response."""
+    """The share of positions that match, over the longer of answer and response."""
     answer = _answer(prompt)
     right = sum(wanted == got for wanted, got in zip(answer, response, strict=False))
     return right / max(len(answer), len(response))
 
 
 def exact_match(prompt: Prompt, response: str) -> float:
-    """1 where the response is the answer, but for white space around either, else 0."""
+    """1 if the response equals the answer, ignoring surrounding white space, else 0."""
     return float(response.strip() == _answer(prompt).strip())
 
 
@@ -43,7 +43,7 @@ def _answer(prompt: Prompt) -> str:
     return prompt.answer
 
 
-RESPONSES = ("response", "completion", "answer", "output", "text")  # names that are no prompt's
+RESPONSES = ("response", "completion", "answer", "output", "text")  # parameter names that suggest a response
 BUILT_IN: dict[str, Callable[..., Any]] = {"position-match": position_match, "exact-match": exact_match}
 
 
@@ -57,43 +57,43 @@ class Failure:
 
 @frozen(kw_only=True)
 class Scores:
-    """What the samples of a rollout are worth."""
+    """The rewards of a rollout's samples, and which of them failed."""
 
-    rewards: FloatArray  # [B] reward.failed_value where the reward failed
+    rewards: FloatArray  # [B] reward.failed_value for failed samples
     failures: Mapping[str, int] = field(factory=dict)  # samples by kind of failure
-    first: str = ""  # the first failure in the samples' order, as one line
-    # [B] which these are
+    first: str = ""  # the first failure in sample order, as one line
+    # [B] True for failed samples
     failed: BoolArray = field(default=Factory(lambda self: np.zeros(len(self.rewards), np.bool_), takes_self=True))
 
 
 class Scorer(Protocol):
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """Raises RewardError where every single sample fails: then it is the reward that is broken. Of a `part` of a
-        batch all may fail."""
+        """Raises RewardError if all samples fail, unless they are only a `part` of a batch: the reward must be
+        broken."""
 
 
 LARGEST = float(np.finfo(np.float32).max)
-LONGEST = 80  # characters that a message shows of a text
+LONGEST = 80  # characters of a text that a message shows
 
 
 @frozen(kw_only=True)
 class Reward:
-    """A reward function together with its name in the config and its options."""
+    """A reward function with its name in the config and its options."""
 
     name: str
     function: Callable[..., Any]  # (prompt, response, **options) -> number
     options: Mapping[str, Any] = field(factory=dict)
-    failed_value: float = 0.0  # of a sample on which the function fails
+    failed_value: float = 0.0  # reward of a sample on which the function fails
 
     def __call__(self, prompt: Prompt, response: str) -> float:
-        """Raises RewardError, naming the sample, where the function raises or returns no finite number."""
+        """The reward. Raises RewardError, naming the sample, if the function raises or returns no finite number."""
         outcome = self.outcome(prompt, response)
         if isinstance(outcome, Failure):
             raise RewardError(outcome.message)
         return outcome
 
     def outcome(self, prompt: Prompt, response: str) -> float | Failure:
-        """What the sample is worth, or why that is not known."""
+        """The sample's reward, or why it has none."""
         try:
             value = self.function(prompt, response, **self.options)
         except Exception as error:
@@ -107,12 +107,12 @@ class Reward:
         return Failure(kind=kind, message=" ".join(f"reward {self.name!r} {what} {sample}".split()))
 
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """Score in this process, one sample after the other, without a time limit."""
+        """Score in this process, one sample at a time, without a time limit."""
         return gathered([self.outcome(*sample) for sample in samples_of(rollout)], self.failed_value, part=part)
 
 
 class InTurn:
-    """A scorer that scores one rollout at a time, whatever thread asks: a reward need not know of threads."""
+    """Serializes another scorer across threads, so that rewards need not be thread-safe."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
@@ -124,13 +124,13 @@ class InTurn:
 
 
 def samples_of(rollout: Rollout) -> list[tuple[Prompt, str]]:
-    """[B] each response with its prompt."""
+    """[B] (prompt, response) pairs."""
     groups = rollout.batch.rows["group"]
     return [(rollout.prompts[group], text) for group, text in zip(groups, rollout.texts, strict=True)]
 
 
 def gathered(outcomes: Sequence[float | Failure], failed_value: float, *, part: bool = False) -> Scores:
-    """Raises RewardError where all are failures, unless they are a `part` of what is scored."""
+    """Collect outcomes. Raises RewardError if all are failures, unless they are only a `part` of a batch."""
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     first = failures[0].message if failures else ""
     if failures and len(failures) == len(outcomes) and not part:
@@ -145,23 +145,23 @@ def gathered(outcomes: Sequence[float | Failure], failed_value: float, *, part: 
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that float32 can hold. numpy's bool is no Real, and its other scalars are."""
+    """Whether `value` is a number that float32 can hold. numpy's bool is not a Real, its other scalars are."""
     number = isinstance(value, numbers.Real | np.bool_)
     return number and bool(-LARGEST <= value <= LARGEST)
 
 
 def told(error: BaseException) -> str:
-    """The error, and the innermost line of the user's own code that it comes from; where none is, the innermost."""
-    lines = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call here
+    """Describe the error with the innermost line of user code in its traceback, or else the innermost line."""
+    lines = traceback.extract_tb(error.__traceback__)[1:]  # the first is our own call
     where = ([line for line in lines if _users_own(line.filename)] or lines)[-1:]
     place = "".join(f" ({_from_here(line.filename)}:{line.lineno})" for line in where)
     try:
         return f"{type(error).__name__}: {error}{place}"
-    except Exception:  # its own text cannot be made
+    except Exception:  # its __str__ fails
         return type(error).__name__ + place
 
 
-# What is neither a library's nor CoreRL's is the user's.
+# Code outside these directories and site-packages is the user's.
 NOT_THE_USERS = (os.path.dirname(os.__file__), str(Path(__file__).parents[1]))
 
 
@@ -171,7 +171,7 @@ def _users_own(file: str) -> bool:
 
 
 def _from_here(file: str) -> str:
-    """Relative to the working directory, where it lies in that."""
+    """The path relative to the working directory, if inside it."""
     here = os.path.realpath(file).removeprefix(os.path.join(os.path.realpath("."), ""))
     return file if os.path.isabs(here) else here
 
@@ -181,7 +181,7 @@ def short(text: str) -> str:
 
 
 def resolve_reward(name: str, options: Mapping[str, Any]) -> Reward:
-    """The reward of that name. Raises ConfigError where there is none, or where it cannot be called as it will be."""
+    """Look up a reward by name. Raises ConfigError if there is none, or its signature does not fit."""
     function = BUILT_IN.get(name)
     if function is None:
         if ":" not in name:

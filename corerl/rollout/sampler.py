@@ -1,4 +1,4 @@
-"""Draw G samples for each of P prompts, and lay them out as one ragged batch with what training asks of them."""
+"""Draw G samples for each of P prompts, and lay them out as one ragged batch for training."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class Rollout:
-    """The samples of one rollout step, B = P * G, those of one prompt side by side.
+    """The samples of one rollout step, B = P * G, those of one prompt adjacent.
 
-    The batch has the columns `loss_mask`, `rollout_logprobs`, `versions`, from an engine that tells them
-    `routed_experts`, and the rows `group` (index into `prompts`),
-    `sample` (0 to G - 1), `prompt_length`, `response_length` (both in tokens) and `truncated`. Where samples are
-    episodes their response is all that follows the first prompt, the environment's tokens among it, and there is the
-    row `turns` too.
+    The batch has the columns `loss_mask`, `rollout_logprobs`, `versions` and, if the engine reports them,
+    `routed_experts`; and the rows `group` (index into `prompts`), `sample` (0 to G - 1), `prompt_length`,
+    `response_length` (both in tokens) and `truncated`. An episode's response is everything after the first prompt,
+    including the environment's tokens, and episodes have the row `turns` too.
     """
 
     batch: SampleBatch
     prompts: tuple[Prompt, ...]  # [P]
-    texts: list[str]  # [B] responses without special tokens; the last one of an episode
-    # [B] of episodes: what each is worth by its own function, why it has failed, or None: to be scored as any sample.
+    texts: list[str]  # [B] responses without special tokens; of an episode, the last answer
+    # [B] for episodes: the reward from its function, why it failed, or None to be scored like any sample.
     outcomes: Sequence[float | Failure | None] = field(factory=list)
 
     def take(self, groups: IntArray) -> Rollout:
-        """The samples of these prompts [n] alone, numbered anew."""
+        """Only the samples of these prompts [n], renumbered."""
         of_prompt = self.batch.rows["group"]
         samples = np.concatenate([np.flatnonzero(of_prompt == group) for group in groups] or [np.zeros(0, np.int64)])
         batch = self.batch.take(samples)
@@ -57,7 +56,7 @@ class Rollout:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Rollout]) -> Rollout:
-        """The prompts of several rollouts, one after the other."""
+        """Concatenate rollouts, renumbering their groups."""
         firsts = offsets_of([len(part.prompts) for part in parts])
         group = [part.batch.rows["group"] + first for part, first in zip(parts, firsts, strict=False)]
         batches = _with_experts([part.batch for part in parts])
@@ -71,31 +70,30 @@ class Rollout:
 
 @frozen(kw_only=True, eq=False)
 class Errand:
-    """The samples of one prompt, for who has engines asked and does not wait for these alone. None of what is called
-    here waits."""
+    """The samples of one prompt, to be drawn in the background. None of its callbacks blocks."""
 
-    number: int  # lower ones were begun before
+    number: int  # in starting order
     prompt: Prompt
-    request: GenerateRequest  # of all samples, as they begin
-    # Has rows drawn, and then calls, in any thread, with all that was drawn for them.
+    request: GenerateRequest  # for all samples, as first issued
+    # Queues rows for sampling; later calls the given function, in any thread, with the finished generation.
     ask: Callable[[GenerateRequest, Callable[[Generation], None]], None]
-    done: Callable[[Callable[[], Rollout]], None]  # once, with what makes the rollout
+    done: Callable[[Callable[[], Rollout]], None]  # called once, with a function that makes the rollout
 
 
 class Background(Protocol):
-    """Draws the samples of prompts while nobody waits for them."""
+    """Draws samples of prompts in the background."""
 
     def begin(self, errand: Errand) -> None: ...
 
     def give_up(self, number: int) -> None:
-        """What is drawn for this errand is not wanted any more; also where it is done, or was never begun."""
+        """Discard this errand's samples; harmless if it is done or was never started."""
 
     def attend(self, ending: Callable[[], bool]) -> None:
-        """Work in a thread of its own, until `ending`, which is asked at each change of the state that is shared."""
+        """Run in a thread of its own until `ending()`, which is checked at each change of the shared state."""
 
 
 class Singles:
-    """Samples that are one response each: all that is to be drawn for a prompt is known at once."""
+    """The background for single-response samples: all requests of a prompt are known at once."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -114,7 +112,7 @@ class Singles:
 
 
 class Sampler:
-    """Turns prompts into samples with whatever generates; holds no state but the seed."""
+    """Turns prompts into samples using `generate`; its only state is the seed."""
 
     def __init__(
         self,
@@ -130,31 +128,31 @@ class Sampler:
     def sample(
         self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
     ) -> Rollout:
-        """`samples` responses to each prompt. What is drawn depends on the weights, the seed and `rollout_step`, on the
-        prompt and on the sample's number; a later `attempt` at the same step draws anew. Prompts are encoded with the
+        """Draw `samples` responses to each prompt. They depend on the weights, the seed, `rollout_step`, the prompt and
+        the sample's number; another `attempt` at the same step draws others. Text prompts are encoded with the
         tokenizer's own special tokens (its <bos>).
 
-        Raises DataError for a prompt of no tokens, EngineFailed for a response that is unfinished, and what `generate`
+        Raises DataError for a prompt without tokens, EngineFailed for an unfinished response, and what `generate`
         raises.
         """
         request = self.request(prompts, rollout_step=rollout_step, samples=samples, params=params, attempt=attempt)
         return self.rollout(prompts, request, self._generate(request))
 
     def background(self, params: SamplingParams, state: threading.Condition) -> Background:
-        """Draws the same without waiting. What it shares with others changes under `state`, and they are told."""
+        """Draw the same samples without waiting. Shared state changes under `state`, which is then notified."""
         return Singles(self)
 
     def request(
         self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
     ) -> GenerateRequest:
-        """What `sample` asks for."""
+        """The request that `sample` sends."""
         tokens, offsets = self._encode(prompts)
         group, sample = rows_of(len(prompts), samples)
         repeated, rows = rows_at(offsets, group)
         return GenerateRequest(
             tokens=tokens[repeated],
             offsets=rows,
-            # A prompt that comes twice in one step (a data set smaller than the step) must not draw the same twice.
+            # A prompt that occurs twice in a step (of a data set smaller than the step) must not draw the same twice.
             noise_keys=hash_keys(
                 self._seed,
                 rollout_step,
@@ -165,7 +163,7 @@ class Sampler:
         )
 
     def rollout(self, prompts: Sequence[Prompt], request: GenerateRequest, generation: Generation) -> Rollout:
-        """What `sample` makes of the answer to `request`."""
+        """Build the rollout from the answer to `request`."""
         require_finished(generation)
         group, sample = rows_of(len(prompts), len(request) // len(prompts))
         batch = assemble(request, generation).with_rows(group=group, sample=sample)
@@ -177,22 +175,22 @@ class Sampler:
         return Rollout(
             batch=batch,
             prompts=tuple(prompts),
-            # Without the token that ended each, which may be none of the special ones: it is no part of an answer.
-            # Arrays, which its annotation leaves out: of a list transformers looks at each token.
+            # Without the stop token, which may not be a special one: it is not part of the answer.
+            # Arrays, although the annotation omits them: for a list, transformers inspects every token.
             texts=self._tokenizer.batch_decode(said, skip_special_tokens=True),  # type: ignore[arg-type]
         )
 
     def _encode(self, prompts: Sequence[Prompt]) -> tuple[IntArray, IntArray]:
-        """Prompts as ragged tokens [n] and offsets [P + 1]."""
+        """Encode prompts as ragged tokens [n] and offsets [P + 1]."""
         encoded = encode(self._tokenizer, prompts)
         tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
         return tokens, offsets_of([len(ids) for ids in encoded])
 
 
 def sampling_params(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> SamplingParams:
-    """The config's sampling, its stop texts as token ids after `ends`, which are the model's own.
+    """The config's sampling parameters; stop tokens are `ends`, the model's own, then those of the stop texts.
 
-    Raises ConfigError where a stop text is not exactly one token.
+    Raises ConfigError if a stop text is not exactly one token.
     """
     stops = list(ends)
     for text in rollout.stop:
@@ -209,7 +207,7 @@ def sampling_params(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, 
 
 
 def require_finished(generation: Generation) -> None:
-    """Raises EngineFailed for responses that nobody had asked to interrupt."""
+    """Raise EngineFailed if a response is unfinished although nobody paused the engines."""
     if generation.unfinished.any():
         raise EngineFailed(
             f"{int(generation.unfinished.sum())} of {len(generation)} responses came back unfinished, and nobody "
@@ -218,7 +216,7 @@ def require_finished(generation: Generation) -> None:
 
 
 def stop_token(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Raises ValueError where the text is not exactly one token."""
+    """The token id of a stop text. Raises ValueError if the text is not exactly one known token."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
         raise ValueError(
@@ -229,7 +227,7 @@ def stop_token(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:
-    """Prompts and responses interleaved into samples; what the engine recorded stands at the response's tokens."""
+    """Interleave prompts and responses into samples; the engine's columns are set at the response's tokens."""
     prompt_length, response_length = np.diff(request.offsets), np.diff(generation.offsets)
     lengths = prompt_length + response_length
     offsets = offsets_of(lengths)
@@ -259,7 +257,7 @@ def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:
 
 
 def _with_experts(batches: Sequence[SampleBatch]) -> Sequence[SampleBatch]:
-    """Where some of them tell experts all do: -1, which is none, where episodes had nothing drawn for them."""
+    """If any batch has experts, give the others, of episodes that drew nothing, the column too, filled with -1."""
     name = Output.ROUTED_EXPERTS.value
     told = next((batch.columns[name] for batch in batches if name in batch.columns), None)
     if told is None:
@@ -273,12 +271,12 @@ def _with_experts(batches: Sequence[SampleBatch]) -> Sequence[SampleBatch]:
 
 
 def rows_of(prompts: int, samples: int) -> tuple[IntArray, IntArray]:
-    """[R] of which prompt each row is, and which sample of it."""
+    """[R], [R] each row's prompt index and sample number."""
     return np.repeat(np.arange(prompts), samples), np.tile(np.arange(samples), prompts)
 
 
 def _occurrence(prompts: Sequence[Prompt]) -> IntArray:
-    """[P] how many times each prompt came before in this step."""
+    """[P] how many times each prompt occurred earlier in this step."""
     seen: dict[int, int] = {}
     counts = []
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Rollout batches on disk, one file a step: written by a run that samples, read by one that trains."""
+"""Rollout batches on disk, one file per step: written by a run that samples, read by one that trains."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from corerl.rollout.sampler import Rollout
 from corerl.rollout.sources import Scored, Source, Wrapped
 from corerl.types import Array, SampleBatch
 
-ROLLOUTS = "rollouts"  # in a run's directory
+ROLLOUTS = "rollouts"  # subdirectory of a run directory
 NAME = re.compile(r"step-(\d{8})\.npz")
 
 
 def file_of(directory: Path, step: int) -> Path:
-    """Where the batch of rollout step `step` is."""
+    """The path of rollout step `step`."""
     return directory / f"step-{step:08d}.npz"
 
 
 def write_rollout(directory: Path, scored: Scored) -> Path:
-    """One .npz: the batch's arrays under their names, and as JSON the prompts, the texts and what else is no array.
-    Raises DataError where it cannot be written."""
+    """Write one .npz: the batch's arrays by name, all else (prompts, texts, ...) as JSON. Raises DataError."""
     rollout, batch = scored.rollout, scored.rollout.batch
     facts = {
         "step": scored.step,
@@ -64,7 +63,7 @@ def write_rollout(directory: Path, scored: Scored) -> Path:
 
 
 class Kept(Wrapped):
-    """A source whose batches are written to `directory` as they come, before anything is made of them."""
+    """A source whose batches are written to `directory` as they arrive, before anything uses them."""
 
     def __init__(self, source: Source, directory: Path) -> None:
         super().__init__(source)
@@ -77,7 +76,7 @@ class Kept(Wrapped):
 
 
 def read_rollout(path: Path) -> Scored:
-    """What `write_rollout` wrote. Raises DataError where the file is missing or damaged."""
+    """Read what `write_rollout` wrote. Raises DataError if the file is missing or damaged."""
     try:
         # numpy would leave a damaged file open.
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
@@ -110,8 +109,8 @@ def _under(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def saved_rollouts(directory: str | Path) -> list[Path]:
-    """The rollout batches in `directory`, or of the run whose directory it is, in the order of their steps. Raises
-    DataError where there are none."""
+    """The rollout batches in `directory`, or in that run directory, in step order. Raises DataError if there are
+    none."""
     path = Path(directory)
     path = path / ROLLOUTS if os.path.isdir(path / ROLLOUTS) else path
     found = sorted(file for file in path.iterdir() if NAME.fullmatch(file.name)) if os.path.isdir(path) else []
@@ -124,10 +123,10 @@ def saved_rollouts(directory: str | Path) -> list[Path]:
 
 
 class SavedRollouts(Source):
-    """Rollout steps out of files, in their order, numbered anew from 0."""
+    """Rollout steps read from files, in order, renumbered from 0."""
 
     def __init__(self, directory: str | Path, *, steps: int, vocab_size: int) -> None:
-        """Raises DataError where there are fewer than `steps`."""
+        """Raises DataError if there are fewer than `steps` files."""
         self._files = saved_rollouts(directory)
         if len(self._files) < steps:
             raise DataError(

@@ -1,4 +1,4 @@
-"""What each engine process runs: one replica, resolved by name where it serves."""
+"""The code of an engine process: one replica, resolved by name in that process."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from corerl.weights.transport import Address
 
 @frozen(kw_only=True)
 class EngineAssignment:
-    """What the driver tells one replica: plain data."""
+    """What the driver sends to one replica, as plain data."""
 
-    engine: str  # the name, resolved again where it serves
-    origins: tuple[Origin, ...]  # of what the driver resolved
+    engine: str  # the name, resolved again in the engine's process
+    origins: tuple[Origin, ...]  # of the plugins the driver resolved, to compare
     model: ModelConfig
     options: Mapping[str, Any]  # the engine's own table
     context: EngineContext
 
 
 class EngineService:
-    """One replica in its process."""
+    """One replica, in its own process."""
 
     def __init__(self, assignment: EngineAssignment) -> None:
         loaded = load(Kind.ENGINES, assignment.engine)

@@ -1,6 +1,6 @@
-"""Whether an engine may answer now: paused or running, and under which version of the weights, if any.
+"""Track whether an engine may answer: paused or running, and under which weights version, if any.
 
-It starts without weights and serves a version once its update has committed. After an update that failed, or once its
+An engine starts without weights and serves a version once its update has committed. After a failed update, or once its
 weights slept, it serves nothing until another update commits.
 """
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import torch
 
 
-INTERRUPT_SECONDS = 0.1  # between one interruption and the next
+INTERRUPT_SECONDS = 0.1  # between two calls of `interrupt`
 
 
 class Turns:
-    """A lock that as many as `places` can hold at the same time, each by `one()`; or somebody alone."""
+    """A lock held by up to `places` threads at once via `one()`, or exclusively via `with` on itself."""
 
     def __init__(self, places: int) -> None:
         self._places = self._free = places
@@ -47,7 +47,7 @@ class Turns:
         self._give(self._places)
 
     def empty(self, within: float) -> bool:
-        """Whether nobody holds it, now or before so many seconds have passed."""
+        """Wait up to `within` seconds; returns whether nobody holds it."""
         with self._changed:
             return self._changed.wait_for(lambda: self._free == self._places, within)
 
@@ -63,21 +63,21 @@ class Turns:
 
 
 class Serving:
-    """The part of an engine that does not depend on what generates. Its methods may be called from several threads."""
+    """The part of an engine that is independent of how it generates. Thread-safe."""
 
     def __init__(self, name: str, index: int, *, calls: int = 1) -> None:
-        """`calls` of `generate` that may be inside `generating` side by side."""
+        """`calls`: how many threads may be inside `generating` at once."""
         self._name = name
-        self._version = -1  # of the last update that committed; the first one may be 0
+        self._version = -1  # of the last committed update; the first may be 0
         self._reason = "no weights have arrived yet"  # why nothing is served; "" while serving
         self._receiving = Receiving(index)
         self._paused = threading.Event()
-        self._busy = Turns(calls)  # taken while generating; wholly, while weights change
+        self._busy = Turns(calls)  # shared while generating, exclusive while weights change
 
     @contextmanager
     def generating(self) -> Iterator[int]:
-        """Hold the weights still; gives their version. Raises EngineFailed without weights. Inside, ask before each
-        token whether the engine is `paused`."""
+        """Hold the weights fixed and yield their version. Inside, check `paused` before each token. Raises EngineFailed
+        without weights."""
         with self._busy.one():
             if self._reason:
                 raise EngineFailed(f"{self._name} serves nothing: {self._reason}; update its weights first")
@@ -85,13 +85,13 @@ class Serving:
 
     @property
     def paused(self) -> bool:
-        """Whether no further token is to be drawn now."""
+        """Whether to stop sampling tokens now."""
         return self._paused.is_set()
 
     def pause(self, interrupt: Callable[[], None] | None = None) -> None:
-        """Returns when nothing is being generated any more. `interrupt` is for an engine whose tokens are drawn where
-        nobody can ask whether it is `paused`: called as long as something is being generated, since a request may
-        still be on its way there."""
+        """Returns when nothing is being generated. `interrupt` is for engines that cannot check `paused` while
+        sampling: it is called repeatedly as long as anything is being generated, since a request may still be on its
+        way to the sampler."""
         self._paused.set()
         while interrupt is not None and not self._busy.empty(within=0.0):
             interrupt()
@@ -104,7 +104,7 @@ class Serving:
 
     @contextmanager
     def dropping_weights(self, reason: str) -> Iterator[None]:
-        """Hold the weights while they are taken away: nothing is served until the next update commits."""
+        """Hold the weights exclusively while they are dropped; nothing is served until the next update commits."""
         with self._busy:
             self._reason = reason
             yield
@@ -118,9 +118,9 @@ class Serving:
         check: Callable[[Manifest], str],
         load: Callable[[Bucket, torch.Tensor], None],
     ) -> Received:
-        """One weight update: `check` may refuse the manifest, `load` takes each bucket. Never raises.
+        """Receive one weight update: `check` may refuse the manifest, `load` takes each bucket. Never raises.
 
-        A version that is not above the current one changes nothing, and the engine goes on serving; after any other
+        A version that is not above the current one changes nothing, and the engine keeps serving; after any other
         failure it serves nothing until a full update commits.
         """
 
@@ -130,9 +130,8 @@ class Serving:
         return self.update(version, transfer)
 
     def update(self, version: int, transfer: Callable[[str], tuple[int, str]]) -> Received:
-        """The same for an engine whose weights arrive elsewhere: `transfer` is told why the update is refused ("" where
-        it is not), and sees to it that they arrive and that the sender hears how it went. It gives the bytes that came,
-        and what went wrong."""
+        """Like `receive`, for an engine whose weights arrive elsewhere. `transfer` gets the reason of a refusal or "";
+        it must receive the weights, report the outcome to the sender, and return the bytes received and the error."""
         with self._busy:
             stale = version <= self._version
             refused = f"version {version} is not above {self._version}, which {self._name} holds" if stale else ""

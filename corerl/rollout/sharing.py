@@ -1,4 +1,4 @@
-"""Which replica draws which rows of a request: even shares, and what a replica has read already goes to it again."""
+"""Divide a request's rows among replicas: evenly, but a row goes to the replica that already holds its prefix."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from corerl.rollout.engine import GenerateRequest, Generation
 from corerl.rollout.partial import split
 from corerl.types import IntArray, offsets_of
 
-SLACK = 1.5  # times its even share that a replica is given at most, of rows that it has read the beginning of
-REMEMBERED = 2**17  # beginnings; where weights do not change nothing else would end their number
-MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, its bits all over it: powers of it make a row's prefixes differ
+SLACK = 1.5  # limit, in even shares, on the rows given to a replica for holding their prefixes
+REMEMBERED = 2**17  # prefixes; nothing else limits their number while weights stay the same
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, with well-spread bits: its powers make a row's prefix hashes differ
 
 
 class Shares:
-    """Decides which replica draws which rows. Its methods may be called from several threads.
+    """Decides which replica draws which rows. Thread-safe.
 
-    A replica keeps keys and values of what it has read and drawn until its weights change. So rows of one prompt stay
-    together, where that leaves shares even to within a prompt; and a row that begins with a prompt, or with a prompt
-    and its response, that a replica has had before goes to that one again, as the next turn of a conversation does.
-    Even is counted in rows, those that are still being drawn included.
+    A replica caches the keys and values of what it has read and drawn until its weights change. Hence rows of one
+    prompt stay together if shares then stay even to within a prompt; and a row that starts with a prompt, or a prompt
+    and its response, that a replica has seen goes there again, such as the next turn of a conversation. Evenness is
+    counted in rows, including those still being drawn.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._busy: Counter[int] = Counter()  # rows that each replica is drawing
-        self._homes: dict[tuple[int, int], int] = {}  # (tokens, hash) of a beginning: who has read it
-        self._lengths: set[int] = set()  # of beginnings
+        self._homes: dict[tuple[int, int], int] = {}  # (length, hash) of a prefix -> the replica that has read it
+        self._lengths: set[int] = set()  # of these prefixes
 
     def divide(self, request: GenerateRequest, replicas: Sequence[int]) -> dict[int, IntArray]:
-        """The rows [n] of each replica that has any, in ascending order."""
+        """The rows [n] for each replica that gets any, in ascending order."""
         if len(replicas) == 1:
             return {replicas[0]: np.arange(len(request))}
         hashes, lengths = _prefix_hashes(request), np.diff(request.offsets)
@@ -65,7 +65,7 @@ class Shares:
 
     @contextmanager
     def drawing(self, rows: Mapping[int, int]) -> Iterator[None]:
-        """Inside, these replicas draw so many rows."""
+        """Count these rows per replica as being drawn while inside."""
         with self._lock:
             self._busy.update(rows)
         try:
@@ -75,7 +75,7 @@ class Shares:
                 self._busy.subtract(rows)
 
     def drew(self, replica: int, request: GenerateRequest, generation: Generation) -> None:
-        """Remember what the replica has read, and drawn, of each row."""
+        """Remember that the replica has read each row's prompt, and its response."""
         responses = np.split(generation.tokens, generation.offsets[1:-1])
         rows = [np.concatenate(pair) for pair in zip(request.by_row(), responses, strict=True)]
         samples = GenerateRequest(
@@ -94,7 +94,7 @@ class Shares:
             self._lengths |= {size for size, _ in beginnings}
 
     def forget(self) -> None:
-        """Nothing that was read is of use any more: weights have changed."""
+        """Forget all prefixes, because the weights have changed."""
         with self._lock:
             self._forget()
 
@@ -103,8 +103,8 @@ class Shares:
         self._lengths.clear()
 
     def _home(self, hashes: IntArray, known: Sequence[int]) -> int:
-        """Who has read the longest beginning of a row, of which the prefixes' hashes are given; -1 for nobody. `known`
-        are the lengths of beginnings, longest first."""
+        """The replica that has read the longest prefix of a row, given the hashes of its prefixes; -1 if none has.
+        `known` holds the lengths of remembered prefixes, longest first."""
         for size in known:
             if size <= len(hashes) and (home := self._homes.get((size, int(hashes[size - 1])))) is not None:
                 return home
@@ -112,7 +112,7 @@ class Shares:
 
 
 def in_order(request: GenerateRequest, parts: Sequence[tuple[IntArray, Generation]]) -> Generation:
-    """The rows of the whole request, of which each part answers those that it names."""
+    """Merge parts, each a (rows, generation) pair, into one generation in the request's order."""
     rows = np.concatenate([named for named, _ in parts])
     together = Generation.concatenate([part for _, part in parts])
     if np.array_equal(rows, np.arange(len(rows))):
@@ -122,7 +122,7 @@ def in_order(request: GenerateRequest, parts: Sequence[tuple[IntArray, Generatio
 
 
 def _fill(load: Sequence[int], rows: int) -> list[int]:
-    """How many of so many rows each takes, for loads to be as even as they can."""
+    """How many of `rows` more rows each replica takes so that loads end up as even as possible."""
     heap = [(each, i) for i, each in enumerate(load)]
     heapq.heapify(heap)
     taken = [0] * len(load)
@@ -134,8 +134,8 @@ def _fill(load: Sequence[int], rows: int) -> list[int]:
 
 
 def _between(prompts: Sequence[tuple[int, int]], at: int, share: int) -> int:
-    """Where to cut so that no prompt's rows are parted: the place nearest to `at`, unless a prompt has more rows than a
-    share."""
+    """Where to cut without separating one prompt's rows: the place nearest to `at`, or `at` itself if the prompt there
+    has more rows than `share`."""
     low = high = at
     while 0 < low < len(prompts) and prompts[low] == prompts[low - 1]:
         low -= 1
@@ -147,7 +147,7 @@ def _between(prompts: Sequence[tuple[int, int]], at: int, share: int) -> int:
 
 
 def _prefix_hashes(request: GenerateRequest) -> list[IntArray]:
-    """The hashes of each row's prefixes [n], from its first token to all of them."""
+    """Per row, the hashes [n] of all its prefixes, shortest first."""
     lengths, starts = np.diff(request.offsets), request.offsets[:-1]
     within = np.arange(len(request.tokens)) - np.repeat(starts, lengths)
     powers = np.cumprod(np.full(int(lengths.max(initial=0)) + 1, MULTIPLIER))

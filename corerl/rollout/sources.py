@@ -1,4 +1,4 @@
-"""Where the loop's batches come from, already scored; and the evaluation on held-out prompts."""
+"""Supply the loop with scored batches, and evaluate on held-out prompts."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from corerl.types import BoolArray, FloatArray, IntArray
 
 @frozen(kw_only=True)
 class Scored:
-    """One rollout step, ready to become advantages."""
+    """One sampled and scored rollout step, ready for computing advantages."""
 
     step: int  # rollout step
     rollout: Rollout
     rewards: FloatArray  # [B]
-    exact_match: float | None  # share of samples that equal their answer; None where no prompt has one
+    exact_match: float | None  # share of samples that equal their answer; None if no prompt has one
     seconds: Mapping[str, float]  # by phase: rollout, reward
-    failures: Mapping[str, int] = field(factory=dict)  # samples without a reward of their own, by kind of failure
+    failures: Mapping[str, int] = field(factory=dict)  # failed samples by kind of failure
     first_failure: str = ""  # as one line
-    counts: Mapping[str, int] = field(factory=dict)  # of what was sampled besides, by name
+    counts: Mapping[str, int] = field(factory=dict)  # of other samples drawn for this step, by name
 
     def shown(self, count: int = 3) -> tuple[Shown, ...]:
-        """The first sample of each of the first `count` prompts, to look at."""
+        """The first sample of each of the first `count` prompts, for display."""
         return shown(self.rollout, self.rewards, count)
 
     def take(self, groups: IntArray) -> Scored:
-        """The samples of these prompts [n] alone."""
+        """Only the samples of these prompts [n]."""
         samples = np.flatnonzero(np.isin(self.rollout.batch.rows["group"], groups))
         order = np.argsort(_position(groups)[self.rollout.batch.rows["group"][samples]], kind="stable")
         rollout = self.rollout.take(groups)
@@ -48,7 +48,7 @@ class Scored:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Scored]) -> Scored:
-        """What several attempts at one step have drawn."""
+        """Combine several attempts at one step."""
         rollout = Rollout.concatenate([part.rollout for part in parts])
         return evolve(
             parts[0],
@@ -59,7 +59,7 @@ class Scored:
 
 
 def _position(groups: IntArray) -> IntArray:
-    """[max + 1] where each group stands among `groups`."""
+    """[max + 1] the position of each group in `groups`."""
     position = np.zeros(int(groups.max(initial=0)) + 1, dtype=np.int64)
     position[groups] = np.arange(len(groups))
     return position
@@ -67,22 +67,22 @@ def _position(groups: IntArray) -> IntArray:
 
 @frozen(kw_only=True)
 class Refill:
-    """Groups that teach nothing are dropped, and other prompts sampled in their place."""
+    """Drop groups that teach nothing, and sample other prompts in their place."""
 
     useful: Callable[[FloatArray, IntArray], BoolArray]  # rewards [B], groups [B] -> [P]
-    attempts: int  # beyond the first; whatever is missing then is filled with groups that had been dropped
+    attempts: int  # extra attempts; what is still missing then is filled up with dropped groups
 
 
 class Source(ABC):
-    """Rollout steps for the loop, which iterates it, and does all else with it, in the thread that updates weights.
+    """An iterator of rollout steps. The loop uses it only in the thread that updates weights.
 
-    A step counts as done as soon as it was handed out: `position`, and what `save` writes, taken after that step was
-    trained on, are where a resumed run goes on.
+    A step counts as done once it is handed out: a resumed run continues from the `position`, and what `save` wrote,
+    taken after that step was trained on.
     """
 
     @property
     def overlaps(self) -> bool:
-        """Whether engines may be generating while weights are trained, and so when an update comes."""
+        """Whether engines may be generating while weights are trained, and hence during an update."""
         return False
 
     @abstractmethod
@@ -95,22 +95,22 @@ class Source(ABC):
 
     @abstractmethod
     def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
-        """Go on where `position` was taken; `save` wrote into the directory `checkpoint`. Raises CheckpointError where
-        the data are not those of the checkpoint."""
+        """Continue from `position`; `checkpoint` is the directory that `save` wrote into. Raises CheckpointError if the
+        data differ from the checkpoint's."""
 
-    def save(self, checkpoint: Path) -> None:  # noqa: B027  -- most have nothing besides
-        """Write down what `position` leaves to files. Raises DataError."""
+    def save(self, checkpoint: Path) -> None:  # noqa: B027  -- most have nothing to add
+        """Write the state that `position` does not hold. Raises DataError."""
 
     def updating(self, version: int) -> AbstractContextManager[None]:
-        """Inside, engines generate nothing; at its end they hold `version` of the weights."""
+        """A context in which engines generate nothing; when it ends, they hold weights `version`."""
         return nullcontext()
 
     def close(self) -> None:  # noqa: B027  -- most have no threads
-        """No more is sampled; returns at once."""
+        """Stop sampling; returns at once."""
 
 
 class Wrapped(Source):
-    """A source that makes something of another's steps, and is that one in all else."""
+    """A source that transforms another's steps and delegates everything else to it."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -138,23 +138,23 @@ class Wrapped(Source):
 
 @frozen(kw_only=True)
 class Draws:
-    """How the prompts that come next become a scored batch. Raises what sampler and reward raise."""
+    """Turns the next prompts into a scored batch. Raises what sampler and reward raise."""
 
     stream: PromptStream
     sampler: Sampler
     reward: Scorer
     params: SamplingParams
-    prompts: int  # a step
-    samples: int  # a prompt
+    prompts: int  # per step
+    samples: int  # per prompt
     refill: Refill | None = None
 
     def batch(self, step: int) -> Scored:
-        """What rollout step `step` trains on."""
+        """The batch of rollout step `step`."""
         first = self.score(step, *self.sample(step))
         return first if self.refill is None else self._refilled(first, self.refill)
 
     def sample(self, step: int, attempt: int = 0) -> tuple[Rollout, float]:
-        """A batch of prompts that come next, sampled, and the seconds that it took."""
+        """Sample the next prompts; returns the rollout and the seconds it took."""
         started = time.perf_counter()
         rollout = self.sampler.sample(
             self.stream.take(self.prompts),
@@ -211,13 +211,13 @@ class Draws:
 
 
 class Synchronous(Source):
-    """Rollout steps one after the other, each sampled when it is asked for, by the weights that the engines hold then.
-    A resumed run draws what an uninterrupted one would have drawn."""
+    """Sample each step on demand, with the weights the engines hold at that time. A resumed run draws the same samples
+    as an uninterrupted one."""
 
     def __init__(self, draws: Draws, *, steps: int) -> None:
         self._draws = draws
-        self._steps = steps  # rollout steps in all, those before a resume included
-        self._step = 0  # the next one
+        self._steps = steps  # rollout steps in total, including those before a resume
+        self._step = 0  # the next step
 
     def __iter__(self) -> Iterator[Scored]:
         return self
@@ -231,7 +231,7 @@ class Synchronous(Source):
 
     @property
     def position(self) -> dict[str, Any]:
-        """The next rollout step, and where the prompts stand."""
+        """The next rollout step, and the position of the prompt stream."""
         return {"rollout_step": self._step, "prompts": self._draws.stream.position}
 
     def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
@@ -241,9 +241,9 @@ class Synchronous(Source):
 
 @frozen(kw_only=True)
 class Evaluation:
-    metrics: dict[str, float]  # eval/reward, eval/exact_match (where prompts have answers), eval/response_length
-    shown: tuple[Shown, ...]  # the first prompts, the same ones every time
-    failures: Mapping[str, int] = field(factory=dict)  # samples without a reward of their own, by kind of failure
+    metrics: dict[str, float]  # eval/reward, eval/exact_match (if prompts have answers), eval/response_length
+    shown: tuple[Shown, ...]  # samples of the first prompts, the same ones every time
+    failures: Mapping[str, int] = field(factory=dict)  # failed samples by kind of failure
     first_failure: str = ""  # as one line
 
 
@@ -255,9 +255,9 @@ def evaluate(
     params: SamplingParams,
     show: int = 3,
 ) -> Evaluation:
-    """One greedy response to each prompt, scored. The same weights give the same scores at any step.
+    """Score one greedy response to each prompt. The same weights give the same scores at any step.
 
-    Where sources are mixed, each has its `eval/NAME/reward` too.
+    If sources are mixed, each one also gets its `eval/NAME/reward`.
     """
     rollout = sampler.sample(
         prompts, rollout_step=0, samples=1, params=evolve(params, greedy=True, routed_experts=False)
@@ -285,7 +285,7 @@ def evaluate(
 
 
 def exact_share(rollout: Rollout) -> float | None:
-    """The share of samples that equal their prompt's answer, among prompts that have one."""
+    """The share of samples that equal their prompt's answer, among prompts that have one; None if none has."""
     prompts = [rollout.prompts[group] for group in rollout.batch.rows["group"]]
     matches = [exact_match(prompt, text) for prompt, text in zip(prompts, rollout.texts, strict=True) if prompt.answer]
     return sum(matches) / len(matches) if matches else None

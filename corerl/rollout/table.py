@@ -1,4 +1,4 @@
-"""Episodes side by side: their functions and requests run in threads, and what they ask of the policy is gathered."""
+"""Play episodes concurrently: functions and requests run in threads, and requests to the policy are batched."""
 
 from __future__ import annotations
 
@@ -28,48 +28,48 @@ from corerl.types import IntArray
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-QUIET = 0.05  # seconds without another request after which those that wait are answered
-GATHER = 0.5  # seconds that a request waits for others at most
+QUIET = 0.05  # seconds without a new request after which the waiting ones are sent
+GATHER = 0.5  # maximum seconds that a request waits for others
 
 
 @frozen(kw_only=True, eq=False)
 class Turn:
-    """A request that waits for its answer, or has it."""
+    """One chat request of an episode, and its future answer."""
 
     chat: ChatRequest
     asked: Asked
-    request: GenerateRequest  # of one row
+    request: GenerateRequest  # one row
     answer: Future[tuple[Answer, Generation]] = field(factory=Future)
 
 
 @define(kw_only=True, eq=False)
 class Player:
-    """One episode, as far as it is played."""
+    """One episode and its state."""
 
-    number: int  # lower ones are begun before, and stand before it where they are asked for together
-    group: int  # of the samples of its prompt
+    number: int  # episodes start, and are batched, in this order
+    group: int  # index of its prompt's group of samples
     prompt: Prompt
-    key: int  # of its noise
+    key: int  # noise key
     conversation: Conversation = field(factory=Conversation)
-    truncated: bool = False  # rollout.max_tokens has ended it, or would have
+    truncated: bool = False  # rollout.max_tokens cut it, or left no room
     outcome: float | Failure | None = None
     ended: bool = False
-    # While it is played:
+    # While it is being played:
     deadline: float = 0.0
     base_url: str = ""
-    turn: Turn | None = None  # that waits
-    answered: Turn | None = None  # the last one
-    told_full: bool = False  # that there is no room for another answer
+    turn: Turn | None = None  # the one waiting for an answer
+    answered: Turn | None = None  # the last answered one
+    told_full: bool = False  # the function was told that no room is left
 
 
 Turns = list[tuple[Player, Turn]]
 
 
 class Table:
-    """Where episodes are played, as many side by side as the config allows.
+    """Plays episodes, as many at once as the config allows.
 
-    Each function runs in a thread of its own, and each request in one of the server's. Who has engines asked waits for
-    changes of `state`, under which all that they share changes, `look`s at each, and `tell`s what was drawn.
+    Each function runs in its own thread, each request in one of the server's. The caller, which has engines sample,
+    waits on `state`, calls `look` at each change, and `tell` with what was drawn. Shared state changes under `state`.
     """
 
     def __init__(
@@ -93,27 +93,27 @@ class Table:
         self._state = state
         self._longest_prompt = longest_prompt
         self._to_begin: deque[Player] = deque()
-        self._playing: dict[int, Player] = {}  # by identity, the oldest first
-        self._waiting: list[Player] = []  # whose turns nobody has been asked for
-        self._first, self._last = 0.0, 0.0  # when the first and the last of these came
+        self._playing: dict[int, Player] = {}  # by id(), oldest first
+        self._waiting: list[Player] = []  # players whose turns `look` has not returned yet
+        self._first, self._last = 0.0, 0.0  # when the first and the last of these arrived
 
-    # ---- for who has engines asked ----------------------------------------------------------------------------------
+    # ---- for the caller that has engines sample ---------------------------------------------------------------------
 
     def admit(self, players: Iterable[Player]) -> None:
-        """Have these begun as soon as there is room."""
+        """Queue these players to start as soon as there is room."""
         with self._state:
             self._to_begin.extend(players)
             self._state.notify_all()
 
     @property
     def over(self) -> bool:
-        """Whether all have ended."""
+        """Whether all episodes have ended."""
         return not self._playing and not self._to_begin
 
     def look(self, *, free: bool = True, gather: bool = True) -> tuple[list[Turns], float | None]:
-        """Ends episodes that are late, and begins others. Where engines are `free`, gives what waits for them: lists
-        whose parameters are alike; to `gather` more, only once all that are played wait, or no other has asked for a
-        while. And the seconds after which to look again; None where only a change can bring something."""
+        """End late episodes, start queued ones, and return the waiting requests if engines are `free`, in lists of
+        equal parameters. With `gather`, requests are held back until every running episode waits or none has asked for
+        a while. Also returns the seconds until the next look is due; None if only a change can bring anything."""
         with self._state:
             now = time.monotonic()
             self._give_up(now)
@@ -129,7 +129,7 @@ class Table:
             return gathered, min(until) - now if until else None
 
     def tell(self, player: Player, turn: Turn, drawn: Generation) -> None:
-        """The answer becomes part of the conversation, unless its episode has ended meanwhile."""
+        """Deliver what was drawn: it becomes part of the conversation, unless the episode has ended meanwhile."""
         answer = self._renderer.answer(turn.asked, drawn.tokens, turn.request.params.stop_tokens)
         with self._state:
             if player.ended:
@@ -140,13 +140,13 @@ class Table:
         turn.answer.set_result((answer, drawn))
 
     def end(self, players: Iterable[Player]) -> None:
-        """Without an outcome, where they have not ended yet, or not begun."""
+        """End players that have not ended, whether started or not, without an outcome."""
         with self._state:
             for player in players:
                 self._end(player, None)
 
     def close(self) -> None:
-        """End all: nothing is answered any more."""
+        """End all episodes; no further request is answered."""
         with self._state:
             self.end([*self._playing.values(), *self._to_begin])
 
@@ -173,7 +173,7 @@ class Table:
 
     def _gathered(self) -> list[Turns]:
         alike: dict[SamplingParams, Turns] = {}
-        # By number, not in the order of their coming: engines round otherwise where rows lie otherwise.
+        # By number, not by arrival: an engine's rounding depends on the order of rows.
         for player in sorted(self._waiting, key=lambda each: each.number):
             assert player.turn is not None
             alike.setdefault(player.turn.request.params, []).append((player, player.turn))
@@ -181,7 +181,7 @@ class Table:
         return list(alike.values())
 
     def _end(self, player: Player, outcome: float | Failure | None) -> None:
-        """Once; what it asks for from now on is refused."""
+        """End an episode, once; its further requests are refused."""
         if player.ended:
             return
         player.ended, player.outcome = True, outcome
@@ -231,30 +231,30 @@ class Table:
         return self._told(turn)
 
     def _wait(self, player: Player, turn: Turn) -> None:
-        """Under `state`."""
+        """Queue the turn. Called under `state`."""
         player.turn = turn
         self._last = time.monotonic()
         if not self._waiting:
             self._first = self._last
         self._waiting.append(player)
-        if len(self._waiting) == 1 or self._all_wait:  # the others change nothing for who gathers them
+        if len(self._waiting) == 1 or self._all_wait:  # other arrivals change nothing for the gathering thread
             self._state.notify_all()
 
     def _told(self, turn: Turn) -> ChatAnswer:
-        """Once it is there."""
+        """Wait for the turn's answer."""
         answer, drawn = turn.answer.result()
         return ChatAnswer(
             text=answer.content,
             tool_calls=answer.calls,
             finish_reason="length" if drawn.truncated[0] else "tool_calls" if answer.calls else "stop",
             prompt_tokens=len(turn.request.tokens),
-            # A model may have more tokens than its tokenizer knows.
+            # The vocabulary may be larger than the tokenizer's.
             tokens=[token or "" for token in self._tokenizer.convert_ids_to_tokens(drawn.tokens.tolist())],
             logprobs=drawn.logprobs.tolist(),
         )
 
     def _request(self, player: Player, tokens: IntArray, begun: int, request: ChatRequest) -> GenerateRequest:
-        """The next part of the episode's one response."""
+        """The engine request for the next part of the episode's one response."""
         params = self._params
         try:
             stops = [stop_token(text, self._tokenizer) for text in request.stop]
@@ -262,7 +262,7 @@ class Table:
             raise Refused(f"stop: {error}") from error
         if stops:
             params = evolve(params, stop_tokens=tuple(dict.fromkeys([*params.stop_tokens, *stops])))
-        # Beside the others' limits: engines draw rows of one length and another together.
+        # As a row's limit, not in `params`: rows with different limits can be drawn together.
         limit = min(begun + (request.max_tokens or params.max_tokens), params.max_tokens)
         return GenerateRequest(
             tokens=tokens,
@@ -274,7 +274,7 @@ class Table:
         )
 
     def _no_room(self, player: Player, prompt_tokens: int) -> ChatAnswer:
-        """An empty answer, cut before its first token; but to a function that goes on after it."""
+        """An empty answer, cut before its first token; Refused if the function asks once more after it."""
         with self._state:
             if player.told_full:
                 raise Refused(
@@ -287,8 +287,8 @@ class Table:
 
 
 def _turn_of(player: Player, request: ChatRequest) -> Turn | None:
-    """The one that waits, or else the last that was answered, where the same was asked for in it: clients send a
-    request again whose answer they have not had in time. Drawn anew it would be the same."""
+    """The waiting turn, or else the last answered one, if its request is the same: clients resend a request whose
+    answer is late, and sampling it again would give the same answer."""
     latest = player.turn or player.answered
     return latest if latest is not None and latest.chat == request else None
 

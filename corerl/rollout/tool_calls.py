@@ -1,4 +1,4 @@
-"""Calls of tools, read out of what the policy says: how each family of models writes them, as data."""
+"""Parse tool calls out of the policy's answers; the format of each model family is data."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from attrs import frozen
 
 @frozen(kw_only=True)
 class CallFormat:
-    """Calls end an answer, one behind the other, each a JSON object with a name and arguments."""
+    """How a model family writes tool calls at the end of an answer; each is a JSON object with a name and arguments."""
 
-    taught: re.Pattern[str]  # in chat templates whose models write calls so
-    opening: str  # before the first of them; "": an answer is either text or calls
+    taught: re.Pattern[str]  # matches the chat templates of models that use this format
+    opening: str  # before the first call; "": an answer is either text or calls
     between: re.Pattern[str]
-    closing: str  # behind the last
-    arguments: str  # what the object calls them
+    closing: str  # after the last call
+    arguments: str  # the key of the arguments
 
     def read(self, text: str) -> tuple[str, list[dict[str, str]]] | None:
-        """The text before the calls, and these, each a name and its arguments as JSON. None where there are none, and
-        where one of them is malformed."""
+        """The text before the calls, and the calls: names, and arguments as JSON. None if there are none or any is
+        bad."""
         before, _, calls = text.partition(self.opening) if self.opening else ("", "", text)
         calls = calls.strip()
         if not calls.endswith(self.closing):
             return None
         try:
             read = [self._call(part) for part in self.between.split(calls.removesuffix(self.closing))]
-        except (ValueError, RecursionError):  # a policy may say a thousand brackets
+        except (ValueError, RecursionError):  # a policy may write a thousand brackets
             return None
         return before.strip(), read
 
     def _call(self, text: str) -> dict[str, str]:
-        """Raises ValueError where it is none."""
+        """Parse one call. Raises ValueError if it is malformed."""
         call = json.loads(text)
         name, arguments = (call.get("name"), call.get(self.arguments)) if isinstance(call, dict) else (None, None)
         if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -63,18 +63,17 @@ FORMATS: Mapping[str, CallFormat] = {
 
 
 def format_of(name: str, chat_template: Any) -> CallFormat | None:
-    """What `rollout.episodes.tool_calls` says; `auto` is the format that the chat template teaches, if any."""
+    """The format `rollout.episodes.tool_calls` names; `auto`: the one that the chat template teaches, if any."""
     if name == "auto":
         return next((each for each in FORMATS.values() if each.taught.search(str(chat_template))), None)
     return None if name == "none" else FORMATS[name]
 
 
 def as_told(calls: Sequence[Mapping[str, str]], *, number: int) -> list[dict[str, Any]]:
-    """The calls in the shape of OpenAI's `message.tool_calls`, of message `number` of a conversation."""
+    """Format the calls of message `number` of a conversation as OpenAI's `message.tool_calls`."""
     return [
         {
-            # The same in every run of the same draws, since templates may write it; nine letters and digits, since some
-            # refuse another one.
+            # Deterministic, since templates may print it; nine letters and digits, since some templates require that.
             "id": f"call{number:03d}{index:02d}",
             "type": "function",
             "function": call,
@@ -84,7 +83,7 @@ def as_told(calls: Sequence[Mapping[str, str]], *, number: int) -> list[dict[str
 
 
 def meant(calls: Any) -> Any:
-    """What they say, however a client writes them anew; as they are, where they have not the shape."""
+    """The calls in a form that compares equal however a client rewrites them; unchanged if they have another shape."""
     try:
         functions = [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
         return [(id_, name, json.loads(told) if isinstance(told, str) else told) for id_, name, told in functions]

@@ -1,4 +1,4 @@
-"""An engine on the model's own `generate`: any transformers causal language model, on a CPU or a GPU."""
+"""An engine on the model's own `generate`, for any transformers causal language model, on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
 from corerl.weights.verify import bit_sums
 
-PAD = 0  # any token of the vocabulary will do: padding is masked, and what follows a stop token is cut off
+PAD = 0  # any token will do: padding is masked, and what follows a stop token is cut off
 
 
 class TransformersEngine(Engine):
@@ -46,7 +46,7 @@ class TransformersEngine(Engine):
         self._model = build_on_meta(
             hf_config(model), dtype=getattr(torch, context.precision), attention=options.attention
         )
-        # Left as they are: nothing is served before the first update has overwritten every parameter.
+        # Left uninitialized: nothing is served before the first update has overwritten every parameter.
         empty = {
             name: nn.Parameter(torch.empty_like(parameter, device=self._device), requires_grad=False)
             for name, parameter in self._model.named_parameters()
@@ -54,8 +54,8 @@ class TransformersEngine(Engine):
         materialize(self._model, empty)
         self._model.eval()
         nn.Module.to(self._model, self._device)  # the buffers
-        # `generate` fills what its argument leaves open from here: a model's own defaults (top_k, penalties, a second
-        # end of sequence) would bend the distribution that is recorded.
+        # `generate` takes unset options from here: a model's own defaults (top_k, penalties, a second end of sequence)
+        # would distort the recorded distribution.
         self._model.generation_config = GenerationConfig()
         self._views = named_views(self._model)
         self._storages = [(storage, storage.nbytes()) for storage in (p.untyped_storage() for p in empty.values())]
@@ -79,7 +79,7 @@ class TransformersEngine(Engine):
         params = request.params
         lengths = np.diff(request.offsets)
         width = int(lengths.max())
-        mask = np.arange(width) >= width - lengths[:, None]  # left-padded: every row's next token is in one column
+        mask = np.arange(width) >= width - lengths[:, None]  # left-padded: every row's next token is in the same column
         tokens = np.full(mask.shape, PAD, dtype=np.int64)
         tokens[mask] = request.tokens
         keys, begun, left = (
@@ -87,7 +87,7 @@ class TransformersEngine(Engine):
         )
         draw = Draw(keys, begun, params)
         routes = Routes(self._routers if params.routed_experts else [])
-        generate: Any = self._model.generate  # its decorator hides that it can be called
+        generate: Any = self._model.generate  # its decorator hides that it is callable
         with routes:
             sequences = generate(
                 input_ids=torch.tensor(tokens, device=self._device),
@@ -104,7 +104,7 @@ class TransformersEngine(Engine):
             )
         responses = sequences[:, width:].cpu().numpy()
         steps = np.arange(responses.shape[1])
-        # A row that has reached its end is filled up while others go on, with what may look like a stop token.
+        # A finished row is padded while others continue, and the padding may look like a stop token.
         stopped = np.isin(responses, params.stop_tokens) & (steps < request.left[:, None])
         finished = stopped.any(axis=1)
         sizes = np.where(finished, stopped.argmax(axis=1) + 1, np.minimum(len(steps), request.left))
@@ -131,7 +131,7 @@ class TransformersEngine(Engine):
         return self._serving.receive(manifest, version, address, check=self._check, load=self._load)
 
     def _check(self, manifest: Manifest) -> str:
-        """Why this manifest cannot be loaded here; "" where it can."""
+        """Why this manifest cannot be loaded; "" if it can."""
         if self._asleep:
             return "the engine's weights sleep; wake it up first"
         return misfit(manifest.shapes, {name: tuple(view.shape) for name, view in self._views.items()})
@@ -144,7 +144,7 @@ class TransformersEngine(Engine):
     def weight_sums(self, dtype: str) -> dict[str, int] | None:
         sent, own = getattr(torch, dtype), next(iter(self._views.values())).dtype
         if torch.promote_types(own, sent) != own:
-            return None  # what was sent was rounded on its way in
+            return None  # loading rounded what was sent
         if own == sent:
             return bit_sums(self._views)
         return {name: bit_sums({name: view.to(sent)})[name] for name, view in self._views.items()}  # one copy at a time
@@ -184,11 +184,11 @@ def named_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 class Routes:
-    """Keeps what routers choose while it is entered."""
+    """A context that records the routers' choices."""
 
     def __init__(self, routers: Sequence[nn.Module]) -> None:
         self._routers = routers
-        self._chosen: list[list[torch.Tensor]] = [[] for _ in routers]  # of each layer, pass by pass: [tokens, k]
+        self._chosen: list[list[torch.Tensor]] = [[] for _ in routers]  # per layer, pass by pass: [tokens, k]
 
     def __enter__(self) -> None:
         self._handles = [
@@ -202,13 +202,13 @@ class Routes:
 
     @staticmethod
     def _keep(chosen: list[torch.Tensor], router: nn.Module, arguments: Any, output: Any) -> None:
-        # Logits, scores and indices, in an order of each model's own: indices alone are integers.
+        # Logits, scores and indices, in a model-specific order: only the indices are integers.
         chosen += [each for each in output if not each.is_floating_point()] if isinstance(output, tuple) else []
 
     def of(self, prompts: BoolArray, responses: BoolArray) -> Array | None:
-        """[n + m, layers, k] at the tokens that `prompts` [R, width] and `responses` [R, steps] mark, row by row: of
-        one pass over all prompts, and one over each step but the last. A row's last token is no step's input, or that
-        of a step whose result is not used: -1. None where routers told nothing."""
+        """[n + m, layers, k] experts of the tokens marked by `prompts` [R, width] and `responses` [R, steps], row by
+        row, from one pass over all prompts and one per step but the last. A row's last token is -1: it was the input of
+        no step, or of one whose result is unused. None if the routers reported nothing."""
         if not self._chosen or not all(self._chosen):
             return None
         rows = len(prompts)
@@ -222,7 +222,7 @@ class Routes:
 
 
 def _left_out(request: GenerateRequest, done: Sequence[Generation]) -> Generation:
-    """No token for these rows, but of the same columns as what is done of the request."""
+    """An empty generation for these rows, with the same columns as the finished part of the request."""
     nothing = Generation.nothing(request)
     if not done or done[0].routed_experts is None:
         return nothing
@@ -231,10 +231,10 @@ def _left_out(request: GenerateRequest, done: Sequence[Generation]) -> Generatio
 
 
 class Halt(StoppingCriteria):
-    """Ends a row that may have no more tokens, and all of them once the engine is paused."""
+    """Ends a row at its token limit, and all rows once the engine is paused."""
 
     def __init__(self, ends: torch.Tensor, serving: Serving) -> None:
-        self._ends = ends  # [R] length of prompt and response at most
+        self._ends = ends  # [R] maximum length of prompt and response
         self._serving = serving
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
@@ -245,16 +245,16 @@ class Halt(StoppingCriteria):
 
 
 class Draw(LogitsProcessor):
-    """Draws the next token of each row and hands `generate`, which decodes greedily, scores whose maximum it is.
+    """Draws each row's next token, and returns scores that peak at it, since `generate` decodes greedily.
 
-    Put last. Keeps one number a row and step: nothing of the size of the vocabulary outlives a call.
+    Must be the last processor. Keeps one number per row and step: nothing of vocabulary size outlives a call.
     """
 
     def __init__(self, keys: torch.Tensor, begun: torch.Tensor, params: SamplingParams) -> None:
         self._keys = keys  # [R] int64
-        self._begun = begun  # [R] tokens of the response that are there already
+        self._begun = begun  # [R] response tokens that exist already
         self._params = params
-        self.logprobs: list[torch.Tensor] = []  # one [R] a step: log p of what was drawn, of logits / temperature
+        self.logprobs: list[torch.Tensor] = []  # one [R] per step: log p of the drawn token, of logits / temperature
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """[R, length so far], [R, V] -> [R, V]"""
@@ -270,11 +270,11 @@ class Draw(LogitsProcessor):
 
 
 def keep_top_p(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """[R, V] with -inf outside each row's nucleus: the smallest set of likeliest tokens that holds `top_p` of the
-    probability (Holtzman et al. 2020, "The curious case of neural text degeneration")."""
+    """[R, V] with -inf outside each row's nucleus: the smallest set of likeliest tokens with total probability of at
+    least `top_p` (Holtzman et al. 2020, "The curious case of neural text degeneration")."""
     if top_p >= 1.0:
         return logprobs
     ordered, order = logprobs.sort(dim=-1, descending=True)
     probabilities = ordered.exp()
-    before = probabilities.cumsum(dim=-1) - probabilities  # held by likelier tokens; 0 for the likeliest, which stays
+    before = probabilities.cumsum(dim=-1) - probabilities  # mass of likelier tokens; 0 for the likeliest, which stays
     return torch.full_like(logprobs, -math.inf).scatter(-1, order, ordered.masked_fill(before >= top_p, -math.inf))

@@ -1,1 +1,1 @@
-"""A group of workers as one object on the driver, and the worker that each rank runs."""
+"""The driver's handle on a group of workers, and the worker that each rank runs."""

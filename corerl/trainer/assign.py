@@ -1,4 +1,4 @@
-"""From a run's config to what each rank of a role is told, checked before any process starts."""
+"""Turn a run's config into each rank's assignment, checked before any process starts."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ CRITIC = "critic"
 
 @frozen(kw_only=True)
 class RolePlan:
-    """A role as it will be launched."""
+    """Everything needed to launch a role."""
 
     role: str
     backend: Loaded
-    assignments: tuple[Assignment, ...]  # one a rank
-    data_parallel: int  # parts that the samples of a step are split into, as the spec has it
-    environment: dict[str, str]  # that the backend asks for; the run adds its own
-    resources: Resources  # of each rank
+    assignments: tuple[Assignment, ...]  # one per rank
+    data_parallel: int  # number of data-parallel groups, according to the backend's spec
+    environment: dict[str, str]  # requested by the backend; the run adds its own
+    resources: Resources  # per rank
 
 
 def loss_of(role: str, config: Config) -> LossSpec:
-    """What `role` is trained with. Raises ConfigError where `[algorithm]` names a loss that cannot be."""
+    """The loss of `role`. Raises ConfigError if `[algorithm]` names an impossible one."""
     algorithm = config.algorithm
     if role == CRITIC:
         return value_loss_spec(value_clip=algorithm.critic.value_clip)
@@ -65,12 +65,11 @@ def plan_role(
     resume: str,
     model: Mapping[str, Any] | None = None,
 ) -> RolePlan:
-    """`config` is resolved: options are the plugins' own classes. `experts` is how many the model has, `resume` the
-    directory of the role's part of a checkpoint, empty where it begins, `model` the fields of its Hugging Face config,
-    which a backend may want to check.
+    """Check a role and plan its launch. `config` is resolved: options are instances of the plugins' classes. `experts`
+    is the model's number of experts, `resume` the role's directory in a checkpoint ("" for a fresh start), `model` the
+    fields of its Hugging Face config, for the backend's checks.
 
-    Raises all that is wrong with the role, in the user's terms: unknown backend, capabilities that it lacks, its own
-    checks.
+    Raises all problems of the role together: unknown backend, missing capabilities, the backend's own checks.
     """
     choice = config.chosen_roles[role]
     name = backend_name(config, role)
@@ -120,7 +119,7 @@ def plan_role(
 
 
 def cluster_of(role: str, config: Config, *, device: str, model: Mapping[str, Any] | None = None) -> ClusterInfo:
-    """What the spec of the role's backend may know."""
+    """What the role's backend spec may know about the run."""
     ranks = config.chosen_roles[role].ranks
     return ClusterInfo(device=device, ranks=ranks, model=model or {}, train=config.train_of(role))
 
@@ -128,8 +127,8 @@ def cluster_of(role: str, config: Config, *, device: str, model: Mapping[str, An
 def needed(
     role: str, config: Config, cluster: ClusterInfo, *, experts: int = 1, saved_ranks: int = 0
 ) -> dict[Capability, str]:
-    """Capabilities of the role's backend that the run will use, each with the setting that asks for it. `saved_ranks`
-    wrote the checkpoint that the role resumes; 0 where it resumes none."""
+    """The backend capabilities that the run will use, each with the setting that requires it. `saved_ranks` is the
+    number of ranks that wrote the role's checkpoint; 0 for a fresh start."""
     train, value_head = config.train_of(role), role == CRITIC
     needs = asked_by_role(role, train, device=cluster.device, ranks=cluster.ranks, value_head=value_head)
     if experts > 1:
@@ -150,7 +149,7 @@ def needed(
 
 
 def offloaded(config: Config, device: str) -> tuple[str, ...]:
-    """The roles that share devices with engines, and take turns with them in their memory."""
+    """The roles that share devices with engines and take turns with them in device memory."""
     offload = config.cluster.offload
     apart = config.cluster.placement != "colocated" or not config.run.samples
     if apart or offload == "never" or (offload == "auto" and device != "cuda"):

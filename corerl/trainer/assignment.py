@@ -1,4 +1,4 @@
-"""What the driver tells a rank, in a module that imports nothing of what only a rank needs."""
+"""The message from the driver to a rank; this module imports nothing that only ranks need."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from corerl.plugin.origins import Origin
 
 @frozen(kw_only=True)
 class Assignment:
-    """Of one rank: plain data, so that it arrives even where a plugin is missing."""
+    """One rank's assignment, as plain data, so that it unpickles even if a plugin is missing."""
 
     context: Context
-    backend: str  # the name, resolved again where the worker runs
+    backend: str  # the name, resolved again in the worker
     config: RoleConfig  # with `options` as a plain table
-    extensions: tuple[ExtensionChoice, ...] = ()  # those that live in workers, options as plain tables
-    origins: tuple[Origin, ...]  # of what the driver resolved
+    extensions: tuple[ExtensionChoice, ...] = ()  # the ones for workers, options as plain tables
+    origins: tuple[Origin, ...]  # of the plugins the driver resolved

@@ -1,5 +1,4 @@
-"""A role's ranks as one object on the driver: a dozen verbs, each blocking; those that take long also as `*_async`,
-which returns the `Call` at once."""
+"""Drive a role's ranks as one object: a dozen blocking verbs; the `*_async` variants return a `Call` at once."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ ALL_KINDS = frozenset(MemoryKind)
 class TrainGroup:
     """The ranks of one role: `TrainGroup.launch(plan, seats, environment)`, then `init`, then the other verbs.
 
-    A rank that fails ends the group with its error; whatever is called after that raises WorkerDied.
+    A failing rank ends the group with its error; all later calls raise WorkerDied.
     """
 
     def __init__(self, processes: RayGroup, plan: RolePlan) -> None:
@@ -65,11 +64,11 @@ class TrainGroup:
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def init(self) -> InitResult:
-        """Let the ranks meet, build, load and resume. Raises ContractError where they disagree on where they stand."""
+        """Connect the ranks, build, load and resume. Raises ContractError if they disagree on their state or layout."""
         return self.init_async().result()
 
     def init_async(self) -> Call[InitResult]:
-        host, port, listening = self.processes.listen(0)  # first: it would queue behind what takes seconds to import
+        host, port, listening = self.processes.listen(0)  # first: later it would queue behind slow imports
         constructing = self.processes.construct([(assignment,) for assignment in self.plan.assignments])
         meeting = [(host, port, listening if rank == 0 else None) for rank in range(len(self.processes))]
         initialising = self.processes.start_each("init", meeting)
@@ -112,15 +111,15 @@ class TrainGroup:
         return self.layouts[0].dp_size
 
     def train(self, samples: Any, plan: StepPlan, loss: LossSpec, step: Step) -> TrainResult:
-        """One optimizer step of the whole group: metrics merged over its ranks, tokens of all dp ranks. `samples` is a
-        SampleBatch, or a reference to one in the object store; `plan` says which of them each dp rank takes, in which
-        micro-batches. Raises the first rank's error, after which no rank is left; ContractError where the ranks
-        disagree on whether the step was applied, or on the gradient's norm."""
+        """Take one optimizer step; metrics are merged over ranks, tokens summed over dp ranks. `samples` is a
+        SampleBatch or a reference to one in the object store; `plan` assigns its samples to dp ranks and micro-batches.
+        Raises the error of the first rank to fail, after ending all ranks; ContractError if ranks disagree on whether
+        the step was applied or on the gradient norm."""
         return self.train_async(samples, plan, loss, step).result()
 
     def train_async(self, samples: Any, plan: StepPlan, loss: LossSpec, step: Step) -> Call[TrainResult]:
         pending = self.processes.start("train", samples, plan, loss, step)
-        # Said of a rank that dies in it, and so cannot say where.
+        # For the error of a rank that dies in this step and cannot report it itself.
         pending = evolve(pending, method=f"train at optimizer step {step.optimizer_step}")
         return Call(self.processes, pending, lambda: self._merged(self.processes.wait(pending)))
 
@@ -135,7 +134,7 @@ class TrainGroup:
             raise ContractError(
                 f"{self.role}: the ranks disagree on the gradient's norm, {norms}; each must report the whole model's"
             )
-        # The backend's metrics come from output ranks alone, an extension's from every rank that it measures on.
+        # A backend's metrics come from output ranks only, an extension's from every rank it measures on.
         return TrainResult(
             applied=results[0].applied,
             metrics=merge_metrics(result.metrics for result in results),
@@ -153,8 +152,8 @@ class TrainGroup:
         weights: str = "",
         replay: bool = False,
     ) -> dict[Output, Array]:
-        """Columns [N, ...] aligned with the tokens of `of`, the batch that `samples` is or refers to. With `replay`
-        its tokens pass through the experts that its column `routed_experts` names."""
+        """Compute columns [N, ...] aligned with the tokens of `of`, the batch that `samples` is or refers to. With
+        `replay`, tokens are routed through the experts in its column `routed_experts`."""
         return self.forward_async(samples, plan, outputs, of=of, weights=weights, replay=replay).result()
 
     def forward_async(
@@ -173,7 +172,7 @@ class TrainGroup:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def manifest(self) -> Manifest:
-        """What an update sends, bucket by bucket, for `Engine.receive`. Raises ContractError where ranks disagree."""
+        """The manifest of all updates, for `Engine.receive`. Raises ContractError if ranks disagree."""
         manifests: list[Manifest] = self.processes.call("manifest")
         if any(manifest != manifests[0] for manifest in manifests):
             self.processes.kill()
@@ -183,9 +182,9 @@ class TrainGroup:
         return manifests[0]
 
     def update_weights(self, address: Address, version: int, *, verify: bool = False) -> UpdateResult:
-        """Send the actor's weights to whoever receives at `address`, as `version`, which must be above every earlier
-        one; bytes are of all ranks, seconds of the slowest. An engine that could not be reached is an entry in the
-        result's `engines`. With `verify` it has the sums of what was sent, by tensor (`corerl.weights.verify`)."""
+        """Send the weights to the receivers at `address` as `version`, which must be above every earlier one. In the
+        result, bytes are of all ranks and seconds of the slowest; an engine that could not be reached has an entry in
+        `engines`; with `verify`, `sums` has the bit sums of each sent tensor (`corerl.weights.verify`)."""
         return self.update_weights_async(address, version, verify=verify).result()
 
     def update_weights_async(self, address: Address, version: int, *, verify: bool = False) -> Call[UpdateResult]:
@@ -193,45 +192,44 @@ class TrainGroup:
         return Call(self.processes, pending, lambda: _whole(self.processes.wait(pending)))
 
     def give_up(self, engine: str, version: int, reason: str) -> None:
-        """While the update to `version` goes on: its senders wait for this engine no more, which has died or ended its
-        part."""
+        """During the update to `version`, make its senders stop waiting for this engine, which died or gave up."""
         self.processes.aside("give_up", engine, version, reason)
 
     def snapshot(self, name: str) -> Snapshot:
-        """A handle on weights kept by this name; nothing is kept before its `create` or `load`."""
+        """A handle on weights kept under this name; nothing is stored until its `create` or `load`."""
         return Snapshot(self.processes, name)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, path: str, step: Step, *, background: bool) -> int:
-        """Write this role's part into the directory `path`; returns bytes. See `saved` for when it is there."""
+        """Write this role's part into the directory `path`; returns bytes. `saved` tells when it is complete."""
         results = self.processes.call("save", path, step, background)
         return sum(result.bytes for result in results)
 
     def saved(self, *, wait: bool = False) -> bool:
-        """Whether all ranks' last background save is written; raises SaveFailed where one failed."""
+        """Whether the last background save is written on all ranks. Raises SaveFailed if one failed."""
         return all(self.processes.call("saved", wait))
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def sleep(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> list[SleepResult]:
-        """Give the device memory of these kinds back, copied to the host where it is not `grad`: what each rank has
-        freed and still holds, in bytes. A kind that sleeps already is left out; verbs that read one that sleeps raise
-        NotResident. Raises MemoryHeld where more is left than `cluster.max_residual_gib`."""
+        """Free the device memory of these kinds, copying all but `grad` to the host; returns the bytes that each rank
+        freed and still holds. Sleeping kinds are skipped; verbs that need one raise NotResident. Raises MemoryHeld if
+        more than `cluster.max_residual_gib` remains."""
         results: list[SleepResult] = self.processes.call("sleep", frozenset(kinds))
         return results
 
     def wake_up(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> int:
-        """Bring back what slept, bit for bit; returns bytes over all ranks. Where a rank's device has too little memory
-        its kind sleeps on, whole."""
+        """Restore sleeping kinds bit for bit; returns bytes over all ranks. If a rank's device has too little memory
+        for a kind, that kind stays asleep as a whole."""
         return sum(result.restored_bytes for result in self.processes.call("wake_up", frozenset(kinds)))
 
     def clear_memory(self) -> None:
-        """Give the device memory back that allocators keep for later."""
+        """Release device memory that allocators have cached."""
         self.processes.call("clear_memory")
 
     def shutdown(self, reason: str = "finished") -> None:
-        """Let every rank finish what it writes, then end the processes."""
+        """Let every rank finish its writes, then end the processes."""
         try:
             self.processes.call("shutdown", reason)
         finally:
@@ -240,17 +238,17 @@ class TrainGroup:
 
 @frozen
 class Snapshot:
-    """Weights kept by name in the ranks' host memory, to be named in `TrainGroup.forward(weights=...)`."""
+    """Weights kept by name in the ranks' host memory, for use in `TrainGroup.forward(weights=...)`."""
 
     processes: RayGroup
     name: str
 
     def create(self) -> None:
-        """From the current weights, in place of an earlier one of that name."""
+        """Store the current weights, replacing an earlier snapshot of that name."""
         self.processes.call("create_snapshot", self.name)
 
     def load(self, path: str = "") -> None:
-        """From a model directory; an empty path means the weights that the run started from."""
+        """Load from a model directory; an empty path means the weights that the run started from."""
         self.processes.call("load_snapshot", self.name, path)
 
     def drop(self) -> None:
@@ -258,7 +256,7 @@ class Snapshot:
 
 
 def _whole(results: Sequence[UpdateResult]) -> UpdateResult:
-    """One update, from what each rank did of it."""
+    """Merge the ranks' results into one."""
     engines: dict[str, str] = {}
     for result in results:
         for name, error in result.engines.items():
@@ -273,7 +271,7 @@ def _whole(results: Sequence[UpdateResult]) -> UpdateResult:
 
 
 def _fault(layouts: Sequence[ParallelLayout]) -> str:
-    """What is wrong with the ranks' layouts taken together, or nothing."""
+    """What is wrong with the ranks' layouts taken together; "" if nothing."""
     for dp_rank in range(layouts[0].dp_size):
         ranks = [layout.rank for layout in layouts if layout.dp_rank == dp_rank and layout.outputs]
         if len(ranks) != 1:
@@ -287,12 +285,12 @@ def _fault(layouts: Sequence[ParallelLayout]) -> str:
 def scatter(
     results: Sequence[ForwardResult], outputs: tuple[Output, ...], batch: SampleBatch, *, role: str
 ) -> dict[Output, Array]:
-    """Per-sample outputs of all ranks as columns [N, ...] in the batch's order. Raises ContractError unless each sample
-    came back exactly once, at its length, with every output, and these of one kind."""
+    """Arrange the per-sample outputs of all ranks as columns [N, ...] in batch order. Raises ContractError unless every
+    sample came back exactly once, with its length and every output, of equal dtype and shape on all ranks."""
     columns: dict[Output, Array] = {}
     times = np.zeros(len(batch), dtype=np.int64)
     for result in results:
-        if not len(result.samples):  # it does not output, or was given fillers alone
+        if not len(result.samples):  # not an output rank, or it only got fillers
             continue
         if any(not 0 <= sample < len(batch) for sample in result.samples):
             raise ContractError(f"{role}: forward returned samples that it was not given, of {len(batch)}")
@@ -317,5 +315,5 @@ def scatter(
     if (times != 1).any():
         sample = int(np.flatnonzero(times != 1)[0])
         raise ContractError(f"{role}: forward returned sample {sample} {times[sample]} times; each must come back once")
-    # No sample, no rank that tells of its kind.
+    # Without samples, no rank reports a dtype or shape.
     return {output: columns.get(output, np.zeros(len(batch.tokens), np.float32)) for output in outputs}

@@ -1,4 +1,4 @@
-"""What each rank runs: a plain class that finds its backend by name, joins its group, and passes verbs to the host."""
+"""The worker on each rank: loads its backend by name, joins its group, and passes verbs to the plugin host."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ SpanMaker: TypeAlias = Callable[[str], contextlib.AbstractContextManager[Any]]
 
 @frozen(eq=False)
 class TimedMicroBatches:
-    """A span for each micro-batch, from when it is handed over until the next one is asked for; `rest` begins where all
-    were handed over, and ends with `following`."""
+    """Iterates over micro-batches with a span for each, from when it is yielded until the next is requested; then opens
+    a span `rest`, which ends with `following`."""
 
     micro_batches: Iterable[MicroBatch]
     count: int
@@ -65,7 +65,7 @@ class TimedMicroBatches:
         return self.count
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        self.following.close()  # of an earlier loop
+        self.following.close()  # the `rest` of an earlier loop
         for micro in self.micro_batches:
             with self.span("micro-batch"):
                 yield micro
@@ -102,27 +102,27 @@ class Worker:
         self._joining = False
         self._span: SpanMaker | None = None
 
-    # ---- what the watchdog asks, while a verb goes on ---------------------------------------------------------------
+    # ---- for the watchdog, during a verb ----------------------------------------------------------------------------
 
     @property
     def phase(self) -> str:
-        """Where the rank's beginning stands; "" before it and after."""
+        """The rank's startup phase; "" before and after."""
         return "process group" if self._joining else self.backend.phase
 
     def collectives(self) -> dict[str, int]:
         return collectives_begun()
 
-    # ---- where the run is traced ------------------------------------------------------------------------------------
+    # ---- tracing ----------------------------------------------------------------------------------------------------
 
     def trace(self, span: SpanMaker) -> None:
-        """Show what goes on inside the verbs: `with span("gather"): ...`."""
+        """Record spans inside the verbs, as in `with span("gather"): ...`."""
         self._span = self.backend.span = span
 
-    # ---- the beginning and the end ----------------------------------------------------------------------------------
+    # ---- startup and shutdown ---------------------------------------------------------------------------------------
 
     def init(self, host: str, port: int, listening: int | None = None) -> InitResult:
         """Meet the other ranks at rank 0's address, then build, load and resume. Rank 0 takes over the socket
-        `listening` where one listens at that address already; a port of 0 will do for a single rank."""
+        `listening`, if one already listens at that address; for a single rank, port 0 will do."""
         self._joining = True
         self._join(host, port, listening)
         self._joining = False
@@ -141,7 +141,7 @@ class Worker:
     # ---- verbs ------------------------------------------------------------------------------------------------------
 
     def train(self, samples: SampleBatch, plan: StepPlan, loss: LossSpec, step: Step) -> TrainResult:
-        """This rank packs its own share; the rollout batch is read where it lies."""
+        """Pack this rank's share of the rollout batch, which is read in place, and take one optimizer step on it."""
         columns = [name for name in samples.columns if name != Output.ROUTED_EXPERTS or self._routes]
         if Output.ROUTED_EXPERTS in columns:
             self._require_replay("train")
@@ -166,7 +166,7 @@ class Worker:
         return self.backend.stream
 
     def update_weights(self, address: Address, version: int, verify: bool = False) -> UpdateResult:
-        """With `verify` each rank tells the sums of what it sent; the first alone, where all send the same."""
+        """With `verify`, the result has the sums of what this rank sent, or only rank 0's if all send the same."""
         capability = Capability(transport_named(address.transport).capability)
         self.backend.require(capability, f"update_weights over {address.transport!r}")
         if self.sender is None or self._address != address:
@@ -179,7 +179,7 @@ class Worker:
         return evolve(self.host.update_weights(sender=summing, version=version), sums=summing.sums)
 
     def give_up(self, engine: str, version: int, reason: str) -> None:
-        """While `update_weights` to `version` goes on, in another thread: wait for this engine no more."""
+        """Called in another thread during `update_weights` to `version`: stop waiting for this engine."""
         if self.sender is not None:
             self.sender.give_up(engine, version, reason)
 
@@ -215,7 +215,7 @@ class Worker:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _load(self, kind: Kind, name: str) -> Loaded:
-        """Raises PluginError where this machine lacks what the driver has, or has another one."""
+        """Load a plugin. Raises PluginError if this machine cannot load what the driver could."""
         try:
             return load(kind, name)
         except PluginError as error:
@@ -225,7 +225,7 @@ class Worker:
 
     @property
     def _routes(self) -> bool:
-        """Whether `routed_experts` are this role's: a critic has experts of its own, which its own routers choose."""
+        """Whether `routed_experts` apply to this role: a critic's own routers choose among its own experts."""
         return not self.config.value_head
 
     def _require_replay(self, verb: str) -> None:
@@ -237,7 +237,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _timed(self, batch: PackedBatch, *, rest: str) -> Iterator[PackedBatch]:
-        """The same; in a traced run it shows when each micro-batch was worked on, and `rest`, what came after."""
+        """Yield the batch; in a traced run, with spans for each micro-batch and for `rest`, what follows them."""
         if self._span is None:
             yield batch
             return

@@ -1,1 +1,1 @@
-"""HF-named weights on their way: chunks, manifest, buckets, transports."""
+"""Move HF-named weights from trainer to engines: chunks, manifest, buckets, transports."""

@@ -1,15 +1,14 @@
-"""What has changed between two arrays of bits, in few bytes: where, and by how much.
+"""Encode the difference between two arrays of bits compactly: which elements changed, and by how much.
 
-The arrays are cut into blocks of `BLOCK` elements, and each block stands alone: 8 bytes of its length, then, as zlib
-compresses it,
+The arrays are cut into independent blocks of `BLOCK` elements. Each is written as 8 bytes with its length, followed by
+these parts, compressed with zlib:
 
-    4 bytes               how many elements changed: c
-    c bytes, itemsize times   new minus old bits, as integers that wrap around: their lowest bytes, the next ones, ...
-    the rest              steps: below 255, so many elements are as they were, and the next one changed; 255 just passes
-                          over 255 elements
+    4 bytes               c, the number of changed elements
+    c bytes, itemsize times   new minus old bits, as integers that wrap around: all lowest bytes, the next ones, ...
+    the rest              steps: n < 255 skips n unchanged elements, then one changed; 255 only skips 255 elements
 
-After a step of an optimizer at a small learning rate a changed weight is mostly the next number up or down, a
-difference of 1 or -1: two bits or so when compressed, where the weight itself would take most of its own.
+After an optimizer step at a small learning rate, most changed weights move to the next number up or down, a difference
+of 1 or -1: about two bits when compressed, while a whole weight would hardly compress.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK = 2**22  # elements: bounds the temporaries, about 20 bytes for each that changed
-LEVEL = 1  # of zlib: higher ones save little here, and take several times as long
-THREADS = min(8, os.cpu_count() or 1)  # numpy and zlib work side by side
+LEVEL = 1  # zlib's: higher levels save little here and take several times as long
+THREADS = min(8, os.cpu_count() or 1)  # numpy and zlib release the GIL
 PASSED = 255
 LENGTH = struct.Struct("<q")
 COUNT = struct.Struct("<I")
 
 
 def changes(old: NDArray[Any], new: NDArray[Any]) -> bytes | None:
-    """What makes `new` of `old`, unsigned integers [n] of one kind; None where these would take as many bytes as `new`.
+    """Encode the changes from `old` to `new`, unsigned integers [n] of the same dtype; None if not smaller than `new`.
 
-    What is so dense that it cannot be less before compression is not tried: that is 2 of 3 elements of 2 bytes.
+    Not attempted if too many elements changed to be smaller before compression, such as 2 of 3 elements of 2 bytes.
     """
     with ThreadPoolExecutor(THREADS) as pool:
         pairs = [(old[start : start + BLOCK], new[start : start + BLOCK]) for start in range(0, len(new), BLOCK)]
@@ -48,8 +47,8 @@ def changes(old: NDArray[Any], new: NDArray[Any]) -> bytes | None:
 
 
 def apply(data: bytes, bits: NDArray[Any]) -> None:
-    """Make of the old bits, unsigned integers [n], the new ones, in place. Raises ValueError, IndexError, struct.error
-    or zlib.error where `data` is no changes to an array of this size."""
+    """Turn the old bits, unsigned integers [n], into the new ones, in place. Raises ValueError, IndexError,
+    struct.error or zlib.error if `data` does not encode changes to an array of this size."""
     blocks = list(_split(data))
     starts = range(0, len(bits), BLOCK)
     if len(blocks) != len(starts):

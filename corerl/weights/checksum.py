@@ -1,26 +1,26 @@
-"""What tells a buffer that has travelled from one that was damaged on its way."""
+"""Compute checksums that detect buffers damaged in transit."""
 
 from __future__ import annotations
 
 import torch
 import xxhash
 
-WIDTH = 1024  # words of a row
-SPREAD = 0x1E3779B97F4A7C15  # any odd number with its bits all over it
-COLUMNS = 0x3F58476D1CE4E5B9  # another, for columns to weigh otherwise than rows
+WIDTH = 1024  # words per row
+SPREAD = 0x1E3779B97F4A7C15  # any odd number with well-spread bits
+COLUMNS = 0x3F58476D1CE4E5B9  # another one, so that columns are weighted differently from rows
 
 
 def checksum(flat: torch.Tensor) -> int:
-    """A signed 64-bit digest of the bytes of `flat`, which is contiguous; computed where it lies.
+    """A signed 64-bit digest of the bytes of contiguous `flat`, computed in place.
 
-    In host memory it is XXH3, which goes at the memory's speed; on a device it is `device_sum`, and eight bytes come to
-    the host. So two digests can only be compared where both buffers were of one kind.
+    In host memory it is XXH3, at memory speed; on a device it is `device_sum`, and only eight bytes reach the host.
+    Digests are therefore only comparable between buffers of the same kind.
     """
     return int(digest(flat))
 
 
 def digest(flat: torch.Tensor) -> torch.Tensor:
-    """The checksum as an int64 scalar where `flat` lies: on a device nothing waits for it."""
+    """The checksum as an int64 scalar on `flat`'s device; does not synchronize."""
     data = flat.detach().reshape(-1).view(torch.uint8)
     if data.device.type == "cpu":
         found = int.from_bytes(xxhash.xxh3_64_digest(data.numpy().data), "big", signed=True)
@@ -29,7 +29,7 @@ def digest(flat: torch.Tensor) -> torch.Tensor:
 
 
 class Digest:
-    """A checksum on its way to the host: it is not waited for before it is asked for."""
+    """A checksum computed asynchronously: only `value` waits for it."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self._found = digest(flat)
@@ -43,23 +43,23 @@ class Digest:
 
     @property
     def ready(self) -> bool:
-        """Whether it is there, and with it what was to be written to `flat` before."""
+        """Whether the checksum, and everything queued before it that writes to `flat`, is done."""
         return self._done is None or self._done.query()
 
     def value(self) -> int:
-        """The number that `checksum` gives."""
+        """The checksum, equal to `checksum(flat)`; waits for it."""
         if self._done is not None:
             self._done.synchronize()
         return int(self._found)
 
 
 def device_sum(data: torch.Tensor) -> torch.Tensor:
-    """A sum over the bytes `data` that flipped bits and exchanged words change; an int64 scalar on its device.
+    """A sum over the bytes `data` that detects flipped bits and swapped words; an int64 scalar on its device.
 
-    The 8-byte words stand in rows of `WIDTH`. Each row's sum and each column's goes through a bijection, then times an
-    odd number of its own: a word that changes changes its row and its column, and words that change places leave one of
-    the two. All of it modulo 2**64, so that another change may go unseen by coincidence alone. The device's memory is
-    read twice, and next to nothing is written; elementwise arithmetic would go through it a dozen times.
+    The 8-byte words form rows of `WIDTH`. The sum of each row and each column goes through a bijection and is
+    multiplied by its own odd number: a changed word changes its row and column sums, and swapped words change row or
+    column. All modulo 2**64, so any other change goes undetected only by coincidence. Reads device memory twice and
+    writes next to nothing; elementwise arithmetic would pass over it a dozen times.
     """
     size = data.numel()
     if data.data_ptr() % 8 or data.storage_offset() % 8:
@@ -73,12 +73,12 @@ def device_sum(data: torch.Tensor) -> torch.Tensor:
 
 
 def _weighted(sums: torch.Tensor) -> torch.Tensor:
-    # Upper bits must reach lower ones: without that, an exchange that moves a sign bit alone would go unnoticed, since
-    # all weights are odd and their differences even.
+    # Upper bits must affect lower ones: otherwise a swap that moves only a sign bit would go unnoticed, since all
+    # weights are odd and their differences even.
     mixed = _folded(_folded(sums) * SPREAD)
     return (mixed * torch.arange(1, 2 * len(sums), 2, dtype=torch.int64, device=sums.device)).sum()
 
 
 def _folded(words: torch.Tensor) -> torch.Tensor:
-    """A bijection: the upper half is added to the lower one, bit by bit."""
+    """A bijection: XOR the upper half into the lower half."""
     return words ^ ((words >> 32) & 0xFFFFFFFF)

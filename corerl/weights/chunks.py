@@ -1,4 +1,4 @@
-"""Which boxes of which Hugging Face tensors a rank holds: what loading, streaming and resharding are made of."""
+"""Describe which boxes of which Hugging Face tensors a rank holds; loading, streaming and resharding build on it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from corerl.errors import ModelError
 if TYPE_CHECKING:
     import torch
 
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes), one entry a dim
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes), one entry per dim
 
 
 @frozen(eq=False)
 class Chunk:
-    """One box of one HF tensor, and where it lies here: writing to `view` writes the model (or its moments)."""
+    """One box of one HF tensor and its local storage: writing to `view` writes the model (or its moments)."""
 
-    name: str  # in the HF checkpoint
+    name: str  # as in the HF checkpoint
     shape: tuple[int, ...]  # of the whole HF tensor
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     view: torch.Tensor  # of `sizes`, a view of local storage
-    replica: bool = False  # another rank holds the same box and is the one that sends and saves it
+    replica: bool = False  # True if another rank holds the same box, and sends and saves it
 
     @property
     def box(self) -> Box:
@@ -33,17 +33,17 @@ class Chunk:
 
 
 class TensorSource(Protocol):
-    """Named tensors that can be read box by box: an HF directory, random weights, a checkpoint."""
+    """Named tensors readable box by box, such as an HF directory, random weights or a checkpoint."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The whole tensor's shape; None where the source does not have it."""
+        """The whole tensor's shape; None if the source lacks it."""
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """That box, in the source's own dtype; on whatever device the source has it."""
+        """Read one box [*sizes], in the source's own dtype and on its device."""
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The box that both cover, or None."""
+    """The intersection of two boxes, or None if it is empty."""
     starts = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
     sizes = tuple(min(x + m, y + n) - start for x, m, y, n, start in zip(a[0], a[1], b[0], b[1], starts, strict=True))
     return (starts, sizes) if all(size > 0 for size in sizes) else None
@@ -57,7 +57,7 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The elements [start, stop) of a row-major tensor as at most 2 * ndim - 1 boxes, in order."""
+    """Cut the elements [start, stop) of a row-major tensor into at most 2 * ndim - 1 boxes, in order."""
     if stop <= start:
         return []
     if not shape:
@@ -84,8 +84,8 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def flat_range_views(shape: Sequence[int], start: int, values: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """The boxes of a row-major tensor that its elements from `start` on are, each with its view [sizes] of `values`
-    [n], which hold those elements, or as many of something else."""
+    """Cut elements [start, start + n) of a row-major tensor into boxes; yields each with its view [*sizes] of `values`
+    [n], which hold one number per element."""
     at = 0
     for box in flat_range_boxes(shape, start, start + values.numel()):
         count = math.prod(box[1])
@@ -94,10 +94,10 @@ def flat_range_views(shape: Sequence[int], start: int, values: torch.Tensor) -> 
 
 
 def fill(chunks: Iterable[Chunk], source: TensorSource, *, what: str) -> int:
-    """Copy each chunk's box out of `source` into its view; returns the bytes read.
+    """Copy each chunk's box from `source` into its view; returns the bytes read.
 
-    Raises ModelError where the source lacks a tensor, or has it in another shape, or quantised. `what` names the source
-    in the error.
+    Raises ModelError if the source lacks a tensor, or has it in another shape or quantized. `what` names the source in
+    the error.
     """
     read = 0
     for chunk in chunks:
@@ -118,8 +118,8 @@ def fill(chunks: Iterable[Chunk], source: TensorSource, *, what: str) -> int:
 
 
 def holes(shapes: Mapping[str, tuple[int, ...]], boxes: Iterable[tuple[str, Box]]) -> dict[str, int]:
-    """Tensors whose boxes do not cover them exactly once, with the number of elements covered too little (or, below 0,
-    too much or outside of the tensor). Overlaps are found by intersection, so two errors cannot cancel."""
+    """Tensors not covered exactly once by their boxes -> number of missing elements or, negative, of elements covered
+    twice or outside the tensor. Overlaps are found by intersection, so two errors cannot cancel."""
     by_name: dict[str, list[Box]] = {name: [] for name in shapes}
     for name, box in boxes:
         by_name[name].append(box)
@@ -136,7 +136,7 @@ def holes(shapes: Mapping[str, tuple[int, ...]], boxes: Iterable[tuple[str, Box]
             excess += numel - kept
             for other in found[i + 1 :]:
                 if shape and other[0][0] >= box[0][0] + box[1][0]:
-                    break  # sorted by their first offset: no later one can touch this box
+                    break  # sorted by first offset: no later box can overlap this one
                 if common := intersect(box, other):
                     excess += math.prod(common[1])
         if excess:

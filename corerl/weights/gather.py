@@ -1,4 +1,4 @@
-"""Full Hugging Face tensors, one bucket at a time, out of the boxes that the ranks hold."""
+"""Gather full Hugging Face tensors, one bucket at a time, from the boxes that the ranks hold."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from corerl.weights.chunks import Box, Chunk, holes, within
 from corerl.weights.manifest import Bucket
 
 Shape: TypeAlias = tuple[int, ...]
-Row: TypeAlias = tuple[str, Shape, Box]  # one box that a rank sends
+Row: TypeAlias = tuple[str, Shape, Box]  # (name, whole shape, box) of a box that a rank sends
 
-# Where all ranks receive, a bucket whose boxes are so unevenly spread that equal shares would take more than this many
-# buckets of memory (pipeline stages: one rank holds all of it) goes by broadcasts, without padding.
+# If all ranks receive, and padding all shares to equal size would take more than this many buckets of memory (as with
+# pipeline stages, where one rank holds the whole bucket), the shares are broadcast one by one, without padding.
 PADDED_BUCKETS = 2
 
 
 @frozen
 class Piece:
-    """One box within a bucket: where it lies in its rank's share, and where it goes."""
+    """One box of a bucket: its place in its rank's share, and its place in the bucket."""
 
     start: int  # [start, stop) of the rank's share, in elements
     stop: int
     sizes: Shape
-    entry_start: int  # [entry_start, entry_stop) of the bucket is its tensor
+    entry_start: int  # its tensor is [entry_start, entry_stop) of the bucket
     entry_stop: int
     entry_shape: Shape
-    target: tuple[slice, ...]  # of the tensor
+    target: tuple[slice, ...]  # slices of that tensor
 
     def place(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy the box, [sizes], to where it belongs in the bucket [bucket.numel]."""
+        """Copy the box [*sizes] to its place in the bucket [bucket.numel]."""
         out[self.entry_start : self.entry_stop].view(self.entry_shape)[self.target].copy_(values)
 
 
 @frozen
 class Layout:
-    """How one bucket travels; equal on all ranks but for `local`."""
+    """How one bucket is gathered; equal on all ranks except for `local`."""
 
     pieces: list[list[Piece]]  # by rank
     lengths: list[int]  # elements of each rank's share
@@ -50,18 +50,18 @@ class Layout:
 
 @define
 class GatherPlan:
-    """Made once, collectively; `gather` then holds about two buckets beside `out`."""
+    """Gathers buckets from all ranks. Built once, collectively; `gather` needs about two buckets besides `out`."""
 
     shapes: list[tuple[str, Shape]]  # every HF tensor, in the same order on all ranks: first appearance, rank by rank
-    senders: dict[str, int]  # of every HF tensor, the first rank of its pipeline stage
+    senders: dict[str, int]  # HF tensor -> the first rank of its pipeline stage
     _rows: list[list[Row]]  # by rank
     _sent: list[int]  # this rank's rows, as positions in the chunks
     _group: dist.ProcessGroup | None
     _rank: int
-    _alone: bool  # every rank holds every tensor whole, so that each reads its own; its rows are all that are known
+    _alone: bool  # every rank holds every tensor whole and reads its own; `_rows` then has only its own rows
     _by_name: dict[str, list[tuple[int, int]]] = field(init=False)  # name -> (rank, index of the row)
     _layouts: dict[Bucket, Layout] = field(factory=dict, init=False)
-    _kept: dict[str, torch.Tensor] = field(factory=dict, init=False)  # memory that one bucket leaves for the next
+    _kept: dict[str, torch.Tensor] = field(factory=dict, init=False)  # memory reused from bucket to bucket
 
     def __attrs_post_init__(self) -> None:
         self._by_name = {name: [] for name, _ in self.shapes}
@@ -73,11 +73,11 @@ class GatherPlan:
     def build(cls, chunks: Sequence[Chunk], group: dist.ProcessGroup | None) -> GatherPlan:
         """Called on every rank of `group` (None: a single process, without torch.distributed).
 
-        Raises ContractError, on all ranks alike, where the boxes do not cover every tensor exactly once.
+        Raises ContractError, on all ranks alike, if the boxes do not cover every tensor exactly once.
         """
         held: list[Row] = [(chunk.name, tuple(chunk.shape), chunk.box) for chunk in chunks]
         sent = [position for position, chunk in enumerate(chunks) if not chunk.replica]
-        # A rank that finds a fault in its own chunks reports it instead of raising alone: the others would wait for it.
+        # A rank with faulty chunks reports them instead of raising alone, since the others would wait for it.
         copies = {chunk.name for chunk in chunks if chunk.replica}
         mine = ([held[position] for position in sent], _fault(chunks), _whole(held), copies)
         ranks = [mine]
@@ -106,10 +106,10 @@ class GatherPlan:
         root: int | None,
         dtype: torch.dtype,
     ) -> torch.Tensor | None:
-        """The whole bucket [bucket.numel] in `dtype`, on `root` (its rank in the group; None: on every rank).
+        """Gather the whole bucket [bucket.numel] in `dtype`, on `root` (a rank of the group; None: on every rank).
 
         Called on every rank, with the chunks that the plan was built from, or fresh ones of the same boxes in the same
-        order. Writes to `out` [bucket.numel] where it is given. Returns None on ranks that do not receive.
+        order. Writes to `out` [bucket.numel], if given. Returns None on ranks that do not receive.
         """
         layout = self._layouts.get(bucket) or self._layouts.setdefault(bucket, self._layout(bucket))
         device = out.device if out is not None else chunks[0].view.device if chunks else torch.device("cpu")
@@ -131,15 +131,15 @@ class GatherPlan:
         return out
 
     def memory(self, use: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """[numel] for this use until it is asked for again; what is in it is left over."""
+        """Scratch memory [numel] for this use, valid until the next call for it; its contents are undefined."""
         kept = self._kept.get(use)
         if kept is None or kept.numel() < numel or (kept.dtype, kept.device) != (dtype, device):
             kept = self._kept[use] = torch.empty(numel, dtype=dtype, device=device)
         return kept[:numel]
 
     def release(self) -> None:
-        """Give back a device's memory that was kept for a next bucket. The host's stays for the next update: the first
-        touch of its pages costs several times what is written to them."""
+        """Free the scratch memory on devices. Host memory is kept for the next update: first touching its pages costs
+        several times as much as writing to them."""
         self._kept = {use: kept for use, kept in self._kept.items() if kept.device.type == "cpu"}
 
     def _layout(self, bucket: Bucket) -> Layout:
@@ -164,7 +164,7 @@ class GatherPlan:
     def _packed(
         self, layout: Layout, chunks: Sequence[Chunk], numel: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """This rank's boxes end to end, cast before they travel; [numel], of which the tail may be padding."""
+        """This rank's boxes, cast and concatenated into [numel]; the tail may be padding."""
         share = self.memory("share", numel, dtype, device)
         for piece, values in zip(layout.pieces[self._rank], self._own(layout, chunks), strict=True):
             share[piece.start : piece.stop].view(piece.sizes).copy_(values)
@@ -173,7 +173,7 @@ class GatherPlan:
     def _to_root(
         self, layout: Layout, chunks: Sequence[Chunk], root: int, dtype: torch.dtype, device: torch.device
     ) -> list[list[torch.Tensor]]:
-        """All ranks' pieces, on `root`: its own as they are, the others' shares each of its own length."""
+        """All ranks' pieces, on `root`: its own directly, the others' received as shares of their own lengths."""
         if root != self._rank:
             if length := layout.lengths[self._rank]:
                 share = self._packed(layout, chunks, length, dtype, device)
@@ -193,12 +193,12 @@ class GatherPlan:
     def _to_all(
         self, layout: Layout, bucket: Bucket, chunks: Sequence[Chunk], dtype: torch.dtype, device: torch.device
     ) -> list[list[torch.Tensor]]:
-        """All ranks' pieces, on every rank: by one all-gather of shares padded to the longest, or by broadcasts."""
+        """All ranks' pieces, on every rank: via one all-gather of shares padded to the longest, or via broadcasts."""
         longest, world = max(layout.lengths), len(layout.lengths)
         if longest * world <= PADDED_BUCKETS * bucket.numel:
             share = self._packed(layout, chunks, longest, dtype, device)
             received = self.memory("received", world * longest, dtype, device)
-            # torch 2.13 deprecates all_gather_into_tensor for a name that 2.11 does not have yet.
+            # torch 2.13 deprecates all_gather_into_tensor in favor of a name that 2.11 lacks.
             all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             all_gather(received, share, group=self._group)
             shares = list(received.split(longest))
@@ -216,9 +216,9 @@ class GatherPlan:
 
 
 def first_of_stages(held: Sequence[set[str]]) -> dict[str, int]:
-    """The first rank of each tensor's stage. `held` are the tensors of which each rank has any part or copy: ranks that
-    have one in common, or each of them one with a third, are of one stage. The very first is rank 0, whatever it holds.
-    Stages of a pipeline that tie their embeddings have that tensor in common, and are one here.
+    """The first rank of each tensor's pipeline stage. `held` are the tensors of which each rank has any part or copy;
+    ranks that share one, directly or through other ranks, form a stage. The first stage is sent by rank 0, whatever
+    that holds. Pipeline stages with tied embeddings share that tensor, and count as one stage.
     """
     stages: list[tuple[int, set[str]]] = []
     for rank, names in enumerate(held):
@@ -230,7 +230,7 @@ def first_of_stages(held: Sequence[set[str]]) -> dict[str, int]:
 
 
 def _cut(pieces: Sequence[Piece], share: torch.Tensor) -> list[torch.Tensor]:
-    """The boxes, each [piece.sizes], of which a share is made."""
+    """Split a share into its boxes, each [*piece.sizes]."""
     return [share[piece.start : piece.stop].view(piece.sizes) for piece in pieces]
 
 
@@ -241,13 +241,13 @@ def _wait(operations: list[dist.P2POp]) -> None:
 
 
 def _whole(rows: Sequence[Row]) -> int:
-    """The number of tensors that these boxes cover, each exactly once; 0 where they leave anything out."""
+    """The number of tensors, if these boxes cover each exactly once; otherwise 0."""
     shapes = {name: shape for name, shape, _ in rows}
     return 0 if holes(shapes, ((name, box) for name, _, box in rows)) else len(shapes)
 
 
 def _fault(chunks: Sequence[Chunk]) -> str:
-    """What is wrong with one rank's chunks taken alone, or nothing."""
+    """What is wrong with one rank's chunks taken alone; "" if nothing."""
     for chunk in chunks:
         if tuple(chunk.view.shape) != tuple(chunk.sizes):
             return f"{chunk.name!r} has a view of shape {list(chunk.view.shape)} for a box of {list(chunk.sizes)}"

@@ -1,4 +1,4 @@
-"""The order in which weights travel: every HF tensor once, in buckets, equal on all ranks of any parallelism."""
+"""Define the order in which weights are sent: every HF tensor once, in buckets, the same for any parallelism."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # of an element
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # per element
 
 
 @frozen
@@ -25,7 +25,7 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     start: int
-    dtype: str = ""  # where the buffer is of bytes; else it is the buffer's own
+    dtype: str = ""  # if the buffer holds bytes; "": the buffer's dtype
 
     @property
     def numel(self) -> int:
@@ -33,21 +33,21 @@ class Entry:
 
     @property
     def length(self) -> int:
-        """Elements of the buffer that it takes."""
+        """Number of buffer elements that it takes."""
         return self.numel * BYTES[self.dtype] if self.dtype else self.numel
 
 
 @frozen
 class Bucket:
-    """Tensors that travel together, end to end in one contiguous buffer."""
+    """Tensors that are sent together, concatenated in one contiguous buffer."""
 
     index: int
     entries: tuple[Entry, ...]
-    sender: int = 0  # the trainer's rank that its tensors lie nearest to: the first of their pipeline stage
+    sender: int = 0  # the trainer rank to send it: the first of its tensors' pipeline stage
 
     @cached_property
     def numel(self) -> int:
-        """Elements of its buffer."""
+        """Number of elements of its buffer."""
         return max((entry.start + entry.length for entry in self.entries), default=0)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -56,7 +56,7 @@ class Bucket:
         for entry in self.entries:
             part = flat[entry.start : entry.start + entry.length]
             if entry.dtype:
-                import torch  # a driver that reads no weights does without
+                import torch  # not needed by a driver, which reads no weights
 
                 part = part.view(getattr(torch, entry.dtype))
             found[entry.name] = part.view(entry.shape)
@@ -65,14 +65,14 @@ class Bucket:
 
 @frozen
 class Manifest:
-    """Plain data; receivers need nothing else to know what comes next."""
+    """All buckets of an update in order, as plain data: everything receivers need to know what comes next."""
 
-    dtype: str  # of every bucket, as torch names it: float32, bfloat16; uint8 where tensors have their own
+    dtype: str  # of every bucket, by torch's name: float32, bfloat16; uint8 if tensors have their own dtypes
     buckets: tuple[Bucket, ...]
 
     @cached_property
     def largest(self) -> int:
-        """Elements of the largest bucket."""
+        """Number of elements of the largest bucket."""
         return max((bucket.numel for bucket in self.buckets), default=0)
 
     @property
@@ -81,12 +81,12 @@ class Manifest:
 
     @property
     def senders(self) -> tuple[int, ...]:
-        """The ranks that buckets name, each once."""
+        """The ranks that send buckets, each once."""
         return tuple(dict.fromkeys(bucket.sender for bucket in self.buckets))
 
     @property
     def digest(self) -> str:
-        """Equal where sender and receiver speak of the same tensors in the same order."""
+        """A hash to check that sender and receiver expect the same tensors in the same order."""
         lines = [self.dtype]
         for bucket in self.buckets:
             where = f"{bucket.index} of {bucket.sender}"
@@ -105,11 +105,11 @@ def build_manifest(
     bucket_bytes: int = 0,
     senders: Mapping[str, int] | None = None,
 ) -> Manifest:
-    """Cut (name, shape) pairs, in their order, into buckets of at most `bucket_bytes`; a larger tensor gets its own.
-    0 takes a sixteenth of all of them, from 256 MiB to 1 GiB.
+    """Cut (name, shape) pairs, in order, into buckets of at most `bucket_bytes`; a larger tensor gets its own bucket.
+    0 means a sixteenth of the total, but from 256 MiB to 1 GiB.
 
-    With `senders`, by name, a bucket's tensors have one sender, and the senders' buckets take turns: one gathers its
-    next while another sends.
+    With `senders` (name -> rank), each bucket has a single sender, and buckets of different senders alternate, so that
+    one gathers its next while another sends.
     """
     item, shapes = BYTES[dtype], list(shapes)
     most = bucket_bytes or _proportionate(item * sum(math.prod(shape) for _, shape in shapes))
@@ -127,6 +127,6 @@ def build_manifest(
 
 
 def _proportionate(total: int) -> int:
-    """Enough buckets that gathering one overlaps with loading another, and not so many that what an engine does for
-    each, however small, is most of the update."""
+    """Bucket bytes such that gathering one bucket overlaps with loading another, without so many buckets that an
+    engine's fixed cost for each dominates the update."""
     return min(max(total // 16, 256 * 2**20), 2**30)

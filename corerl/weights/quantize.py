@@ -1,8 +1,8 @@
-"""Weights for an engine that computes in FP8: quantised once, by the trainer, before they travel.
+"""Quantize weights for engines that compute in FP8, once, in the trainer, before they are sent.
 
-The form is that of DeepSeek-V3's and Qwen3's FP8 checkpoints, `quant_method = "fp8"` with `weight_block_size = [128,
-128]`: a linear layer's `X.weight` [n, k] becomes float8_e4m3fn [n, k], and beside it stands `X.weight_scale_inv`
-[ceil(n / 128), ceil(k / 128)] in float32, what each block is to be multiplied by.
+The format is that of DeepSeek-V3's and Qwen3's FP8 checkpoints, `quant_method = "fp8"` with `weight_block_size = [128,
+128]`: a linear layer's `X.weight` [n, k] becomes float8_e4m3fn [n, k], accompanied by `X.weight_scale_inv`
+[ceil(n / 128), ceil(k / 128)] in float32, the factors to multiply each block by.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from corerl.weights.manifest import Bucket, Entry, Manifest
 
 BLOCK = 128  # rows and columns that share a scale
-AT_ONCE = 2**24  # elements, which bounds the temporaries on a device
+AT_ONCE = 2**24  # elements; bounds the temporaries on a device
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
-SCALE = "_scale_inv"  # what the name of a weight's scales ends in
-ALIGNMENT = 16  # bytes: each tensor begins where any dtype may
-# Linear layers are the matrices inside layers: embeddings and head are outside. A router stays as it is, as it does in
-# the checkpoints; so does the one row that weighs a shared expert.
+SCALE = "_scale_inv"  # suffix for the name of a weight's scales
+ALIGNMENT = 16  # bytes; a tensor of any dtype may start there
+# Linear layers are the matrices inside layers, without embeddings and head. As in those checkpoints, routers and the
+# one-row gate of a shared expert are not quantized.
 LINEAR = re.compile(r"(^|\.)layers\.\d+\..*\.weight$")
 ROUTER = re.compile(r"\.(gate|shared_expert_gate)\.weight$")
 
 
 def is_quantized(name: str, shape: tuple[int, ...], left_out: Sequence[str] = ()) -> bool:
-    """Whether this HF tensor travels in FP8. `left_out` are parts of names, as in `modules_to_not_convert`."""
+    """Whether this HF tensor is sent in FP8. `left_out` are parts of names, as in `modules_to_not_convert`."""
     linear = len(shape) == 2 and LINEAR.search(name) is not None and ROUTER.search(name) is None
     return linear and not any(part in name for part in left_out)
 
@@ -35,7 +35,7 @@ def is_quantized(name: str, shape: tuple[int, ...], left_out: Sequence[str] = ()
 def as_sent(
     name: str, shape: tuple[int, ...], dtype: str, left_out: Sequence[str] = ()
 ) -> list[tuple[str, tuple[int, ...], str]]:
-    """Name, shape and dtype of each tensor as which this HF tensor travels: in `dtype` where it is not quantised."""
+    """(name, shape, dtype) of each tensor sent for this HF tensor: FP8 values and scales, or itself in `dtype`."""
     if not is_quantized(name, shape, left_out):
         return [(name, shape, dtype)]
     rows, columns = shape
@@ -43,7 +43,7 @@ def as_sent(
 
 
 def quantized(manifest: Manifest, left_out: Sequence[str] = ()) -> Manifest:
-    """The same tensors as they travel: bucket by bucket, in bytes, each tensor with a dtype of its own."""
+    """The manifest of the tensors as sent: the same buckets, in bytes, each tensor with its own dtype."""
     buckets = []
     for bucket in manifest.buckets:
         entries: list[Entry] = []
@@ -56,8 +56,8 @@ def quantized(manifest: Manifest, left_out: Sequence[str] = ()) -> Manifest:
 
 
 def quantize(bucket: Bucket, flat: torch.Tensor, sent: Bucket, out: torch.Tensor) -> None:
-    """Write the tensors of `bucket`, which lie in `flat` [bucket.numel], to `out` [sent.numel], as `sent` has them."""
-    out.zero_()  # between tensors as well: a checksum goes over all of it
+    """Write the tensors of `bucket`, in `flat` [bucket.numel], to `out` [sent.numel] in the format of `sent`."""
+    out.zero_()  # the gaps between tensors too, as the checksum covers them
     views = sent.views(out)
     for name, tensor in bucket.views(flat).items():
         if name + SCALE in views:
@@ -67,10 +67,10 @@ def quantize(bucket: Bucket, flat: torch.Tensor, sent: Bucket, out: torch.Tensor
 
 
 def to_blocks(weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
-    """Write `weight` [n, k] as FP8 `values` [n, k] and `scales` [ceil(n / 128), ceil(k / 128)], on its device.
+    """Quantize `weight` [n, k] into FP8 `values` [n, k] and `scales` [ceil(n / 128), ceil(k / 128)], on its device.
 
-    A block's scale is its largest magnitude / 448, so that this becomes the largest number of FP8; 1 where all are 0.
-    Values are rounded to the nearest, ties to even.
+    A block's scale is its largest magnitude / 448, which maps that to FP8's largest number; 1 for an all-zero block.
+    Values are rounded to nearest, ties to even.
     """
     columns, across = weight.shape[1], scales.shape[1]
     blocks = max(1, AT_ONCE // (across * BLOCK * BLOCK))

@@ -1,4 +1,4 @@
-"""Memory that another process of this machine can open by a handle: CUDA IPC on a GPU, a nameless file on the host."""
+"""Share memory with another process on this machine by handle: CUDA IPC on a GPU, an anonymous file on the host."""
 
 from __future__ import annotations
 
@@ -13,48 +13,47 @@ import torch
 
 from corerl.errors import WeightUpdateError
 
-# Plain data. What the host's memory is opened by, a file descriptor, goes beside it: the system gives the receiver one
-# of its own.
+# Plain data. Host memory is opened by a file descriptor sent alongside, of which the receiver gets its own.
 Handle = Mapping[str, Any]
 
-# Where a user sets torch's allocator: the first one that is set counts.
+# Where a user configures torch's allocator: the first variable that is set counts.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Shared(ABC):
-    """Bytes [nbytes] of this process."""
+    """Memory [nbytes] of this process that others can open."""
 
     bytes: torch.Tensor  # [nbytes] uint8
 
     @abstractmethod
     def handle(self) -> tuple[Handle, list[int]]:
-        """A handle for one other process, and the file descriptors to send with it. Each handle that is given out is
-        closed by whom it was given to, or by `forget` where that process has died."""
+        """A handle for one other process, and the file descriptors to send with it. The receiver closes its handle;
+        call `forget` if it died first."""
 
     @abstractmethod
     def forget(self, handle: Handle) -> None:
-        """Its process has ended without closing it."""
+        """Release a handle whose receiver ended without closing it."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 def share(nbytes: int, device: torch.device) -> Shared:
-    """New memory on `device`, not initialised."""
+    """Allocate uninitialized memory on `device`."""
     return SharedOnDevice(nbytes, device) if device.type == "cuda" else SharedOnHost(nbytes)
 
 
 def opened(handle: Handle, descriptors: list[int]) -> torch.Tensor:
-    """The bytes [nbytes] uint8 that another process shares; they are closed when no view of them is left.
+    """Open the bytes [nbytes] uint8 that another process shares; they are closed when no view of them is left.
 
-    Raises WeightUpdateError where they lie on another GPU than this process's.
+    Raises WeightUpdateError if they are on another GPU than this process's.
     """
     if handle["kind"] == "host":
         (descriptor,) = descriptors
         try:
             return torch.frombuffer(mmap.mmap(descriptor, handle["nbytes"]), dtype=torch.uint8)
         finally:
-            os.close(descriptor)  # the mapping stays
+            os.close(descriptor)  # the mapping stays valid
     if (own := device_id()) != handle["device"]:
         raise WeightUpdateError(
             f"weights lie on the GPU {handle['device']}, and this process is on {own}: a handle is opened on the GPU "
@@ -66,13 +65,13 @@ def opened(handle: Handle, descriptors: list[int]) -> torch.Tensor:
 
 
 def device_id() -> str:
-    """What this process's GPU is known by in every process, however each one numbers them."""
+    """The UUID of this process's GPU, independent of how each process numbers GPUs."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 class SharedOnHost(Shared):
-    """A file without a name, in memory: it is gone when the last process that has it open is, however that ends, and
-    /dev/shm, which is small in containers, has no part in it."""
+    """An anonymous file in memory. It disappears with the last process that has it open, however that ends, and does
+    not use /dev/shm, which is small in containers."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -88,14 +87,14 @@ class SharedOnHost(Shared):
         return {"kind": "host", "nbytes": self._nbytes}, [self._descriptor]
 
     def forget(self, handle: Handle) -> None:
-        pass  # the system has closed it
+        pass  # closed by the system
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
 class SharedOnDevice(Shared):
-    """torch counts the handles that are out, and keeps the memory until all are closed."""
+    """Device memory. torch counts the open handles, and keeps the memory until all are closed."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         with outside_expandable_segments():
@@ -118,16 +117,16 @@ class SharedOnDevice(Shared):
 
 @contextlib.contextmanager
 def outside_expandable_segments() -> Iterator[None]:
-    """What is allocated here lies in no expandable segment, also where the user has these switched on.
+    """Allocate outside expandable segments inside the block, even if the user has enabled them.
 
-    A handle of one is a file descriptor that the receiver takes out of this process, which containers forbid
+    Their handles are file descriptors that the receiver takes from this process, which containers forbid
     (https://github.com/pytorch/pytorch/issues/165685) and torch 2.11 gets wrong (issues/179220 there).
     """
     settings = next(filter(None, map(os.environ.get, ALLOCATOR)), "")
     if "expandable_segments:true" not in settings.lower().replace(" ", ""):
         yield
         return
-    # torch 2.9 does not have the first, and 2.11 deprecates the second.
+    # torch 2.9 lacks the first, and 2.11 deprecates the second.
     configure = (
         getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     )

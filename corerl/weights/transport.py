@@ -1,4 +1,4 @@
-"""How buckets reach the engines: a sender on the trainer's side and a receiver in each engine, joined by an address.
+"""The transport interface: a sender in the trainer and a receiver in each engine, connected by an address.
 
 driver:   an Address, plain data, for both sides
 trainer:  sender.begin(manifest, version); for each bucket gather into sender.room(...), sender.send(bucket, flat);
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class Address:
-    """Where one run's weights travel; the same object is given to the sending ranks and to every engine."""
+    """Where and how one run's weights are sent; sending ranks and engines all get the same object."""
 
     transport: str  # ipc, collective, disk, delta
-    engines: tuple[str, ...]  # of each receiver, by its index, its engine: one over several devices has several
-    host: str = ""  # collective: of the store that sender and receivers meet at
+    engines: tuple[str, ...]  # receiver index -> engine name; an engine over several devices has several receivers
+    host: str = ""  # collective: of the store where sender and receivers meet
     port: int = 0
-    listening: int | None = None  # file descriptor in the root's process of a socket that listens there already
-    path: str = ""  # disk, delta: directory that holds one directory a version
-    token: str = ""  # ipc: part of the names of the sockets that sender and receivers meet at
-    senders: tuple[int, ...] = ()  # ipc: of each receiver, by its index, the trainer's rank on its device
+    listening: int | None = None  # file descriptor, in rank 0's process, of a socket already listening there
+    path: str = ""  # disk, delta: directory with one subdirectory per version
+    token: str = ""  # ipc: part of the names of the sockets where sender and receivers meet
+    senders: tuple[int, ...] = ()  # ipc: receiver index -> trainer rank on its device
     device: str = "cpu"  # of the buffers: cpu or cuda
     timeout: float = 600.0  # seconds that one side waits for the other
 
     def by_engine(self, answers: Mapping[int, str]) -> dict[str, str]:
-        """Receivers' answers, by index, as their engines': the first that says why not, "" where all have committed."""
+        """Merge receivers' answers (index -> error) by engine: the first error, or "" if all receivers committed."""
         merged: dict[str, str] = {}
         for index, answer in answers.items():
             merged[self.engines[index]] = merged.get(self.engines[index]) or answer
@@ -57,48 +57,47 @@ class Address:
 
 
 class WeightSender(ABC):
-    """The trainer's end. A transport's own failure becomes an entry for its engines in `commit`, never an exception:
-    the ranks that gather must stay in step."""
+    """The trainer's end. A transport's own failure becomes an entry for its engines in `commit`, never an exception,
+    because the gathering ranks must stay in step."""
 
-    version: int = -1  # of the update that goes on, or was the last; `begin` sets it
-    sent: int | None = None  # bytes of this update, for a transport that does not send its buckets as they are
+    version: int = -1  # of the current or last update; set by `begin`
+    sent: int | None = None  # bytes of this update, if the transport does not send buckets as they are
 
     def __init__(self) -> None:
-        self._given_up: dict[str, tuple[int, str]] = {}  # by engine: of which version, and why
+        self._given_up: dict[str, tuple[int, str]] = {}  # engine -> (version, reason)
 
     @property
     def given_up(self) -> dict[str, str]:
-        """Engines that this update does not wait for, each with why."""
+        """Engines that this update no longer waits for -> why."""
         # A copy: `give_up` comes from another thread.
         return {name: reason for name, (version, reason) in dict(self._given_up).items() if version == self.version}
 
     def sender_of(self, bucket: Bucket) -> int | None:
-        """The rank that must hold this bucket, and sends it, while others gather towards it; None where each does."""
+        """The rank that this bucket is gathered on and sent from; None if that is every rank."""
         return 0
 
     @abstractmethod
     def begin(self, manifest: Manifest, version: int) -> None:
-        """Called once a update, on every rank that sends, before its first bucket."""
+        """Called once per update, on every sending rank, before its first bucket."""
 
     def room(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Where to gather the next bucket, [numel], for a transport that has memory of its own to send from, which is
-        not free when `send` returns: this waits until it is. None: anywhere, since `send` has done with it."""
+        """Memory [numel] to gather the next bucket into, if the transport sends from its own memory; waits until that
+        is free again. None: gather anywhere, since `send` is done with the bucket when it returns."""
         return None
 
     @abstractmethod
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Hand over a full bucket, [bucket.numel]; unless it lies in the sender's `room`, its memory is free again when
-        this returns."""
+        """Send a full bucket [bucket.numel]; its memory is free on return, unless it is the sender's `room`."""
 
     @abstractmethod
     def commit(self) -> Mapping[str, str]:
-        """Wait for the engines; engine name -> "" where it committed `self.version`, else why it did not."""
+        """Wait for the engines; returns engine name -> "" if it committed `self.version`, otherwise the reason."""
 
     def give_up(self, engine: str, version: int, reason: str) -> None:
-        """Stop waiting for this engine in the update to `version`: its process has ended, or it has. Called from
-        another thread, before that update, while it goes on or too late, and perhaps several times; an answer that the
-        engine has given still counts."""
-        self._given_up[engine] = (version, reason)  # one assignment: no lock
+        """Stop waiting for this engine in the update to `version`, because its process or its part has ended. Called
+        from another thread before, during or after that update, possibly repeatedly. An answer that the engine has
+        already given still counts."""
+        self._given_up[engine] = (version, reason)  # a single assignment needs no lock
 
     @abstractmethod
     def close(self) -> None: ...
@@ -109,17 +108,17 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Yield each bucket in order, its checksum verified; its memory is used again for the next one.
+        """Yield each bucket in order, its checksum verified. Its memory is reused for later ones.
 
-        Raises WeightUpdateError where a bucket's checksum does not fit, or it does not arrive in time.
+        Raises WeightUpdateError if a checksum does not match, or a bucket does not arrive in time.
         """
 
     @abstractmethod
     def acknowledge(self, version: int, error: str) -> None:
-        """Tell the sender how it went; "" means that this engine has committed `version`.
+        """Report the outcome to the sender; "" means that this engine has committed `version`.
 
-        Called once an update, whatever happened: after `buckets` ended or raised, or instead of it to refuse.
-        Raises WeightUpdateError where the sender cannot be told.
+        Called once per update, whatever happened: after `buckets` ended or raised, or instead of it to refuse.
+        Raises WeightUpdateError if the sender cannot be reached.
         """
 
     @abstractmethod
@@ -127,7 +126,7 @@ class WeightReceiver(ABC):
 
 
 def require_undamaged(bucket: Bucket, version: int, *, got: int, sent: int) -> None:
-    """Raises WeightUpdateError where the checksum of what came is another one than the sender's."""
+    """Raise WeightUpdateError if the checksum of the received bucket differs from the sender's."""
     if got != sent:
         raise WeightUpdateError(
             f"bucket {bucket.index} of version {version} was damaged on its way: checksum {got:#x}, sent with "

@@ -1,8 +1,8 @@
-"""Whether an engine holds what was sent: a sum of bits of each tensor, taken on both sides.
+"""Verify that an engine holds what was sent, by comparing each tensor's sum of bit patterns on both sides.
 
-A bucket's checksum says that it arrived; this says that it was loaded, under the right name and into the right place.
-The sum of an integer for each element, its bit pattern, is the same however a tensor is fused with others or cut over
-ranks: whoever holds a part of it adds its part. It does not tell in which order the elements lie.
+A bucket's checksum shows that it arrived; this shows that it was loaded, under the right name and into the right place.
+Each element's bit pattern counts as an integer. Their sum is the same however a tensor is fused with others or split
+over ranks, since each rank adds its part. It does not detect a wrong order of elements.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import WeightSender
 
-AT_ONCE = 2**24  # elements, which bounds the temporaries on a device
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+AT_ONCE = 2**24  # elements; bounds the temporaries on a device
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
 
 def bit_sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The sum of each tensor's elements' bit patterns as signed integers, modulo 2**64 and signed.
+    """Sum the bit patterns of each tensor's elements as signed integers, modulo 2**64, as a signed result.
 
-    Sums of disjoint parts of a tensor, added in the same way, are its own.
+    Adding the sums of a tensor's disjoint parts in the same way gives the tensor's sum.
     """
     if not tensors:
         return {}
-    sums = torch.stack([_bit_sum(tensor) for tensor in tensors.values()]).tolist()  # one wait for the device
+    sums = torch.stack([_bit_sum(tensor) for tensor in tensors.values()]).tolist()  # a single device synchronization
     return dict(zip(tensors, sums, strict=True))
 
 
@@ -40,8 +40,8 @@ def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def difference(sent: Mapping[str, int], loaded: Mapping[str, int]) -> str:
-    """The first tensor that was loaded otherwise than it was sent, and how many more; "" where all are equal. What the
-    engine does not tell of is not compared."""
+    """Describe the first tensor whose loaded sum differs from the sent one, and count the others; "" if none differs.
+    Tensors that the engine does not report are not compared."""
     wrong = [name for name, value in sent.items() if loaded.get(name, value) != value]
     if not wrong:
         return ""
@@ -51,7 +51,7 @@ def difference(sent: Mapping[str, int], loaded: Mapping[str, int]) -> str:
 
 
 class SummingSender(WeightSender):
-    """The sender of `rank`; keeps the sums of what this rank sends through it, or rank 0 where each sends."""
+    """Wraps the sender of `rank` and sums what it sends; if all ranks send the same, only rank 0 sums."""
 
     def __init__(self, sender: WeightSender, rank: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class SummingSender(WeightSender):
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         if (self.sender_of(bucket) or 0) == self._rank:
-            self.sums |= bit_sums(bucket.views(flat))  # before: the transport may have done with it afterwards
+            self.sums |= bit_sums(bucket.views(flat))  # before sending: afterwards the transport may reuse the memory
         self._sender.send(bucket, flat)
 
     def commit(self) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""The ways that buckets travel, by the name that stands in the address."""
+"""The registry of transports, by the name used in `Address.transport`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from corerl.weights.transports.ipc import IpcReceiver, IpcSender
 SenderFactory: TypeAlias = Callable[[Address, int], WeightSender]
 ReceiverFactory: TypeAlias = Callable[[Address, int], WeightReceiver]
 
-AUTO = "auto"  # in a config: ipc where the engines are on the ranks' devices, else collective
+AUTO = "auto"  # in a config: ipc if engines are on the ranks' devices, otherwise collective
 
 
 @frozen(kw_only=True)
 class Transport:
-    """A way that buckets travel, and what a run that takes it has to know."""
+    """A transport's two ends, and what a run needs to know to use it."""
 
     sender: SenderFactory
     receiver: ReceiverFactory
-    capability: str  # that a backend must have for it, as its spec calls it
-    one_device: bool = False  # both ends read the same memory of a device
-    joins: bool = False  # both ends are in a process group, which they meet for at the address
+    capability: str  # required of the backend, by its name in the spec
+    one_device: bool = False  # both ends access the same device memory
+    joins: bool = False  # both ends join a process group, meeting at the address
 
 
 TRANSPORTS = {
@@ -40,7 +40,7 @@ TRANSPORTS = {
     "disk": Transport(
         sender=lambda address, rank: DiskSender(address), receiver=DiskReceiver, capability="update-disk"
     ),
-    # The same stream, and other files.
+    # The same stream in other files.
     "delta": Transport(
         sender=lambda address, rank: DeltaSender(address), receiver=DeltaReceiver, capability="update-disk"
     ),
@@ -48,7 +48,7 @@ TRANSPORTS = {
 
 
 def transport_named(name: str) -> Transport:
-    """Raises ConfigError, with the known ones, where there is none of this name."""
+    """Look up a transport. Raises ConfigError, listing the known ones, if there is none of this name."""
     if name not in TRANSPORTS:
         known = ", ".join(sorted(TRANSPORTS))
         raise ConfigError(f"unknown weight transport {name!r}; known: {known}{did_you_mean(name, TRANSPORTS)}")
@@ -56,11 +56,10 @@ def transport_named(name: str) -> Transport:
 
 
 def open_sender(address: Address, *, rank: int = 0) -> WeightSender:
-    """The end of the trainer's `rank`. Nothing is connected before the first `begin`; keep it for all updates, then
-    `close` it."""
+    """The sender for the trainer's `rank`. It connects at the first `begin`; keep it for all updates, then close it."""
     return transport_named(address.transport).sender(address, rank)
 
 
 def open_receiver(address: Address, *, index: int) -> WeightReceiver:
-    """The end of engine `address.engines[index]`. Nothing is connected before the first update; keep it for all."""
+    """The receiver `index`, of engine `address.engines[index]`. It connects at the first update; keep it for all."""
     return transport_named(address.transport).receiver(address, index)

@@ -1,24 +1,24 @@
-"""Buckets by broadcast: a process group of each sending trainer rank and the engines, kept open between updates.
+"""Send buckets by broadcast, in process groups of one sending trainer rank and the engines, kept open between updates.
 
-Each stage of a pipeline has a rank that sends, so that nothing passes over stages; without one, rank 0 sends all. The
-engines take buckets in the manifest's order, each through its sender's group. A group (gloo on CPU, NCCL on GPUs) is
-built directly on a TCP store, with or without a default group. The store also carries what must not hang: who takes
-part in an update, which rank 0 decides for all, and how it went. For update `v`, engine `i`, groups of generation `g`:
+Each pipeline stage has a sending rank, so that no weights cross stages; without pipelines, rank 0 sends everything. The
+engines receive buckets in manifest order, each through its sender's group. A group (gloo on CPU, NCCL on GPUs) is built
+directly on a TCP store, with or without a default group. The store also carries what must not hang: who takes part in
+an update, which rank 0 decides for all, and the outcome. For update `v`, engine `i`, groups of generation `g`:
 
     v/ready/i   engine -> rank 0         its manifest's digest and the generation it is in; or that it refuses
     v/go/i      rank 0 -> engine         the generation and its members; or why the engine is left out
     v/begin/r   rank 0 -> sender r       the same
     v/done/i    engine -> rank 0         "" or why it did not commit
-    broken/g    a sender -> all others   why it has left its group: who waits in a broadcast of it waits in vain
+    broken/g    a sender -> all others   why it left its group, so that nobody keeps waiting in its broadcast
 
-Both ends have two buffers, the trainer's on GPUs alone: while one bucket is broadcast, the next one is gathered at this
-end, and the one before is loaded at that.
+Both ends have two buffers, the trainer only on GPUs: while one bucket is broadcast, the trainer gathers the next and
+the engines load the previous one.
 
-An engine that does not join is left out and the group rebuilt without it; it is asked again at the next update. Nobody
-blocks in a broadcast: both ends look whether it is done, whether the time is up, and whether the other end still lives.
-NCCL alone would wait for a peer that has died until its watchdog ends the process. (What no look reaches: a process
-that is inside a call of CUDA's which waits for the whole device, as when memory is given back under pressure, just when
-a peer dies in the broadcast beside it. Killing it is left.)
+An engine that does not join is left out, and the groups are rebuilt without it; it is asked again at the next update.
+Nobody blocks in a broadcast: both ends poll whether it is done, time is up, or the other end has died. NCCL alone would
+wait for a dead peer until its watchdog ends the process. (Polling does not help a process that is inside a CUDA call
+that waits for the whole device, such as freeing memory under pressure, at the moment a peer dies in the broadcast
+beside it. It has to be killed.)
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address, WeightReceiver, WeightSender, require_undamaged
 from corerl.weights.transports.group import BroadcastGroup
 
-BUFFERS = 2  # at each end
-ASK_SECONDS = 0.25  # between two questions to the store, which take a round trip
-BROKEN_GRACE = 10.0  # seconds for the engines' reports once the group is known to be broken: they see it as well
+BUFFERS = 2  # per end
+ASK_SECONDS = 0.25  # between two queries of the store, each a round trip
+BROKEN_GRACE = 10.0  # seconds for the engines' reports once a group is known to be broken, which they notice too
 
 
 @define(eq=False)
 class _Room:
-    """Memory that is sent from, and what still reads it."""
+    """A send buffer, and the broadcasts that still read it."""
 
     memory: torch.Tensor
     works: list[Any] = field(factory=list)
@@ -57,7 +57,7 @@ class _Room:
 
 @frozen(eq=False)
 class _Coming:
-    """A bucket that a receiver waits for."""
+    """A bucket that a receiver is waiting for."""
 
     bucket: Bucket
     flat: torch.Tensor  # [bucket.numel]
@@ -70,8 +70,8 @@ def _group_name(generation: int, sender: int) -> str:
 
 
 class CollectiveSender(WeightSender):
-    """One rank's end; its own failures, and those of engines, become entries in `commit`. Rank 0's hosts the store at
-    the address, and hears the engines."""
+    """One rank's end; its own failures and the engines' become entries in `commit`. Rank 0 hosts the store at the
+    address, and collects the engines' answers."""
 
     def __init__(self, address: Address, rank: int = 0) -> None:
         super().__init__()
@@ -81,15 +81,15 @@ class CollectiveSender(WeightSender):
         self._store: dist.Store | None = None
         self._group: BroadcastGroup | None = None
         self._generation = 0
-        self._others: tuple[int, ...] = ()  # ranks that send as well
-        self._asked_store = 0.0  # time.monotonic() when it was last asked whether another sender's group is broken
+        self._others: tuple[int, ...] = ()  # the other sending ranks
+        self._asked_store = 0.0  # time.monotonic() of the last query whether another sender's group is broken
         self._members: tuple[int, ...] = ()  # engines in the group
-        self._answers: dict[int, str] = {}  # by receiver: "" where it committed
+        self._answers: dict[int, str] = {}  # by receiver: "" if it committed
         self._broken = ""
-        # On the host a GPU's tensors would be gathered one by one, and through memory that is not pinned.
+        # In host memory, GPU tensors would be gathered one by one and through unpinned memory.
         self._has_rooms = address.device != "cpu"
-        self._rooms: deque[_Room] = deque()  # the next one first
-        self._largest = 0  # elements of a bucket of this update
+        self._rooms: deque[_Room] = deque()  # next one first
+        self._largest = 0  # elements of this update's largest bucket
 
     def sender_of(self, bucket: Bucket) -> int | None:
         return bucket.sender
@@ -97,7 +97,7 @@ class CollectiveSender(WeightSender):
     def begin(self, manifest: Manifest, version: int) -> None:
         self.version = version
         self._answers, self._broken, self._largest = {}, "", manifest.largest
-        self._rooms.clear()  # of an update that did not come to its end
+        self._rooms.clear()  # left over from an unfinished update
         try:
             store = self._open_store()
             self._others = tuple(rank for rank in manifest.senders if rank != self._rank)
@@ -116,7 +116,7 @@ class CollectiveSender(WeightSender):
         if not self._rooms:
             try:
                 made = [torch.empty(self._largest, dtype=dtype, device=self._address.device) for _ in range(BUFFERS)]
-            except RuntimeError:  # no memory for two: then each bucket is waited for
+            except RuntimeError:  # no memory for two: then wait for each bucket instead
                 return None
             self._rooms = deque(_Room(memory) for memory in made)
         self._finish(self._rooms[0])
@@ -131,14 +131,14 @@ class CollectiveSender(WeightSender):
                 room.works = self.transmit(flat, digest(flat).reshape(1))
                 self._rooms.rotate(-1)
                 return
-            # Where trainer and engine share a GPU, NCCL cannot join them, and the buffers of the wire are on the CPU.
+            # If trainer and engine share a GPU, NCCL cannot connect them, and buckets are sent from the CPU.
             flat = flat.to(self._address.device).contiguous()
             self._group.finish(self.transmit(flat, digest(flat).reshape(1)), self._lost_member)
         except Exception as error:
             self._break(error)
 
     def transmit(self, flat: torch.Tensor, digest: torch.Tensor) -> list[Any]:
-        """Put one bucket and its checksum [1] on the wire; what is to be waited for before their memory is free."""
+        """Start broadcasting one bucket and its checksum [1]; their memory is free once the returned works are done."""
         assert self._group is not None
         return self._group.start(flat, digest)
 
@@ -152,14 +152,14 @@ class CollectiveSender(WeightSender):
             self._break(error)
 
     def _settle(self) -> None:
-        """All that was sent is out."""
+        """Wait until everything has been sent."""
         for room in self._rooms:
             self._finish(room)
 
     def commit(self) -> Mapping[str, str]:
         self._settle()
-        self._rooms.clear()  # whoever sleeps on this device, or steps there, needs it
-        if self._rank != 0:  # engines tell rank 0, also of what did not arrive from here
+        self._rooms.clear()  # the memory is needed by others on this device
+        if self._rank != 0:  # engines report to rank 0, also about this rank's buckets
             return {}
         if self._store is not None:
             grace = min(BROKEN_GRACE, self._address.timeout) if self._broken else self._address.timeout
@@ -200,7 +200,7 @@ class CollectiveSender(WeightSender):
         return self._store
 
     def _collect_ready(self, store: dist.Store, manifest: Manifest, version: int) -> dict[int, int]:
-        """The engines that take part, with the generation of the group each is in; why others do not is kept."""
+        """Receivers that take part -> the generation each is in; the others' reasons go to `_answers`."""
         ready: dict[int, int] = {}
         deadline = time.monotonic() + self._address.timeout
         for index, name in enumerate(self._address.engines):
@@ -217,8 +217,8 @@ class CollectiveSender(WeightSender):
         return ready
 
     def _decide(self, store: dist.Store, ready: dict[int, int], version: int) -> tuple[int, tuple[int, ...]]:
-        """The generation of the groups, and the engines in them, told to all: those that there are where the same
-        engines are still in them, else new ones."""
+        """Decide on the groups' generation and engines, and announce them. Existing groups are reused if they are
+        intact and have exactly these engines; otherwise new ones are built."""
         members = tuple(ready)
         whole = self._group is not None and not store.check([f"broken/{self._generation}"])
         reusable = whole and members == self._members and set(ready.values()) == {self._generation}
@@ -229,14 +229,14 @@ class CollectiveSender(WeightSender):
         return generation, members
 
     def _hear_decision(self, store: dist.Store, version: int) -> tuple[int, tuple[int, ...]]:
-        # It waits for the engines, as long as its time is, from when it has begun.
+        # Rank 0 may wait for the engines up to its own timeout, counted from when it begins.
         decision = _take(store, f"{version}/begin/{self._rank}", 2 * self._address.timeout)
         if decision is None:
             raise WeightUpdateError(f"rank 0 did not begin version {version} within {2 * self._address.timeout:g} s")
         return decision["generation"], tuple(decision["members"])
 
     def _form_group(self, generation: int, members: tuple[int, ...]) -> None:
-        """Join this rank and those engines in a group, unless it is there."""
+        """Form a group of this rank and those engines, unless it exists."""
         if generation == self._generation and self._group is not None:
             return
         self._drop_group()
@@ -251,7 +251,7 @@ class CollectiveSender(WeightSender):
             )
 
     def _answer(self, store: dist.Store, key: str, index: int, deadline: float) -> dict[str, Any] | None:
-        """What a receiver has to say; None where the time is up, or its engine is given up."""
+        """A receiver's message under `key`; None if the time is up or its engine is given up."""
         name = self._address.engines[index]
         while True:
             left = deadline - time.monotonic()
@@ -260,8 +260,8 @@ class CollectiveSender(WeightSender):
                 return answer
 
     def _lost_member(self) -> str:
-        """Which engine of the group is given up, and why, or that another sender has left its own; "" where neither is
-        so. The store is asked now and then."""
+        """Why to stop waiting: an engine of the group was given up, or another sender left its group; otherwise "". The
+        store is only queried now and then."""
         names = [self._address.engines[index] for index in self._members]
         if lost := next((f"{name}: {self.given_up[name]}" for name in names if name in self.given_up), ""):
             return lost
@@ -273,7 +273,7 @@ class CollectiveSender(WeightSender):
     def _break(self, error: Exception) -> None:
         self._broken = f"the collective failed: {first_line(error)}"
         if self._store is not None and self._members:
-            with contextlib.suppress(dist.DistError):  # of the store itself; they find out by themselves
+            with contextlib.suppress(dist.DistError):  # the store is gone too, which the others notice by themselves
                 _put(self._store, f"broken/{self._generation}", {"error": self._broken})
         self._drop_group()
 
@@ -288,17 +288,17 @@ class CollectiveReceiver(WeightReceiver):
         self._address = address
         self._index = index
         self._store: dist.Store | None = None
-        self._groups: dict[int, BroadcastGroup] = {}  # by sender: all of one generation
-        self._asked: int | None = None  # version that this engine asked to take part in
-        self._joined: int | None = None  # version that it does take part in
-        self._generation = 0  # of the groups that it is in, or joins
-        self._asked_store = 0.0  # time.monotonic() when it was last asked whether a group is broken
-        self._rest: deque[Bucket] = deque()  # that senders will broadcast, and that are not awaited yet
-        self._coming: deque[_Coming] = deque()  # in their order
-        self._buffers: deque[torch.Tensor] = deque()  # new memory costs more than what is written to it
+        self._groups: dict[int, BroadcastGroup] = {}  # by sender, all of one generation
+        self._asked: int | None = None  # the version it asked to join
+        self._joined: int | None = None  # the version it has joined
+        self._generation = 0  # of its current groups
+        self._asked_store = 0.0  # time.monotonic() of the last query whether a group is broken
+        self._rest: deque[Bucket] = deque()  # buckets whose receive has not been started
+        self._coming: deque[_Coming] = deque()  # in order
+        self._buffers: deque[torch.Tensor] = deque()  # reused, since new memory costs more than writing to it
 
     def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        self._take_memory(manifest)  # where there is none this engine is left out, and nobody waits for it
+        self._take_memory(manifest)  # if this fails, the engine is left out, and nobody waits for it
         try:
             self._join(manifest, version)
         except WeightUpdateError:
@@ -309,8 +309,8 @@ class CollectiveReceiver(WeightReceiver):
         while self._rest or self._coming:
             if not self._coming:
                 self._expect(version)
-            # The next one may come beside it. Not from another sender: two groups at work on one device could wait for
-            # each other, if devices began with another one each.
+            # Receive the next one concurrently, but not from another sender: two groups active on one device could
+            # deadlock if devices started them in different order.
             if self._rest and self._rest[0].sender == self._coming[-1].bucket.sender:
                 self._expect(version)
             came, sent = self._receive(version)
@@ -323,10 +323,10 @@ class CollectiveReceiver(WeightReceiver):
         self._asked = self._joined = None
         if not joined:
             self._give_memory_back()
-            if not asked:  # otherwise the sender knows: it has left this engine out
+            if not asked:  # otherwise the sender itself has left this engine out
                 self._tell(f"{version}/ready/{self._index}", error or "did not read the update")
             return
-        # Whoever stops early still takes part in the remaining broadcasts: the other engines need them.
+        # An engine that stops early still takes part in the remaining broadcasts, which the others need.
         try:
             while self._rest or self._coming:
                 if not self._coming:
@@ -367,7 +367,7 @@ class CollectiveReceiver(WeightReceiver):
             raise WeightUpdateError(f"no memory on {device} to receive {needs}: {first_line(error)}") from error
 
     def _give_memory_back(self) -> None:
-        if self._address.device != "cpu":  # whoever sleeps on this device needs it
+        if self._address.device != "cpu":  # others on this device need the memory
             self._buffers.clear()
 
     def _join(self, manifest: Manifest, version: int) -> None:
@@ -377,7 +377,7 @@ class CollectiveReceiver(WeightReceiver):
         self._asked = version
         current = self._generation if self._groups else 0
         _put(store, f"{version}/ready/{self._index}", {"digest": manifest.digest, "generation": current})
-        # The sender answers when every engine has joined or its time is up: twice the time is certainly enough.
+        # The sender answers when every engine has joined or its timeout is over: twice the timeout is surely enough.
         answer = _take(store, f"{version}/go/{self._index}", 2 * self._address.timeout)
         if answer is None:
             raise WeightUpdateError(
@@ -401,11 +401,11 @@ class CollectiveReceiver(WeightReceiver):
                     broken=self._left_by_sender,
                 )
         except BaseException:
-            self._drop_groups()  # else it would count as being in all of them
+            self._drop_groups()  # otherwise it would count as a member of all of them
             raise
 
     def _expect(self, version: int) -> None:
-        """Have the next bucket come, into the buffer whose bucket was loaded last."""
+        """Start receiving the next bucket, into the buffer that was used least recently."""
         bucket = self._rest.popleft()
         flat = self._buffers[0][: bucket.numel]
         self._buffers.rotate(-1)
@@ -419,7 +419,7 @@ class CollectiveReceiver(WeightReceiver):
         self._coming.append(_Coming(bucket, flat, digest, works))
 
     def _receive(self, version: int) -> tuple[_Coming, int]:
-        """The first of those that come, and the checksum it was sent with."""
+        """Wait for the first expected bucket; returns it with the checksum it was sent with."""
         came = self._coming.popleft()
         try:
             self._groups[came.bucket.sender].finish(came.works, self._left_by_sender)
@@ -428,14 +428,14 @@ class CollectiveReceiver(WeightReceiver):
             raise self._missed(came.bucket, version, error) from error
 
     def _missed(self, bucket: Bucket, version: int, error: Exception) -> WeightUpdateError:
-        """Nothing more comes in this update."""
+        """Abandon the rest of this update; returns the error to raise."""
         self._drop_groups()
         self._rest.clear()
         self._coming.clear()
         return WeightUpdateError(f"bucket {bucket.index} of version {version} did not arrive: {first_line(error)}")
 
     def _left_by_sender(self) -> str:
-        """Why a sender has left its group; "" as long as none has, which the store is asked now and then."""
+        """Why a sender has left its group, otherwise ""; the store is only queried now and then."""
         if self._store is None or time.monotonic() - self._asked_store < ASK_SECONDS:
             return ""
         self._asked_store = time.monotonic()
@@ -452,7 +452,7 @@ def _put(store: dist.Store, key: str, value: Mapping[str, Any]) -> None:
 
 
 def _take(store: dist.Store, key: str, timeout: float) -> dict[str, Any] | None:
-    """The value, once it is there, removed so that a later update cannot read it; None when time is up."""
+    """Wait for the value and remove it, so that no later update reads it; None if the time is up."""
     try:
         store.wait([key], timedelta(seconds=max(timeout, 0.001)))
     except dist.DistStoreError:
@@ -463,6 +463,6 @@ def _take(store: dist.Store, key: str, timeout: float) -> dict[str, Any] | None:
 
 
 def _left(store: dist.Store, generation: int) -> str:
-    """Why a sender has left its group of this generation; "" where none has."""
+    """Why a sender has left its group of this generation; "" if none has."""
     key = f"broken/{generation}"
     return str(json.loads(store.get(key))["error"]) if store.check([key]) else ""

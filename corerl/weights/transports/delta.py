@@ -1,13 +1,13 @@
-"""Only what has changed since the update before, through a shared directory: the way of `disk`, with other files.
+"""Send only what changed since the previous update, through a shared directory: the `disk` transport, other files.
 
     PATH/v00000007/changes-00000.bin          from the bits of `base` to those of this update (`corerl.weights.changes`)
-    PATH/v00000007/bucket-00000.safetensors   a whole bucket: where changes would take as many bytes, or were asked for
-    PATH/v00000007/manifest.json              as on disk; and `stamp`, which names this update, `base`, the stamp of the
-                                              one before, and `changes`, the buckets that went as such
+    PATH/v00000007/bucket-00000.safetensors   a whole bucket: if changes are not smaller, or a receiver needs it
+    PATH/v00000007/manifest.json              as in `disk`; also `stamp`, which names this update, `base`, the stamp of
+                                              the previous one, and `changes`, the buckets sent as changes
 
-Both ends keep the last update's bits in host memory. A receiver says with its question which update it holds. One that
-does not hold the base is new, has failed or missed one: for it the whole buckets are written too, before it is heard.
-The checksums are of whole buckets, so that what a receiver has put together is verified, and not what it has read.
+Both ends keep the last update's bits in host memory. A receiver states in its request which update it holds. If that is
+not the base, because it is new, failed or missed an update, whole buckets are written too before it is admitted.
+Checksums are of whole buckets, so that they verify what a receiver has reconstructed, not just what it read.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ def _changes_file(index: int) -> str:
 
 
 def _bits(flat: torch.Tensor) -> NDArray[Any]:
-    """The elements of a tensor of the host as unsigned integers, in the same memory."""
+    """View a host tensor's elements as unsigned integers."""
     signed = flat.view(INTEGERS[flat.element_size()]).numpy()
     return signed.view(signed.dtype.str.replace("i", "u"))
 
 
 class DeltaSender(DiskSender):
-    """Keeps a copy of what it sent last, and writes changes to it."""
+    """Keeps a copy of what it sent last, and writes the changes since then."""
 
     def __init__(self, address: Address) -> None:
         super().__init__(address)
         self._kept: dict[int, torch.Tensor] = {}  # by bucket
-        self._kept_stamp = ""  # of the update whose bits these are; "" where they are of none
+        self._kept_stamp = ""  # of the update that `_kept` holds; "" if it holds none whole
         self._stamp = ""  # of this update
-        self._base = ""  # what its changes are to; "" where all of it goes whole
-        self._changes: list[int] = []  # buckets of this update that went as changes alone
+        self._base = ""  # stamp that its changes are relative to; "" if all buckets are sent whole
+        self._changes: list[int] = []  # buckets of this update sent as changes only
 
     def begin(self, manifest: Manifest, version: int) -> None:
         other = manifest.digest != self._digest
         super().begin(manifest, version)
         if other:
             self._kept, self._kept_stamp = {}, ""
-        self._base, self._kept_stamp = self._kept_stamp, ""  # until this one is written, bits of two are kept
+        self._base, self._kept_stamp = self._kept_stamp, ""  # `_kept` is a mix of two updates until this one is written
         self._stamp, self._changes, self.sent = uuid.uuid4().hex, [], 0
 
     def transmit(self, bucket: Bucket, flat: torch.Tensor) -> None:
@@ -97,12 +97,12 @@ class DeltaSender(DiskSender):
 
 
 class DeltaReceiver(DiskReceiver):
-    """Keeps a copy of what it received last, and makes the next update of it."""
+    """Keeps a copy of what it received last, and applies changes to it."""
 
     def __init__(self, address: Address, index: int) -> None:
         super().__init__(address, index)
         self._kept: dict[int, torch.Tensor] = {}  # by bucket
-        self._stamp = ""  # of the update that is being read
+        self._stamp = ""  # of the update being read
 
     def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
         self._stamp = ""
@@ -119,7 +119,7 @@ class DeltaReceiver(DiskReceiver):
         path, kept = directory / _changes_file(bucket.index), self._kept[bucket.index]
         try:
             apply(path.read_bytes(), _bits(kept))
-        except Exception as error:  # OSError, or whatever a damaged file looks like
+        except Exception as error:  # OSError, or whatever a damaged file causes
             raise WeightUpdateError(f"cannot read {path}: {error}") from error
         return kept
 

@@ -1,14 +1,14 @@
-"""Buckets through a shared directory: one directory a version, visible by one rename, in safetensors.
+"""Send buckets through a shared directory: one subdirectory per version, published by one rename, in safetensors.
 
     PATH/v00000007/bucket-00000.safetensors   one flat tensor, `bucket`
     PATH/v00000007/manifest.json              digest, checksum of each bucket; or the sender's error
-    PATH/v00000007/for-NONCE                  the receiver that asked with this nonce is heard, and may read
-    PATH/engine-0.json                        engine 0's side: version, nonce, whether it waits or is done, its error,
-                                              and what it holds, where that matters
+    PATH/v00000007/for-NONCE                  admits the receiver that asked with this nonce: it may read
+    PATH/engine-0.json                        receiver 0's state: version, nonce, whether it waits or is done, its
+                                              error, and, if relevant, which update it holds
 
-The nonce tells this update from one of an earlier run that left the same version behind: an engine asks with a fresh
-one, the sender admits it, and only then the engine reads, or refuses. An answer whose nonce it has not admitted is not
-of this update.
+The nonce distinguishes this update from one of the same version left behind by an earlier run: an engine asks with a
+fresh nonce, the sender admits it, and only then does the engine read or refuse. An answer with a nonce that was not
+admitted does not belong to this update.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _directory(path: str, version: int) -> Path:
 
 
 def _directories(path: str) -> list[Path]:
-    """All versions' directories, those half written too; what a user may have put beside them is none."""
+    """All versions' directories, including partial ones, but none of the user's own."""
     return [each for each in Path(path).glob("v*") if re.fullmatch(rf"v\d{{8,}}({re.escape(PARTIAL)})?", each.name)]
 
 
@@ -56,7 +56,7 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 class DiskSender(WeightSender):
-    """Writes each version, waits for the engines to read it, and removes what is older."""
+    """Writes each version, waits for the engines to read it, and removes older ones."""
 
     def __init__(self, address: Address) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class DiskSender(WeightSender):
         self._digest = ""
         self._checksums: list[int] = []
         self._began = False
-        self._partial = Path()  # of the update that is written
+        self._partial = Path()  # directory of the update being written
         self._error = ""  # why this update cannot be written
 
     def begin(self, manifest: Manifest, version: int) -> None:
@@ -74,7 +74,7 @@ class DiskSender(WeightSender):
         self._partial = directory.with_name(f"{directory.name}{PARTIAL}")
         try:
             for earlier in _directories(self._address.path):
-                if earlier.name.endswith(PARTIAL):  # of an update, or of a run, that failed
+                if earlier.name.endswith(PARTIAL):  # of a failed update or run
                     shutil.rmtree(earlier, ignore_errors=True)
             self._partial.mkdir(parents=True)
         except OSError as error:
@@ -83,7 +83,7 @@ class DiskSender(WeightSender):
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         if self._error:
             return
-        flat = flat.detach().cpu().contiguous()  # the receiver compares what it reads from the file, on the host
+        flat = flat.detach().cpu().contiguous()  # the receiver computes the checksum of the file, on the host
         self._checksums.append(checksum(flat))
         try:
             self.transmit(bucket, flat)
@@ -95,16 +95,16 @@ class DiskSender(WeightSender):
         save_file({TENSOR: flat}, self._partial / bucket_file(bucket.index))
 
     def told(self) -> Mapping[str, Any]:
-        """What the manifest says beside the digest, the checksums and the error."""
+        """Additional content for manifest.json, besides digest, checksums and error."""
         return {}
 
     def admit(self, directory: Path, state: Mapping[str, Any]) -> None:
-        """Let the receiver that asked with this state read."""
+        """Allow the receiver that asked with this state to read."""
         (directory / f"for-{state['nonce']}").touch()
 
     def commit(self) -> Mapping[str, str]:
         directory = _directory(self._address.path, self.version)
-        if self._error:  # what is there is of no use, and the disk may be full: there must be room to say so
+        if self._error:  # remove useless files: the disk may be full, and the error must still fit
             shutil.rmtree(self._partial, ignore_errors=True)
         try:
             try:
@@ -112,7 +112,7 @@ class DiskSender(WeightSender):
             except OSError as error:
                 self._error = self._error or f"cannot write {directory}: {error}"
                 shutil.rmtree(self._partial, ignore_errors=True)
-                self._publish(directory)  # of which there is room for the reason now, if for anything
+                self._publish(directory)  # again, with just the error, which should fit now
         except OSError:
             shutil.rmtree(self._partial, ignore_errors=True)
             return dict.fromkeys(self._address.engines, self._error)
@@ -123,8 +123,8 @@ class DiskSender(WeightSender):
         return answers
 
     def close(self) -> None:
-        """The engines have loaded the last version: a copy of the weights is not left behind. A rank that never sent
-        closes too, maybe while another one writes: it takes nothing away."""
+        """Remove all versions, since the engines have loaded the last one. A rank that never sent removes nothing, as
+        another rank may still be writing."""
         if not self._began:
             return
         for version in _directories(self._address.path):
@@ -134,7 +134,7 @@ class DiskSender(WeightSender):
         self._partial.mkdir(exist_ok=True)
         content = {"digest": self._digest, "checksums": self._checksums, "error": self._error, **self.told()}
         _write_json(self._partial / "manifest.json", content)
-        if directory.exists():  # of an earlier run that was killed
+        if directory.exists():  # left by an earlier run that was killed
             shutil.rmtree(directory)
         os.replace(self._partial, directory)
 
@@ -166,7 +166,7 @@ class DiskSender(WeightSender):
 
 
 class DiskReceiver(WeightReceiver):
-    holds = ""  # of which update it keeps the bits, where a transport needs that
+    holds = ""  # the update whose bits it keeps, for a transport that needs it
 
     def __init__(self, address: Address, index: int) -> None:
         self._address = address
@@ -191,7 +191,7 @@ class DiskReceiver(WeightReceiver):
 
     def acknowledge(self, version: int, error: str) -> None:
         try:
-            if not self._nonce:  # refused before reading: the sender hears only whom it has admitted
+            if not self._nonce:  # refused before reading: the sender only accepts answers it has admitted
                 self._ask(version)
             self._tell(version, done=True, error=error)
         finally:
@@ -201,7 +201,7 @@ class DiskReceiver(WeightReceiver):
         pass
 
     def read(self, bucket: Bucket, directory: Path, content: Mapping[str, Any]) -> torch.Tensor:
-        """One bucket [bucket.numel] of the update in `directory`, whose manifest has this content."""
+        """Read one bucket [bucket.numel] of the update in `directory`; `content` is its manifest.json."""
         path = directory / bucket_file(bucket.index)
         try:
             return load_file(path)[TENSOR]
@@ -209,11 +209,11 @@ class DiskReceiver(WeightReceiver):
             raise WeightUpdateError(f"cannot read {path}: {error}") from error
 
     def _ask(self, version: int) -> Path:
-        """The directory of `version`, once the sender has written it and admitted this engine."""
+        """Wait until the sender has written `version` and admitted this engine; returns the directory."""
         self._nonce = uuid.uuid4().hex
         directory = _directory(self._address.path, version)
         self._tell(version, done=False, error="")
-        seconds = 2 * self._address.timeout  # the sender is writing all that time, or waits for another engine
+        seconds = 2 * self._address.timeout  # the sender may be writing, or waiting for another engine
         deadline = time.monotonic() + seconds
         while not (directory / f"for-{self._nonce}").exists():
             if time.monotonic() > deadline:
@@ -237,6 +237,6 @@ class DiskReceiver(WeightReceiver):
 def _read_state(path: str, index: int) -> dict[str, Any] | None:
     try:
         state: dict[str, Any] = json.loads((Path(path) / f"engine-{index}.json").read_text())
-    except (OSError, ValueError):  # not there yet, or replaced while it was read, as a file on NFS may be
+    except (OSError, ValueError):  # missing so far, or replaced during the read, as happens on NFS
         return None
     return state

@@ -1,4 +1,4 @@
-"""A process group that broadcasts, over gloo or NCCL, in which nobody waits for ever for a peer that is gone."""
+"""A process group for broadcasts over gloo or NCCL in which nobody waits forever for a dead peer."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ import torch.distributed as dist
 from corerl.errors import WeightUpdateError
 from corerl.weights.transport import Address
 
-# Waiting gives up before NCCL's own timeout, which is of no use here.
+# Our own timeout must come before NCCL's, which is of no use here.
 WATCHDOG_MARGIN = 60.0
-# What torch reads when a group of NCCL's is made: with "0" its watchdog leaves a failed collective to whoever waits for
-# it, and does not end the process.
+# Read by torch when it creates an NCCL group: with "0", the watchdog leaves a failed collective to the waiting thread
+# instead of ending the process.
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-SPIN_SECONDS = 2e-3  # in which a broadcast is looked at without a pause
-PAUSE_SECONDS = 5e-4  # between two looks after that
-LEAVE_SECONDS = 5.0  # that the end of a group is waited for
+SPIN_SECONDS = 2e-3  # of polling a broadcast without pauses
+PAUSE_SECONDS = 5e-4  # between polls after that
+LEAVE_SECONDS = 5.0  # to wait for a group's abort
 
 
 class BroadcastGroup:
-    """The process group of one sender, rank 0 in it, and one set of engines."""
+    """The process group of one sender, which is rank 0 in it, and a set of engines."""
 
     def __init__(self, address: Address, *, name: str, rank: int, size: int, broken: Callable[[], str]) -> None:
-        """Meets the other members. Raises as `finish` does."""
+        """Connect with the other members. Raises like `finish`."""
         self._name = name
         self._seconds = address.timeout
         self._timeout = timedelta(seconds=address.timeout)
@@ -41,10 +41,10 @@ class BroadcastGroup:
         def meet() -> None:
             try:
                 self._meet(address, rank, size, device)
-            except Exception as error:  # raised below, in the thread that waits
+            except Exception as error:  # raised below, in the waiting thread
                 failed.append(error)
 
-        # In a thread: where a member has died, neither library comes back from here before a timeout of its own.
+        # In a thread, because if a member has died, neither library returns before its own timeout.
         meeting = threading.Thread(target=meet, daemon=True, name="weights: meet")
         meeting.start()
         self._wait(lambda: not meeting.is_alive(), broken, "meet")
@@ -52,7 +52,7 @@ class BroadcastGroup:
             raise failed[0]
 
     def _meet(self, address: Address, rank: int, size: int, device: int | None) -> None:
-        # A connection of its own: while one waits for a key, nobody else can ask through it.
+        # Its own connection: while one waits for a key, nobody else can use it.
         store = dist.TCPStore(address.host, address.port, is_master=False, timeout=self._timeout)
         prefixed = dist.PrefixStore(f"group/{self._name}", store)
         if device is None:
@@ -63,17 +63,17 @@ class BroadcastGroup:
         options._timeout = timedelta(seconds=address.timeout + WATCHDOG_MARGIN)
         with _environment(ERROR_HANDLING, "0"):
             self._backend = dist.ProcessGroupNCCL(prefixed, rank, size, options)
-        # NCCL connects with the first collective.
+        # NCCL connects at the first collective.
         self._backend.broadcast(torch.zeros(1, dtype=torch.uint8, device="cuda"), 0).wait()
         torch.cuda.current_stream().synchronize()
 
     def start(self, *tensors: torch.Tensor) -> list[Any]:
-        """Broadcasts from rank 0 to all, in place and in this order; to `finish`."""
+        """Start broadcasts from rank 0 to all, in place and in this order; pass the result to `finish`."""
         return [self._backend.broadcast(tensor.view(torch.uint8), 0) for tensor in tensors]
 
     def finish(self, works: Sequence[Any], broken: Callable[[], str]) -> None:
-        """Raises what the library raises of a lost peer, and WeightUpdateError once `broken`, which is asked all the
-        while, has an answer, or the time is up."""
+        """Wait for broadcasts. Raises the library's error for a lost peer; WeightUpdateError if `broken`, which is
+        polled meanwhile, returns a reason, or the time is up."""
         for work in works:
             self._wait(work.is_completed, broken, "broadcast")
             work.wait(self._timeout)
@@ -90,10 +90,10 @@ class BroadcastGroup:
                 time.sleep(PAUSE_SECONDS)
 
     def abort(self) -> None:
-        """Leave without a word to the others, whose next broadcast fails."""
+        """Leave without notice; the others' next broadcast fails."""
         backend, self._backend = self._backend, None
         leaving = threading.Thread(target=_abort, args=(backend,), daemon=True, name="weights: leave")
-        del backend  # gloo's end waits for what is under way in it: in that thread alone
+        del backend  # gloo's destructor waits for its operations: let only that thread hold it
         leaving.start()
         leaving.join(LEAVE_SECONDS)
 
@@ -105,7 +105,7 @@ def _abort(backend: Any) -> None:
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """A variable of this process, for the moment."""
+    """Set an environment variable inside the block."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -1,4 +1,4 @@
-"""Buckets for an engine that lives in the trainer's own process: a call instead of a transfer."""
+"""Pass buckets to an engine in the trainer's own process, by a call instead of a transfer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from corerl.weights.transport import WeightSender
 
 
 class InProcessSender(WeightSender):
-    """`load` gets each bucket's tensors by HF name; they are only valid during the call."""
+    """Calls `load` with each bucket's tensors by HF name, which are only valid during the call."""
 
     def __init__(self, load: Callable[[Mapping[str, torch.Tensor]], None], *, engine: str = "engine-0") -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class InProcessSender(WeightSender):
             return
         try:
             self._load(bucket.views(flat))
-        except Exception as error:  # the engine's failure: reported in commit, as by every transport
+        except Exception as error:  # an engine's failure is reported in commit, as in every transport
             self._error = f"{type(error).__name__}: {error}"
 
     def commit(self) -> Mapping[str, str]:

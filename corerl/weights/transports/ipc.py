@@ -1,19 +1,19 @@
-"""Buckets by handle, between processes of one machine: a rank gathers into memory that its engine opens and reads.
+"""Share buckets by handle within one machine: a rank gathers into memory that its engine opens and reads.
 
-On a GPU that is CUDA IPC, on a CPU memory that both map; no weight is copied on its way. Each rank that has receivers
-on its device listens at a Unix socket whose name follows from the address; a receiver connects to the one of its rank.
-Messages are JSON, one a packet, each with the version that it belongs to:
+On a GPU this is CUDA IPC, on a CPU memory that both map; no weight is copied in between. Each rank with receivers on
+its device listens on a Unix socket named after the address; a receiver connects to its rank's socket. Messages are
+JSON, one per packet, each with the version it belongs to:
 
     receiver -> sender   hello: its index, its manifest's digest; or that it refuses
     sender -> receiver   go, or why the receiver is left out
-    sender -> receiver   bucket: its checksum, the buffer it lies in, and with a buffer's first bucket the handle
+    sender -> receiver   bucket: its checksum, the buffer it is in, and with a buffer's first bucket the handle
     receiver -> sender   free: it has loaded that bucket
     receiver -> sender   done: "" or why it did not commit
 
-There are `BUFFERS` buffers: one is gathered into while engines load the other. A buffer is used again when every
-receiver has freed it. On a GPU a bucket's checksum is not waited for before the next one is begun, and the bucket is
-handed over then: the device has always something to do. The end of a connection is the end of that engine's update, at
-once and of no other's.
+There are `BUFFERS` buffers: the trainer gathers into one while engines load the other. A buffer is reused once every
+receiver has freed it. On a GPU, the next bucket is started before the previous one's checksum is known and the bucket
+handed over, so that the device is never idle. A closed connection immediately ends the update of that engine, and of
+no other.
 """
 
 from __future__ import annotations
@@ -39,20 +39,19 @@ from corerl.weights.shared import Handle, Shared, opened, share
 from corerl.weights.transport import Address, WeightReceiver, WeightSender, require_undamaged
 
 BUFFERS = 2
-LOOK_SECONDS = 0.1  # between two looks at what another thread has said
-CONNECT_SECONDS = 0.01  # between two tries to connect
+LOOK_SECONDS = 0.1  # between checks of what another thread has reported
+CONNECT_SECONDS = 0.01  # between attempts to connect
 PACKET_BYTES = 64 * 1024
-ERROR_CHARACTERS = 4000  # of an engine's own error, up to six bytes each: a longer message would not arrive whole
+ERROR_CHARACTERS = 4000  # of an engine's error, up to six bytes each, so that a message fits in a packet
 
 
 def _name(address: Address, rank: int) -> str:
-    """Name of the socket that `rank` listens at: in Linux's abstract namespace, where nothing is left behind and no
-    path can be too long."""
+    """The name of `rank`'s socket, in Linux's abstract namespace: no files to leave behind, no path to be too long."""
     return f"\0corerl-{address.token}-{rank}"
 
 
 def _same_user(connection: socket.socket) -> bool:
-    """The abstract namespace has no permissions: whoever is at the other end must be this user."""
+    """Whether the other end belongs to this user: the abstract namespace has no permissions."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", credentials)
     return bool(user == os.getuid())
@@ -60,23 +59,23 @@ def _same_user(connection: socket.socket) -> bool:
 
 @define(eq=False)
 class _Peer:
-    """A receiver, at the sender's end."""
+    """A receiver, as the sender sees it."""
 
     connection: socket.socket
-    handles: dict[int, Handle] = field(factory=dict)  # by buffer: those that it has been given
-    loading: set[int] = field(factory=set)  # buckets that it has not freed
-    taking: bool = False  # part in this update
+    handles: dict[int, Handle] = field(factory=dict)  # handles given to it, by buffer
+    loading: set[int] = field(factory=set)  # buckets it has not freed
+    taking: bool = False  # whether it takes part in this update
 
 
 @define(eq=False)
 class _Buffer:
     shared: Shared
-    bucket: int = -1  # the one that was sent from it last
+    bucket: int = -1  # the last one sent from it
 
 
 @frozen(eq=False)
 class _Pending:
-    """A bucket that is gathered, or will be once the device gets there, and that no engine has been told of."""
+    """A bucket that is gathered, or queued on the device to be, and not yet announced to engines."""
 
     bucket: Bucket
     flat: torch.Tensor
@@ -85,7 +84,7 @@ class _Pending:
 
 
 class IpcSender(WeightSender):
-    """One rank's end. Those with no receiver on their device gather along, and send nothing."""
+    """One rank's end. A rank without receivers on its device takes part in gathering but sends nothing."""
 
     def __init__(self, address: Address, rank: int) -> None:
         super().__init__()
@@ -98,12 +97,12 @@ class IpcSender(WeightSender):
         self._buffers: list[_Buffer] = []
         self._turn = 0
         self._pending: _Pending | None = None
-        self._errors: dict[int, str] = {}  # by receiver index, of this update
+        self._errors: dict[int, str] = {}  # of this update, by receiver index
         self._done: dict[int, str] = {}
-        self._joining = False  # no bucket has been sent yet
+        self._joining = False  # receivers may join: no bucket has been sent yet
         self._manifest: Manifest | None = None
 
-    # ---- what a sender does ------------------------------------------------------------------------------------------
+    # ---- WeightSender ------------------------------------------------------------------------------------------------
 
     def sender_of(self, bucket: Bucket) -> int | None:
         ranks = set(self._address.senders)
@@ -134,7 +133,7 @@ class IpcSender(WeightSender):
             return None
         try:
             buffer = self._next(numel * dtype.itemsize)
-        except (OSError, RuntimeError) as error:  # no memory, of the host or of the device
+        except (OSError, RuntimeError) as error:  # out of host or device memory
             for index in self._taking:
                 self._drop(index, f"the trainer has no memory to send from: {first_line(error)}")
             return None
@@ -161,7 +160,7 @@ class IpcSender(WeightSender):
         self._wait(lambda: not self._taking)
         for index in self._taking:
             self._drop(index, self._address.not_committed(self.version))
-        if self._buffers and self._address.device != "cpu":  # whoever wakes up on this device needs it
+        if self._buffers and self._address.device != "cpu":  # others on this device need the memory
             self._release()
         answers = {index: self._errors.get(index) or self._done.get(index, "") for index in self._mine}
         return self._address.by_engine(answers)
@@ -180,7 +179,7 @@ class IpcSender(WeightSender):
 
     @property
     def _taking(self) -> list[int]:
-        """Receivers that take part in this update and have not ended it."""
+        """Receivers that take part in this update and have not finished it."""
         return [index for index, peer in self._peers.items() if peer.taking]
 
     def _settled(self, index: int) -> bool:
@@ -194,7 +193,7 @@ class IpcSender(WeightSender):
             self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _wait(self, until: Callable[[], bool]) -> None:
-        """Hear the receivers until it is so, or the time is up."""
+        """Handle messages until `until` holds or the time is up."""
         deadline = time.monotonic() + self._address.timeout
         while True:
             for index in self._mine:
@@ -207,7 +206,7 @@ class IpcSender(WeightSender):
             self._hear_all(min(LOOK_SECONDS, left))
 
     def _hear_all(self, seconds: float) -> None:
-        """What receivers have said; where they have not, what the first of them says in that time."""
+        """Handle all messages that have arrived, waiting up to `seconds` for a first one."""
         for key, _ in self._selector.select(seconds):
             connection: Any = key.fileobj
             if connection is self._listener:
@@ -229,7 +228,7 @@ class IpcSender(WeightSender):
         found = next((index for index, peer in self._peers.items() if peer.connection is connection), None)
         try:
             message, _ = _receive(connection)
-        except (ConnectionError, ValueError):  # ended, or no message of ours
+        except (ConnectionError, ValueError):  # the peer ended, or sent no message of ours
             message = None
         if message is None:
             if found is None:
@@ -237,7 +236,7 @@ class IpcSender(WeightSender):
                 connection.close()
             elif self._peers[found].taking:
                 self._drop(found, "its process has ended, or given up: its end of the connection was closed")
-            else:  # it may connect anew
+            else:  # it may reconnect
                 self._disconnect(found)
         elif message["is"] == "hello":
             self._greet(connection, message)
@@ -249,13 +248,13 @@ class IpcSender(WeightSender):
                 peer.taking = False
                 peer.loading.clear()
                 self._done[found] = message["error"]
-                if self._address.device != "cpu":  # it has closed those that it had opened
+                if self._address.device != "cpu":  # it has closed the handles it had opened
                     for buffer in peer.handles.keys() - set(message["opened"]):
                         self._buffers[buffer].shared.forget(peer.handles[buffer])
                     peer.handles.clear()
 
     def _greet(self, connection: socket.socket, message: Mapping[str, Any]) -> None:
-        """A receiver asks to take part, or refuses."""
+        """Handle a receiver's request to take part, or its refusal."""
         index, version = int(message["index"]), self.version
         if index not in self._mine:
             wrong = f"receiver {index} is not of rank {self._rank}, whose receivers are {self._mine}"
@@ -280,7 +279,7 @@ class IpcSender(WeightSender):
             self._tell(index, {"is": "go", "version": version, "error": ""})
 
     def _hand_over_pending(self) -> None:
-        """Who opens a handle waits for no stream of this process: what it finds there is written by now."""
+        """Announce the pending bucket, once it is written: a receiver cannot wait for this process's streams."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -305,10 +304,10 @@ class IpcSender(WeightSender):
             self._drop(index, f"its connection broke: {first_line(error)}")
 
     def _drop(self, index: int, reason: str) -> None:
-        """This receiver has no part in the update any more. It connects anew for another one, if it lives."""
+        """Exclude this receiver from the update. If alive, it reconnects for the next one."""
         self._errors.setdefault(index, reason)
         if (peer := self._peers.get(index)) is not None:
-            with contextlib.suppress(OSError):  # it has gone
+            with contextlib.suppress(OSError):  # the receiver is gone
                 _send(peer.connection, {"is": "no", "version": self.version, "error": reason[:ERROR_CHARACTERS]})
         self._disconnect(index)
 
@@ -323,7 +322,7 @@ class IpcSender(WeightSender):
     # ---- buffers -----------------------------------------------------------------------------------------------------
 
     def _next(self, nbytes: int) -> _Buffer | None:
-        """The buffer whose turn it is, once nobody reads it any more; None where nobody is left."""
+        """Wait until nobody reads the next buffer; returns it, or None if no receiver is left."""
         assert self._manifest is not None
         largest = self._manifest.largest * getattr(torch, self._manifest.dtype).itemsize
         if self._buffers and self._buffers[0].shared.bytes.numel() < max(largest, nbytes):
@@ -335,7 +334,7 @@ class IpcSender(WeightSender):
         buffer = self._buffers[self._turn]
         self._hear_all(0.0)
         if self._pending is not None and (self._pending.digest.ready or self._is_read(buffer)):
-            self._hand_over_pending()  # there is nothing better to do than to wait for it
+            self._hand_over_pending()  # otherwise we would only wait
         self._wait(lambda: not self._is_read(buffer))
         for index in self._taking:
             if buffer.bucket in self._peers[index].loading:
@@ -343,7 +342,7 @@ class IpcSender(WeightSender):
         return buffer if self._taking else None
 
     def _is_read(self, buffer: _Buffer) -> bool:
-        """Whether an engine still loads what was sent from it."""
+        """Whether an engine is still loading from this buffer."""
         return any(buffer.bucket in peer.loading for peer in self._peers.values())
 
     def _release(self) -> None:
@@ -360,14 +359,14 @@ class IpcReceiver(WeightReceiver):
         self._index = index
         self._connection: socket.socket | None = None
         self._opened: dict[int, torch.Tensor] = {}  # by buffer
-        self._asked: int | None = None  # version that this engine asked to take part in
-        self._joined: int | None = None  # version that it does take part in
+        self._asked: int | None = None  # the version it asked to join
+        self._joined: int | None = None  # the version it has joined
 
     def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
         self._join(manifest.digest, version, error="")
         dtype = getattr(torch, manifest.dtype)
         for bucket in manifest.buckets:
-            # The sender may be waiting that long for another engine.
+            # The sender may wait that long for another engine.
             message, descriptors = self._expect("bucket", version, 2 * self._address.timeout)
             if "handle" in message:
                 self._opened[message["buffer"]] = opened(message["handle"], descriptors)
@@ -376,7 +375,7 @@ class IpcReceiver(WeightReceiver):
             require_undamaged(bucket, version, got=got, sent=sent)
             yield bucket, flat
             if flat.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()  # the copies out of it are done
+                torch.cuda.current_stream().synchronize()  # wait for the copies out of it
             del flat
             self._tell({"is": "free", "version": version, "bucket": bucket.index})
 
@@ -384,12 +383,12 @@ class IpcReceiver(WeightReceiver):
         asked, joined = self._asked == version, self._joined == version
         self._asked = self._joined = None
         closed = list(self._opened)
-        if self._address.device != "cpu":  # the sender takes this memory back
-            torch.cuda.synchronize()  # a load that failed may have left copies under way
+        if self._address.device != "cpu":  # the sender frees this memory
+            torch.cuda.synchronize()  # a failed load may have left copies in flight
             self._opened = {}
         if joined:
             self._tell({"is": "done", "version": version, "error": error[:ERROR_CHARACTERS], "opened": closed})
-        elif not asked:  # otherwise the sender knows: it has left this engine out
+        elif not asked:  # otherwise the sender itself has left this engine out
             self._hello("", version, error or "did not read the update")
 
     def close(self) -> None:
@@ -401,14 +400,14 @@ class IpcReceiver(WeightReceiver):
     def _join(self, digest: str, version: int, error: str) -> None:
         self._asked = version
         self._hello(digest, version, error)
-        # The sender answers at once, but for the time that it has not begun.
+        # The sender answers at once, after it has begun.
         self._expect("answer", version, 2 * self._address.timeout)
         self._joined = version
 
     def _hello(self, digest: str, version: int, error: str) -> None:
         known = {"index": self._index, "version": version, "digest": digest}
         message = {"is": "hello", **known, "error": error[:ERROR_CHARACTERS]}
-        for last in (False, True):  # a connection that the sender has closed meanwhile is made anew
+        for last in (False, True):  # reconnect once, if the sender has closed the connection meanwhile
             self._connect()
             try:
                 self._tell(message)
@@ -424,7 +423,7 @@ class IpcReceiver(WeightReceiver):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 connection.connect(_name(self._address, rank))
-            except (ConnectionRefusedError, FileNotFoundError) as error:  # it does not listen yet
+            except (ConnectionRefusedError, FileNotFoundError) as error:  # not listening yet
                 connection.close()
                 if time.monotonic() > deadline:
                     raise WeightUpdateError(
@@ -439,8 +438,8 @@ class IpcReceiver(WeightReceiver):
             self._connection = connection
 
     def _expect(self, what: str, version: int, timeout: float) -> tuple[dict[str, Any], list[int]]:
-        """The next message of this version, awaited as `what`; those of earlier ones are left over. Raises
-        WeightUpdateError where the sender says that this engine has no part in it."""
+        """Wait for the next message of this version, skipping earlier versions'; `what` names it in errors. Raises
+        WeightUpdateError if the sender has left this engine out."""
         if self._connection is None:
             raise WeightUpdateError("the connection to the trainer is closed")
         deadline = time.monotonic() + timeout
@@ -468,7 +467,7 @@ class IpcReceiver(WeightReceiver):
             self._keep(message, descriptors)
 
     def _keep(self, message: Mapping[str, Any], descriptors: list[int]) -> None:
-        """Keep a left-over message's handle: one to the host's memory comes once, and later updates go on in it."""
+        """Keep the handle in a skipped message: host memory's handle is sent once, and later updates use it."""
         if "handle" in message and self._address.device == "cpu":
             self._opened[message["buffer"]] = opened(message["handle"], descriptors)
 
@@ -484,11 +483,11 @@ class IpcReceiver(WeightReceiver):
             raise WeightUpdateError(refusal or f"cannot report to the trainer: {first_line(error)}") from error
 
     def _refusal(self, version: int) -> str:
-        """Why the sender, which has closed the connection, left this engine out of the update; "" where it did not say:
-        it may have done so after this engine last listened."""
+        """Why the sender, which closed the connection, left this engine out, or ""; the reason may have arrived since
+        this engine last listened."""
         if self._connection is None:
             return ""
-        self._connection.settimeout(0)  # nothing comes any more
+        self._connection.settimeout(0)  # nothing new will arrive
         with contextlib.suppress(OSError):
             while True:
                 message, descriptors = _last_words(self._connection)
@@ -506,8 +505,8 @@ def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: li
 
 
 def _last_words(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """Like `_receive`. Where the other end was closed before it had read all that this one said, the system tells that
-    first, once, and only then what the other end has said until then."""
+    """Like `_receive`, retrying once: if the other end closed with unread messages from this one, the system reports
+    that first, and only then delivers its last messages."""
     try:
         return _receive(connection)
     except ConnectionResetError:
@@ -515,7 +514,7 @@ def _last_words(connection: socket.socket) -> tuple[dict[str, Any] | None, list[
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """A message, and the file descriptors that came with it; None where the other end is closed."""
+    """A message and the file descriptors sent with it; (None, []) if the other end is closed."""
     data, descriptors, _, _ = socket.recv_fds(connection, PACKET_BYTES, 1)
     if not data:
         return None, []

@@ -1,4 +1,4 @@
-"""SGLang as a rollout engine of CoreRL: a server for each replica, supervised, its weights from the trainer."""
+"""SGLang as a rollout engine for CoreRL: one supervised server per replica, with weights from the trainer."""
 
 from corerl_sglang.spec import SPEC
 

@@ -1,4 +1,4 @@
-"""The server's arguments, made of the run, the options, and the user's table of them. Imports nothing heavy."""
+"""Build the server's arguments from the run, the options and the user's table. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from corerl.rollout.engine import EngineContext
     from corerl_sglang.config import SglangConfig
 
-LOADER = "corerl_sglang.loader.load"  # how SGLang names a function: the last dot is before it
+LOADER = "corerl_sglang.loader.load"  # SGLang's notation for a function: module.function
 
 MODEL = "set [model]"
 TRAINER = "weights come from the trainer alone"
@@ -23,7 +23,7 @@ SAMPLING = "[rollout] alone shapes what is sampled"
 TOKENS = "tokens go in and come out, and no text"
 REQUESTS = "CoreRL sends the requests"
 
-# SGLang's arguments that have another place, or none.
+# SGLang arguments that are set elsewhere or not at all -> why.
 ELSEWHERE = {
     "model_path": MODEL,
     "tokenizer_path": MODEL,
@@ -90,7 +90,7 @@ KEPT_BACK = 6
 
 
 def contradictions(server: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, what is wrong) of each argument in the user's table that cannot stand there."""
+    """(name, what is wrong) for each argument that must not be in the user's table."""
     for name in server:
         if name.replace("-", "_") in ELSEWHERE:
             yield name, f"has another place: {ELSEWHERE[name.replace('-', '_')]}; remove it here"
@@ -99,7 +99,7 @@ def contradictions(server: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def server_arguments(options: SglangConfig, context: EngineContext, *, model: Path) -> dict[str, Any]:
-    """Arguments by the names of ServerArgs; host and port are still to come. `model` has a config.json and no more."""
+    """Arguments by ServerArgs' names, except host and port. `model` is a directory with just a config.json."""
     arguments: dict[str, Any] = {
         "model_path": str(model),
         "load_format": "dummy",
@@ -112,7 +112,7 @@ def server_arguments(options: SglangConfig, context: EngineContext, *, model: Pa
         "enable_memory_saver": context.device == "cuda",
         "enable_deterministic_inference": options.deterministic,
         "enable_return_routed_experts": options.routed_experts,
-        "uvicorn_access_log_exclude_prefixes": [PING],  # an error tells the log's last lines
+        "uvicorn_access_log_exclude_prefixes": [PING],  # errors quote the log's last lines
     }
     if context.context_length:
         arguments["context_length"] = context.context_length + KEPT_BACK
@@ -128,7 +128,7 @@ def server_arguments(options: SglangConfig, context: EngineContext, *, model: Pa
 
 
 def plain_allocator(environment: Mapping[str, str]) -> dict[str, str]:
-    """What is to stand in the place of torch's settings in the server: with expandable segments, which are meant for
-    the ranks, the library by which SGLang sleeps refuses to start."""
+    """Environment variables to override in the server: the memory saver behind SGLang's sleep does not start with
+    expandable segments, which are meant for the training ranks."""
     switch = re.compile(r"(expandable_segments\s*:\s*)true", re.IGNORECASE)
     return {name: switch.sub(r"\1False", value) for name, value in environment.items() if switch.search(value)}

@@ -1,4 +1,4 @@
-"""What only SGLang knows of an engine; everything common stands in [rollout]."""
+"""The SGLang-specific options of an engine; everything common is in [rollout]."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attrs import frozen
 
 from corerl.config.schema import above, at_least, between, option
 
-# Of `generate`, side by side: SGLang's own batches are what they end in, so many small ones cost nothing.
+# Concurrent `generate` calls: SGLang batches them itself, so many small ones cost nothing.
 CALLS = 16
 
 

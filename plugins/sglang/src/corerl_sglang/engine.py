@@ -1,4 +1,4 @@
-"""A rollout engine that is an SGLang server: token ids in, token ids and log-probs out, weights taken by its ranks."""
+"""A rollout engine backed by an SGLang server: token ids in, token ids and log-probs out; its ranks receive weights."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from corerl_sglang.read import Cut, Experts, Reader
 from corerl_sglang.server import Server
 
 WEIGHTS = "weights"
-CACHES = ("kv_cache", "cuda_graph")  # SGLang's other tags of memory
-IDLE_SECONDS = 60.0  # that a server has to come to rest after its last answer
+CACHES = ("kv_cache", "cuda_graph")  # SGLang's other memory tags
+IDLE_SECONDS = 60.0  # for a server to become idle after its last answer
 
 
 class SglangEngine(Engine):
@@ -47,13 +47,13 @@ class SglangEngine(Engine):
         self._options, self._context = options, context
         self._serving = Serving(context.name, context.index, calls=CALLS)
         self._sleeping: set[str] = set()  # tags
-        self._waking = threading.Lock()  # several calls may find the caches asleep
-        self._failure: BaseException | None = None  # the first, for which all calls under way were cut
+        self._waking = threading.Lock()  # several calls may find the caches asleep at once
+        self._failure: BaseException | None = None  # the first one, which caused all calls in flight to be aborted
         self._failing = threading.Lock()
         config = hf_config(model)
         built = build_on_meta(config, dtype=torch.float32, attention="eager")
         shapes = {box.name: box.shape for boxes in hf_boxes(built).values() for box in boxes}
-        self._shapes = shapes  # of what is sent to it
+        self._shapes = shapes  # of the tensors sent to this engine
         if context.weights.quantize == "fp8":
             left_out = context.weights.unquantized
             sent = [as_sent(name, shape, "", left_out) for name, shape in shapes.items()]
@@ -62,9 +62,9 @@ class SglangEngine(Engine):
             kept = [name for name in matrices if not is_quantized(name, shapes[name], left_out)]
             config.quantization_config = quantization([name.removesuffix(".weight") for name in kept])
         self._reader = Reader(engine=context.name, experts=Experts.of(built))
-        # Others cannot write to it: ranks read instructions there.
+        # Not writable by others: ranks unpickle instructions from it.
         self._directory = Path(tempfile.mkdtemp(prefix="corerl-sglang-"))
-        # A model's own end of sequence would end samples that [rollout] does not end there.
+        # Otherwise the model's own end of sequence would end samples that [rollout] does not.
         config.eos_token_id = None
         config.save_pretrained(self._directory / "model")
         log = Path(context.run_dir) / "logs" / f"{context.name}.log" if context.run_dir else self._directory / "log"
@@ -80,8 +80,7 @@ class SglangEngine(Engine):
         )
         try:
             self._server.wait_ready(options.start_timeout)
-            # Of what it has by now, Python's garbage collector there need not look at anything again. One that refuses
-            # is as right without.
+            # Spare the server's garbage collector everything that exists by now. Optional, so a refusal is fine.
             with contextlib.suppress(EngineFailed):
                 self._server.post("/freeze_gc")
             self._bytes = memory_of(self._server.get("/server_info"), context.bundles)
@@ -95,7 +94,7 @@ class SglangEngine(Engine):
         try:
             return self._spread(request)
         except WorkerDied:
-            self._server.stop()  # all of it: whoever replaces this engine starts one of its own
+            self._server.stop()  # with all its ranks: this engine's replacement starts its own server
             raise
 
     def _spread(self, request: GenerateRequest) -> Generation:
@@ -108,29 +107,29 @@ class SglangEngine(Engine):
         with self._serving.generating() as version:
             if self._serving.paused:
                 return self._reader.nothing(request)
-            self._resume({*CACHES})  # late: until now whoever shares the device may have had that memory
-            # Not a request a row: SGLang takes all requests in one event loop, and each costs it there, however small.
-            # Not one for all rows either: what has come is read here while the server still writes the rest.
+            self._resume({*CACHES})  # only now: others on the device may have used that memory
+            # Not one request per row: SGLang handles all requests in one event loop, at a fixed cost each. Not one for
+            # all rows either: answers are parsed here while the server still writes the rest.
             parts = request.parts(self._options.requests)
             known = self._failure
             with ThreadPoolExecutor(len(parts)) as threads:
                 futures = [threads.submit(self._generate, part, version) for part in parts]
                 wait(futures, return_when=FIRST_EXCEPTION)
                 failures = [failure for future in futures if future.done() and (failure := future.exception())]
-                # A death explains whatever else went wrong, and anything explains a cut.
+                # The cause first: a death explains any other failure, and any failure explains an aborted row.
                 failures.sort(key=lambda each: (not isinstance(each, WorkerDied), isinstance(each, Cut)))
                 if failures:
                     first = self._first(failures[0])
-                    self._abort()  # all, the other calls' too: their samples nobody will have
+                    self._abort()  # all requests, also of other calls, whose samples are lost too
             if failures:
                 raise first
             with self._failing:
-                if self._failure is known:  # since before this call: the engine works again
+                if self._failure is known:  # older than this call: the engine works again
                     self._failure = None
             return Generation.concatenate([future.result() for future in futures])
 
     def _first(self, failure: BaseException) -> BaseException:
-        """What a call tells that has failed: the first failure, where that had all calls cut and this one with them."""
+        """The exception for a failed call to raise: the first failure, if that caused this call to be aborted too."""
         with self._failing:
             if self._failure is None:
                 self._failure = failure
@@ -152,14 +151,14 @@ class SglangEngine(Engine):
         return self._reader.generation(answer, request, version, paused=self._serving.paused)
 
     def _sampling(self, params: SamplingParams, key: int, left: int) -> dict[str, Any]:
-        """One row's parameters, by SGLang's names; what is not here has a default that shapes nothing."""
-        # 0 is SGLang's word for the likeliest token.
+        """One row's parameters, by SGLang's names; the defaults of all others leave the distribution unchanged."""
+        # 0 makes SGLang take the likeliest token.
         shape = {"temperature": 0.0} if params.greedy else {"temperature": params.temperature, "top_p": params.top_p}
         seed = {"sampling_seed": key} if self._options.deterministic else {}
         return {**shape, **seed, "max_new_tokens": left, "stop_token_ids": list(params.stop_tokens)}
 
     def _abort(self) -> None:
-        with contextlib.suppress(CorerlError):  # what went wrong before weighs more
+        with contextlib.suppress(CorerlError):  # the earlier error takes precedence
             self._server.post("/abort_request", {"rid": "", "abort_all": True})
 
     def pause(self) -> None:
@@ -171,7 +170,7 @@ class SglangEngine(Engine):
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
-        """Each rank of the server receives by itself, in its own process: see `loader`."""
+        """Have each of the server's ranks receive in its own process; see `loader`."""
 
         def transfer(refused: str) -> tuple[int, str]:
             try:
@@ -187,35 +186,34 @@ class SglangEngine(Engine):
         return evolve(received, died=bool(received.error) and not self._server.alive)
 
     def _misfit(self, manifest: Manifest) -> str:
-        """Why this manifest cannot be loaded; "" where it can. SGLang itself passes over names that it does not
-        know."""
+        """Why this manifest cannot be loaded; "" if it can. SGLang itself silently skips unknown names."""
         if WEIGHTS in self._sleeping:
             return "the engine's weights sleep; wake it up first"
         return misfit(manifest.shapes, self._shapes)
 
     def _transfer(self, manifest: Manifest, version: int, address: Address) -> tuple[int, str]:
-        """Bytes that came, and what went wrong, or ""."""
+        """Have the ranks take the update; returns the bytes received and the error, or ""."""
         receivers = tuple(self._context.receivers)
         instruction = Instruction(manifest=manifest, version=version, address=address, receivers=receivers)
         answers, failed = self._ask_ranks(instruction)
         given = [answer for answer in answers if answer is not None]
         received = max((answer.bytes for answer in given), default=0)
         if silent := [receiver for receiver, answer in zip(receivers, answers, strict=True) if answer is None]:
-            self._refuse(silent, manifest, version, address, failed)  # whom the sender would wait for
+            self._refuse(silent, manifest, version, address, failed)  # the sender would wait for them
         if not failed:
             body = {"new_version": str(version), "abort_all_requests": False}
             self._server.post("/update_weight_version", body)
         return received, failed
 
     def _ask_ranks(self, asked: Instruction | Question) -> tuple[list[Answer | None], str]:
-        """What each rank answers, None where it does not; and what went wrong, or ""."""
+        """Send an instruction to all ranks; returns each one's answer, None if it gave none, and the error, or ""."""
         ranks = len(self._context.receivers)
         answers: list[Answer | None] = [None] * ranks
         failed = ""
         try:
             path = write_instruction(self._directory, asked)
             try:
-                self._settle()  # also empties the prefix cache: its keys and values are of the weights before
+                self._settle()  # also empties the prefix cache, whose keys and values are of the old weights
                 names = [[(name_for(path, rank), torch.empty(0))] for rank in range(ranks)]
                 body = {
                     "serialized_named_tensors": [serialized(each) for each in names],
@@ -232,8 +230,8 @@ class SglangEngine(Engine):
         return answers, failed or wrong or silence
 
     def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
-        """Sums of tensors as each rank first saw them loaded, in the dtype in which each came: see `held`. What SGLang
-        did not copy from a tensor into a parameter, as a scalar or what it changes on the way, is left out."""
+        """Sums of tensors in the dtypes they came in, read where each rank first saw them loaded; see `held`. Tensors
+        that SGLang does not plainly copy into a parameter, such as scalars or converted ones, are left out."""
         answers, failed = self._ask_ranks(Question())
         self._server.require_alive("weight_sums")
         if failed:
@@ -242,7 +240,7 @@ class SglangEngine(Engine):
         return whole_sums(self._context.name, self._shapes, ranks) or None
 
     def _refuse(self, receivers: Sequence[int], manifest: Manifest, version: int, address: Address, error: str) -> str:
-        """Tell the sender, in the place of these receivers, why they take no part."""
+        """Tell the sender, on behalf of these receivers, why they take no part; returns `error`."""
         for index in receivers:
             receiving = Receiving(index)
             receiving.transfer(manifest, version, address, refused=error, load=lambda bucket, flat: None)
@@ -250,8 +248,7 @@ class SglangEngine(Engine):
         return error
 
     def _settle(self) -> None:
-        """Returns when nothing runs and no prefix is remembered. A server that is not at rest when it is asked to let
-        go of memory ends itself."""
+        """Wait until nothing runs, and empty the prefix cache. A busy server asked to release memory ends itself."""
         if "kv_cache" not in self._sleeping:
             self._server.post(f"/flush_cache?timeout={IDLE_SECONDS:g}")
 
@@ -268,8 +265,7 @@ class SglangEngine(Engine):
         return sum(self._bytes.get(tag, 0) for tag in tags)
 
     def wake_up(self) -> int:
-        """The weights' memory alone: that of caches is taken by the first request, when whoever shares the device has
-        gone to sleep."""
+        """Resume only the weights' memory. The first request resumes the caches', when others on the device sleep."""
         if WEIGHTS not in self._sleeping:
             return 0
         with self._serving.dropping_weights("its weights have not arrived since it woke up"):
@@ -288,11 +284,11 @@ class SglangEngine(Engine):
 
 
 def memory_of(info: Mapping[str, Any], ranks: int) -> dict[str, int]:
-    """Bytes on all devices of one replica by tag, of what the server tells of one rank in GiB."""
+    """Bytes by tag on all devices of a replica, from the GiB that the server reports for one rank."""
     used = info["internal_states"][0]["memory_usage"]
     return {WEIGHTS: round(used["weight"] * 2**30) * ranks, "kv_cache": round(used["kvcache"] * 2**30) * ranks}
 
 
 def serialized(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
-    """A pickle in base64, as SGLang's endpoint takes it, which unpickles torch's and Python's own classes only."""
+    """A base64 pickle for SGLang's endpoint, which unpickles only torch's and Python's own classes."""
     return base64.b64encode(pickle.dumps(list(named_tensors))).decode()

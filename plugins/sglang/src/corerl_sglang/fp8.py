@@ -1,9 +1,9 @@
-"""What SGLang wants of a run whose weights come in FP8, `weights.quantize = "fp8"`, and how its server is told.
+"""Check and configure SGLang for weights that arrive in FP8 (`weights.quantize = "fp8"`).
 
-It serves them as it serves published FP8 checkpoints: blocks of 128 x 128 with a scale each, and activations quantised
-as they come, 128 columns at a time. Parameters must stay as they were loaded, since the next update is copied into
-them. So models are those whose loaders read the scales, and kernels those that hold no form of their own. Both lists
-are of SGLang 0.5.15 and 0.5.17. Imports nothing heavy.
+SGLang serves them like published FP8 checkpoints: 128 x 128 blocks with a scale each, and activations quantized on the
+fly, 128 columns at a time. Parameters must keep the form they were loaded in, since the next update is copied into
+them. Hence only models whose loaders read the scales are supported, and kernels that do not repack weights. Both lists
+are for SGLang 0.5.15 and 0.5.17. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ if TYPE_CHECKING:
     from corerl_sglang.config import SglangConfig
 
 BLOCK = 128  # as in corerl.weights.quantize, which needs torch
-MODELS = ("qwen2", "qwen3", "qwen3_moe")  # Llama's loader looks for scales under another name, and passes over these
-# On Hopper DeepGEMM, which "auto" takes where it is installed, computes with scales in float32, as they come.
+MODELS = ("qwen2", "qwen3", "qwen3_moe")  # Llama's loader expects another name for scales, and skips ours
+# On Hopper, DeepGEMM, which "auto" selects if installed, computes with float32 scales, as we send them.
 KERNELS = {
     "fp8_gemm_runner_backend": ("auto", "deep_gemm", "triton"),
     "moe_runner_backend": ("auto", "triton"),
     "moe_a2a_backend": ("none",),
 }
-# From Blackwell on "auto" makes scales powers of two and packs them, or shuffles experts.
+# From Blackwell on, "auto" rounds scales to powers of two and packs them, or shuffles experts.
 PLAIN = {"fp8_gemm_runner_backend": "triton", "moe_runner_backend": "triton"}
-OLDEST, PACKING = (8, 9), (10, 0)  # compute capabilities: the first with FP8, and the first that packs
+OLDEST, PACKING = (8, 9), (10, 0)  # compute capabilities: the first with FP8, the first that packs
 
 
 def quantization(left_out: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` of a model's config.json. `left_out` are the names of its modules that stay as they
-    are."""
+    """The `quantization_config` for a model's config.json. `left_out` names the modules that are not quantized."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -46,8 +45,8 @@ def quantization(left_out: Sequence[str]) -> dict[str, Any]:
 
 
 def for_device(arguments: Mapping[str, Any], capability: tuple[int, int]) -> dict[str, Any]:
-    """The server's arguments where its device has this compute capability. Raises ConfigError where it has no FP8, or
-    where its kernels would not leave parameters as they are."""
+    """Adapt the server's arguments to a device's compute capability. Raises ConfigError if it has no FP8, or if the
+    chosen kernels would repack parameters."""
     if arguments.get("quantization") != "fp8":
         return dict(arguments)
     if capability < OLDEST:
@@ -68,7 +67,7 @@ def for_device(arguments: Mapping[str, Any], capability: tuple[int, int]) -> dic
 
 
 def problems(config: SglangConfig, cluster: ClusterInfo) -> Iterator[Problem]:
-    """Why these options cannot serve weights in FP8."""
+    """Problems of serving FP8 weights with these options."""
     if cluster.device != "cuda":
         yield Problem(".weights.quantize", "'fp8' wants a GPU; set it to 'none'")
     if cluster.train is not None and cluster.train.precision == "float32":
@@ -112,7 +111,7 @@ def problems(config: SglangConfig, cluster: ClusterInfo) -> Iterator[Problem]:
 
 @frozen
 class _Layer:
-    """Tensors that SGLang holds in one parameter."""
+    """Tensors that SGLang fuses into one parameter."""
 
     kind: str
     names: Sequence[str]
@@ -136,15 +135,15 @@ def _layers(model: Mapping[str, Any]) -> Iterator[_Layer]:
 
 
 def _cut_blocks(config: SglangConfig, model: Mapping[str, Any], quantized: Set[str]) -> Iterator[Problem]:
-    """Widths of matrices, as a device has them, that do not consist of whole blocks."""
+    """Problems of matrices whose size on one device is not a multiple of the block size."""
     if config.tensor_parallel % config.data_parallel or config.tensor_parallel % config.expert_parallel:
-        return  # told elsewhere
+        return  # reported elsewhere
     heads: int = model["num_attention_heads"]
     head: int = model.get("head_dim") or model["hidden_size"] // heads
     pairs: int = model.get("num_key_value_heads") or heads
     tp = config.tensor_parallel
     attention, experts = tp // config.data_parallel, tp // config.expert_parallel
-    widths = (  # kinds of layers, setting, width of the whole, and of a part
+    widths = (  # kinds of layers, setting, whole width, width per device
         ({"qkv", "o", "mlp", "experts"}, "hidden_size", model["hidden_size"], model["hidden_size"]),
         ({"qkv", "o"}, "num_attention_heads", heads * head, heads // attention * head),
         ({"qkv"}, "num_key_value_heads", pairs * head, max(1, pairs // attention) * head),

@@ -1,4 +1,4 @@
-"""What a server answers to `/generate`, as far as it is read here: a list of one `Sample` for each row."""
+"""The parts of a server's answer to `/generate` that we read: a list with one `Sample` per row."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 
 
-# Not seen by Python's garbage collector: tens of thousands come at once, when a rollout waits for nothing else, and for
-# them it would go through all that the process holds, which takes longer than reading the answer.
+# Untracked by Python's garbage collector: tens of thousands are created at once, while the rollout waits, and would
+# trigger collections of the whole process, which take longer than parsing the answer.
 class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """SGLang tells [log-prob, id, text]; the text is passed over, as it is null."""
+    """SGLang sends [log-prob, id, text]; the text is ignored, since it is null."""
 
-    logprob: float | None  # None where it is not a finite number: JSON has none
+    logprob: float | None  # None if not finite, which JSON cannot express
     id: int
 
 

@@ -1,8 +1,8 @@
-"""Where each tensor of the weight stream lies in a rank's model, seen as it is loaded; what its bits there sum to.
+"""Find out where each tensor of the weight stream is stored in a rank's model, and sum its bits there.
 
-SGLang fuses tensors, cuts them over ranks, repeats them and pads them, each architecture in its own way. Whatever the
-way, it ends in copies from a tensor of the stream into a parameter. These are watched when a tensor is loaded for the
-first time; from then on what lies there can be read at any moment. No table of names is needed, and no SGLang imported.
+SGLang fuses, shards, repeats and pads tensors, differently in each architecture. But it always ends in copies from a
+tensor of the stream into a parameter. These are observed when a tensor is first loaded; afterwards its values can be
+read there at any time. This needs no table of names and does not import SGLang.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from corerl.weights.quantize import FP8, SCALE
 from corerl.weights.verify import bit_sums
 
 COPY = torch.ops.aten.copy_
-# What a loader may do to a part before it copies it: make it contiguous, bring it to a device. Inference mode has names
-# of its own for that.
+# What a loader may do to a part before copying it: make it contiguous, move it to a device. The last two are the names
+# used in inference mode.
 CLONES = (torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.aten.contiguous, torch.ops.aten.to)
 
 
 class Model(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """Takes any part of a checkpoint, under its Hugging Face names; copies what it keeps."""
+        """Load any subset of a checkpoint, by HF names; copies what it keeps."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]: ...
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]: ...
@@ -38,7 +38,7 @@ class Model(Protocol):
 
 @frozen
 class Region:
-    """Elements of a tensor or a storage; axes of one element are left out."""
+    """A strided region of a tensor or storage; dims of size 1 are left out."""
 
     offset: int
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Region:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, start: int = 0) -> Region:
-        """Where `tensor` lies in its storage, from element `start` on."""
+        """The region of `tensor` in its storage, relative to element `start`."""
         axes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
         shape, strides = tuple(size for size, _ in axes), tuple(stride for _, stride in axes)
         return cls(int(tensor.storage_offset()) - start, shape, strides)
@@ -58,26 +58,26 @@ class Region:
 
 @frozen
 class Part:
-    """A part of a tensor of the stream, and where it lies in this rank."""
+    """A part of a stream tensor, and where it is stored in this rank."""
 
     source: Region  # in the tensor
-    dtype: torch.dtype  # in which the tensor came
-    parameter: str  # or a buffer
-    address: int  # of its first element
-    lies: Region  # in its storage
+    dtype: torch.dtype  # that the tensor came in
+    parameter: str  # the name of the parameter or buffer
+    address: int  # of the parameter's first element
+    lies: Region  # in the parameter's storage
 
 
 @frozen
 class Sum:
-    """What the bits of one part sum to in one rank."""
+    """The bit sum of one part in one rank."""
 
     source: Region
     bits: int
 
 
 class Watch(TorchDispatchMode):
-    """While it is entered, notes what is copied from a bucket's tensors into a model. It sees its own thread alone, and
-    no copy that is not one of a strided part: what it does not see, nobody can tell of."""
+    """A context that records copies from a bucket's tensors into a model. It only sees its own thread, and only copies
+    of strided parts; anything else stays unverified."""
 
     def __init__(self, model: Model, bucket: Bucket, flat: torch.Tensor) -> None:
         super().__init__()
@@ -102,14 +102,14 @@ class Watch(TorchDispatchMode):
         return done
 
     def _source(self, tensor: torch.Tensor) -> tuple[str, Region] | None:
-        """Which of the bucket's tensors it is a part of, and which part."""
+        """(name, region) if `tensor` is part of one of the bucket's tensors, else None."""
         if clone := self._clones.get(_storage(tensor)):
             whole, name, source = clone
             return (name, source) if tensor.numel() == whole.numel() else None
         if _storage(tensor) != _storage(self._flat):
             return None
         width, item = self._flat.element_size(), tensor.element_size()
-        begins = int(self._flat.storage_offset()) * width  # in bytes, as tensors of a bucket may differ in dtype
+        begins = int(self._flat.storage_offset()) * width  # in bytes, since tensors of a bucket may differ in dtype
         element = (int(tensor.storage_offset()) * item - begins) // width
         entry = self._bucket.entries[bisect_right(self._starts, element) - 1]
         if tensor.dtype != self._dtypes[entry.name]:
@@ -118,14 +118,14 @@ class Watch(TorchDispatchMode):
 
 
 class Held:
-    """What one rank's model holds."""
+    """Loads buckets into one rank's model, and knows where each tensor is stored in it."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
         self._parts: dict[str, list[Part]] = {}
 
     def load(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Load it into the model, and see where it goes, where that is not known yet."""
+        """Load the bucket into the model, recording where its tensors go unless that is known already."""
         quantized = any(entry.dtype for entry in bucket.entries)
         weights = list(bucket.views(flat).items())
         if quantized and bucket.index == 0:
@@ -140,8 +140,8 @@ class Held:
         self._parts |= watch.parts
 
     def sums(self) -> dict[str, list[Sum]]:
-        """The sum of each part of each tensor here, in the dtype in which it came. A tensor of which a part has moved
-        since it was seen is left out."""
+        """The bit sums of each tensor's parts on this rank, in the dtype it came in. Tensors with a part that has moved
+        since it was recorded are left out."""
         tensors = _tensors(self.model)
         views: dict[str, torch.Tensor] = {}
         known: list[tuple[str, str, Part]] = []
@@ -157,7 +157,7 @@ class Held:
         came = {key: part.dtype for _, key, part in known}
         same = {key: view for key, view in views.items() if view.dtype == came[key]}
         bits = bit_sums(same)
-        for key in views.keys() - same.keys():  # one at a time: a copy of each
+        for key in views.keys() - same.keys():  # one at a time, since each needs a copy
             bits |= bit_sums({key: views[key].to(came[key])})
         told: dict[str, list[Sum]] = {}
         for name, key, part in known:
@@ -168,8 +168,8 @@ class Held:
 def whole_sums(
     engine: str, shapes: Mapping[str, tuple[int, ...]], ranks: Sequence[Mapping[str, Sequence[Sum]]]
 ) -> dict[str, int]:
-    """Sums of tensors whose parts are all somewhere, each part counted once. Raises EngineFailed where a part that lies
-    in several places is not the same in all."""
+    """Sum each tensor's parts over ranks, counting every part once; incompletely known tensors are left out. Raises
+    EngineFailed if copies of a part differ."""
     sums: dict[str, int] = {}
     for name, shape in shapes.items():
         parts: dict[Region, int] = {}
@@ -186,13 +186,12 @@ def whole_sums(
 
 
 def _require_form(parts: Mapping[str, Sequence[Part]], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises EngineFailed where tensors of a quantised bucket went to parameters of another form. A loader says nothing
-    of that: it converts bits, which without their scales are other numbers, and passes over scales that it has no
-    parameter for."""
+    """Raise EngineFailed if tensors of a quantized bucket went to parameters of another form. Loaders do this silently:
+    they convert values, which are wrong without their scales, and skip scales that have no parameter."""
     for name, found in parts.items():
         for part in found:
             held = tensors[part.parameter].dtype
-            # Others, such as norms, may be held in a precision of their own.
+            # Others, such as norms, may be held in another precision.
             if held != part.dtype and (FP8 in (held, part.dtype) or name.endswith(SCALE)):
                 raise EngineFailed(
                     f"{name!r} comes as {_word(part.dtype)} and is held as {_word(held)}; either the server does not "
@@ -207,9 +206,9 @@ def _require_form(parts: Mapping[str, Sequence[Part]], tensors: Mapping[str, tor
 
 
 def _keys_as_they_are(model: Model) -> None:
-    """Sets the scales of attention's keys and values in FP8 to 1, as where a checkpoint has none: they are in no
-    stream, and a sleep takes away their memory. Raises EngineFailed where SGLang, which writes random numbers to all
-    parameters as it starts and reads these scales then, has got another one, which kernels may have been told for good.
+    """Set the FP8 scales of attention's keys and values to 1, as if a checkpoint has none: they are not in the stream,
+    and sleeping loses their memory. Raises EngineFailed if SGLang, which initializes all parameters at random and then
+    reads these scales, has read another value, which kernels may keep using.
     """
     for module in model.modules():
         for name in ("k_scale", "v_scale"):

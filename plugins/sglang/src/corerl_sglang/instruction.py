@@ -1,10 +1,9 @@
-"""What the engine asks each rank of its server, to take one weight update or to tell what it holds, and what the rank
-answers: small files.
+"""Exchange small files between the engine and its server's ranks: take a weight update, or report what you hold.
 
-    asked-7f3a.pickle        the engine's: which update, from where; or a question
+    asked-7f3a.pickle        from the engine: which update, from where; or a question
     asked-7f3a.rank-0.json   rank 0's answer
 
-SGLang hands a rank's loader names and tensors, and gives nothing back: so one name tells where the instruction is.
+SGLang passes only names and tensors to a rank's loader, and returns nothing, so a name says where the instruction is.
 """
 
 from __future__ import annotations
@@ -26,42 +25,42 @@ from corerl_sglang.held import Region, Sum
 
 @frozen(kw_only=True)
 class Instruction:
-    """Asks all ranks of one replica to take an update."""
+    """Tells all ranks of a replica to take an update."""
 
     manifest: Manifest
     version: int
     address: Address
-    receivers: tuple[int, ...]  # the index of each rank's receiver
+    receivers: tuple[int, ...]  # each rank's receiver index
 
 
 @frozen(kw_only=True)
 class Question:
-    """Asks all ranks of one replica what they hold."""
+    """Asks all ranks of a replica what they hold."""
 
 
 @frozen(kw_only=True)
 class Answer:
-    """What one rank answers."""
+    """One rank's answer."""
 
-    bytes: int  # that it received
-    error: str  # "" where its part of the model holds the new weights
-    sums: Mapping[str, Sequence[Sum]] = field(factory=dict)  # to a question: of the parts of tensors that it holds
+    bytes: int  # received
+    error: str  # "" if its part of the model holds the new weights
+    sums: Mapping[str, Sequence[Sum]] = field(factory=dict)  # in answer to a Question: by tensor, of the parts it holds
 
 
 def write_instruction(directory: Path, asked: Instruction | Question) -> Path:
-    """The directory is the engine's own, which nobody else may write to: what is read from it may be unpickled."""
+    """Write the instruction to `directory`, which nobody but the engine may write to, since its files are unpickled."""
     path = directory / f"asked-{uuid.uuid4().hex}.pickle"
     path.write_bytes(pickle.dumps(asked))
     return path
 
 
 def name_for(path: Path, rank: int) -> str:
-    """What stands in the place of a tensor's name."""
+    """The string to pass as a tensor's name."""
     return json.dumps({"instruction": str(path), "rank": rank})
 
 
 def read_instruction(name: str) -> tuple[Instruction | Question, Path, int]:
-    """The instruction with its path, and the rank that it is for."""
+    """The instruction, its path, and the rank it is for."""
     told = json.loads(name)
     path = Path(told["instruction"])
     asked: Instruction | Question = pickle.loads(path.read_bytes())
@@ -75,7 +74,7 @@ def write_answer(path: Path, rank: int, answer: Answer) -> None:
 
 
 def read_answers(path: Path, ranks: int) -> list[Answer | None]:
-    """Each rank's answer; None where it gave none. Removes them, and the instruction."""
+    """Each rank's answer, None if it gave none. Removes the answers and the instruction."""
     answers: list[Answer | None] = []
     for rank in range(ranks):
         file = _answer(path, rank)

@@ -1,4 +1,4 @@
-"""Starts SGLang's HTTP server in this process: `python -m corerl_sglang.launch ARGUMENTS.json`.
+"""Start SGLang's HTTP server in this process: `python -m corerl_sglang.launch ARGUMENTS.json`.
 
 The only module that imports SGLang. The file holds fields of SGLang's ServerArgs.
 """
@@ -17,7 +17,7 @@ from corerl_sglang.parent import end_with_parent
 
 
 def main() -> None:
-    """Returns when the server has ended. Exits with one line where an argument is none that this SGLang knows."""
+    """Run the server until it ends. Exits with one line if this SGLang does not know an argument."""
     file = Path(sys.argv[1])
     end_with_parent(file.parent)
     from sglang.launch_server import run_server
@@ -39,8 +39,8 @@ def main() -> None:
 
 
 def prepare_rank() -> None:
-    """Has norms, activations and rotary embeddings work in torch's own form in float32, since the kernels of SGLang for
-    them take half precisions alone. Called in a process that the server has spawned, before it builds a model."""
+    """In float32, run norms, activations and rotary embeddings in plain torch, since SGLang's kernels for them only
+    take half precision. Called in each process that the server spawns, before it builds a model."""
     if json.loads(Path(sys.argv[1]).read_text()).get("dtype") != "float32":
         return
     from sglang.srt.layers.activation import SiluAndMul
@@ -53,5 +53,5 @@ def prepare_rank() -> None:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":  # what is spawned imports the module of who spawned it, with its arguments
+elif __name__ == "__mp_main__":  # a spawned process imports its parent's main module, with the same sys.argv
     prepare_rank()

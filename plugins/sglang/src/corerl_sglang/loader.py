@@ -1,8 +1,7 @@
-"""Inside a rank of SGLang's server: takes one weight update, bucket by bucket, with checksums, into the rank's model;
-and tells what that model holds.
+"""Inside a rank of SGLang's server: load weight updates, bucket by bucket, and report what the model holds.
 
-SGLang is told of `load` by `--custom-weight-loader`, and calls it in the process of each tensor-parallel rank, in
-inference mode, between two batches. The module imports no SGLang: a model is whatever has `load_weights`.
+SGLang gets `load` as `--custom-weight-loader`, and calls it in the process of each tensor-parallel rank, in inference
+mode, between two batches. This module does not import SGLang: a model is anything with `load_weights`.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from corerl.rollout.receiving import Receiving
 from corerl_sglang.held import Held, Model
 from corerl_sglang.instruction import Answer, Instruction, read_instruction, write_answer
 
-# By receiver and by model. SGLang calls a function and keeps nothing for it, and connections are to outlive one update.
+# By receiver and by model id. Globals, since SGLang just calls a function, and connections must outlive an update.
 RECEIVING: dict[int, Receiving] = {}
 HELD: dict[int, Held] = {}
 
 
 def load(model: Model, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Never raises where it can tell of an error: an exception here would end the server."""
+    """Follow one instruction and write the answer. Errors go into the answer: an exception would end the server."""
     ((name, _),) = named_tensors
     asked, path, rank = read_instruction(name)
     held = HELD.setdefault(id(model), Held(model))
@@ -41,5 +40,5 @@ def _update(held: Held, instruction: Instruction, rank: int) -> Answer:
     receiving = RECEIVING.setdefault(receiver, Receiving(receiver))
     received, error = receiving.transfer(instruction.manifest, instruction.version, instruction.address, load=held.load)
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # what fails on the device fails here, and not in a later batch
+        torch.cuda.synchronize()  # let device errors surface here, not in a later batch
     return Answer(bytes=received, error=error)

@@ -1,4 +1,4 @@
-"""A process that ends with the one that started it, however that ends."""
+"""Make a process end with its parent, however that ends."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 
 def end_with_parent(directory: Path) -> None:
-    """Call it first in a process whose standard input is a pipe from its parent, and which leads a session of its own.
-    `directory` is what the parent keeps for it, and is removed with it.
+    """Call this first in a process whose standard input is a pipe from its parent and which leads its own session.
+    `directory`, which the parent made for it, is removed at the end.
 
-    A pipe closes when its last writer is gone, killed or not. (The kernel's own signal at a parent's death follows the
-    thread that started the process, and a Ray actor's threads come and go.)
+    A pipe closes when its last writer is gone, killed or not. (The kernel's parent-death signal is tied to the thread
+    that started the process, and a Ray actor's threads come and go.)
     """
 
     def wait() -> None:
         while os.read(0, 1):
             pass
         shutil.rmtree(directory, ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)  # with the ranks, which this process has started
+        os.killpg(0, signal.SIGKILL)  # including the ranks, which this process started
 
     threading.Thread(target=wait, name="corerl-parent", daemon=True).start()

@@ -1,4 +1,4 @@
-"""What SGLang needs of this machine, for `corerl doctor`. SGLang itself is not imported: that takes 20 seconds."""
+"""Check what SGLang needs on this machine, for `corerl doctor`, without importing it, which takes 20 seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import metadata
 from corerl.plugin.probing import library
 from corerl.plugin.spec import Finding, Level
 
-OLDEST, END = (0, 5, 15), (0, 6)  # SGLang's, as in pyproject.toml
+OLDEST, END = (0, 5, 15), (0, 6)  # SGLang versions, as in pyproject.toml
 MEND = "python -m pip install 'corerl[sglang]'"
 
 
@@ -50,7 +50,7 @@ def probe() -> Iterator[Finding]:
 
 
 def exact(requirements: list[str]) -> Iterator[tuple[str, str]]:
-    """(package, version) of those among SGLang's requirements that CoreRL imports too and that name one version."""
+    """(package, version) of SGLang's exactly pinned requirements that CoreRL imports too."""
     for requirement in requirements:
         package, _, version = requirement.partition(";")[0].strip().partition("==")
         if package in ("torch", "transformers") and version:

@@ -1,4 +1,4 @@
-"""What a server's answers to `/generate` say of the rows that were asked for."""
+"""Turn a server's answers to `/generate` into a `Generation`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class Cut(EngineFailed):
-    """The server ended a row because somebody asked it to, who had not paused the engine."""
+    """The server aborted a row on request, although the engine was not paused."""
 
 
 @frozen(kw_only=True)
 class Experts:
-    """Where a model's tokens go through experts."""
+    """A model's mixture-of-experts layers."""
 
-    layers: int  # of the model, with experts or without
-    choosing: Sequence[int]  # those with experts
-    chosen: int  # of a token, in each
+    layers: int  # all of the model's, with or without experts
+    choosing: Sequence[int]  # indices of the layers with experts
+    chosen: int  # experts per token, in each of these
 
     @classmethod
     def of(cls, model: Any) -> Experts:
-        """Read off a transformers model."""
+        """Derived from a transformers model."""
         config = model.config.get_text_config()
         found = {id(router) for router in routers(model)}
         names = [name for name, module in model.named_modules() if id(module) in found]
@@ -45,11 +45,11 @@ class Experts:
         )
 
     def unknown(self, tokens: int) -> Array:
-        """[tokens, layers of experts, k]."""
+        """[tokens, MoE layers, k], all -1."""
         return np.full((tokens, len(self.choosing), self.chosen), -1, dtype=np.int16)
 
     def read(self, told: str, tokens: int) -> Array:
-        """[tokens, layers of experts, k] of one row; SGLang tells all layers, and nothing of the last token."""
+        """[tokens, MoE layers, k] of one row. SGLang reports all layers, and nothing for the last token."""
         known = np.frombuffer(base64.b64decode(told), dtype=np.int32)
         layers = known.reshape(tokens - 1, self.layers, -1)[:, self.choosing].astype(np.int16)
         return np.concatenate([layers, self.unknown(1)])
@@ -57,14 +57,14 @@ class Experts:
 
 @frozen(kw_only=True)
 class Reader:
-    engine: str  # its name
+    engine: str
     experts: Experts
 
     def generation(self, answer: bytes, request: GenerateRequest, version: int, *, paused: bool) -> Generation:
-        """What the answer to a whole request says; `paused` says that rows may have been cut.
+        """Parse the answer to a whole request; if `paused`, rows may have been cut.
 
-        Raises EngineFailed where the answer cannot be read, or says something else than what was asked for: a row that
-        ended early, tokens of other weights than `version`, no experts.
+        Raises EngineFailed if the answer cannot be parsed or does not fit the request: a row ended early, tokens of
+        other weights than `version`, no experts.
         """
         try:
             samples = read_samples(answer)
@@ -94,21 +94,21 @@ class Reader:
             offsets=offsets_of(sizes),
             logprobs=np.concatenate(logprobs),
             versions=np.full(sizes.sum(), version, dtype=np.int64),
-            # Not what SGLang says: a stop token at the last place is its "length".
+            # Not SGLang's reason, which is "length" for a stop token in last place.
             truncated=~stopped & (sizes == request.left),
             routed_experts=np.concatenate(routed) if routed else None,
             unfinished=~stopped & (sizes < request.left),
         )
 
     def nothing(self, request: GenerateRequest) -> Generation:
-        """No token for any row, and no experts either."""
+        """An empty, unfinished generation, with unknown experts if they are requested."""
         unknown = self.experts.unknown(len(request.tokens)) if request.params.routed_experts else None
         return evolve(Generation.nothing(request), routed_experts=unknown)
 
     def _row(
         self, sample: Sample, params: SamplingParams, left: int, version: int, *, paused: bool
     ) -> tuple[Array, Array]:
-        """Tokens [m] and log-probs [m] of one row, `left` of which may come; of one that is cut, those there are."""
+        """Tokens [m] and log-probs [m] of one row, of at most `left` tokens; of a cut row, those sampled so far."""
         told, tokens = sample.meta_info, sample.output_ids
         reason, stopped = told.finish_reason, _stopped(sample, params)
         cut = reason["type"] == "abort" and paused
@@ -133,9 +133,9 @@ class Reader:
         return np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32)
 
     def _routes(self, sample: Sample, length: int, *, goes_on: bool) -> Array:
-        """[length, layers of experts, k] of one row."""
+        """[length, MoE layers, k] of one row."""
         told = sample.meta_info.routed_experts
-        # Cut before the first token: what SGLang tells of a prompt that it was reading is not of all of it.
+        # A row cut before its first token: SGLang reports experts for only a part of the prompt.
         if goes_on and (told is None or not sample.output_ids):
             return self.experts.unknown(length)
         if told is None:

@@ -1,4 +1,4 @@
-"""One SGLang server as a child process: started, waited for, asked over HTTP, and ended with everything it started."""
+"""Run one SGLang server as a child process: start it, wait for it, query it over HTTP, end it with all its children."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ import msgspec
 from corerl.errors import EngineFailed, WorkerDied
 
 HOST = "127.0.0.1"
-LAST_LINES = 15  # of the log, in an error's message
-LAST_BYTES = 1 << 16  # among which these are looked for
-LOOK_SECONDS = 0.2  # between looks at a server that starts
-HEALTH_SECONDS = 30.0  # for one answer: SGLang generates a token before it says that it is well
-# Of SGLang's endpoints (0.5.15 and 0.5.17) one that its HTTP process answers by itself, whatever its ranks do: it
-# generates nothing, asks no scheduler, and is there while weights are loaded or memory is given back.
+LAST_LINES = 15  # of the log, quoted in error messages
+LAST_BYTES = 1 << 16  # of the log, searched for these lines
+LOOK_SECONDS = 0.2  # between checks of a starting server
+HEALTH_SECONDS = 30.0  # for one answer: SGLang generates a token before it reports that it is healthy
+# An endpoint (in SGLang 0.5.15 and 0.5.17) that the HTTP process answers by itself, whatever its ranks do: it generates
+# nothing, asks no scheduler, and works while weights are loaded or memory is released.
 PING = "/ping"
-LOOKS = 3  # in a row at which a server must be silent, so that a machine that stood still for a while ends none
-LAST_BREATH = 10.0  # seconds in which a server that does not answer may still turn out to have died
+LOOKS = 3  # failed checks in a row before a server counts as silent, in case the machine stalled for a while
+LAST_BREATH = 10.0  # seconds to find out whether a server that broke off has died
 
 
 class Server:
-    """A server of one replica. Its methods may be called from several threads."""
+    """The server of one replica. Thread-safe."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class Server:
         log: Path,
         health_timeout: float,
     ) -> None:
-        """Starts it, and returns at once; `wait_ready` follows. `directory` takes the file of its arguments, and is
-        removed when it ends. `health_timeout`: seconds of silence after which a server that owes an answer is ended."""
+        """Start the server and return at once; call `wait_ready` next. `directory` gets the arguments file, and is
+        removed at the end. `health_timeout`: seconds of silence after which a server that owes an answer is ended."""
         self._name, self._log, self._directory = name, log, directory
         self._health_timeout = health_timeout
-        self._died_of: tuple[str, str] | None = None  # in one line, and in more
-        self._ending = threading.Lock()  # all that wait for it learn that it is gone at the same moment
-        # Held until the server is gone: two sockets that both allow it may be bound to one port as long as only one
-        # listens. A server takes a minute to get there, and meanwhile no one else is given the port.
+        self._died_of: tuple[str, str] | None = None  # (one line, details)
+        self._ending = threading.Lock()  # all waiting threads notice its death at the same moment
+        # Held until the server is gone, to reserve the port during the minute it takes to start: two sockets that both
+        # allow it may be bound to one port as long as only one listens.
         self._held = socket.socket()
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._held.bind((HOST, 0))
@@ -66,7 +66,7 @@ class Server:
             self._log_start = sink.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", launcher, str(file)],
-                stdin=subprocess.PIPE,  # it ends when this closes
+                stdin=subprocess.PIPE,  # the server ends when this closes
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
@@ -78,14 +78,14 @@ class Server:
         return self._process.pid
 
     def wait_ready(self, timeout: float) -> None:
-        """Returns when it is well. Raises EngineFailed, and ends it, where it ends first or takes longer."""
+        """Wait until the server is healthy. If it ends or takes longer, ends it and raises EngineFailed."""
         deadline = time.monotonic() + timeout
         while True:
             if self._process.poll() is not None:
                 failed = EngineFailed(f"{self._name}: its server {self._ended()} as it started; {self._last_lines()}")
                 self.stop()
                 raise failed
-            with contextlib.suppress(OSError, HTTPException):  # it does not listen yet
+            with contextlib.suppress(OSError, HTTPException):  # not listening yet
                 if self._ask("GET", "/health", None, timeout=HEALTH_SECONDS)[0] == 200:
                     return
             if time.monotonic() > deadline:
@@ -102,7 +102,7 @@ class Server:
         return self._process.poll() is None
 
     def require_alive(self, during: str) -> None:
-        """Raises WorkerDied where the process is gone."""
+        """Raise WorkerDied if the process is gone."""
         if not self.alive:
             raise self._died(during)
 
@@ -110,32 +110,32 @@ class Server:
         return json.loads(self._answer("GET", path, None))
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """What it answers. Raises WorkerDied where the server has died, before or in it, and EngineFailed where it
-        refuses, or hangs up and still runs. An answer may take as long as it likes. A server that meanwhile does not
-        even say that it is there is ended, and has died."""
+        """Post a request; returns the answer. Raises WorkerDied if the server is or becomes dead, EngineFailed if it
+        refuses, or hangs up but still runs. An answer may take any time, but a server that meanwhile does not even
+        answer pings is ended, and counts as dead."""
         return self._answer("POST", path, body or {})
 
     def stop(self) -> None:
-        """End it and all that it has started, and remove what it was told; idempotent."""
+        """End the server and all its children, and remove its directory; idempotent."""
         self._end()
         self._held.close()
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _end(self, why: str = "") -> tuple[str, str]:
-        """What it has died of, in one line and in more: once, before its directory goes, where its log may be. `why`
-        is for one that still runs."""
+        """End the server and return the cause, as (one line, details). Determined once, before its directory, which may
+        hold the log, is removed. `why` is the cause if it is still running."""
         with self._ending:
             if self._died_of is None:
                 last, more = self._last_lines(1), self._last_lines()
                 if self._process.stdin is not None:
                     self._process.stdin.close()
-                # Once, since later the number of its process group may be another's; its ranks may outlive it.
-                with contextlib.suppress(ProcessLookupError):  # all have ended
+                # Only once, since the process group's id may be reused later. Ranks may outlive the server.
+                with contextlib.suppress(ProcessLookupError):  # all have ended already
                     os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
                 self._died_of = f"{why or self._ended()}; {last}", more
-            shutil.rmtree(self._directory, ignore_errors=True)  # its watcher is gone with it
+            shutil.rmtree(self._directory, ignore_errors=True)  # its own watcher died with it
             return self._died_of
 
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
@@ -163,9 +163,9 @@ class Server:
     def _ask(
         self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout: float, watched: bool = False
     ) -> tuple[int, bytes]:
-        """Status and body of the answer. Raises TimeoutError where the server does not take the request, begin its
-        answer or go on with it in `timeout` seconds each. If `watched`, the answer may begin as late as it likes while
-        the server answers others: SGLang ends itself where a batch hangs."""
+        """Status and body of the answer. Raises TimeoutError if accepting the request, starting the answer or
+        continuing it takes longer than `timeout` seconds. If `watched`, the answer may start at any time as long as the
+        server answers pings: SGLang ends itself if a batch hangs."""
         connection = HTTPConnection(HOST, self.port, timeout=timeout)
         try:
             content = None if body is None else msgspec.json.encode(body)
@@ -178,9 +178,9 @@ class Server:
             connection.close()
 
     def _wait(self, sock: socket.socket, limit: float) -> None:
-        """Returns when an answer begins, or the connection ends. Raises TimeoutError after `limit` seconds in which the
-        server answered no `PING` either. In the caller's thread, which has nothing else to do; looking at what has come
-        without taking it, since http.client cannot go on with an answer whose beginning it has timed out on."""
+        """Wait until an answer starts or the connection ends. Raises TimeoutError after `limit` seconds without an
+        answer to `PING` either. Only peeks at the socket, since http.client cannot resume an answer after a timeout at
+        its start."""
         sock.settimeout(limit / (2 * LOOKS))
         missed = 0
         while missed < LOOKS:
@@ -194,7 +194,7 @@ class Server:
         raise TimeoutError
 
     def _is_there(self, timeout: float) -> bool:
-        """Whether somebody is there; with which status, is all one."""
+        """Whether the server answers a ping, with any status."""
         try:
             self._ask("GET", PING, None, timeout=timeout)
         except (OSError, HTTPException):
@@ -218,7 +218,7 @@ class Server:
             with self._log.open("rb") as file:
                 file.seek(max(self._log_start, self._log.stat().st_size - LAST_BYTES))
                 lines = [text for text in file.read().decode(errors="replace").splitlines() if text.strip()]
-        except OSError as error:  # somebody has removed it; what is told with it weighs more
+        except OSError as error:  # it was removed; the error that quotes it matters more
             return f"its log cannot be read ({error})"
         if not lines:
             return f"it wrote nothing to {self._log}"
@@ -228,7 +228,7 @@ class Server:
 
 
 def _message(answer: bytes) -> str:
-    """An error's message, which SGLang's endpoints have in one of three places."""
+    """Extract the error message, which SGLang's endpoints put in one of three places."""
     text = answer.decode(errors="replace")
     try:
         told = json.loads(text)

@@ -1,4 +1,4 @@
-"""The light description that CoreRL reads before any process exists."""
+"""The lightweight spec that CoreRL reads before any process exists."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from corerl_sglang.arguments import contradictions
 from corerl_sglang.config import CALLS, SglangConfig
 from corerl_sglang.probe import probe
 
-# Attention of which SGLang 0.5.15 and 0.5.17 say that it does not depend on the batch.
+# Attention backends that SGLang 0.5.15 and 0.5.17 declare batch-invariant.
 DETERMINISTIC_ATTENTION = ("fa3", "flashinfer", "triton", "fa4", "ascend")
 
 
 def environment(config: SglangConfig, cluster: ClusterInfo) -> Environment:
     return {
-        # Set otherwise, log-probs would be those of the logits before the temperature.
+        # Otherwise log-probs would be of the logits before temperature.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",
-        # A context that is longer than the model's own by what SGLang keeps back, or by what the user asks for.
+        # The server's context exceeds the model's own by the positions that SGLang reserves, or as the user asks.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }
 
@@ -53,12 +53,12 @@ def check(config: SglangConfig, cluster: ClusterInfo) -> Iterable[Problem]:
 
 
 def quantized(config: SglangConfig, cluster: ClusterInfo) -> str:
-    """Its server is started for the form in which weights come."""
+    """The server is started for the form in which weights arrive."""
     return cluster.weights.quantize if cluster.weights else "none"
 
 
 def misfits(config: SglangConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
-    """How the model cannot be divided as asked."""
+    """Problems of dividing the model as configured."""
     experts = next((n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := model.get(key))), 1)
     if experts == 1 and config.expert_parallel > 1:
         yield Problem("expert_parallel", f"{config.expert_parallel}, and the model has no experts; set it to 1")
@@ -71,7 +71,7 @@ def misfits(config: SglangConfig, model: Mapping[str, Any]) -> Iterator[Problem]
         yield Problem("routed_experts", "true, and the model has no experts; set it to false")
     if config.tensor_parallel % config.data_parallel:
         return
-    parts = config.tensor_parallel // config.data_parallel  # over which one attention is split
+    parts = config.tensor_parallel // config.data_parallel  # that one attention is split over
     heads: int = model.get("num_attention_heads") or 0
     if heads and heads % parts:
         yield Problem("tensor_parallel", f"{parts} does not divide the model's {heads} attention heads; take a divisor")
