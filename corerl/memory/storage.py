@@ -73,8 +73,7 @@ class StorageSleeper:
         self._host.reserve(nbytes + nbytes // 512 + PACK, group)  # alignment takes at most a thousandth
 
     def release(self, kind: MemoryKind, tensors: Iterable[torch.Tensor]) -> int:
-        """Free `kind`; returns the bytes, 0 if it sleeps already. Gradients are dropped, the rest is copied to host
-        first.
+        """Free `kind`; returns the bytes, 0 if it sleeps. Gradients are dropped, the rest is copied to the host first.
 
         0-d tensors (step counters) stay. Nothing is freed if a copy fails. The freed memory goes to the device's
         caching allocator.
