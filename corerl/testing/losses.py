@@ -1,4 +1,4 @@
-"""A loss of the suite's own, given to backends by its name as a user's would be."""
+"""A loss of the suite, passed to backends by name like a user's loss."""
 
 from __future__ import annotations
 

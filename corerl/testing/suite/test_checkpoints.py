@@ -1,4 +1,4 @@
-"""A run that is saved goes on as if nothing had been: here, on other ranks, and in the plain backend."""
+"""A saved run resumes as if uninterrupted: here, on other ranks, and in the plain backend."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_background_save_that_is_killed_midway_leaves_the_one_before_and_is_ta
 
 
 def assert_the_one_before_is_left(subject: Subject, *, background: bool) -> None:
-    """Where all ranks are killed while rank 0 is at its last file, and the others have written theirs."""
+    """Kill all ranks while rank 0 is at its last file and the others have written theirs; the save before must stay."""
     setup, before, cut = subject.setup("qwen3"), subject.checkpoint(1), subject.checkpoint(2)
     ranks = RankPool(subject.world_size)
     try:

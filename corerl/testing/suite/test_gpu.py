@@ -1,5 +1,4 @@
-"""On GPUs: what sleep gives back, as the driver reports it, that nothing is lost in it, and that numbers are those of a
-CPU."""
+"""On GPUs: sleep frees memory, as the driver reports it, and loses nothing, and numbers match those of a CPU."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ from corerl.testing.tolerances import (
 from corerl.types import MemoryKind, Output
 
 RELATIVE = 1e-4  # some sums on a GPU have no fixed order
-SLACK = 64 * 2**20  # bytes: workspaces of libraries, made when they are first needed
+SLACK = 64 * 2**20  # bytes: libraries' workspaces, allocated when first needed
 
 
 def setup_of(subject: Subject, kind: str = "qwen3") -> Setup:

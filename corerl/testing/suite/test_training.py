@@ -1,4 +1,4 @@
-"""What a training step does: against the plain backend, against itself, and on batches of every shape."""
+"""Training steps: compared with the plain backend and with themselves, on batches of every shape."""
 
 from __future__ import annotations
 
