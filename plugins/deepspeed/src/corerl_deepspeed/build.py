@@ -40,8 +40,7 @@ class Model:
 def build_model(
     hf: PretrainedConfig, *, value_head: bool, train: TrainConfig, options: DeepSpeedConfig, device: torch.device
 ) -> Model:
-    """Build a policy, or a critic with `value_head`, in `train.precision` with float32 masters. Called on every
-    rank."""
+    """A policy, or a critic with `value_head`, in `train.precision` with float32 masters. Called on every rank."""
     dtype = getattr(torch, train.precision)
     policy = CausalPolicy(build_on_meta(hf, dtype=dtype, attention=PACKED, value_head=value_head))
     boxes = hf_boxes(policy.model)
