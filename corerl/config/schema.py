@@ -259,7 +259,7 @@ class CriticConfig:
 
 @frozen(kw_only=True)
 class AlgorithmConfig:
-    """From rewards to the policy's loss."""
+    """The settings that lead from rewards to the policy's loss."""
 
     name: Literal["grpo", "ppo"] = option(
         'how rewards become advantages: grpo compares the samples of a prompt (Shao et al. 2024, "DeepSeekMath"), '

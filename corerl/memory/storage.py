@@ -30,7 +30,7 @@ class Part:
 
 @frozen(eq=False)
 class Sleeping:
-    """Storages of size 0."""
+    """Released storages (of size 0), with their host copies."""
 
     parts: Sequence[Part]
     pieces: Sequence[Piece] = field(factory=list)  # the parts' host memory

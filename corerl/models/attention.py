@@ -38,7 +38,7 @@ def _attention(
     packing: PackedSequences | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, D], key and value [1, Hkv, T, D]; returns [1, T, H, D]."""
+    """Packed attention of query [1, H, T, D], key and value [1, Hkv, T, D]; returns [1, T, H, D]."""
     name = type(module).__name__
     if packing is None:
         raise ModelError(f"{name} was called without packing=; {PACKED} attention is for CausalPolicy's forward alone")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from corerl.errors import ModelError
 
-# Configs whose models do more between hidden states and logits than multiply by the head's weight.
+# Config fields of models that do more between hidden states and logits than multiply by the head's weight.
 SCALINGS = (
     "final_logit_softcapping",
     "logits_soft_cap",

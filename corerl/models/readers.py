@@ -18,7 +18,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class FirstOf:
-    """Several sources as one: each tensor comes from the first that has it."""
+    """Several sources as one: each tensor comes from the first source that has it."""
 
     def __init__(self, *sources: TensorSource) -> None:
         self._sources = sources

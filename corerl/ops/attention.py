@@ -81,7 +81,7 @@ def one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _packed_kernel(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # registers CUDA operators: only where there is a device
+    from torch.nn.attention.varlen import varlen_attn  # registers CUDA operators, which needs a device
 
     # Causal attention: the window is unlimited to the left and 0 tokens to the right.
     options: dict[str, Any] = {"scale": q.shape[2] ** -0.5 if scale is None else scale, "window_size": (-1, 0)}

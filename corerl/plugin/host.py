@@ -69,7 +69,7 @@ VERBS = {"sleep": Capability.SLEEP, "wake_up": Capability.SLEEP, "snapshot": Cap
 
 
 class BackendBase:
-    """What the host accepts as a backend; `corerl.backend.Backend` extends it."""
+    """The base class that the host requires of a backend; `corerl.backend.Backend` extends it."""
 
     declared: Mapping[Capability, Support] = {}  # the spec's capabilities; set by the host
     label: str = ""  # the backend's name, for messages; set by the host
@@ -118,7 +118,7 @@ class PluginHost:
             raise ContractError(
                 f"{label} is a {type(backend).__name__}, which does not extend corerl.backend.Backend; subclass it"
             )
-        # pluggy calls what was registered last first, so the first in the config's list goes in last.
+        # pluggy calls the last registered plugin first, so the config's list is registered in reverse.
         wrappers = [(f"extension:{each}", plugin) for each, plugin in reversed(extensions)]
         self._manager = build_manager([(label, backend), *wrappers], where=f"{context.role} rank {context.rank}")
         check_backend(self._manager, label)
@@ -145,7 +145,7 @@ class PluginHost:
         result: InitResult = self._call("init", config=config, context=context)
         self.state = State.READY
         self.resident = frozenset(MemoryKind)
-        self._next_version = result.weights_version  # engines may still have to be given the first weights
+        self._next_version = result.weights_version  # engines may not have these weights yet
         return result
 
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:

@@ -158,7 +158,7 @@ def installed_names(kind: Kind) -> list[str]:
 
 
 def copies(of: Entry) -> list[Copy]:
-    """The copies of a distribution's metadata that differ, the one in use first. More than one is a broken install.
+    """The copies of a distribution's metadata that differ, the one in use first; a healthy install has one.
 
     Copies that say the same do not count: an editable install by setuptools has one from the install and one from the
     source tree.

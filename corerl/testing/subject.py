@@ -56,7 +56,7 @@ class Runs:
 
 @frozen(kw_only=True)
 class Subject:
-    """A backend on a number of ranks."""
+    """The backend under test, on a number of ranks."""
 
     backend: str
     world_size: int

@@ -73,7 +73,7 @@ def test_a_rank_that_raises_ends_the_group_with_its_error_while_the_others_wait_
         RankFailed, match=r"rank 1 raised\n(.*\n)*.*train failed at optimizer step 1: Fault: no such batch"
     ):
         subject.run(states.raise_on_the_last_rank, subject.setup("qwen3", PACKINGS["one by one"]))
-    # The next check has ranks again.
+    # The next check gets new ranks.
     assert len(subject.train(subject.setup("qwen3"), range(1)).losses) == 1
 
 

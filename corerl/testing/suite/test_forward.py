@@ -79,4 +79,4 @@ def test_snapshots_round_nothing_of_a_model_in_bfloat16(subject: Subject, tmp_pa
     assert different(after, before, [*SAVED, "param"]) == []
     undisturbed = subject.undisturbed(half, 4)
     assert loss_of([rank.then for rank in ranks]) == undisturbed.losses[3]
-    assert undisturbed.losses != subject.undisturbed(setup, 4).losses  # it was another precision
+    assert undisturbed.losses != subject.undisturbed(setup, 4).losses  # the precision matters

@@ -124,7 +124,7 @@ def test_bfloat16_on_gpus_stays_near_the_plain_backend_on_a_cpu(subject: Subject
     wanted = subject.runs.trained(PLAIN, 1, "qwen3", WHOLE)
     assert mean_apart(found.losses, wanted.losses) < BFLOAT16_LOSS
     assert mean_apart(found.grad_norms, wanted.grad_norms) < BFLOAT16_GRAD_NORM
-    assert weights_apart(found.state["master"], wanted.state["master"]) > GPU_WEIGHTS_L2  # it was another precision
+    assert weights_apart(found.state["master"], wanted.state["master"]) > GPU_WEIGHTS_L2  # the precision matters
 
 
 @check("C35", level=3, builds_on=["C12"])

@@ -60,7 +60,7 @@ def test_forward_and_updates_go_on_with_parameters_alone_and_what_needs_more_is_
 @check("C58", level=1, needs=[Capability.SLEEP, Capability.BFLOAT16], builds_on=["C43", "C55"])
 def test_they_do_where_masters_of_higher_precision_sleep_too(subject: Subject) -> None:
     half, single = (outputs_with_parameters_alone(subject, precision) for precision in ("bfloat16", "float32"))
-    assert half != single  # it was another precision
+    assert half != single  # the precision matters
 
 
 def outputs_with_parameters_alone(subject: Subject, precision: Precision) -> list[Mapping[str, bytes]]:

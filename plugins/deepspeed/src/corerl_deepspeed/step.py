@@ -20,7 +20,7 @@ def train_step(
 ) -> TrainResult:
     """Called on every rank, inside `calling_deepspeed`. Stages 2 and 3 reduce gradients after every micro-batch, stage
     1 after the last one; with offload they go to the host in the last backward pass. DeepSpeed clips, and skips a step
-    whose norm is not finite on all ranks alike. Raises Unsupported if a gradient is missing for which DeepSpeed would
+    whose norm is not finite, on all ranks alike. Raises Unsupported if a gradient is missing for which DeepSpeed would
     use an old one."""
     engine = model.engine
     engine.train()
@@ -47,7 +47,7 @@ def _announced(engine: DeepSpeedEngine, batch: PackedBatch) -> Iterator[MicroBat
 def forward_pass(
     model: Model, batch: PackedBatch, wanted: tuple[Output, ...], *, device: torch.device
 ) -> ForwardResult:
-    """Called on every rank, inside `calling_deepspeed`."""
+    """Compute outputs without gradients. Called on every rank, inside `calling_deepspeed`."""
     model.engine.eval()
     result = forward_outputs(model.engine, batch, wanted, device=device, routers=model.policy.routers)
     release(model)

@@ -16,7 +16,7 @@ import torch
 
 
 class GroupStepAdamW(torch.optim.AdamW):
-    """Takes FusedAdam's arguments. Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2."""
+    """AdamW with FusedAdam's arguments (Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", alg. 2)."""
 
     def __init__(self, params: Any, *, adam_w_mode: bool = True, **options: Any) -> None:
         assert adam_w_mode  # CoreRL always uses AdamW

@@ -34,7 +34,7 @@ class Model:
 
 
 def build(role: RoleConfig, architecture: Architecture, groups: Groups, *, device: torch.device) -> Model:
-    """Called inside `calling_megatron`, on every rank."""
+    """Build this rank's part of the model. Called on every rank, inside `calling_megatron`."""
     options: MegatronConfig = role.options
     model_parallel_cuda_manual_seed(role.seed)
     modules = stages(role, architecture, device=device)

@@ -162,7 +162,7 @@ class Pipeline:
 
 
 def train_step(pipeline: Pipeline, batch: PackedBatch, loss: LossSpec, *, lr: float, clip_norm: float) -> TrainResult:
-    """Called on every rank, inside `calling_megatron`."""
+    """Take one optimizer step. Called on every rank, inside `calling_megatron`."""
     loss_function = resolve_loss(loss)
     metrics = MetricSum()
     micro_batches, tokens = batch.micro_batches, 0
@@ -194,7 +194,7 @@ def train_step(pipeline: Pipeline, batch: PackedBatch, loss: LossSpec, *, lr: fl
 
 @torch.no_grad()
 def forward_pass(pipeline: Pipeline, batch: PackedBatch, wanted: tuple[Output, ...]) -> ForwardResult:
-    """Called on every rank, inside `calling_megatron`."""
+    """Compute outputs without gradients. Called on every rank, inside `calling_megatron`."""
     collector, routing = OutputCollector(), pipeline.routing
     of_tokens = tuple(output for output in wanted if output is not Output.ROUTED_EXPERTS)
     chosen: Sequence[list[Tensor]] = ()
