@@ -1,4 +1,4 @@
-"""The options of this backend, set in [backends.mine]; options common to all backends are in [train]."""
+"""Options of this backend, set in [backends.mine]; those of all backends are in [train]."""
 
 from __future__ import annotations
 
