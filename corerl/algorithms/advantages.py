@@ -1,4 +1,4 @@
-"""From rewards, and what a critic thinks of each state, to one advantage a token."""
+"""Compute per-token advantages from rewards and a critic's values."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import numpy as np
 
 from corerl.types import Array, BoolArray, FloatArray, IntArray, SampleBatch
 
-# Added to a standard deviation, as in TRL and verl: it only matters where the spread of what is divided is itself about
-# this small, and keeps rounding from being blown up to unit advantages.
+# Added to a standard deviation, as in TRL and verl: it only matters if that is about this small itself, and keeps
+# rounding errors from being blown up to unit advantages.
 STD_EPS = 1e-6
 
 
 def group_advantages(rewards: Array, groups: IntArray, *, normalize_std: bool) -> FloatArray:
-    """[B] How much better each sample did than the mean of its group.
+    """[B] advantages: how much better each sample did than the mean of its group.
 
         A_i = (r_i - mean(r_group)) / (std(r_group) + 1e-6)        GRPO (Shao et al. 2024, "DeepSeekMath", eq. 3)
         A_i =  r_i - mean(r_group)                                 Dr.GRPO (Liu et al. 2025), normalize_std=False
 
-    `std` is the sample standard deviation (divided by G - 1). A group of one sample, or whose rewards are all equal,
-    says nothing about better or worse: its advantages are exactly 0.
+    `std` is the sample standard deviation (divided by G - 1). A group of one sample, or of equal rewards, says nothing
+    about better or worse: its advantages are exactly 0.
 
         rewards: [B] finite, of any float type
-        groups: [B] equal numbers mark the samples of one prompt; any numbers, in any order
+        groups: [B] group numbers, equal for samples of one prompt; any numbers, in any order
     """
     _, group_of = np.unique(groups, return_inverse=True)
     exact = np.asarray(rewards, dtype=np.float64)
@@ -32,7 +32,7 @@ def group_advantages(rewards: Array, groups: IntArray, *, normalize_std: bool) -
     high = np.full(len(count), -np.inf)
     np.minimum.at(low, group_of, exact)
     np.maximum.at(high, group_of, exact)
-    # Rounding of the mean leaves 1e-17 behind where all rewards are equal; the answer there is 0, not almost 0.
+    # If all rewards are equal, rounding of the mean leaves about 1e-17; the answer is exactly 0.
     centred[(low == high)[group_of]] = 0.0
 
     if normalize_std:
@@ -42,15 +42,15 @@ def group_advantages(rewards: Array, groups: IntArray, *, normalize_std: bool) -
 
 
 def broadcast(per_sample: FloatArray, batch: SampleBatch) -> FloatArray:
-    """[N] The sample's number at each of its loss tokens, 0 elsewhere, from [B]."""
+    """[N] each sample's number from [B] at all of its loss tokens, 0 elsewhere."""
     per_token = np.repeat(np.asarray(per_sample, dtype=np.float32), batch.lengths)
     return np.where(batch.columns["loss_mask"], per_token, np.float32(0.0))
 
 
 def at_last_token(per_sample: FloatArray, batch: SampleBatch) -> FloatArray:
-    """[N] The sample's number at its last loss token, 0 elsewhere, from [B]; a sample without loss tokens gets none.
+    """[N] each sample's number from [B] at its last loss token, 0 elsewhere.
 
-    r_t = r for the last t, 0 before: what is said of a whole response is earned with the token that ends it (Ouyang et
+    r_t = r for the last t, 0 before: the reward for a whole response is earned with the token that ends it (Ouyang et
     al. 2022, "Training language models to follow instructions with human feedback", section 3.5).
     """
     steps, bounds = _steps(batch)
@@ -63,19 +63,19 @@ def at_last_token(per_sample: FloatArray, batch: SampleBatch) -> FloatArray:
 def gae(
     rewards: FloatArray, values: FloatArray, batch: SampleBatch, *, gamma: float, lam: float
 ) -> tuple[FloatArray, FloatArray]:
-    """Advantages and returns, each [N] and 0 outside loss tokens, by generalized advantage estimation.
+    """Advantages and returns by generalized advantage estimation, each [N] and 0 outside loss tokens.
 
         delta_t = r_t + gamma V_t+1 - V_t
         A_t     = delta_t + gamma lam A_t+1                     Schulman et al. 2016, "High-Dimensional Continuous
         R_t     = A_t + V_t                                     Control Using Generalized Advantage Estimation", eq. 16
 
     R is the critic's target, as in PPO (Schulman et al. 2017). Only loss tokens are steps: t + 1 is the next loss token
-    of the same sample, however many tokens of an environment stand between them, and after the last one V and A are 0,
-    in a truncated sample as in one that ended. What rewards and values hold at other tokens is not read.
+    of the same sample, however many environment tokens are in between. After the last one V and A are 0, whether the
+    sample ended or was truncated. Rewards and values at other tokens are not read.
 
         rewards: [N] for choosing each token
         values: [N] of the state before each token is chosen, as `Output.VALUES`
-        gamma, lam: discount, and trust in the values (0 takes one step and a value, 1 takes whole returns), in [0, 1]
+        gamma, lam: discount, and the weight of later steps (0: one step and a value, 1: whole returns), in [0, 1]
     """
     steps, bounds = _steps(batch)
     longest_first = np.argsort(-np.diff(bounds), kind="stable")
@@ -84,7 +84,7 @@ def gae(
     returns = np.zeros(len(batch.tokens), dtype=np.float32)
     next_value = np.zeros(len(batch))
     advantage = np.zeros(len(batch))
-    # From the last step back, in all samples at once: the `active` first ones have a step this far back.
+    # From the last step back, in all samples at once: the first `active` samples have a step this far back.
     steps_back = np.arange(lengths.max(initial=0))
     for back, active in enumerate(np.searchsorted(-lengths, -steps_back).tolist()):
         at = steps[last[:active] - back]
@@ -97,7 +97,7 @@ def gae(
 
 
 def whiten(advantages: FloatArray, loss_mask: BoolArray) -> FloatArray:
-    """[N] The advantages at mean 0 and standard deviation 1 over all loss tokens, exactly 0 elsewhere.
+    """[N] advantages normalized to mean 0 and standard deviation 1 over all loss tokens, exactly 0 elsewhere.
 
         (A_t - mean(A)) / (std(A) + 1e-6)
 
@@ -112,10 +112,10 @@ def whiten(advantages: FloatArray, loss_mask: BoolArray) -> FloatArray:
 
 
 def spread(rewards: FloatArray, groups: IntArray) -> BoolArray:
-    """[G] Whether the rewards of a group differ, from [B] rewards and the groups 0..G-1 that they are of.
+    """[G] whether the rewards of each group differ; rewards and groups are [B], groups are numbered 0..G-1.
 
-    Where they do not, every advantage of the group is 0 and it teaches nothing. Dynamic sampling draws others in its
-    place (Yu et al. 2025, "DAPO", section 3.2).
+    If they do not, every advantage of the group is 0 and it teaches nothing. Dynamic sampling draws another group in
+    its place (Yu et al. 2025, "DAPO", section 3.2).
     """
     _, first, group_of = np.unique(groups, return_index=True, return_inverse=True)
     return np.bincount(groups, weights=rewards != rewards[first[group_of]]) > 0
@@ -123,7 +123,7 @@ def spread(rewards: FloatArray, groups: IntArray) -> BoolArray:
 
 def explained_variance(values: FloatArray, returns: FloatArray, loss_mask: BoolArray) -> float:
     """1 - Var(R - V) / Var(R) over loss tokens: 1 is a perfect critic, 0 is no better than a constant, and negative is
-    worse than one. 0 where the returns are all equal, and nothing is there to be explained."""
+    worse than a constant. 0 if all returns are equal, since there is no variance to explain."""
     target = returns[loss_mask].astype(np.float64)
     if not len(target) or target.min() == target.max():
         return 0.0
@@ -131,6 +131,6 @@ def explained_variance(values: FloatArray, returns: FloatArray, loss_mask: BoolA
 
 
 def _steps(batch: SampleBatch) -> tuple[IntArray, IntArray]:
-    """Where loss tokens are, and bounds [B + 1]: those of sample b are steps[bounds[b]:bounds[b + 1]]."""
+    """Indices of the loss tokens, and bounds [B + 1]: sample b has steps[bounds[b]:bounds[b + 1]]."""
     steps = np.flatnonzero(batch.columns["loss_mask"])
     return steps, np.searchsorted(steps, batch.offsets)

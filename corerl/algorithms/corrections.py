@@ -1,4 +1,4 @@
-"""Importance weights for samples whose engine does not draw from quite the policy that the trainer sees."""
+"""Importance weights that correct for differences between the engine's policy and the trainer's."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def importance_weights(
     level: Literal["token", "sequence"],
     cap: float,
 ) -> FloatArray:
-    """[N] How much likelier the trainer finds what the engine sampled, at most `cap`; 0 outside loss tokens.
+    """[N] probability ratios trainer / engine of the sampled tokens, at most `cap`; 0 outside loss tokens.
 
         token:     w_t = min(exp(old_t - rollout_t), cap)
         sequence:  w_t = min(exp(sum of old_s - rollout_s over the loss tokens s of the sample), cap)
 
     token: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". sequence: Liu et
     al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"; without the
-    cap it is unbiased, and its variance grows exponentially with the length. Truncation trades some of that variance
+    cap it is unbiased, but its variance grows exponentially with the length. Truncation trades some of that variance
     for bias: Ionides 2008, "Truncated Importance Sampling".
 
-        old_logprobs, rollout_logprobs: [N] of the same weights, from the trainer and from the engine
-        cap: > 0; one above exp(20) is as good as none, since a ratio is never taken to be larger
+        old_logprobs, rollout_logprobs: [N] from the trainer and from the engine, with the same weights
+        cap: > 0; above exp(20) it has no effect, since ratios are clamped there
     """
     mask = batch.columns["loss_mask"]
     log_ratio: Array = np.zeros(len(mask))
@@ -42,15 +42,15 @@ def importance_weights(
 
 
 def correction_metrics(weights: FloatArray, batch: SampleBatch, *, cap: float) -> dict[str, float]:
-    """How much `importance_weights` [N] correct, and what that costs; empty where the batch has no loss token.
+    """How much `importance_weights` [N] correct, and what that costs; empty if the batch has no loss token.
 
-        weight                           mean over loss tokens; 1 where engine and trainer agree
-        truncated, truncated_samples     share of loss tokens at the cap, and of samples that have one
-        effective, effective_samples     (sum w)^2 / (n sum w^2), the effective sample size as a share of n: of loss
-                                         tokens, and of samples with their tokens' mean weight; 1 where all are equal
+        weight                           mean over loss tokens; 1 if engine and trainer agree
+        truncated, truncated_samples     fraction of loss tokens at the cap, and of samples that have one
+        effective, effective_samples     (sum w)^2 / (n sum w^2), the effective sample size as a fraction of n: over
+                                         loss tokens, and over samples' mean weights; 1 if all weights are equal
 
-    Kish 1965, "Survey Sampling". Samples without loss tokens are not counted. A weight that is just the cap counts as
-    truncated, so with a cap of 1 all of those that agree do.
+    Kish 1965, "Survey Sampling". Samples without loss tokens are not counted. A weight equal to the cap counts as
+    truncated, so with a cap of 1 every token on which both agree does.
     """
     mask = batch.columns["loss_mask"]
     of_tokens = weights[mask].astype(np.float64)

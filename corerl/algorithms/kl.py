@@ -1,14 +1,14 @@
-"""Estimators of KL(policy || reference) from the log-probs of sampled tokens, and the coefficient that they steer.
+"""Estimators of KL(policy || reference) from the log-probs of sampled tokens, and an adaptive coefficient.
 
 Schulman 2020, "Approximating KL Divergence".
 
-With d = log p_reference - log p_policy, the token being drawn from the policy:
+With d = log p_reference - log p_policy, for tokens drawn from the policy:
 
     k1 = -d                   unbiased, high variance, may be negative
     k2 = d^2 / 2              biased, low variance; its gradient is that of the KL, in expectation
     k3 = exp(d) - 1 - d       unbiased, non-negative, low variance
 
-As a penalty inside the loss k1 has a gradient of zero in expectation: it only adds noise, and is of use as a metric.
+As a penalty inside the loss, k1 has zero gradient in expectation and only adds noise; it is useful as a metric.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 from corerl.errors import ConfigError
 from corerl.types import BoolArray, FloatArray
 
-# exp(20) = 5e8 is far beyond any ratio that means something, and its products still fit into float32. Without the
-# clamp one stale token at a log-ratio of 90 turns the whole step into inf.
+# exp(20) = 5e8 is far beyond any meaningful ratio, and its products still fit into float32. Without the clamp, one
+# stale token at a log-ratio of 90 turns the whole step into inf.
 MAX_LOG_RATIO = 20.0
 
 
@@ -36,7 +36,7 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    # Only from above: where the policy has become far likelier than the reference, the pull back must remain.
+    # Clamp only from above: if the policy has become far likelier than the reference, the pull back must remain.
     d = (reference - logprobs).clamp(max=MAX_LOG_RATIO)
     return d.expm1() - d
 
@@ -45,20 +45,20 @@ ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": 
 
 
 def estimator(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The estimator `(logprobs [T], reference [T]) -> [T]` of this name; ConfigError where there is none."""
+    """The estimator of this name, `(logprobs [T], reference [T]) -> [T]`; ConfigError if there is none."""
     if name not in ESTIMATORS:
         raise ConfigError(f"algorithm.kl_estimator: unknown estimator {name!r}; take one of {', '.join(ESTIMATORS)}")
     return ESTIMATORS[name]
 
 
-_estimator = estimator  # for where a parameter has taken its name
+_estimator = estimator  # for use where a parameter shadows the name
 
 
 def token_kl(logprobs: FloatArray, reference: FloatArray, loss_mask: BoolArray, *, estimator: str) -> FloatArray:
-    """[N] The estimator of this name at each loss token, 0 elsewhere, in numpy; ConfigError where there is none.
+    """[N] KL estimates at each loss token, 0 elsewhere, in numpy; ConfigError for an unknown estimator.
 
-    What is not a loss token is not read. Taken off each token's reward this is the penalty of Ziegler et al. 2019,
-    "Fine-Tuning Language Models from Human Preferences", eq. 2, there as k1, which is of use here and not in a loss.
+    Other tokens are not read. Subtracted from each token's reward, this is the penalty of Ziegler et al. 2019,
+    "Fine-Tuning Language Models from Human Preferences", eq. 2. They use k1, which works here though not in a loss.
     """
     estimate = _estimator(estimator)
     policy, other = (torch.from_numpy(each[loss_mask].astype(np.float64)) for each in (logprobs, reference))
@@ -68,20 +68,20 @@ def token_kl(logprobs: FloatArray, reference: FloatArray, loss_mask: BoolArray, 
 
 
 def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, samples: int) -> float:
-    """The coefficient of the KL penalty for the next step, larger where `kl` was above `target`, else smaller.
+    """The KL penalty's coefficient for the next step: larger if `kl` was above `target`, else smaller.
 
         error = clip(kl / target - 1, -0.2, 0.2)
         coefficient * (1 + error * samples / horizon)
 
-    Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2; that its rate K is
-    samples / horizon, their code says.
+    Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2; K = samples / horizon as in
+    their code.
 
-        kl: mean that was measured in this step, in the unit of `target`
+        kl: mean measured in this step, in the unit of `target`
         target: > 0
-        horizon: samples in which the coefficient can change by a fifth
-        samples: of this step
+        horizon: number of samples over which the coefficient changes by at most a fifth
+        samples: number of samples in this step
 
-    ConfigError where a step has so many samples that a coefficient would fall to 0, or below, at once.
+    ConfigError if a step has so many samples that one update could bring the coefficient to 0 or below.
     """
     if samples >= 5 * horizon:
         raise ConfigError(

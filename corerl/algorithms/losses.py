@@ -1,4 +1,4 @@
-"""Losses as pure functions of per-token tensors: plain sums, whose normalisation is in the tokens' weights."""
+"""Losses as pure functions of per-token tensors: plain sums, since token weights include the normalization."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from corerl.types import Reduction
 
 @frozen(kw_only=True)
 class LossInputs:
-    """What the model and the batch say of T packed tokens."""
+    """The model's outputs and the batch's columns for T packed tokens."""
 
-    logprobs: Tensor | None = None  # [T] with gradient, where asked for
-    entropy: Tensor | None = None  # [T] with gradient, where asked for
-    values: Tensor | None = None  # [T] with gradient, where asked for
+    logprobs: Tensor | None = None  # [T] with gradient, if requested
+    entropy: Tensor | None = None  # [T] with gradient, if requested
+    values: Tensor | None = None  # [T] with gradient, if requested
     columns: Mapping[str, Tensor] = field(factory=dict)  # each [T]: weights, advantages, old_logprobs, ...
 
 
 @frozen
 class TensorMetric:
-    """A metric that has not left the device yet; see corerl.types.Metric."""
+    """A metric that is still on the device; see corerl.types.Metric."""
 
     total: Tensor  # 0-d
     weight: Tensor  # 0-d
@@ -41,7 +41,7 @@ class LossResult:
 
 
 class Loss(Protocol):
-    """A function of the inputs and of scalar parameters, given by name."""
+    """A function of the inputs, and of scalar parameters passed by name."""
 
     def __call__(self, inputs: LossInputs, *args: Any, **params: Any) -> LossResult: ...
 
@@ -55,7 +55,7 @@ def clipped(
     kl_coef: float = 0.0,
     kl_estimator: str = "k3",
 ) -> LossResult:
-    """The clipped policy loss of PPO, with bounds of its own on each side, an entropy bonus and a KL penalty.
+    """PPO's clipped policy loss, with separate lower and upper bounds, an entropy bonus and a KL penalty.
 
         r_t  = exp(logprobs_t - old_logprobs_t)
         loss = sum_t weights_t * ( -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
@@ -64,16 +64,16 @@ def clipped(
     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", eq. 7; two bounds: Yu et al. 2025, "DAPO"; the
     penalty in the loss: Shao et al. 2024, "DeepSeekMath", eq. 3. Estimators of the KL: `corerl.algorithms.kl`.
 
-    Columns, each [T]: `weights` (hold 1 / denominator), `advantages`, `old_logprobs`, `rollout_logprobs`, and with a
-    `kl_coef` also `ref_logprobs`. Only tokens with a weight count: whatever prompts, padding and fillers hold, even
-    inf or NaN, reaches neither the loss nor a gradient nor a metric.
+    Columns, each [T]: `weights` (include 1 / denominator), `advantages`, `old_logprobs`, `rollout_logprobs`, and with a
+    `kl_coef` also `ref_logprobs`. Only tokens with a nonzero weight count: values at prompts, padding and fillers, even
+    inf or NaN, affect neither the loss nor a gradient nor a metric.
 
-    Metrics: `loss` and `policy_loss` are sums, in the loss's own weights. All others are means over loss tokens, each
-    counted once whatever the aggregation, so that they compare between runs: `entropy`, `ratio`, `clip_fraction` (the
-    clip decides, the policy term's gradient is 0), `approx_kl` (from the old policy), `kl` (from the reference),
-    and those of `mismatch` between trainer and engine.
+    Metrics: `loss` and `policy_loss` are sums with the loss's own weights. All others are means over loss tokens, each
+    counted once whatever the aggregation, so that runs can be compared: `entropy`, `ratio`, `clip_fraction` (the clip
+    is active and the policy term's gradient is 0), `approx_kl` (from the old policy), `kl` (from the reference), and
+    those of `mismatch` between trainer and engine.
 
-    `entropy` may be None where entropy_coef is 0, then its metric is missing; ContractError where an input is missing.
+    `entropy` may be None if entropy_coef is 0; its metric is then missing. ContractError if another input is missing.
     """
     if inputs.logprobs is None:
         raise ContractError(
@@ -101,7 +101,7 @@ def clipped(
     metrics = {
         "ratio": mean(ratio),
         "clip_fraction": mean((bounded < free).to(ratio.dtype)),
-        "approx_kl": mean(log_ratio.expm1() - log_ratio),  # k3 with the roles turned: the old policy sampled
+        "approx_kl": mean(log_ratio.expm1() - log_ratio),  # k3 with the roles swapped: the old policy sampled
         **mismatch(logprobs.detach(), at_loss_tokens(column("rollout_logprobs")), counted),
     }
     if inputs.entropy is not None:
@@ -122,20 +122,20 @@ def clipped(
     return LossResult(loss, metrics)
 
 
-APART = (0.1, 1.0)  # differences of log-probs above which tokens are counted: ratios of 1.1 and of e
+APART = (0.1, 1.0)  # log-prob differences above which tokens are counted: ratios of 1.1 and e
 
 
 def mismatch(trainer: Tensor, engine: Tensor, counted: Tensor) -> dict[str, TensorMetric]:
-    """How far the log-probs [T] of trainer and engine for the same tokens are apart, where these are `counted` [T].
+    """How far apart the log-probs [T] of trainer and engine are for the same tokens, over the tokens `counted` [T].
 
         logprob_diff           mean of |trainer - engine|
         logprob_diff_max       the largest
         logprob_kl             KL(engine | trainer), estimated by k3 from the engine's tokens: the mean of
                                exp(d) - 1 - d with d = trainer - engine (Schulman 2020, "Approximating KL Divergence")
-        logprob_diff_above_X   share of tokens whose difference is above X, for 0.1 and 1
+        logprob_diff_above_X   fraction of tokens whose difference is above X, for 0.1 and 1
 
-    Right after an update, in float32, all of them are 0 but for rounding. Between an engine in another precision and
-    the trainer they say how far off-policy training is; of stale tokens, how far the policy has moved as well.
+    Right after an update, in float32, all are 0 up to rounding. With an engine in another precision they measure how
+    far off-policy training is; for stale tokens they also include how far the policy has moved.
     """
     difference = _where(counted, trainer - engine)
     size, tokens = difference.abs(), counted.sum()
@@ -144,26 +144,26 @@ def mismatch(trainer: Tensor, engine: Tensor, counted: Tensor) -> dict[str, Tens
         "logprob_diff": TensorMetric(size.sum(), tokens),
         "logprob_diff_max": TensorMetric(size.max(), tokens, Reduction.MAX),
         "logprob_kl": TensorMetric((bounded.expm1() - bounded).sum(), tokens),
-        # Negated, so that what is no number counts as well.
+        # Negated, so that NaN counts as well.
         **{f"logprob_diff_above_{limit:g}": TensorMetric((~(size <= limit)).sum(), tokens) for limit in APART},
     }
 
 
 def value(inputs: LossInputs, *, value_clip: float = 0.0) -> LossResult:
-    """The squared error of a critic, which does not count what it gains by moving further than `value_clip`.
+    """A critic's squared error, without credit for moving further than `value_clip` from its old values.
 
         bounded_t = clip(v_t, old_t - value_clip, old_t + value_clip)
         loss      = sum_t weights_t * 1/2 max((v_t - R_t)^2, (bounded_t - R_t)^2)
 
-    and without the second square where value_clip is 0. Squared error: Schulman et al. 2017, "Proximal Policy
+    and without the second square if value_clip is 0. Squared error: Schulman et al. 2017, "Proximal Policy
     Optimization Algorithms", eq. 9. The clip, with the half: OpenAI Baselines' PPO2, studied in Engstrom et al. 2020,
     "Implementation Matters in Deep Policy Gradients".
 
-    Columns, each [T]: `weights` (hold 1 / denominator), `returns`, and with a `value_clip` also `values`, the critic's
-    own before the update. Only tokens with a weight count, as in `clipped`.
+    Columns, each [T]: `weights` (include 1 / denominator), `returns`, and with a `value_clip` also `values`, the
+    critic's own before the update. Only tokens with a nonzero weight count, as in `clipped`.
 
-    Metrics: `loss` is a sum, in the loss's own weights. All others are means over loss tokens: `value`, `return`,
-    `value_error` (|v - R|) and `value_clip_fraction` (the clip decides, the gradient is 0).
+    Metrics: `loss` is a sum with the loss's own weights. All others are means over loss tokens: `value`, `return`,
+    `value_error` (|v - R|) and `value_clip_fraction` (the clip is active and the gradient is 0).
     """
     if inputs.values is None:
         raise ContractError(
@@ -184,7 +184,7 @@ def value(inputs: LossInputs, *, value_clip: float = 0.0) -> LossResult:
 
     tokens = counted.sum()
 
-    def mean(each: Tensor) -> TensorMetric:  # all of them are 0 where a token does not count
+    def mean(each: Tensor) -> TensorMetric:  # already 0 at tokens that do not count
         return TensorMetric(each.detach().sum(), tokens)
 
     return LossResult(
@@ -200,8 +200,8 @@ def value(inputs: LossInputs, *, value_clip: float = 0.0) -> LossResult:
 
 
 def _where(counted: Tensor, values: Tensor) -> Tensor:
-    """0 where a token does not count, before any arithmetic: 0 * inf is NaN, in the value as in the gradient, so a
-    weight of 0 would not be enough."""
+    """`values` with 0 at tokens that do not count. A weight of 0 would not be enough: 0 * inf is NaN, in the value and
+    in the gradient."""
     return torch.where(counted, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 

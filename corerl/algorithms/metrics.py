@@ -1,4 +1,4 @@
-"""Add up the metrics of many micro-batches on the device, and bring them to the host in one transfer."""
+"""Add up the metrics of many micro-batches on the device, and move them to the host in one transfer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MetricSum:
 
     def add(self, metrics: Mapping[str, TensorMetric]) -> None:
         for name, metric in metrics.items():
-            # float64: a million tokens of almost equal weight add up without losing the last ones.
+            # float64: a sum over a million tokens of similar weight loses none of them to rounding.
             total, weight = metric.total.detach().double(), metric.weight.detach().double()
             if name not in self._totals:
                 self._totals[name], self._weights[name] = total, weight

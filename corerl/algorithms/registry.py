@@ -1,4 +1,4 @@
-"""Find a loss by its registered name or as `module:function`, and check its parameters before anything is trained."""
+"""Find a loss by registered name or `module:function`, and check its parameters before anything is trained."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LOSSES: Mapping[str, Loss] = {"clipped": clipped, "value": value}
 
 
 def resolve_loss(spec: LossSpec) -> Callable[[LossInputs], LossResult]:
-    """The loss with its parameters bound. ConfigError where the name, or a parameter, is not one it has.
+    """The loss with its parameters bound. ConfigError if the name or a parameter is unknown, or a parameter is missing.
 
-    Cheap to call at every step: the last ones that were resolved are kept.
+    Cheap to call at every step: recent results are cached.
     """
     return _resolved(spec.name, tuple(sorted(spec.params.items())))
 
 
-@lru_cache(maxsize=64)  # a coefficient that is adapted makes a new one at every step
+@lru_cache(maxsize=64)  # bounded: an adaptive coefficient makes a new entry at every step
 def _resolved(loss: str, given: tuple[tuple[str, Scalar], ...]) -> Callable[[LossInputs], LossResult]:
     params: dict[str, Any] = dict(given)
     function = _find(loss)
@@ -51,9 +51,9 @@ def loss_spec(
 ) -> LossSpec:
     """The loss of a run as data, from the fields of `[algorithm]`.
 
-    A loss is given those fields that it has a parameter for. It need not clip, but a coefficient that is set and that
-    it would leave out is a ConfigError. The entropy is always asked for, since everyone wants to see it: without a
-    gradient, where entropy_coef is 0, it is one more sum over logits that the log-probs have already brought in.
+    A loss gets the fields that it has parameters for. It need not clip, but a nonzero coefficient that it does not take
+    is a ConfigError. The entropy is always requested, as a metric: if entropy_coef is 0 it has no gradient, and only
+    costs one more sum over logits that the log-probs read anyway.
     """
     fields: dict[str, Scalar] = {
         "clip_low": clip_low,
@@ -100,7 +100,7 @@ def _find(name: str) -> Loss:
 
 
 def _parameters(function: Loss, *, name: str) -> list[inspect.Parameter]:
-    """What follows the first parameter, which is the LossInputs; each can be given by name."""
+    """The parameters after the first, which is the LossInputs. ConfigError unless all of them can be passed by name."""
     signature = inspect.signature(function)
     inputs, others = list(signature.parameters.values())[:1], list(signature.parameters.values())[1:]
     by_name = all(p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in others)
@@ -112,7 +112,7 @@ def _parameters(function: Loss, *, name: str) -> list[inspect.Parameter]:
 
 
 def _called(function: Loss, *, name: str) -> str:
-    """What a loss takes, and how it is called."""
+    """The start of an error message: the loss's signature, and how it is called."""
     return (
         f"loss {name!r} takes {inspect.signature(function)}, and is called as f(inputs: LossInputs, **options) -> "
         "LossResult (of corerl.algorithms.losses)"

@@ -14,8 +14,8 @@ def learning_rate(
 ) -> float:
     """The learning rate of optimizer step `step`, counted from 0.
 
-    Warm-up: peak / warmup_steps at step 0, the peak at step warmup_steps - 1. From there the decay falls, to
-    peak * final_ratio at the last step, total_steps - 1, and stays there beyond it.
+    Warm-up: peak / warmup_steps at step 0, the peak at step warmup_steps - 1. From there it decays to
+    peak * final_ratio at the last step, total_steps - 1, and stays there afterwards.
     """
     if decay not in DECAYS:
         raise ConfigError(f"train.schedule.decay: unknown decay {decay!r}; take one of {', '.join(DECAYS)}")

@@ -1,4 +1,4 @@
-"""AdamW over a rank's own tensors: which are decayed, where its moments are, and Adam's one step count."""
+"""AdamW over a rank's own tensors: weight-decay groups, moments, and one step count for all."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def adamw(
     fused: bool,
     frozen: Collection[str] = (),
 ) -> torch.optim.AdamW:
-    """AdamW with `weight_decay` on matrices alone, those that are `frozen` left out. Parameters of no elements on this
-    rank are no part of it; where none is left, steps do nothing.
+    """AdamW with `weight_decay` on matrices that are not `frozen`. Parameters without elements on this rank are left
+    out; if none remains, steps do nothing.
 
-    `shapes` are those of the whole tensors, since a shard of a matrix and a norm may look alike.
+    `shapes` are the full tensors' shapes, since a shard of a matrix may look like a norm.
     """
     held = {name: param for name, param in params.items() if param.numel()}
     decayed = {name for name in held if len(shapes[name]) >= 2 and name not in frozen}
@@ -28,7 +28,7 @@ def adamw(
         {"params": [p for name, p in held.items() if name in decayed], "weight_decay": config.weight_decay},
         {"params": [p for name, p in held.items() if name not in decayed], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]] or groups[:1]  # torch takes an empty group, not none
+    groups = [group for group in groups if group["params"]] or groups[:1]  # torch takes an empty group, not zero groups
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=not fused, fused=fused)
 
 
@@ -38,7 +38,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def moments(optimizer: torch.optim.Optimizer, param: torch.Tensor, adam_step: int) -> dict[str, torch.Tensor]:
-    """Adam's state of `param`, made as zeros where no step has been taken yet."""
+    """Adam's state for `param`, created as zeros if no step has been taken yet."""
     state: dict[str, torch.Tensor] = optimizer.state[param]
     if not state:
         fused = bool(optimizer.param_groups[0]["fused"])
@@ -49,6 +49,6 @@ def moments(optimizer: torch.optim.Optimizer, param: torch.Tensor, adam_step: in
 
 
 def set_adam_step(optimizer: torch.optim.Optimizer, adam_step: int) -> None:
-    """Bias correction goes on from `adam_step` applied steps."""
+    """Set the number of applied steps that bias correction counts."""
     for state in optimizer.state.values():
         state["step"].fill_(float(adam_step))

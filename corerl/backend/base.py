@@ -1,7 +1,7 @@
-"""What every backend extends: all hooks of the contract, made of a few primitives that only the backend can answer.
+"""The base class of every backend: all hooks of the contract, built on a few primitives that only the backend has.
 
 A subclass writes `build`, `train`, `forward`, `local_state`, `tensors` and `after_load`. From these come sharded
-loading, resume, save (in the background too), the weight stream, snapshots, sleep and wake_up; each may be overridden.
+loading, resume, save (also in the background), the weight stream, snapshots, sleep and wake_up; each may be overridden.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ Extra: TypeAlias = Mapping[str, torch.Tensor | bool | int | float | str]
 
 
 class StateKey(StrEnum):
-    """What `local_state` can be asked for; together the last three are a training checkpoint.
+    """What `local_state` can be asked for; the last three together make a training checkpoint.
 
-    MASTER is the most precise copy of a parameter: `param` itself where there is no other.
+    MASTER is the most precise copy of a parameter: `param` itself if there is no other.
     """
 
     PARAM = "param"
@@ -76,7 +76,7 @@ class StateKey(StrEnum):
 
 SAVED = (StateKey.MASTER, StateKey.EXP_AVG, StateKey.EXP_AVG_SQ)
 
-# What a hook needs less of a device's memory with: any, and one that passes micro-batches through the model.
+# How to use less device memory: in any hook, and in one that passes micro-batches through the model.
 LESS_MEMORY = "on more ranks that share the model, or beside engines that take less of the device"
 LESS_IN_A_PASS = f"with a smaller train.tokens_per_micro_batch, with train.recompute = 'full', {LESS_MEMORY}"
 
@@ -87,65 +87,65 @@ class Backend(BackendBase, ABC):
     config: RoleConfig
     context: Context
     layout: ParallelLayout
-    adam_step = 0  # applied optimizer steps, which Adam's bias correction counts; `train` adds those that it applies
-    weights_version = 0  # of the weights that are loaded now, as far as engines know them
-    phase = ""  # of `init`, while it lasts; the user is told where it takes long
-    span: Callable[[str], AbstractContextManager[Any]] = staticmethod(lambda name: nullcontext())  # or a traced run's
+    adam_step = 0  # applied optimizer steps, for Adam's bias correction; `train` adds 1 for each step it applies
+    weights_version = 0  # the version that engines were last sent
+    phase = ""  # of `init`, while it runs; shown to the user if it takes long
+    span: Callable[[str], AbstractContextManager[Any]] = staticmethod(lambda name: nullcontext())  # set in a traced run
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # Overriding a marked method loses pluggy's mark, and the hook would silently have no implementation.
+        # An overriding method lacks pluggy's mark, so the hook would silently have no implementation.
         super().__init_subclass__(**kwargs)
         for name in vars(cls).keys() & set(HOOKS):
             hookimpl(vars(cls)[name])
 
-    # ---- what a backend writes --------------------------------------------------------------------------------------
+    # ---- what a backend must implement ------------------------------------------------------------------------------
 
     @abstractmethod
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
-        """Make the model and its optimizer with parameters allocated and not yet loaded. torch.distributed is ready."""
+        """Build the model and its optimizer, with parameters allocated but not loaded. torch.distributed is ready."""
 
     @abstractmethod
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        """Exactly one optimizer step at `step.lr`. Skips it, equally on all ranks, where the gradient is not finite."""
+        """Take exactly one optimizer step at `step.lr`; skip it on all ranks alike if the gradient is not finite."""
 
     @abstractmethod
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        """Outputs without gradients; the body stands in `with self.using(weights):`."""
+        """Compute outputs without gradients, inside `with self.using(weights):`."""
 
     @abstractmethod
     def local_state(self, key: StateKey) -> Sequence[Chunk]:
-        """The boxes of HF tensors that this rank holds, as views to read and to write. Missing moments are created."""
+        """The boxes of HF tensors that this rank holds, as writable views. Missing moments are created."""
 
     @abstractmethod
     def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
-        """Every tensor of that kind on this rank, nothing gathered left over. Those in host memory may be among them:
-        they need not sleep."""
+        """Every tensor of that kind on this rank; gathered parameters are released first. Tensors in host memory may be
+        included: they do not sleep."""
 
     @abstractmethod
     def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
-        """The chunks of `keys` were written: bring masters and working copies together, set Adam's own step where it is
-        given, drop caches. {PARAM} alone is a snapshot swap: masters and moments stay as they are."""
+        """Called after the chunks of `keys` were written: sync masters and working copies, set Adam's own step if it is
+        given, drop caches. {PARAM} alone is a snapshot swap: leave masters and moments as they are."""
 
-    # ---- what a backend may add -------------------------------------------------------------------------------------
+    # ---- what a backend may override --------------------------------------------------------------------------------
 
     def extra_state(self) -> Extra:
-        """This rank's state that is none of the above; read again only at the same world size by the same backend."""
+        """This rank's other state; restored only by the same backend at the same world size."""
         return {}
 
     def load_extra_state(self, state: Extra) -> None:
-        """Take back what `extra_state` gave."""
+        """Restore what `extra_state` returned."""
 
     def gather(self, bucket: Bucket, out: torch.Tensor | None, *, chunks: Sequence[Chunk], root: int | None) -> None:
-        """Fill `out` [bucket.numel] with the bucket's full HF tensors on rank `root`, or on all where it is None.
-        `out` is None on the ranks that need not hold it; `chunks` are this rank's parameters, on the device or not."""
+        """Fill `out` [bucket.numel] with the bucket's full HF tensors on rank `root`, or on all ranks if it is None.
+        `out` is None on ranks that do not need it; `chunks` are this rank's parameters, on the device or not."""
         dtype = getattr(torch, self.manifest.dtype)
-        # Buckets travel between devices, also where a rank's chunks lie in host memory.
+        # Buckets travel between devices, even if a rank's chunks are in host memory.
         where = torch.empty(0, device=self.device) if out is None else out
         self._gather_plan.gather(bucket, where, chunks=chunks, root=root, dtype=dtype)
 
     def moments_to_come(self) -> int:
-        """Bytes that moments will take on this rank's device once a step has been taken; 0 where they are there, or
-        will be elsewhere. Host memory for them is made at the start; a wrong answer only makes the first sleep slow."""
+        """Bytes that moments will take on this rank's device after the first step; 0 if they already exist or live
+        elsewhere. Host memory for them is reserved early; a wrong answer only makes the first sleep slow."""
         if any(tensor.ndim for tensor in self.tensors(MemoryKind.OPTIMIZER)):
             return 0
         masters = [chunk.view for chunk in self.local_state(StateKey.MASTER)]
@@ -164,8 +164,8 @@ class Backend(BackendBase, ABC):
         return torch.device("cpu")
 
     def initial_weights(self) -> TensorSource:
-        """Where the weights of a fresh run come from: the model's directory, or its config and the run's seed. A value
-        head that the directory has not comes from the seed too."""
+        """The source of a fresh run's weights: the model's directory, or random from its config and the run's seed. A
+        value head that the directory lacks is random too."""
         hf = hf_config(self.config.model)
         shapes = {chunk.name: chunk.shape for chunk in self.local_state(StateKey.PARAM)}
         if not self.config.model.path:
@@ -174,7 +174,7 @@ class Backend(BackendBase, ABC):
         head = {name: shape for name, shape in shapes.items() if name == VALUE_HEAD_WEIGHT}
         return FirstOf(files, RandomSource(hf, head, self.config.seed, self.device)) if head else files
 
-    # ---- hooks made of these ----------------------------------------------------------------------------------------
+    # ---- hooks built on these ---------------------------------------------------------------------------------------
 
     @hookimpl
     def init(self, config: RoleConfig, context: Context) -> InitResult:
@@ -183,12 +183,12 @@ class Backend(BackendBase, ABC):
             self.require(Capability.MOE, f"a model of {count} experts")
         self._sleeper, self._meter = StorageSleeper(self.device), DeviceMeter(self.device)
         self._communicators = Communicators(self.device)
-        self._told: set[str] = set()  # notes of earlier sleeps
+        self._told: set[str] = set()  # notes that earlier sleeps returned
         self._snapshots = Snapshots(self._sleeper.host)
         self._writer = BackgroundWriter()
         self.phase = "model build"
         self.layout = self.build(config, context)
-        if config.sleeps:  # in the background: the first sleep waits for what is not ready by then
+        if config.sleeps:  # in the background; the first sleep waits for whatever is not ready by then
             self._sleeper.reserve(self.sleeping_bytes(), self.group)
         self.phase = "load"
         optimizer_step = self._resume(Path(config.resume)) if config.resume else self._load_initial()
@@ -211,7 +211,7 @@ class Backend(BackendBase, ABC):
         roots = [sender.sender_of(bucket) for bucket in self.manifest.buckets]
         sends = None in roots or self.layout.rank in roots
         sent, stream = 0, self.stream
-        chunks = self.local_state(StateKey.PARAM)  # while the engines are on their way
+        chunks = self.local_state(StateKey.PARAM)  # before meeting the engines, which get ready meanwhile
         if sends:
             with self.span("meet engines"):
                 sender.begin(stream, version)
@@ -228,7 +228,7 @@ class Backend(BackendBase, ABC):
 
     @hookimpl
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
-        self._writer.wait()  # one save in flight; an earlier one's failure surfaces here
+        self._writer.wait()  # one save in flight; an earlier save's failure surfaces here
         extra = {
             "optimizer_step": step.optimizer_step,
             "adam_step": self.adam_step,
@@ -276,26 +276,26 @@ class Backend(BackendBase, ABC):
         finally:
             self._sleeper.close()
 
-    # ---- what the worker asks of a backend besides its hooks --------------------------------------------------------
+    # ---- what the worker calls besides the hooks --------------------------------------------------------------------
 
     @property
     def stream(self) -> Manifest:
-        """What engines are sent: the manifest of what is gathered, or its quantised form."""
+        """The manifest of what engines are sent: that of the gathered weights, or its quantized form."""
         weights = self.config.weights
         return quantized(self.manifest, weights.unquantized) if weights.quantize == "fp8" else self.manifest
 
     def saved(self, wait: bool) -> bool:
-        """Whether the last background save is written; waits for it where asked. Raises SaveFailed where it failed."""
+        """Whether the last background save is written; `wait` blocks until it is. Raises SaveFailed if it failed."""
         if wait:
             self._writer.wait()
         return self._writer.idle()
 
     def create_snapshot(self, name: str) -> None:
-        """Keep the current weights under `name` in host memory; an earlier one of that name is replaced."""
+        """Keep the current weights in host memory as snapshot `name`, replacing any earlier one."""
         self._snapshots.create(name, self.local_state(StateKey.PARAM))
 
     def load_snapshot(self, name: str, path: str) -> None:
-        """Keep the weights of a model directory under `name`; an empty path means those that the run started from."""
+        """Keep a model directory's weights as snapshot `name`; an empty path means the run's initial weights."""
         source = SafetensorsSource(path) if path else self.initial_weights()
         self._snapshots.load(name, self.local_state(StateKey.PARAM), source)
 
@@ -304,7 +304,7 @@ class Backend(BackendBase, ABC):
 
     @contextlib.contextmanager
     def using(self, weights: str) -> Iterator[None]:
-        """The snapshot `weights` stands in the model's place; "" changes nothing."""
+        """Run the block with the snapshot `weights` swapped in for the model's weights; "" changes nothing."""
         if not weights:
             yield
             return
@@ -318,8 +318,8 @@ class Backend(BackendBase, ABC):
     def _send(
         self, sender: WeightSender, bucket: Bucket, stream: Manifest, *, chunks: Sequence[Chunk], root: int | None
     ) -> int:
-        """Gather a bucket on every rank, and send it, in the form of `stream`, where `root` is this rank or None; bytes
-        sent. Nothing is left that holds the sender's memory."""
+        """Gather a bucket on every rank and, if `root` is this rank or None, send it in the form of `stream`. Returns
+        the bytes sent. Keeps no reference to the sender's memory."""
         holds, direct = root in (None, self.layout.rank), stream is self.manifest
         out: torch.Tensor | None = None
         if holds:
@@ -338,42 +338,43 @@ class Backend(BackendBase, ABC):
         return out.numel() * out.element_size()
 
     def _room(self, sender: WeightSender, bucket: Bucket, manifest: Manifest) -> torch.Tensor:
-        """Where to write a bucket of `manifest`, [bucket.numel]: the sender's memory, or this rank's."""
+        """Memory for a bucket of `manifest`, [bucket.numel]: the sender's, or this rank's if the sender has none."""
         with self.span("wait for room"):
             room = sender.room(bucket.numel, getattr(torch, manifest.dtype))
         return self._memory(bucket, manifest) if room is None else room
 
     def _memory(self, bucket: Bucket, manifest: Manifest) -> torch.Tensor:
-        """Of this rank, [bucket.numel], for all buckets of `manifest`: new memory costs more than writing to it."""
+        """This rank's memory for a bucket, [bucket.numel]; reused for all buckets of `manifest`, since allocating costs
+        more than writing."""
         use, dtype = f"bucket of {manifest.dtype}", getattr(torch, manifest.dtype)
         return self._gather_plan.memory(use, manifest.largest, dtype, self.device)[: bucket.numel]
 
     def on_device(self, kind: MemoryKind) -> list[torch.Tensor]:
-        """Of `tensors(kind)` those that take memory on the role's device."""
+        """The `tensors(kind)` that take memory on the role's device."""
         return [tensor for tensor in self.tensors(kind) if tensor.device.type == self.device.type]
 
     def sleeping_bytes(self) -> int:
-        """Host memory that this rank takes when all of it sleeps, after its first step."""
+        """Bytes of host memory that this rank takes when all kinds sleep, after its first step."""
         copied = (tensor for kind in MemoryKind if kind is not MemoryKind.GRAD for tensor in self.on_device(kind))
         return resident_bytes(copied) + self.moments_to_come()
 
     def explained(self, hook: str, error: BaseException) -> str:
-        """Of a device that has no memory left: what holds it, and what needs less."""
+        """For an out-of-memory error: what holds the device's memory, and what would need less."""
         if not isinstance(error, torch.OutOfMemoryError):
             return ""
         try:
-            held = self._meter.held(self._all_tensors())  # before a backend gives back what it had gathered
+            held = self._meter.held(self._all_tensors())  # measured before a backend releases gathered parameters
             parts = held.described({kind: resident_bytes(self.on_device(kind)) for kind in MemoryKind})
-        except Exception:  # half built, or stopped in the middle of a step: then the error speaks for itself
+        except Exception:  # half built, or stopped in mid-step: the error speaks for itself
             return ""
         if others := held.used - held.residual:
             parts += f"; other processes: {others / GIB:.3g} GiB"
-        asked, free, _ = str(error).partition(" is free")  # behind it torch counts in its own words
+        asked, free, _ = str(error).partition(" is free")  # after that come torch's own numbers
         less = LESS_IN_A_PASS if hook in ("train", "forward") else LESS_MEMORY
         return f"{type(error).__name__}: {asked}{free}; held are {parts}; less is needed {less}"
 
     def _require_little(self, held: Held) -> None:
-        """Raises MemoryHeld where all kinds sleep and more than the config allows is still held."""
+        """Raise MemoryHeld if all kinds sleep and more memory than the config allows is still held."""
         allowed = self.config.max_residual_gib
         if not allowed or held.residual <= allowed * GIB or self._sleeper.asleep != set(MemoryKind):
             return
@@ -394,7 +395,7 @@ class Backend(BackendBase, ABC):
         return 0
 
     def _require_all_taken(self, directory: Path) -> None:
-        """A checkpoint of a larger model has all that a smaller one asks for; look for what no rank has asked for."""
+        """Raise CheckpointError if the checkpoint holds tensors that no rank loaded: it is of a larger model."""
         taken = {name for name, _ in self._gather_plan.shapes}
         for name, shape in CheckpointSource(directory, StateKey.MASTER.value).shapes.items():
             if name not in taken:

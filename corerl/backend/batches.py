@@ -1,4 +1,4 @@
-"""Micro-batches on their way to a device, and per-token outputs on their way back."""
+"""Move micro-batches to a device, and per-token outputs back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def to_device(micro: MicroBatch, device: torch.device) -> DeviceBatch:
 
 
 def unpadded(micro: MicroBatch) -> BoolArray:
-    """[T] False in the padding behind each sequence."""
+    """[T] False in the padding after each sequence."""
     real: BoolArray = micro.positions < np.repeat(micro.lengths, np.diff(micro.cu_seqlens))
     return real
 
@@ -52,8 +52,8 @@ def unpadded(micro: MicroBatch) -> BoolArray:
 class OutputCollector:
     """Gathers the per-token outputs of micro-batches into one ForwardResult, without padding and fillers.
 
-    Numbers stay on their device until `finish`, so that nobody waits for it between micro-batches. Experts, of which a
-    token has many, are taken to the host at once.
+    Floats stay on their device until `finish`, so that no micro-batch waits for it. Routed experts, of which a token
+    has many, go to the host at once.
     """
 
     samples: list[IntArray] = field(factory=list)

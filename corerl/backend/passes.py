@@ -1,4 +1,4 @@
-"""The passes over a step's micro-batches, for backends in which each rank calls a model and gets whole sequences."""
+"""Passes over a step's micro-batches, for backends whose ranks each call a model on whole sequences."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from corerl.backend.routing import told_experts
 from corerl.models.routing import Routers
 from corerl.types import ForwardResult, LossSpec, MicroBatch, Output, PackedBatch
 
-# (tokens [T], packing, positions [T], temperature, wanted) -> each [T]; a CausalPolicy, and whatever wraps one.
+# (tokens [T], packing, positions [T], temperature, wanted) -> each [T]; a CausalPolicy, or a wrapper of one.
 Model = Callable[..., Mapping[Output, Tensor]]
 
 
 class StepLosses:
-    """The loss of each micro-batch in turn, for a backward pass before the next is asked for, and what they came to.
+    """Iterates over the micro-batches' losses and adds up their metrics. Run the backward pass of each loss before
+    asking for the next.
 
-    The tokens' weights already hold 1 / denominator of the whole step: a sum over micro-batches and ranks is the step's
-    loss, and an average that a library takes must be undone. Where the model's `routers` are given, tokens go through
-    the experts that the batch tells.
+    Token weights already hold 1 / denominator of the whole step: the sum over micro-batches and ranks is the step's
+    loss, and a library's own averaging must be undone. With `routers`, tokens go through the experts that the batch
+    names.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class StepLosses:
         routers: Routers | None = None,
     ) -> None:
         self.metrics = MetricSum()
-        self.tokens = 0  # that passed through the model
+        self.tokens = 0  # tokens passed through the model so far
         self._model, self._batch, self._loss, self._device = model, batch, loss, device
         self._routers = routers
 
@@ -45,7 +46,7 @@ class StepLosses:
         loss_function = resolve_loss(self._loss)
         for micro in self._batch.micro_batches:
             inputs = to_device(micro, self._device)
-            with _replayed(self._routers, micro, self._device):  # in the backward pass too: layers may be recomputed
+            with _replayed(self._routers, micro, self._device):  # spans the backward pass, which may recompute layers
                 outputs = _outputs(self._model, inputs, self._batch.temperature, self._loss.outputs)
                 result = loss_function(inputs.loss_inputs(outputs))
                 yield result.loss
@@ -62,8 +63,8 @@ def forward_outputs(
     device: torch.device,
     routers: Routers | None = None,
 ) -> ForwardResult:
-    """What the model says of every sample, without gradients; of its `routers`, where they are given, the experts that
-    they choose or are told by the batch."""
+    """Outputs of every sample, without gradients. `routers` give the routed experts: the batch's, or their own
+    choice."""
     collector = OutputCollector()
     of_model = tuple(output for output in wanted if routers is None or output is not Output.ROUTED_EXPERTS)
     for micro in batch.micro_batches:

@@ -1,4 +1,4 @@
-"""The experts that a micro-batch's column `routed_experts` names, and the tokens that choose for themselves."""
+"""Read a micro-batch's column `routed_experts`: the experts it names, and the tokens that it leaves to the router."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ COLUMN = Output.ROUTED_EXPERTS.value
 
 
 def free_tokens(micro: MicroBatch, *, layers: int, topk: int, experts: int) -> BoolArray | None:
-    """[T, layers] where tokens choose for themselves: padding, and those of which nothing is known. None where all are
-    told. Raises ModelError where the column is none of a model with `layers` of `experts`, `topk` of which a token
-    passes."""
+    """[T, layers] True where the router chooses: padding, and tokens without recorded experts. None if every token has
+    recorded experts. Raises ModelError if the column does not fit a model with `layers` MoE layers of `experts`
+    experts, `topk` per token."""
     column = micro.columns[COLUMN]
     if column.shape[1:] != (layers, topk):
         raise ModelError(
@@ -36,8 +36,8 @@ def free_tokens(micro: MicroBatch, *, layers: int, topk: int, experts: int) -> B
 
 
 def told_experts(routers: Routers, micro: MicroBatch, device: torch.device) -> Tensor | None:
-    """[T, layers, k] on `device`, as `Routers.told` takes it; None where the micro-batch names none. Raises ModelError
-    where the model's routers are not known, or the column is none of it."""
+    """[T, layers, k] experts on `device`, as `Routers.told` takes them; None if the micro-batch has no such column.
+    Raises ModelError if the model's routers are not known, or the column does not fit the model."""
     if COLUMN not in micro.columns:
         return None
     if not routers.layers:

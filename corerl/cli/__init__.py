@@ -1,1 +1,1 @@
-"""The commands."""
+"""The `corerl` command and its subcommands."""

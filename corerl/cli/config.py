@@ -1,4 +1,4 @@
-"""`corerl config check|show`: say whether a configuration can run, or print it whole, before anything is started."""
+"""`corerl config check|show`: check whether a configuration can run, or print it in full, without starting anything."""
 
 from __future__ import annotations
 

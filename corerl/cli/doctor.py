@@ -1,4 +1,4 @@
-"""`corerl doctor [NAME] [--config FILE] [--nodes] [--json]`: what is amiss here, why it matters, and what mends it."""
+"""`corerl doctor [NAME] [--config FILE] [--nodes] [--json]`: what is wrong, why it matters, and how to fix it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 1 where there is an error, else 0."""
+    """Exit status: 1 if a finding is an error, else 0."""
     from corerl.doctor.examine import examine
     from corerl.errors import ConfigError
     from corerl.plugin.spec import Level
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     for finding in examine(name, file=args.config, overrides=overrides, nodes=args.nodes):
         findings.append(finding)
         if not args.json:
-            print("\n".join(_lines(finding)), flush=True)  # as they come: importing takes its time
+            print("\n".join(_lines(finding)), flush=True)  # as they come, since importing takes a while
     print(_json(findings) if args.json else _summary(findings))
     return 1 if any(finding.level is Level.ERROR for finding in findings) else 0
 

@@ -1,4 +1,4 @@
-"""`corerl eval WHAT [KEY=VALUE ...]`: score a checkpoint, or the model that a configuration begins with."""
+"""`corerl eval WHAT [KEY=VALUE ...]`: score a checkpoint, or the model that a configuration starts from."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def run(args: argparse.Namespace) -> int:
 
     what = Path(args.what)
     given = [*args.overrides, "run.mode=eval", *(["extensions=[]"] if args.json else [])]
-    # A checkpoint that retention has removed is none that was meant as a file.
+    # A missing `step-...` is a checkpoint that retention has removed, not a config file.
     directory = os.path.isdir(what) or (what.name.startswith("step-") and not os.path.exists(what))
-    config = None if directory else load_config(what, given)  # first: what is wrong in it is told without torch
+    config = None if directory else load_config(what, given)  # first: shows its errors without importing torch
     with uncollected():
         from corerl.checkpoint.commit import latest, read_state
         from corerl.checkpoint.format import checkpoints_dir
@@ -46,14 +46,14 @@ def run(args: argparse.Namespace) -> int:
     if config is None:
         checkpoint = checkpoint_of(what).absolute()
         run_dir = checkpoint.parent
-        if run_dir.name == checkpoints_dir("").name:  # else it was copied to where it is
+        if run_dir.name == checkpoints_dir("").name:  # else the checkpoint was copied elsewhere
             run_dir = run_dir.parent
         own = [f"run.dir={run_dir}", f"checkpoint.resume={checkpoint}", "rollout.saved="]
         config = config_of(read_state(checkpoint)["config"], [*own, *given])
-    elif config.checkpoint.resume == "auto":  # of the run, not of the directory that the scores go to
+    elif config.checkpoint.resume == "auto":  # the run's newest, not that of the directory for the scores
         newest = str(latest(config.run.dir) or "never")
         config = evolve(config, checkpoint=evolve(config.checkpoint, resume=newest))
-    # A directory of its own: what the run itself has written stays as it is.
+    # A separate directory, so that the run's own files stay as they are.
     summary = evaluate(evolve(config, run=evolve(config.run, dir=str(Path(config.run.dir) / "eval"))))
     if args.json:
         print(json.dumps(summary.evaluation))

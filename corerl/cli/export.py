@@ -1,4 +1,4 @@
-"""`corerl export CHECKPOINT DIRECTORY`: a role's weights of a checkpoint as a Hugging Face model directory."""
+"""`corerl export CHECKPOINT DIRECTORY`: write a role's weights in a checkpoint as a Hugging Face model directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `corerl`: finds the subcommand, runs it, and turns errors into lines on stderr and an exit status."""
+"""The command `corerl`: run a subcommand, and turn errors into lines on stderr and an exit status."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from importlib import import_module
 from corerl import __version__
 from corerl.errors import CorerlError
 
-# Modules of this package, each with `add_parser(subparsers)`, whose parsers say what runs; light: help is instant.
+# Modules of this package, each with an `add_parser(subparsers)` that sets `run`. They import little: help is instant.
 COMMANDS = ("train", "eval", "export", "config", "plugins", "verify", "options", "doctor", "new_backend")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 a failure, 2 something for the user to mend, 130 interrupted, 141 nobody reads stdout."""
+    """Exit status: 0 success, 1 failure, 2 an error for the user to fix, 130 interrupted, 141 stdout was closed."""
     parser = argparse.ArgumentParser(
         prog="corerl", description="Reinforcement-learning post-training of language models on pluggable backends."
     )
@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         import_module(f"corerl.cli.{name}").add_parser(subparsers)
     args = _parse(parser, argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: what a terminal cannot show ends no command
-    # 'module:name', in a config or as a plugin, means a module beside the run, as it would for `python -m`.
+        sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: an unprintable character ends no command
+    # 'module:name', in a config or as a plugin, may be a module in the working directory, as for `python -m`.
     sys.path.insert(0, os.getcwd())
     try:
         status: int = args.run(args)
@@ -52,11 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
-        return 141  # as a shell says it of SIGPIPE
+        return 141  # a shell's status for SIGPIPE
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """argparse takes KEY=VALUE from one place; here they may stand before options and behind them, --debug anywhere."""
+    """Parse arguments. Unlike argparse, allows KEY=VALUE both before and after options, and --debug anywhere."""
     args, rest = parser.parse_known_args(argv)
     args.debug = args.debug or "--debug" in rest
     rest = [word for word in rest if word != "--debug"]
@@ -69,11 +69,11 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
 
 
 def _reader_is_gone() -> bool:
-    """Whether it is stdout that is closed at its other end, as by `head`; then nothing more is written there."""
+    """Whether the reader of stdout is gone, as with `head`; if so, redirects stdout to devnull."""
     stdout = sys.stdout.fileno()
     poll = select.poll()
     poll.register(stdout, select.POLLOUT)
     if not any(events & select.POLLERR for _, events in poll.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)  # for what Python flushes as it ends
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)  # for what Python flushes at exit
     return True

@@ -1,4 +1,4 @@
-"""`corerl new-backend NAME [DIR]`: write a package with a training backend that works, to be changed bit by bit."""
+"""`corerl new-backend NAME [DIR]`: write a package with a working training backend, as a starting point."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-TEMPLATE = Path(__file__).parent / "backend_template"  # a package for the name "mine", as it stands
-LONGEST = 24  # so that no line of the template grows over its limit
+TEMPLATE = Path(__file__).parent / "backend_template"  # a complete package for the name "mine"
+LONGEST = 24  # characters, so that no line of the template exceeds the line length
 
 
 def add_parser(subparsers: Any) -> None:
@@ -20,12 +20,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: 0 done."""
+    """Exit status: 0 on success."""
     check_name(args.name)
     directory = Path(args.directory or args.name)
     written = generate(args.name, directory)
     print(f"wrote the backend {args.name!r} to {directory}: {len(written)} files (README.md comes first); now:")
-    where = directory if directory.is_absolute() else f"./{directory}"  # pip takes a bare word for a package's name
+    where = directory if directory.is_absolute() else f"./{directory}"  # pip takes a bare word for a package name
     print(f"  pip install -e {shlex.quote(str(where))}")
     print(f"  corerl verify {args.name}")
     print(f"  corerl train {shlex.quote(str(directory / 'quickstart.toml'))}")
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_name(name: str) -> None:
-    """Raises UserError where a backend cannot be called so, or one already is."""
+    """Raise UserError if the name is invalid or already taken."""
     from corerl.errors import UserError
     from corerl.plugin.registry import INSTALL_HINTS, Kind, scan
 
@@ -53,7 +53,7 @@ def check_name(name: str) -> None:
 
 
 def generate(name: str, directory: Path) -> list[Path]:
-    """Write the template's files, renamed, into `directory`. Raises UserError unless that is new or empty."""
+    """Write the template's files, renamed, to `directory`. Raises UserError unless that is new or empty."""
     from corerl.errors import UserError
 
     try:
@@ -61,7 +61,7 @@ def generate(name: str, directory: Path) -> list[Path]:
             raise UserError(f"{directory} exists and is not an empty directory; name another one")
         written = []
         for source in sorted(TEMPLATE.rglob("*")):
-            if source.is_dir() or "__pycache__" in source.parts:  # pip compiles the template, too
+            if source.is_dir() or "__pycache__" in source.parts:  # pip compiles the template too
                 continue
             target = directory / renamed(str(source.relative_to(TEMPLATE)), name)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -73,6 +73,6 @@ def generate(name: str, directory: Path) -> list[Path]:
 
 
 def renamed(text: str, name: str) -> str:
-    """The template's words for this name: mine, corerl_mine for the module, MineBackend for the class."""
+    """`text` with the template's name replaced by `name`: in mine, the module corerl_mine, the class MineBackend."""
     words = {"corerl_mine": f"corerl_{name.replace('-', '_')}", "Mine": name.title().replace("-", ""), "mine": name}
     return re.sub("|".join(words), lambda word: words[word[0]], text)

@@ -1,4 +1,4 @@
-"""Which checkpoint a command line means that names a checkpoint's directory or a run's."""
+"""Resolve a command-line path, of a checkpoint or of a run, to a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def checkpoint_of(what: Path) -> Path:
-    """A run's newest checkpoint that is whole, with a line on stderr for each newer one; anything else as it is."""
+    """A run's newest complete checkpoint, with a line on stderr for each newer one; any other path as it is."""
     from corerl.checkpoint.commit import latest, passed_over
 
     newest = latest(what)

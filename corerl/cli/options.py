@@ -1,4 +1,4 @@
-"""`corerl options NAME [--kind KIND]`: every setting of a plugin as TOML with its default, ready to be pasted."""
+"""`corerl options NAME [--kind KIND]`: print every setting of a plugin as TOML with its default, ready to paste."""
 
 from __future__ import annotations
 

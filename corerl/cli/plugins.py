@@ -1,4 +1,4 @@
-"""`corerl backends`, `engines` and `extensions`, each `[--json]`: what is installed, and why some will not run."""
+"""`corerl backends`, `engines` and `extensions`, each `[--json]`: list what is installed, and why some cannot run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from corerl.plugin.registry import INSTALL_HINTS, Kind, installed
 
     kind = Kind(args.command)
-    with redirect_stdout(sys.stderr):  # what a plugin prints as it is imported is no part of the list
+    with redirect_stdout(sys.stderr):  # a plugin may print on import
         found = installed(kind)
     names = {each.name for each in found}
     missing = {name: hint for name, hint in INSTALL_HINTS[kind].items() if name not in names}
@@ -44,7 +44,7 @@ def _json(found: list[Installed], missing: dict[str, str]) -> str:
 
 
 def _text(found: list[Installed], missing: dict[str, str]) -> str:
-    """Columns as wide as their widest cell; the last one, which may be a sentence, is left as it is."""
+    """A table with columns as wide as their widest cell, except the last, which may hold sentences."""
     rows = [("NAME", "PACKAGE", "VERSION", "API", "STATUS")]
     for each in found:
         api = ".".join(map(str, each.api)) if each.api else "-"

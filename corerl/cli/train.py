@@ -1,4 +1,4 @@
-"""`corerl train FILE [KEY=VALUE ...]`: run the loop."""
+"""`corerl train FILE [KEY=VALUE ...]`: run the training loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     from corerl.config.load import load_config
     from corerl.imports import uncollected
 
-    config = load_config(args.file, args.overrides)  # first: what is wrong in the file is told without torch
+    config = load_config(args.file, args.overrides)  # first: shows its errors without importing torch
     with uncollected():
         from corerl.train import execute
 

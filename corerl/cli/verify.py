@@ -1,4 +1,4 @@
-"""`corerl verify NAME`: run the conformance suite against a training backend, and say by level what holds."""
+"""`corerl verify NAME`: run the conformance suite on a training backend, and report results by level."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def run(args: argparse.Namespace) -> int:
 
     if find_spec("pytest") is None:
         raise UserError("verify needs pytest, which is not installed; pip install 'corerl[test]'")
-    load(Kind.BACKENDS, args.name)  # so that what is wrong with a name is told as everywhere
+    load(Kind.BACKENDS, args.name)  # reports a wrong name as everywhere else
     if args.level == 3:
         import torch
 
         if not torch.cuda.is_available():
             raise UserError("level 3 needs a GPU, and torch sees none here; take --level 2, or 4 to leave level 3 out")
     command = [sys.executable, "-m", "pytest", "--pyargs", "corerl.testing.suite", "-p", "corerl.testing.plugin"]
-    # Nothing of the directory that it is called in, nor other plugins of pytest, decides how the suite runs.
+    # Neither the current directory nor other pytest plugins may influence how the suite runs.
     command += ["-c", os.devnull, "--rootdir", ".", "--import-mode=importlib", "-p", "no:cacheprovider", "--tb=short"]
     command += ["--corerl-backend", args.name, "--corerl-level", str(args.level)]
-    if find_spec("pytest_timeout") is not None:  # against backends that hang; ranks of a pool have a limit of their own
+    if find_spec("pytest_timeout") is not None:  # against backends that hang; pool ranks have their own limit
         command += ["-p", "pytest_timeout", "--timeout", str(TIMEOUT_SECONDS)]
     if args.expected_failures:
         command += ["--corerl-expected-failures", args.expected_failures]

@@ -1,4 +1,4 @@
-"""What a configuration says that cannot be meant: checks across fields, long before the first GPU minute."""
+"""Find contradictions between a configuration's settings, long before the first GPU minute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from corerl.config.schema import Config, CriticConfig, EpisodesConfig
 
 
 def problems(config: Config) -> list[str]:
-    """One line for each contradiction, its dotted path first; empty where the configuration can run."""
+    """One line for each contradiction, beginning with its dotted path; empty if the configuration can run."""
     checks = (_mode, _source, _model, _batch, _algorithm, _cluster, _extensions, _files)
     return [line for check in checks for line in check(config)]
 
@@ -105,12 +105,12 @@ def _batch_of(role: str, config: Config) -> Iterator[str]:
 
 
 def uneven(role: str, config: Config, *, data_parallel: int) -> str:
-    """What is wrong where the samples of one of the role's optimizer steps do not divide over as many data-parallel
-    groups as its backend makes of its ranks; "" where they do."""
+    """The problem if the samples of one optimizer step of `role` do not divide over `data_parallel` groups; "" if they
+    do."""
     train, ranks = config.train_of(role), config.chosen_roles[role].ranks
     prompts, samples = config.rollout.prompts, config.rollout.samples
     step = prompts * samples // train.mini_batches
-    if prompts % train.mini_batches or step % data_parallel == 0:  # the first is `problems`' to say
+    if prompts % train.mini_batches or step % data_parallel == 0:  # `problems` reports the first case
         return ""
     unit = train.mini_batches * data_parallel // math.gcd(data_parallel, samples)  # in prompts: groups stay whole
     over, other = f"roles.{role}.ranks={ranks}", f"a number of ranks that divides {step}"

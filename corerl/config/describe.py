@@ -1,4 +1,4 @@
-"""What can be set, in words: every field of a config class with its type, default and sentence of help."""
+"""Describe the settings of a config class in words: each field with its type, default and help text."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def annotate(toml: str, config: Config) -> str:
             if attrs.has(type(options)):
                 helps |= {f"{kind}.{name}.{entry.path}": entry.help for entry in describe(type(options))}
     lines, table = [], ""
-    for line in toml.removesuffix("\n").split("\n"):  # a string may hold what `splitlines` takes for an end
+    for line in toml.removesuffix("\n").split("\n"):  # not splitlines: a string may hold other line separators
         if header := re.fullmatch(r"\[\[?(.+?)\]?\]", line):
             table = header[1] + "."
-        # an array's items are indented, so whatever starts a line is a setting of the current table
+        # an array's items are indented, so a key at the start of a line is a setting of the current table
         elif (setting := re.match(r"([\w-]+) = ", line)) and (text := helps.get(table + setting[1])):
             lines.append(f"# {text}")
         lines.append(line)

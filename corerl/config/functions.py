@@ -1,4 +1,4 @@
-"""Find what a setting names as `module:function`."""
+"""Import the function that a setting names as `module:function`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from corerl.messages import did_you_mean
 
 
 def imported(name: str, *, setting: str) -> Callable[..., Any]:
-    """The function of that name. Raises ConfigError, beginning with `setting`, where there is none."""
+    """The function that `name` refers to. If there is none, raises ConfigError with a message that begins with
+    `setting`."""
     module_name, colon, attribute = name.partition(":")
     if not colon:
         raise ConfigError(f"{setting}: got {name!r}, wanted 'module:function'")
     try:
         module = import_module(module_name)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # importing a user's module may raise anything
         raise ConfigError(
             f"{setting}: {name!r}: cannot import {module_name!r}: {type(error).__name__}: {error}"
         ) from error

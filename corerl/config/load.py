@@ -1,4 +1,4 @@
-"""From a TOML file and dotted overrides to one frozen Config, and back; all problems are reported at once."""
+"""Load a TOML file and dotted overrides into one frozen Config, and dump it; all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ __all__ = ["config_of", "dump_toml", "load_config", "structure", "to_plain"]
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file, apply overrides `a.b.c=VALUE` in their order, and check every key and value.
+    """Read a TOML file, apply overrides `a.b.c=VALUE` in order, and check every key and value.
 
-    VALUE is TOML; what is not TOML is taken as a string. An override replaces the whole value at its path.
+    VALUE is TOML; anything that is not valid TOML is taken as a string. An override replaces the whole value at its
+    path.
     Raises ConfigError with one line for each problem.
     """
     lines: list[str] = []
     data: dict[str, Any] = {}
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # editors of Windows put a mark before it
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # -sig: Windows editors may write a BOM
     except FileNotFoundError:
         lines.append(f"{path}: no such file; give the path of a TOML file")
     except OSError as error:
@@ -40,12 +41,12 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
 
 
 def config_of(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """The same from plain data, such as a checkpoint's, which stays as it is."""
+    """Like `load_config`, from plain data such as a checkpoint's; `data` is not changed."""
     return _config(copy.deepcopy(dict(data)), overrides, [])
 
 
 def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str]) -> Config:
-    """`lines` tell why `data` could not be read, if they tell anything."""
+    """Build the Config. `lines` are the problems so far; if there are any, `data` could not be read."""
     readable = not lines
     applied: list[tuple[Keys, str]] = []
     for text in overrides:
@@ -62,7 +63,7 @@ def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str]) ->
 
 
 def dump_toml(config: Config) -> str:
-    """The whole configuration, defaults included; loads again to an equal one."""
+    """The whole configuration as TOML, defaults included; loading it gives an equal one."""
     return tomli_w.dumps(to_plain(config))
 
 
@@ -70,12 +71,12 @@ def dump_toml(config: Config) -> str:
 
 
 def _apply(text: str, data: dict[str, Any]) -> Keys:
-    """Set in `data` what one override says; returns where."""
+    """Apply one override to `data`; returns the keys that it sets."""
     if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(f"override {text!r}: is not UTF-8 text")
     key, equals, value = text.partition("=")
     try:
-        nested: Any = tomllib.loads(f"{key} = 0")  # quoted keys and all
+        nested: Any = tomllib.loads(f"{key} = 0")  # handles quoted keys too
     except tomllib.TOMLDecodeError:
         nested = {}
     if not equals or len(nested) != 1:
@@ -94,7 +95,7 @@ def _apply(text: str, data: dict[str, Any]) -> Keys:
 
 
 def _blame(keys: Keys, applied: Iterable[tuple[Keys, str]]) -> str:
-    """Name the last override that set the value at `keys`, something inside it, or what holds it."""
+    """Name the last override that set the value at `keys`, a part of it, or a table that contains it."""
     for set_by, text in reversed(list(applied)):
         shared = min(len(keys), len(set_by))
         if keys[:shared] == set_by[:shared]:

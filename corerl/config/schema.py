@@ -1,7 +1,7 @@
 """The whole configuration of a run, one frozen class for each table of the TOML file.
 
-Every field has a default, or is required by having none, and a sentence of help that `corerl config` prints.
-What only one backend or engine knows stands in `backends.NAME` and `engines.NAME`, as the plugin's own class.
+Every field has help text, which `corerl config` prints; a field without a default is required.
+Options of a single backend or engine are in `backends.NAME` and `engines.NAME`, as the plugin's own class.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Precision = Literal["float32", "bfloat16", "float16"]
 
 
 def option(help: str, **kwargs: Any) -> Any:  # noqa: A002  -- the word that the user reads
-    """An attrs field with its sentence of help."""
+    """An attrs field with help text."""
     return field(metadata={"help": help}, **kwargs)
 
 
@@ -100,7 +100,7 @@ class RunConfig:
 
     @property
     def samples(self) -> bool:
-        """Whether there are engines."""
+        """Whether the run has engines."""
         return self.mode != "train-only"
 
 
@@ -259,7 +259,7 @@ class CriticConfig:
 
 @frozen(kw_only=True)
 class AlgorithmConfig:
-    """From rewards to the policy's loss."""
+    """The settings that lead from rewards to the policy's loss."""
 
     name: Literal["grpo", "ppo"] = option(
         'how rewards become advantages: grpo compares the samples of a prompt (Shao et al. 2024, "DeepSeekMath"), '
@@ -512,7 +512,7 @@ DEFAULT_EXTENSIONS = tuple(ExtensionChoice(name=name) for name in ("console", "j
 
 @frozen(kw_only=True)
 class Config:
-    """Everything that a run is; the file written beside its results is one of these, and a valid input."""
+    """The complete configuration of a run; also written next to its results, as a file that can be loaded again."""
 
     run: RunConfig = option("where, how long, which seed", factory=RunConfig)
     cluster: ClusterConfig = option("machines and devices", factory=ClusterConfig)
@@ -535,7 +535,7 @@ class Config:
 
     @property
     def chosen_roles(self) -> dict[str, RoleChoice]:
-        """The roles of this run by name, the actor first; a critic is there to be trained."""
+        """The roles of this run by name, the actor first; the critic only if the run trains."""
         roles: dict[str, RoleChoice] = {"actor": self.roles.actor}
         if self.roles.critic is not None and self.run.trains:
             roles["critic"] = self.roles.critic
@@ -543,7 +543,7 @@ class Config:
 
     @property
     def apart(self) -> tuple[str, ...]:
-        """The roles that have devices of their own."""
+        """The roles that have their own devices."""
         return tuple(
             name
             for name, choice in self.chosen_roles.items()
@@ -551,27 +551,27 @@ class Config:
         )
 
     def train_of(self, role: str) -> TrainConfig:
-        """What `role` is trained with: its own table where it has one, else the common one."""
+        """The training settings of `role`: its own table if it has one, else the common one."""
         return self.chosen_roles[role].train or self.train
 
     def train_table_of(self, role: str) -> str:
-        """Where that stands, for messages."""
+        """The path of `train_of(role)` in the config, for messages."""
         return "train" if self.chosen_roles[role].train is None else f"roles.{role}.train"
 
     def model_of(self, role: str) -> ModelConfig:
-        """What `role` begins as."""
+        """The model that `role` starts from."""
         choice = self.chosen_roles[role]
         own = choice.model if isinstance(choice, CriticChoice) else None
         return own or self.model
 
     def model_table_of(self, role: str) -> str:
-        """Where that stands, for messages."""
+        """The path of `model_of(role)` in the config, for messages."""
         return "model" if self.model_of(role) is self.model else f"roles.{role}.model"
 
 
 @frozen(kw_only=True)
 class RoleConfig:
-    """What one role's backend is given: the slices of the run that concern it. Crosses Ray as plain data."""
+    """The parts of a run's config that one role's backend needs. Crosses Ray as plain data."""
 
     model: ModelConfig
     train: TrainConfig
@@ -580,21 +580,21 @@ class RoleConfig:
     device: str  # cpu or cuda
     seed: int
     timeout: float  # seconds of one collective
-    value_head: bool = False  # the model is a critic: a value head in the place of its language head
+    value_head: bool = False  # the model is a critic: a value head replaces its language-model head
     resume: str = ""  # directory of this role's part of a checkpoint; empty starts from the model
-    sleeps: bool = False  # the run puts it to sleep, so host memory for that is made at the start
-    max_residual_gib: float = 0.0  # that a rank may hold while it sleeps; 0 is no bound
-    suspend_communicators: bool = False  # while all of it sleeps
+    sleeps: bool = False  # the run puts it to sleep, so host memory for that is reserved at the start
+    max_residual_gib: float = 0.0  # device memory that a rank may hold while it sleeps; 0 is no bound
+    suspend_communicators: bool = False  # while all memory kinds sleep
 
 
 @frozen(kw_only=True)
 class ClusterInfo:
-    """What a spec's pure functions may know of a run, besides the plugin's own options. For an engine `ranks` are its
-    replicas; the rest is the actor's, for engines and extensions."""
+    """What a spec's pure functions can know about a run, besides the plugin's own options. For an engine, `ranks` is
+    its number of replicas; the other fields are the actor's, for engines and extensions."""
 
     device: str  # cpu or cuda
-    ranks: int  # of the role
-    # Fields of the Hugging Face config, plain data; empty where no model is known yet: say nothing of it then.
+    ranks: int  # number of ranks of the role
+    # Fields of the Hugging Face config as plain data; empty if no model is known yet: then do not check the model.
     model: Mapping[str, Any] = field(factory=dict)
-    train: TrainConfig | None = None  # what the role is trained with; None where no run is known
-    weights: WeightsConfig | None = None  # of an engine: how its weights travel; None where no run is known
+    train: TrainConfig | None = None  # the role's training settings; None if no run is known
+    weights: WeightsConfig | None = None  # for an engine, how its weights travel; None if no run is known

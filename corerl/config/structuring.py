@@ -1,6 +1,7 @@
-"""Strict structuring of plain data into frozen attrs classes, with every problem reported and not only the first.
+"""Strict structuring of plain data into frozen attrs classes, reporting every problem and not only the first.
 
-"false" is no bool, 1.9 no int. An int may stand for a float, an array for a tuple. Validators of all fields run.
+"false" is not a bool, and 1.9 is not an int. An int is accepted as a float, an array as a tuple. Validators of all
+fields run.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from corerl.errors import ConfigError
 from corerl.messages import did_you_mean, nearest
 
 T = TypeVar("T")
-Keys = tuple[str | int, ...]  # a dotted path, taken apart; integers index arrays
+Keys = tuple[str | int, ...]  # the parts of a dotted path; integers index arrays
 
 
 class _Wrong(ValueError):
-    """A value that does not fit; the text follows its path."""
+    """A value that does not fit; the message goes after its path."""
 
 
 _ERRORS = (ClassValidationError, IterableValidationError, _Wrong)
@@ -51,9 +52,9 @@ class Problem:
 
 
 def structure(data: Mapping[str, Any], cls: type[T], *, path: str = "") -> T:
-    """An instance of a frozen attrs class from plain data; what `load_config` uses, and plugins for their own options.
+    """Structure plain data into an instance of a frozen attrs class, such as a plugin's options.
 
-    Raises ConfigError with one line for each problem, its path below `path`.
+    Raises ConfigError with one line for each problem, its path relative to `path`.
     """
     value, problems = attempt(data, cls)
     if value is None:
@@ -62,7 +63,7 @@ def structure(data: Mapping[str, Any], cls: type[T], *, path: str = "") -> T:
 
 
 def attempt(data: Mapping[str, Any], cls: type[T]) -> tuple[T | None, list[Problem]]:
-    """The instance, or all that stands in its way."""
+    """The instance, or None and every problem."""
     try:
         return _converter().structure(data, cls), []
     except _ERRORS as error:
@@ -103,7 +104,7 @@ def _scalar(value: Any, kind: Any) -> Any:
         raise _Wrong(_mismatch(value, kind))
     if kind is float and math.isnan(value):
         raise _Wrong("expected number, got nan")
-    if kind is str and "\0" in value:  # no path, variable or token has one, and not every library says so
+    if kind is str and "\0" in value:  # no path, variable or token may have one, and not every library checks
         raise _Wrong(f"expected string without NUL characters, got {value!r}")
     return value
 
@@ -123,20 +124,20 @@ def _class_hook(cls: Any, converter: Converter) -> Callable[[Any, Any], Any]:
 
 
 def _field_hook(field: attrs.Attribute[Any], converter: Converter) -> Callable[[Any, Any], Any]:
-    """Structure one field and run its validator at once: attrs itself would stop at the class's first failure."""
+    """Structure one field and run its validator at once: attrs itself would stop at the first failing field."""
 
     def hook(raw: Any, kind: Any) -> Any:
         try:
             value = converter.structure(raw, kind)
         except _ERRORS:
             raise
-        except (ValueError, TypeError, LookupError) as error:  # of a type that converts itself
+        except (ValueError, TypeError, LookupError) as error:  # from a type that does its own conversion
             raise _Wrong(_text(error)) from error
         if field.validator is not None and field.converter is None:
             try:
                 field.validator(None, field, value)
             except AttributeError:
-                pass  # it looks at other fields: then it speaks when the instance is made
+                pass  # it reads other fields, so it can only run when the instance is made
             except (ValueError, TypeError, LookupError) as error:
                 raise _Wrong(_text(error)) from error
         return value
@@ -172,7 +173,7 @@ def _array_hook(kind: Any, converter: Converter) -> Callable[[Any, Any], Any]:
 
 
 def _each(keys: Iterable[Any], values: Iterable[Any], kinds: Iterable[Any], converter: Converter) -> list[Any]:
-    """Structure all parts of an array or table, and raise for all that fail together."""
+    """Structure all parts of an array or table; raise one error for all parts that fail."""
     done, errors = [], []
     for key, value, kind in zip(keys, values, kinds, strict=True):
         try:
@@ -192,7 +193,7 @@ def _union_hook(kind: Any, converter: Converter) -> Callable[[Any, Any], Any]:
     def hook(value: Any, _: Any) -> Any:
         if value is None and len(arms) < len(get_args(kind)):
             return None
-        # where only one arm can be meant, its own errors say more than "expected this or that"
+        # if only one arm can be meant, its own errors say more than "expected this or that"
         meant = tables if len(tables) == 1 and isinstance(value, Mapping) else arms
         if len(meant) == 1:
             return converter.structure(value, meant[0])
@@ -214,7 +215,7 @@ def _walk(error: BaseException, keys: Keys) -> Iterator[Problem]:
     if isinstance(error, ClassValidationError):
         noted, bare = error.group_exceptions()
         for part, attribute in noted:
-            if isinstance(part, KeyError):  # only the look-up itself; what a field raises is a _Wrong or a group
+            if isinstance(part, KeyError):  # a missing key; errors of a field's value are a _Wrong or a group
                 yield from _missing(class_fields(error.cl)[attribute.name], keys)
             else:
                 yield from _walk(part, (*keys, attribute.name))
@@ -231,7 +232,7 @@ def _walk(error: BaseException, keys: Keys) -> Iterator[Problem]:
 
 
 def _missing(field: attrs.Attribute[Any], keys: Keys) -> Iterator[Problem]:
-    """A required field, or, where it is a table, the required fields in it."""
+    """The problem for a missing required field; for a table, one for each required field in it."""
     here = (*keys, field.name)
     kind: Any = field.type
     inner = class_fields(kind).values() if attrs.has(kind) else ()
@@ -252,7 +253,7 @@ def _unknown(error: ForbiddenExtraKeysError, keys: Keys) -> Iterator[Problem]:
 
 
 def _deeper(cls: type, key: str) -> list[str]:
-    """Where `key` stands in a table of `cls`, dotted."""
+    """Dotted paths of `key` in the subtables of `cls`."""
     found = []
     for name, field in class_fields(cls).items():
         kind: Any = field.type
@@ -263,13 +264,13 @@ def _deeper(cls: type, key: str) -> list[str]:
 
 
 def _text(error: BaseException) -> str:
-    """An exception's message on one line; attrs' own validators put the field and the value behind it."""
+    """An exception's message on one line; only its first argument, since attrs' validators add the field and value."""
     message = str(error.args[0] if error.args else error) or type(error).__name__
     return " ".join(message.split())
 
 
 def _mismatch(value: Any, kind: Any) -> str:
-    """What was expected and what stands there, with a hint at the commonest slips: letters and quotes."""
+    """What was expected and what was found, with a hint for common mistakes: typos and quotes."""
     hint = ""
     if near := did_you_mean(str(value), [str(choice) for choice in choices(kind)]):
         hint = near

@@ -1,4 +1,4 @@
-"""Types and values as a user of TOML knows them, and settings as plain data."""
+"""Types and values in the words of TOML, and settings as plain data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_union(kind: Any) -> bool:
 
 
 def choices(kind: Any) -> tuple[Any, ...]:
-    """The only values that a Literal, an Enum, or a union of them allows; () for any other type."""
+    """The values that a Literal, an Enum, or a union of them allows; () for any other type."""
     if get_origin(kind) is Literal:
         return get_args(kind)
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -37,7 +37,7 @@ def choices(kind: Any) -> tuple[Any, ...]:
 
 
 def spell(kind: Any) -> str:
-    """A type as a user of TOML knows it."""
+    """A type's name for a user of TOML."""
     if allowed := choices(kind):
         return ("one of " if len(allowed) > 1 else "") + ", ".join(repr(value) for value in allowed)
     if is_union(kind):
@@ -56,7 +56,7 @@ def spell(kind: Any) -> str:
 
 
 def spell_value(value: Any) -> str:
-    """What stands in the file, with the type that it has there."""
+    """A value as it is in the file, with its TOML type."""
     match value:
         case bool():
             return "true" if value else "false"
@@ -75,7 +75,7 @@ def spell_value(value: Any) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Attrs instances as dicts, all the way down; None is left out, since TOML has no word for it."""
+    """Convert attrs instances to dicts, recursively; None is left out, since TOML has no null."""
     if attrs.has(type(value)):
         return to_plain({name: getattr(value, name) for name in class_fields(type(value))})
     if isinstance(value, Mapping):
@@ -96,15 +96,15 @@ def toml_value(plain: Any) -> str:
 
 
 def toml_key(name: str) -> str:
-    """One part of a dotted key, quoted where TOML wants that."""
+    """One part of a dotted key, quoted if TOML requires it."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
 def parse_toml(text: str) -> Any:
-    """One value, as on the right of an equals sign; what is not TOML is a string."""
+    """Parse one TOML value, as after an equals sign; anything that is not valid TOML is a string."""
     try:
         data = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    # no setting is a date, so run.dir=2024-05-01 means the text
+    # no setting is a date, so run.dir=2024-05-01 means the string
     return text if len(data) > 1 or isinstance(data["value"], (date, time)) else data["value"]

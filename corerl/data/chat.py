@@ -1,4 +1,4 @@
-"""Prompts that are chats: messages out of a row, or made of a text."""
+"""Chat prompts: messages read from a row, or made from a text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Messages = tuple[Mapping[str, Any], ...]
 
 
 def read_messages(value: Sequence[Any]) -> Messages:
-    """The messages of a row's field. Raises ValueError, naming the first that cannot be used."""
+    """The messages in a row's field. Raises ValueError naming the first one that cannot be used."""
     messages = []
     for number, message in enumerate(value, start=1):
-        # A column of structs has all fields of all messages: null where a message has none.
+        # A column of structs has the fields of all messages, null in messages that lack them.
         known = {key: held for key, held in message.items() if held is not None} if isinstance(message, dict) else {}
         for key in ("role", "content"):
             if not isinstance(known.get(key), str):
@@ -26,15 +26,15 @@ def read_messages(value: Sequence[Any]) -> Messages:
 
 
 def readable(messages: Messages) -> str:
-    """One message as it is, several as lines `role: content`."""
+    """The content of a single message; several messages as lines `role: content`."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 class ChatPrompts(PromptSource):
-    """The prompts of another source as chats: a text becomes a message of the user's, and keeps its `.text`. `system`
-    begins every chat that has no system message of its own."""
+    """Another source's prompts as chats: a text becomes a user message and stays in `.text`. `system` begins every chat
+    that does not begin with a system message."""
 
     chat = True
 

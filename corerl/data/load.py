@@ -1,4 +1,4 @@
-"""From `[data]` to the prompts of a run."""
+"""Load a run's prompts from `[data]`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KNOWN = (
 
 
 def load_prompts(data: DataConfig, *, seed: int) -> PromptSource:
-    """All rows are checked. Raises ConfigError where settings contradict each other, DataError where files are bad."""
+    """Load the prompts and check every row. Raises ConfigError for bad settings, DataError for bad files."""
     if data.system and not data.chat:
         raise ConfigError("data.system: is read with data.chat=true alone; set that, or remove data.system")
     prompts = _mixed(data, seed) if data.sources else _source(data, data.source, seed=seed)

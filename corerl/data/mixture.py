@@ -12,9 +12,9 @@ from corerl.types import offsets_of
 
 
 class MixedPrompts(PromptSource):
-    """The prompts of each source, numbered one source after the other. Each keeps the split that it has by itself.
+    """The prompts of several sources, numbered one source after the other. Each source keeps its own split.
 
-    All sources hold out the same number; held-out prompts come in turn, one from each.
+    All sources hold out the same number; held-out prompts alternate between the sources.
     """
 
     def __init__(self, sources: Mapping[str, PromptSource], weights: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Pack planned samples into micro-batches, one at a time, reading the rollout batch's arrays in place."""
+"""Pack planned samples into micro-batches lazily, reading the rollout batch's arrays in place."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from corerl.types import Array, IntArray, MicroBatch, PackedBatch, SampleBatch, 
 def pack(
     batch: SampleBatch, plan: StepPlan, dp_rank: int, *, sequence_multiple: int, columns: Sequence[str] | None = None
 ) -> PackedBatch:
-    """The share of one dp rank. Nothing is copied before a micro-batch is asked for; it can be gone through again.
+    """One dp rank's share of a step. Micro-batches are built when iterated over, which can be repeated.
 
     Every micro-batch carries `weights` [T], scales[sample] * loss_mask, and `columns` of the batch; None takes all.
-    Padding to `sequence_multiple` has token 0 and zeros in every column. A filler keeps its sample's tokens, so that
-    it costs what it should, with weights 0, loss_mask False and sample -1.
+    Padding to `sequence_multiple` has token 0 and zeros in every column. A filler has its sample's tokens, with
+    weights 0, loss_mask False and sample -1.
     """
     names = tuple(batch.columns) if columns is None else tuple(columns)
     unknown = [name for name in names if name not in batch.columns]
@@ -37,7 +37,7 @@ def pack(
 
 @frozen(kw_only=True, eq=False)
 class LazyMicroBatches:
-    """Builds each micro-batch when the loop comes to it; every loop starts anew."""
+    """Builds each micro-batch when a loop reaches it; every loop starts anew."""
 
     batch: SampleBatch
     members: tuple[IntArray, ...]  # [M] sample indices
@@ -57,7 +57,7 @@ class LazyMicroBatches:
         padded = -(-lengths // self.sequence_multiple) * self.sequence_multiple
         cu_seqlens = offsets_of(padded)
         starts = self.batch.offsets[samples]
-        # Slice by slice: an index for every token would be as much memory again, and take several times as long.
+        # Slice by slice: an index for every token would double the memory and take several times as long.
         spans = list(zip(starts.tolist(), (starts + lengths).tolist(), (padded - lengths).tolist(), strict=True))
 
         def place(values: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Split a rollout batch into optimizer steps, dp ranks and micro-batches: indices only, no token is copied here."""
+"""Split a rollout batch into optimizer steps, dp ranks and micro-batches, as indices: no token is copied here."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ AGGREGATIONS = ("token-mean", "sequence-mean", "constant-length")
 
 @frozen(kw_only=True, eq=False)
 class StepPlan:
-    """One pass of chosen samples through the model, as data that goes to every rank beside the batch's reference."""
+    """One pass of chosen samples through the model, as data that every rank gets with the batch's object reference."""
 
     micro_batches: tuple[tuple[IntArray, ...], ...]  # [dp_size][M] sample indices; M is equal for all dp ranks
-    filler: tuple[tuple[bool, ...], ...]  # [dp_size][M] True: real tokens at weight zero, so that ranks stay in step
+    filler: tuple[tuple[bool, ...], ...]  # [dp_size][M] True: real tokens with weight 0, to equalize M among ranks
     scales: FloatArray  # [B] token weight = scales[sample] * loss_mask; holds 1 / denominator; 0 outside this step
 
 
@@ -34,12 +34,12 @@ def plan_steps(
     max_tokens: int,
     seed: int,
 ) -> list[StepPlan]:
-    """The optimizer steps of one rollout batch, in order: `epochs` times `mini_batches` of them, or as many as there
-    are groups where these are fewer, as after a postprocess that leaves samples out. `layout` is any rank's: it tells
-    how many dp ranks there are, and what they want of sequences and micro-batches.
+    """The optimizer steps of one rollout batch, in order: `mini_batches` steps in each of `epochs`, or one per group if
+    there are fewer groups, as after a postprocess that drops samples. `layout` is any rank's: it gives the number of
+    dp ranks and the multiples for sequences and micro-batches.
 
-    In every epoch each sample belongs to exactly one step, and the samples of a group (`rows["group"]`) to the same
-    one. The epochs' orders follow from `seed` alone; give each rollout step another one.
+    In every epoch each sample belongs to exactly one step, and all samples of a group (`rows["group"]`) to the same
+    step. The order in each epoch follows from `seed` alone; give each rollout step another seed.
 
     Weight of one loss token of sample i, in a step of n samples:
 
@@ -67,7 +67,7 @@ def plan_steps(
 
 
 def plan_forward(batch: SampleBatch, layout: ParallelLayout, *, tokens_per_micro_batch: int) -> StepPlan:
-    """A plan of all samples once, for a pass without a loss: every scale is 0."""
+    """A plan that passes every sample once, without a loss: every scale is 0."""
     if not len(batch):
         raise DataError("the rollout batch has no samples; nothing can be passed through the model")
     sizes = _padded(batch.lengths, layout.sequence_multiple)
@@ -76,9 +76,9 @@ def plan_forward(batch: SampleBatch, layout: ParallelLayout, *, tokens_per_micro
 
 
 def count_loss_tokens(batch: SampleBatch) -> IntArray:
-    """[B] tokens of each sample that the policy chose."""
+    """[B] number of loss tokens in each sample."""
     mask = np.asarray(batch.columns["loss_mask"], dtype=np.bool_)
-    # Slice by slice this runs at memory speed; np.add.reduceat, which casts every bool first, took 20 times as long.
+    # Slice by slice runs at memory speed; np.add.reduceat, which first casts every bool, takes 20 times as long.
     edges = batch.offsets.tolist()
     counts = [np.count_nonzero(mask[start:end]) for start, end in pairwise(edges)]
     return np.array(counts, dtype=np.int64)
@@ -89,7 +89,7 @@ def _padded(lengths: IntArray, multiple: int) -> IntArray:
 
 
 def _scales(loss_tokens: IntArray, *, aggregation: str, max_tokens: int) -> FloatArray:
-    """[n] 1 / denominator of each sample of one step."""
+    """[n] 1 / denominator for each sample of one step."""
     match aggregation:
         case "token-mean":
             denominator = np.full(len(loss_tokens), loss_tokens.sum())
@@ -105,7 +105,7 @@ def _scales(loss_tokens: IntArray, *, aggregation: str, max_tokens: int) -> Floa
 def _share(
     chosen: IntArray, sizes: IntArray, layout: ParallelLayout, *, budget: int
 ) -> tuple[tuple[tuple[IntArray, ...], ...], tuple[tuple[bool, ...], ...]]:
-    """Share `chosen` samples of `sizes` tokens among dp ranks, pack each share, and level the numbers with fillers."""
+    """Split `chosen` samples of `sizes` tokens among dp ranks, pack each share, and equalize counts with fillers."""
     packed = [
         [chosen[share[members]] for members in _first_fit_decreasing(sizes[share], budget)]
         for share in _balance(sizes, layout.dp_size)
@@ -122,7 +122,7 @@ def _share(
 def _balance(sizes: IntArray, dp_size: int) -> list[IntArray]:
     """Members of each rank's share: largest first, each to the rank with the fewest tokens so far (Graham 1969).
 
-    The fullest rank holds at most 4/3 of the optimum, and with many samples almost exactly the mean.
+    The fullest rank has at most 4/3 of the optimum, and with many samples almost exactly the mean.
     """
     shares: list[list[int]] = [[] for _ in range(dp_size)]
     loads = [(0, dp_rank) for dp_rank in range(dp_size)]
@@ -135,16 +135,16 @@ def _balance(sizes: IntArray, dp_size: int) -> list[IntArray]:
 
 
 def _first_fit_decreasing(sizes: IntArray, budget: int) -> list[IntArray]:
-    """Members of each bin: largest first, each into the first bin that has room; what is larger than `budget` alone.
+    """Members of each bin: largest first, each into the first bin with room; a sample above `budget` gets its own bin.
 
-    Samples of equal size are placed together: first-fit fills bin after bin with as many as each has room for, so one
-    cumulative sum over the bins replaces a search for every sample. That is the same packing, in O(distinct sizes).
+    Samples of equal size are placed together: first-fit fills each bin with as many as it has room for, so one
+    cumulative sum over the bins replaces a search per sample. The packing is the same, in O(distinct sizes) passes.
     """
     if not len(sizes):
         return []
     order = np.argsort(-sizes, kind="stable")
-    room = np.zeros(len(sizes), dtype=np.int64)  # of each bin
-    bin_of = np.empty(len(sizes), dtype=np.int64)  # of each sample, in `order`
+    room = np.zeros(len(sizes), dtype=np.int64)  # tokens left in each bin
+    bin_of = np.empty(len(sizes), dtype=np.int64)  # the bin of each sample, in `order`
     bins = placed = 0
     distinct, counts = np.unique(np.maximum(sizes, 1), return_counts=True)  # an empty sample counts as one token
     for size, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):

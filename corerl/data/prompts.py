@@ -1,4 +1,4 @@
-"""Prompts to sample from, split once into prompts to train on and held-out ones, and the order that they come in."""
+"""Prompts to sample from: split once into training and held-out prompts, and drawn in an order fixed by the seed."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from corerl.types import IntArray
 
 
 def _tuple(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    return tuple(messages)  # JSON, through which prompts are saved, has lists alone
+    return tuple(messages)  # prompts are saved as JSON, which has only lists
 
 
 @frozen(kw_only=True)
 class Prompt:
     index: int  # in its source; the same prompt has the same index in every run
-    text: str  # of a chat: its only message, or all of them as lines `role: content`
-    answer: str  # "" where the data has none
+    text: str  # for a chat: its only message, or all messages as lines `role: content`
+    answer: str  # "" if the data has none
     fields: Mapping[str, Any] = field(factory=dict)  # the whole row, for reward functions
-    messages: tuple[Mapping[str, Any], ...] = field(default=(), converter=_tuple)  # of a chat; () continues the text
-    source: str = ""  # name of the source, where several are mixed
+    messages: tuple[Mapping[str, Any], ...] = field(default=(), converter=_tuple)  # the chat; () continues the text
+    source: str = ""  # name of the source, if several are mixed
 
 
 @frozen(kw_only=True)
 class Share:
-    """What one source is of the prompts to train on."""
+    """One source's share of the training prompts."""
 
     name: str
-    weight: float  # relative to that of the others
+    weight: float  # relative to the other shares
     train: IntArray  # [n] indices
 
 
 class PromptSource(ABC):
-    """Numbered prompts. Which of them are held out follows from the seed alone, and they are never trained on."""
+    """Numbered prompts. The seed alone decides which are held out; those are never trained on."""
 
     train: IntArray  # [n] indices
     held_out: IntArray  # [h] indices
-    chat: bool = False  # whether a prompt is messages, for which the tokenizer must have a template
+    chat: bool = False  # whether prompts are messages, for which the tokenizer needs a chat template
     left_out: frozenset[int] = frozenset()  # indices that are neither trained on nor evaluated
 
     @abstractmethod
@@ -54,11 +54,11 @@ class PromptSource(ABC):
 
     @property
     def shares(self) -> tuple[Share, ...]:
-        """What is mixed; a source by itself is the only share."""
+        """The sources that are mixed; an unmixed source is the only share."""
         return (Share(name="", weight=1.0, train=self.train),)
 
     def held_out_prompts(self) -> list[Prompt]:
-        """Held-out prompts in an order that the seed alone fixes, so that the first few are a fair sample."""
+        """Held-out prompts in an order fixed by the seed, so that the first few are a fair sample."""
         return [self.prompt(index) for index in self.held_out.tolist() if index not in self.left_out]
 
     def leave_out(self, indices: frozenset[int]) -> None:
@@ -71,7 +71,7 @@ class PromptSource(ABC):
 
 
 def split(size: int, *, held_out: int, seed: int, name: str) -> tuple[IntArray, IntArray]:
-    """(train, held out): `held_out` of the indices below `size`. Raises DataError where nothing is left to train on."""
+    """Split the indices below `size` into (train, held out). Raises DataError if nothing is left to train on."""
     if held_out >= size:
         raise DataError(
             f"data.held_out={held_out} leaves nothing to train on: {name} has {size} prompts; hold out fewer"
@@ -81,7 +81,7 @@ def split(size: int, *, held_out: int, seed: int, name: str) -> tuple[IntArray, 
 
 
 class SortDigits(PromptSource):
-    """Sort five digits: prompt `35018>`, answer `01358`; all 100,000 numbers. Learns from random weights."""
+    """Sort five digits: prompt `35018>`, answer `01358`; all 100,000 numbers. Random weights can learn it."""
 
     def __init__(self, *, held_out: int, seed: int) -> None:
         self.train, self.held_out = split(10**5, held_out=held_out, seed=seed, name="sort-digits")
@@ -92,8 +92,8 @@ class SortDigits(PromptSource):
 
 
 class _Epochs:
-    """One share's indices without end: every epoch goes through all of them in an order of its own, and skips
-    those that are left out."""
+    """An endless stream of one share's indices: every epoch goes through all of them in a new order, and skips those
+    that are left out."""
 
     def __init__(self, train: IntArray, seed: int, left_out: frozenset[int]) -> None:
         self._train = train
@@ -121,10 +121,10 @@ class _Epochs:
 
 
 class PromptStream:
-    """Training prompts without end, in an order that `seed` fixes.
+    """An endless stream of training prompts, in an order fixed by `seed`.
 
-    Where sources are mixed, each prompt is from the source that lags most behind its share of the prompts so far, so
-    that every batch has the mix that was asked for: no source is ever a whole prompt ahead of its share.
+    If sources are mixed, each prompt comes from the source that lags furthest behind its share of the prompts so far.
+    So every batch has the requested mix: no source is ever a full prompt ahead of its share.
     """
 
     def __init__(self, source: PromptSource, seed: int) -> None:
@@ -132,24 +132,23 @@ class PromptStream:
         self._seed = seed
         self._shares = source.shares
         self._epochs = [_Epochs(share.train, seed, source.left_out) for share in self._shares]
-        weights = [Fraction(share.weight) for share in self._shares]  # exact, so that a tie is one on every machine
+        weights = [Fraction(share.weight) for share in self._shares]  # exact, so that every machine sees the same ties
         self._parts = [weight / sum(weights) for weight in weights]
         self._returned: deque[int] = deque()  # indices
 
     def take(self, n: int) -> list[Prompt]:
-        """The next n prompts, first those that were given back; an epoch that ends within them is followed by the next
-        one."""
+        """The next n prompts, returned prompts first; if an epoch ends, continue with the next."""
         return [self._source.prompt(self._take()) for _ in range(n)]
 
     def give_back(self, prompt: Prompt) -> None:
-        """A prompt that was taken, and is to be drawn again."""
+        """Return a prompt that was taken, to be drawn again."""
         self._returned.append(prompt.index)
 
     def _take(self) -> int:
         return self._returned.popleft() if self._returned else self._epochs[self._next()].take()
 
     def _next(self) -> int:
-        """The share that the next prompt is from; of equal ones the first."""
+        """The share that the next prompt comes from; the first one on a tie."""
         if len(self._parts) == 1:
             return 0
         taken = [epochs.taken for epochs in self._epochs]
@@ -158,7 +157,7 @@ class PromptStream:
 
     @property
     def position(self) -> dict[str, Any]:
-        """Where the stream stands, as plain data for a checkpoint."""
+        """The stream's position, as plain data for a checkpoint."""
         stands = [
             {
                 "epoch": epochs.epoch,
@@ -178,13 +177,13 @@ class PromptStream:
         return {"sources": sources, "seed": self._seed, **returned}
 
     def position_without(self, prompts: Iterable[Prompt]) -> dict[str, Any]:
-        """`position`, were these prompts given back first."""
+        """What `position` would be if these prompts were given back first."""
         position = self.position
         indices = [*(prompt.index for prompt in prompts), *position.get("returned", [])]
         return {**position, "returned": indices} if indices else position
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        """Continue where `position` was taken. CheckpointError where data, mix or seed are not the checkpoint's."""
+        """Continue from `position`. CheckpointError if data, mix or seed differ from the checkpoint's."""
         held, now = _facts(position), _facts(self.position)
         for name, value in now.items():
             if held.get(name) != value:
@@ -203,7 +202,7 @@ def _stands(position: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _facts(position: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a position must be the same in the run that goes on from it."""
+    """The parts of a position that must be equal in the run that resumes from it."""
     facts = {"prompts": position.get("prompts"), "seed": position.get("seed")}
     if "sources" in position:
         words = (f"{each['name']} ({each['prompts']} prompts, weight {each['weight']:g})" for each in _stands(position))

@@ -1,4 +1,4 @@
-"""Prompts out of files: jsonl, parquet, saved Hugging Face data sets; checked at once, each row read on demand."""
+"""Prompts from files (jsonl, parquet, saved Hugging Face data sets): all checked at once, each row read on demand."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ BATCH = 1024  # rows that are decoded together
 
 
 class Rows(ABC):
-    """The rows of one data set, by their number from 0; what is kept in memory is where they are."""
+    """The rows of one data set, numbered from 0; only their locations are kept in memory."""
 
     name: str
 
     @abstractmethod
     def scan(self, column: str) -> Iterator[tuple[str, Any]]:
-        """(where, row) of each row, in order; a row holds at least `column`, where there is one."""
+        """Yield (where, row) for each row, in order; a row holds at least `column`, if the data has it."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> Any: ...
 
 
 class JsonlRows(Rows):
-    """One JSON object a line; blank lines are passed over. Only byte offsets are kept, from the scan on."""
+    """One JSON object per line; blank lines are skipped. Only byte offsets are kept, which the scan finds."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -73,7 +73,7 @@ def _json(line: bytes, where: str) -> Any:
 
 
 class ArrowRows(Rows):
-    """The rows of an Arrow table that lies in mapped files: the system reads in, and drops, the pages that are used."""
+    """The rows of an Arrow table in memory-mapped files: the system pages them in and out as needed."""
 
     def __init__(self, table: Any, name: str) -> None:
         self._table = table  # pyarrow.Table
@@ -96,7 +96,7 @@ class ArrowRows(Rows):
 
 
 def open_rows(path: Path) -> Rows:
-    """Raises DataError where `path` is nothing that holds rows, ConfigError where a library is missing to read it."""
+    """Open a file or directory of rows. Raises DataError if it holds none, ConfigError if pyarrow is missing."""
     if os.path.isdir(path) and (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(entry.name for entry in path.iterdir() if (entry / "state.json").is_file()))
         raise DataError(f"data.source: {path} holds several splits ({splits}); give the directory of one of them")
@@ -124,8 +124,8 @@ def open_rows(path: Path) -> Rows:
 
 
 def _begins_with_object(path: Path) -> bool:
-    """Whether a file may have a JSON object a line; so may one that is empty or cannot be read, of which more is told
-    where it is read."""
+    """Whether a file may hold one JSON object per line. True also for a file that is empty or cannot be read: reading
+    it gives the better error."""
     try:
         with path.open("rb") as file:
             begin = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()  # a .json may be one line, of any size
@@ -135,7 +135,7 @@ def _begins_with_object(path: Path) -> bool:
 
 
 def _parquet(files: list[Path]) -> Any:
-    """All rows of the files. They are unpacked into a temporary file: a packed row cannot be read by itself."""
+    """All rows of the files, unpacked into a temporary file, since a single row of a parquet file cannot be read."""
     arrow = _pyarrow(files[0])
     path = files[0]
     try:
@@ -151,7 +151,7 @@ def _parquet(files: list[Path]) -> Any:
                         )
                     for batch in file.iter_batches(batch_size=BATCH):
                         writer.write_batch(batch)
-            return _mapped(arrow, Path(unpacked.name))  # what is mapped outlives the file's name
+            return _mapped(arrow, Path(unpacked.name))  # the mapping outlives the deleted file
     except (OSError, arrow.ArrowException) as error:
         raise _unreadable(path, error) from error
 
@@ -193,7 +193,7 @@ def _unreadable(path: Path, error: object) -> DataError:
 
 
 class RowPrompts(PromptSource):
-    """A prompt for each row: a text, or a list of messages. An answer that is no string becomes its JSON text.
+    """One prompt per row: a text or a list of messages. An answer that is not a string becomes its JSON text.
 
     Raises DataError, with file and line or row, for the first row that cannot be used.
     """
@@ -243,7 +243,7 @@ class RowPrompts(PromptSource):
 
 
 def _kind(value: object) -> str:
-    """What a value is, in words."""
+    """A value's type, in words."""
     match value:
         case "":
             return "an empty text"

@@ -1,1 +1,1 @@
-"""What `corerl doctor` looks at, as findings: nothing that it looks at can end it."""
+"""The checks of `corerl doctor`, as findings: nothing that it checks can crash it."""

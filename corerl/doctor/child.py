@@ -1,6 +1,6 @@
-"""Look at something in a process of its own: where that dies, the finding says what it was doing.
+"""Run a check in a separate process: if that dies, the finding says what it was doing.
 
-A native library that does not fit the machine ends its process with a signal, which no `except` can stop.
+A native library that does not fit the machine ends its process with a signal, which no `except` can catch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from attrs import asdict, frozen
 from corerl.messages import one_line
 from corerl.plugin.spec import Finding, Level
 
-LIMIT = 300.0  # seconds that one look may take: importing torch on a cold, shared file system takes a minute
-# As a plugin will see it: what the doctor itself has found before its first import.
+LIMIT = 300.0  # seconds for one check: importing torch from a cold shared file system takes a minute
+# Sets the doctor's own sys.path, as a plugin will see it, before the first import.
 START = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -33,7 +33,7 @@ main(sys.argv[2:])
 
 @frozen
 class Begins:
-    """What is looked at now, for whoever finds that the process has died."""
+    """What is about to be checked, for the report if the process dies."""
 
     what: str
     mend: str
@@ -45,14 +45,14 @@ Told: TypeAlias = Begins | Finding
 def look(target: str, *args: Any) -> list[Finding]:
     """The findings of "module:function", called with plain arguments in a process with this one's `sys.path`.
 
-    The function yields what it begins and what it finds.
+    The function yields Begins before each check, and Findings.
     """
     return _look(target, *args)[0]
 
 
 def look_each(target: str, items: Sequence[Any]) -> list[Finding]:
-    """The same of a function that takes several items: one process for all of them, which takes less time; and where
-    that dies, one for each."""
+    """Like `look`, for a function that takes several items: one process for all of them, which is faster, and one for
+    each if that dies."""
     findings, finished = _look(target, items)
     if finished or len(items) < 2:
         return findings
@@ -60,7 +60,7 @@ def look_each(target: str, items: Sequence[Any]) -> list[Finding]:
 
 
 def _look(target: str, *args: Any) -> tuple[list[Finding], bool]:
-    """The findings, and whether the function came to its end."""
+    """The findings, and whether the function finished."""
     with tempfile.TemporaryDirectory(prefix="corerl-doctor-") as scratch:
         told = Path(scratch) / "told"
         words = [json.dumps(sys.path), target, json.dumps(args), str(told)]
@@ -95,7 +95,7 @@ def _look(target: str, *args: Any) -> tuple[list[Finding], bool]:
 
 
 def main(words: list[str]) -> None:
-    """What the other process does."""
+    """The entry point of the child process."""
     target, arguments, told = words
     with open(told, "a", encoding="utf-8") as file:
         for each in _with_surprises(_told_by(target, json.loads(arguments))):
@@ -111,7 +111,7 @@ def _told_by(target: str, arguments: Sequence[Any]) -> Iterator[Told]:
 
 
 def _with_surprises(told: Iterable[Told]) -> Iterator[Told]:
-    """What raises where nobody expected it is a finding too."""
+    """Turn an unexpected error into a finding."""
     begun = Begins("the doctor", "")
     try:
         for each in told:
@@ -125,7 +125,7 @@ def _with_surprises(told: Iterable[Told]) -> Iterator[Told]:
 
 
 def _how(status: int, stderr: str) -> str:
-    """How a process ended; where a signal ended it, also the line of Python that was at work."""
+    """How a process ended; for a signal, also the line of Python that was running."""
     if status >= 0:
         return f"ended its process with status {status}"
     place = re.search(r'File "(.+?)", line (\d+)', stderr.partition("Fatal Python error")[2])

@@ -1,4 +1,4 @@
-"""Everything that `corerl doctor` looks at, in an order in which one finding explains the next."""
+"""All checks of `corerl doctor`, ordered so that one finding explains the next."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from corerl.plugin.spec import Finding, Level
 
 
 def examine(name: str = "", *, file: str = "", overrides: Sequence[str] = (), nodes: bool = False) -> Iterator[Finding]:
-    """Examine the plugin `name`, those that the config in `file` selects, or, lightly, all that are installed.
+    """Examine the plugin `name`, the plugins that the config in `file` selects, or briefly all installed ones.
 
-    No plugin is imported in this process: each is looked at in another one, which may die of it.
+    No plugin is imported in this process: each is checked in another process, which may crash.
     """
     yield from installation.interpreter()
     yield from installation.driver()
@@ -40,14 +40,14 @@ def examine(name: str = "", *, file: str = "", overrides: Sequence[str] = (), no
             told.append(finding.what)
             yield finding
         for finding in look("corerl.doctor.run:run", file, list(overrides), nodes):
-            if not any(finding.what.endswith(what) for what in told):  # of a plugin, whose own finding knows its cure
+            if not any(finding.what.endswith(what) for what in told):  # a plugin's own finding has a better cure
                 yield finding
     if not name and not file:
         yield from _all()
 
 
 def _selected(config: Config) -> Iterator[Finding]:
-    """The config's plugins in whole: with their implementations, what they need, and so torch."""
+    """Examine the config's plugins in full, with their implementations and probes, which need torch."""
     chosen = list(dict.fromkeys((each.kind, each.name) for each in selected(config) if each.used))
     yield from _installed(
         [
@@ -67,7 +67,7 @@ def _installed(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
 
 
 def _all() -> Iterator[Finding]:
-    """Every entry point, no more than its spec."""
+    """Examine every entry point, but only its spec."""
     entries = installation.all_entries()
     yield from _installed(entries)
     named = [(kind.value, f"{entry.distribution}:{entry.name}") for kind, entry in entries]

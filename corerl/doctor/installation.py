@@ -1,4 +1,4 @@
-"""What metadata alone tell of an installation: no plugin is imported."""
+"""Check an installation from metadata alone: no plugin is imported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def interpreter() -> Iterator[Finding]:
 
 
 def duplicates(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
-    """Distributions of plugins that are found several times, and names that several distributions offer."""
+    """Warn of plugin distributions that are found several times, and names that several distributions offer."""
     seen = set()
     for _, entry in entries:
         if entry.distribution in seen or not (text := found_twice(entry)):
@@ -66,7 +66,7 @@ def duplicates(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
 
 
 def editable(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
-    """Editable installs whose pyproject.toml has other entry points than those that were installed."""
+    """Warn of editable installs whose pyproject.toml has other entry points than were installed."""
     for name in sorted({entry.distribution for _, entry in entries if entry.distribution}):
         project = _editable_project(distribution(name))
         if project is None:
@@ -88,7 +88,7 @@ def editable(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
 
 
 def driver() -> Iterator[Finding]:
-    """What NVIDIA's driver says of this machine, without torch."""
+    """What NVIDIA's driver reports about this machine, without torch."""
     program = shutil.which("nvidia-smi")
     if program is None:
         yield ok("no NVIDIA driver on this machine: runs take the CPU")
@@ -133,16 +133,16 @@ def _version(name: str) -> str:
 
 
 def _editable_project(installed: Distribution) -> Path | None:
-    """The directory that a distribution is installed in place from (PEP 610)."""
+    """The source directory of an editable install (PEP 610); None for any other install."""
     try:
         found: Any = json.loads(installed.read_text("direct_url.json") or "{}")
         return Path(unquote(urlparse(str(found["url"])).path)) if found["dir_info"]["editable"] else None
-    except (ValueError, LookupError, TypeError):  # of another kind of installation, or damaged
+    except (ValueError, LookupError, TypeError):  # not from a directory, or damaged
         return None
 
 
 def _written(project: Path) -> set[tuple[str, str, str]] | None:
-    """(kind, name, value) of each entry point in a pyproject.toml; None where that does not tell."""
+    """(kind, name, value) of each entry point in a pyproject.toml; None if they cannot be read from it."""
     try:
         table = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8")).get("project", {})
     except (OSError, tomllib.TOMLDecodeError):

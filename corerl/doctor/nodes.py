@@ -1,4 +1,4 @@
-"""What one node of a cluster has; called there."""
+"""Report the plugins of one node of a cluster; runs on that node."""
 
 from __future__ import annotations
 

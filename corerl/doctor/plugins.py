@@ -1,4 +1,4 @@
-"""Everything between a plugin's name and its code: looked at in a process of its own."""
+"""Check everything from a plugin's name to its code; runs in a separate process."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ PIP = "python -m pip"
 
 
 def look_light(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
-    """Look at the spec and API of each (value of Kind, name)."""
+    """Check the spec and API of each (value of Kind, name)."""
     for kind, name in plugins:
         yield from _look_at(Kind(kind), name, deep=False)
 
 
 def look_deep(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
-    """Look also at each one's implementation, hooks and probe."""
+    """Like `look_light`, and also check each implementation, hooks and probe."""
     for kind, name in plugins:
         yield from _look_at(Kind(kind), name, deep=True)
 
 
 def look_named(name: str) -> Iterator[Told]:
-    """Look deep at every plugin of this name, whatever its kind."""
-    yield Begins(f"importing {name}", f"mend {name}")  # where it is 'package.module:SPEC', to see of which kind it is
+    """`look_deep` at every plugin of this name, whatever its kind."""
+    yield Begins(f"importing {name}", f"mend {name}")  # 'package.module:SPEC' is imported to find its kind
     try:
         kinds = kinds_of(name)
         if not kinds:
@@ -86,7 +86,7 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
 
 
 def _hooks(loaded: Loaded, implementation: Any) -> Iterator[Finding]:
-    """Whether hooks keep the contract, which a worker asks before the first call."""
+    """Whether the backend keeps the hook contract, as a worker checks before the first call."""
     from corerl.plugin.context import Context
     from corerl.plugin.host import PluginHost
 
@@ -105,7 +105,7 @@ def _hooks(loaded: Loaded, implementation: Any) -> Iterator[Finding]:
 
 
 def _environment(loaded: Loaded) -> Iterator[Finding]:
-    """What its processes are given by default, on one device of this machine."""
+    """The environment of the backend's processes, with default options on one device of this machine."""
     spec: BackendSpec = loaded.spec
     import torch
 
@@ -118,7 +118,7 @@ def _environment(loaded: Loaded) -> Iterator[Finding]:
 
 
 def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = None) -> Finding:
-    """What the registry says of a plugin that cannot be used, with why it matters and the command that mends it."""
+    """The registry's error for an unusable plugin as a finding: why it matters and the command that fixes it."""
     why = f"a run that selects it does not start: {name!r} is not there"
     mend = f"corerl {kind.value}, which lists the names that are installed"
     if isinstance(error, PluginNotFound):

@@ -1,4 +1,4 @@
-"""What can be said of a config before its run: its problems, its processes' environment, every node's plugins."""
+"""Check a config before its run: its problems, its processes' environment, and every node's plugins."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from corerl.plugin.origins import Origin, look_for
 from corerl.plugin.registry import Kind
 from corerl.plugin.spec import Finding, Level, ok
 
-ANSWER_WITHIN = 120.0  # seconds that the nodes have, all together: each starts a process and imports its plugins
+ANSWER_WITHIN = 120.0  # seconds for all nodes together: each starts a process and imports its plugins
 
 
 def devices() -> Iterator[Told]:
-    """What torch makes of this machine."""
+    """The devices that torch sees on this machine."""
     yield Begins("asking torch for its devices", "python -m pip install --force-reinstall torch")
     if torch.cuda.is_available():
         names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
@@ -37,7 +37,7 @@ def devices() -> Iterator[Told]:
 
 
 def run(file: str, overrides: Sequence[str], nodes: bool) -> Iterator[Told]:
-    """What is to be said of a config that can be read."""
+    """Check a config that can be parsed."""
     config = load_config(file, overrides)
     for note in notes(config):
         yield Finding(
@@ -70,7 +70,7 @@ def run(file: str, overrides: Sequence[str], nodes: bool) -> Iterator[Told]:
 
 
 def _environments(prepared: Prepared, file: str) -> Iterator[Finding]:
-    """What each group's processes are given before they import anything."""
+    """The environment of each group's processes, which is set before they import anything."""
     groups = {f"{role} ranks": (plan.backend.name, plan.environment) for role, plan in prepared.plan.roles.items()}
     if prepared.config.run.samples:
         engine = prepared.plan.engine
@@ -86,7 +86,7 @@ def _environments(prepared: Prepared, file: str) -> Iterator[Finding]:
 
 
 def _nodes(prepared: Prepared) -> Iterator[Finding]:
-    """One line a node: has it the plugins that the driver has?"""
+    """One finding per node: whether it has the same plugins as the driver."""
     named = named_by(prepared)
     wanted = look_for(named)
     question = [(kind.value, name) for kind, name in named]
@@ -132,7 +132,7 @@ def _compared(node: str, wanted: Sequence[Origin], found: Sequence[Origin]) -> F
 
 
 def named_by(prepared: Prepared) -> list[tuple[Kind, str]]:
-    """The plugins that live in ranks and engines, as the config names them."""
+    """The plugins that run in ranks and engines, as the config names them."""
     in_ranks = {each.name for plan in prepared.plan.roles.values() for each in plan.assignments[0].extensions}
     chosen = [each for each in selected(prepared.config) if each.used]
     there = [each for each in chosen if each.kind is not Kind.EXTENSIONS or each.name in in_ranks]

@@ -1,1 +1,1 @@
-"""Storage released and restored, and weights kept by name in host memory."""
+"""Release and restore device memory, and keep named weight snapshots in host memory."""

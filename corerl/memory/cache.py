@@ -1,4 +1,4 @@
-"""What torch keeps of a device for the next tensors, given back."""
+"""Give the memory that torch caches back to the device."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give the device all memory that no tensor lies in. On a CPU there is nothing to do.
+    """Give all memory that no tensor uses back to the device. Does nothing on a CPU.
 
-    cuBLAS's workspaces go too, and are made again by the next product. Each is a tensor of torch's own, 32 MiB on an
-    H200, cut from whatever segment had room, and `torch.cuda.empty_cache` keeps every segment that one lies in: 0.7 GiB
-    for one of a step's activations.
+    Also frees cuBLAS's workspaces, which the next matrix product allocates again. Each is a tensor of torch, 32 MiB on
+    an H200, placed in any segment with room, and `torch.cuda.empty_cache` keeps every segment that holds one: 0.7 GiB
+    if that was a segment of activations.
     """
     if device.type != "cuda":
         return

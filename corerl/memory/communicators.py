@@ -1,8 +1,8 @@
-"""The device memory of NCCL's communicators: kept small for a lone rank, given back in sleep where torch and NCCL can.
+"""Device memory of NCCL communicators: kept small for a single rank, released in sleep if torch and NCCL support it.
 
-A suspended communicator keeps its connections and its process group, so all who hold the group find it as it was. torch
-has it from 2.12 on (`Backend.suspend`), NCCL from 2.29.7 on. Both ends are collective: every rank goes over its groups
-in the order in which they were made, which is the same on all ranks of a group.
+A suspended communicator keeps its connections and its process group, so references to the group stay valid. This needs
+torch 2.12 (`Backend.suspend`) and NCCL 2.29.7 or later. Suspend and resume are collective: every rank goes over its
+groups in creation order, which is the same on all ranks of a group.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ NCCL = (2, 29, 7)
 
 
 def lone_rank_options(timeout: timedelta) -> Any:
-    """`pg_options` of an NCCL group of one rank. It has nobody to send to, and one channel is enough: its communicator
-    then holds 10 MiB of an H200, and 388 MiB with as many channels as NCCL takes by itself."""
+    """`pg_options` for an NCCL group of one rank, which needs only one channel: its communicator then takes 10 MiB on
+    an H200 instead of 388 MiB with NCCL's default number of channels."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.config.max_ctas = 1
@@ -29,7 +29,7 @@ def lone_rank_options(timeout: timedelta) -> Any:
 
 
 def refusal() -> str:
-    """Why no communicator can be suspended here, or nothing."""
+    """Why communicators cannot be suspended here; "" if they can."""
     kept = "cluster.suspend_communicators: communicators keep their memory in sleep:"
     if not dist.is_nccl_available():
         return f"{kept} torch {torch.__version__} is without NCCL"
@@ -52,8 +52,8 @@ class Communicators:
     _suspended: list[Any] = field(factory=list, init=False)
 
     def suspend(self) -> str:
-        """Give their memory back until `resume`; in between no group may be used. Called on every rank; where they are
-        suspended already it does nothing. Returns why they cannot be, or nothing."""
+        """Release their memory until `resume`; no group may be used in between. Called on every rank; idempotent.
+        Returns why they cannot be suspended; "" if they can."""
         reason = refusal()
         if not reason and not self._suspended:
             for communicator in self._all():
@@ -62,13 +62,13 @@ class Communicators:
         return reason
 
     def resume(self) -> None:
-        """Called on every rank; where nothing is suspended it does nothing."""
+        """Undo `suspend`. Called on every rank; does nothing if nothing is suspended."""
         suspended, self._suspended = self._suspended, []
         for communicator in suspended:
             communicator.resume()
 
     def _all(self) -> Iterator[Any]:
-        """All communicators, in the order of their making; torch has no public list of its groups."""
+        """All communicators, in creation order; torch has no public list of its groups."""
         for group in distributed_c10d._world.pg_map:
             if self.device.type in {device.type for device in group._device_types}:
                 communicator = group._get_backend(torch.device(self.device.type))

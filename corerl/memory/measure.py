@@ -1,4 +1,4 @@
-"""How much memory a process still holds on its device, as the driver counts it, and what holds it."""
+"""Measure how much device memory a process holds, as the driver counts it, and what holds it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ GIB = 2**30
 
 @frozen(kw_only=True)
 class Held:
-    """Bytes on a device. All but `used` are this process's."""
+    """Bytes in use on a device. All but `used` are this process's."""
 
     used: int  # by all processes, contexts included
-    own: int | None  # by this process; None where the driver does not tell processes apart
+    own: int | None  # by this process; None if the driver does not tell processes apart
     live: int  # in tensors
-    cached: int  # that torch keeps for the next tensors
+    cached: int  # in torch's cache
 
     @property
     def residual(self) -> int:
-        """Bytes that this process holds as far as that is known, else that all hold."""
+        """Bytes that this process holds, or if that is unknown, all processes."""
         return self.used if self.own is None else self.own
 
     def described(self, kinds: Mapping[MemoryKind, int]) -> str:
-        """What holds the residual; `kinds` are the bytes that tensors of each kind lie in."""
+        """What holds the residual, in words; `kinds` are the bytes of the tensors of each kind."""
         parts = {f"tensors of {kind}": size for kind, size in kinds.items()}
         parts["other tensors"] = max(self.live - sum(kinds.values()), 0)
         parts["torch's cache"] = self.cached
@@ -43,15 +43,15 @@ class Held:
 
 
 class DeviceMeter:
-    """Measures one device; finding the driver's library takes a moment, so it is kept."""
+    """Measures one device. Keeps the driver's library, which takes a moment to load."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._processes = Nvml.open(device) if device.type == "cuda" else None
 
     def held(self, tensors: Iterable[torch.Tensor]) -> Held:
-        """What the device holds. On a CPU, where nobody separates a process's tensors from the rest, that is the
-        storages of `tensors`, each counted once."""
+        """Measure the device. On a CPU, where a process's tensors cannot be told from its other memory, count the
+        distinct storages of `tensors`."""
         if self._device.type != "cuda":
             size = resident_bytes(tensors)
             return Held(used=size, own=size, live=size, cached=0)
@@ -59,7 +59,7 @@ class DeviceMeter:
         live, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
         own = None if self._processes is None else self._processes.own_bytes()
         if own is not None and not reserved <= own <= total - free:
-            own = None  # another process, which has on the host the id that this one has in its container
+            own = None  # another process, whose host id equals this one's id in its container
         return Held(used=total - free, own=own, live=live, cached=reserved - live)
 
 
@@ -68,15 +68,14 @@ class _Process(ctypes.Structure):
 
     _fields_ = (
         ("pid", ctypes.c_uint),
-        ("used", ctypes.c_ulonglong),  # bytes; all bits set where the driver does not know
+        ("used", ctypes.c_ulonglong),  # bytes; all bits set if the driver does not know
         ("gpu_instance", ctypes.c_uint),
         ("compute_instance", ctypes.c_uint),
     )
 
 
 class Nvml:
-    """The driver's management library. It counts by the host's process ids, which a container may not know: then it
-    has nothing to say of this process."""
+    """The driver's management library. It uses the host's process ids, so it may not find a process in a container."""
 
     MOST = 256  # processes on one device
 
@@ -85,7 +84,7 @@ class Nvml:
 
     @classmethod
     def open(cls, device: torch.device) -> Nvml | None:
-        """The library for this device; None where there is none, or it does not know the device."""
+        """Load the library for this device; None if there is none, or it does not know the device."""
         try:
             library = ctypes.CDLL("libnvidia-ml.so.1")
             _ = library.nvmlDeviceGetComputeRunningProcesses_v3  # not in drivers before 510
@@ -99,7 +98,7 @@ class Nvml:
         return cls(library, handle)
 
     def own_bytes(self) -> int | None:
-        """Bytes of the device that this process uses, its context included."""
+        """Bytes of the device that this process uses, its context included; None if unknown."""
         found, count = (_Process * self.MOST)(), ctypes.c_uint(self.MOST)
         if self._library.nvmlDeviceGetComputeRunningProcesses_v3(self._handle, ctypes.byref(count), found):
             return None

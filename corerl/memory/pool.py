@@ -1,4 +1,4 @@
-"""Host memory that sleeping device memory is copied to: pinned by threads in the background, once, and then kept."""
+"""Host memory for copies of sleeping device memory: pinned once, by background threads, and then kept."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from torch.distributed import ProcessGroup
 
 SEGMENT = 2**30  # bytes that one thread touches and pins at a time, at most
 SMALLEST_SEGMENT = 2**26
-ALIGNMENT = 512  # bytes; where a copy begins
+ALIGNMENT = 512  # bytes; the alignment of a copy's start
 MEMINFO, CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-THREADS = 16  # more are no faster: the kernel hands out pages, and the driver pins them
+THREADS = 16  # more are no faster: the kernel's page allocation and the driver's pinning are the limit
 
 
 class Pinning(Protocol):
-    """What a driver does to host memory so that copies to and from a device run at full speed."""
+    """Pins host memory, so that copies to and from a device run at full speed."""
 
     def pin(self, memory: torch.Tensor) -> str:
-        """Called in any thread. "" where it is done, else the driver's reason."""
+        """Pin `memory`, in any thread. Returns "" if that worked, else the driver's reason."""
 
     def unpin(self, memory: torch.Tensor) -> None: ...
 
 
 @frozen
 class CudaPinning:
-    """cudaHostRegister: memory whose pages are there already is pinned several times as fast as cudaHostAlloc makes it
-    where pages are faulted in one by one."""
+    """Pins with cudaHostRegister: pinning memory whose pages exist is several times as fast as cudaHostAlloc, which
+    faults them in one by one."""
 
     device: torch.device
 
     def pin(self, memory: torch.Tensor) -> str:
-        torch.cuda.set_device(self.device)  # a new thread stands at device 0, and would make a context there
+        torch.cuda.set_device(self.device)  # a new thread is at device 0 and would create a context there
         cudart = torch.cuda.cudart()
         status = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
         return "" if status == cudart.cudaError.success else str(cudart.cudaGetErrorString(status))
@@ -54,7 +54,7 @@ class CudaPinning:
 
 @frozen(eq=False)
 class Piece:
-    """Bytes of one segment, from `start` on."""
+    """A range of bytes in one segment, beginning at `start`."""
 
     segment: int
     start: int
@@ -64,35 +64,35 @@ class Piece:
 @frozen(eq=False)
 class Segment:
     memory: torch.Tensor  # [n] uint8
-    refusal: str  # "" where it is pinned
+    refusal: str  # why it is not pinned; "" if it is
 
 
 class HostMemory:
-    """Ordinary memory, made when it is asked for and kept by nobody: what a CPU needs."""
+    """Ordinary memory, allocated on demand and not kept: enough for a CPU."""
 
     refusal = ""  # why memory that should be pinned is not
 
     def reserve(self, nbytes: int, group: ProcessGroup | None = None) -> None:
-        """Say how much will be needed in all; returns at once, or as soon as all ranks of `group` have asked. Raises
-        MemoryError where the host has not so much for its ranks together."""
+        """Announce how much will be needed in total; returns at once, or as soon as all ranks of `group` have called.
+        Raises MemoryError if the host has too little for its ranks together."""
 
     def take(self, nbytes: int) -> list[Piece]:
-        """`nbytes` or a little more, in one piece or several. Raises where the host has not so much."""
+        """`nbytes` or a little more, in one or several pieces. Raises if the host has too little."""
         return [Piece(0, 0, torch.empty(nbytes, dtype=torch.uint8))]
 
     def give_back(self, pieces: Iterable[Piece]) -> None:
-        """Take pieces back, to be handed out again."""
+        """Return pieces, to be handed out again."""
 
     def close(self) -> None:
-        """Called once, when nothing is copied any more."""
+        """Release everything. Called once, after all copies are done."""
 
 
 class PinnedPool(HostMemory):
-    """Segments, each touched and pinned by a thread of its own. `take` waits for those that are being made, and makes
-    what is still missing; nothing is ever unpinned before the end.
+    """A pool of segments, each touched and pinned in its own thread task. `take` waits for segments in the making, and
+    makes more if needed; nothing is unpinned before `close`.
 
-    Pieces never cross the border of a segment: a driver refuses a copy between one and the next. Where pinning is
-    refused memory is used as it is, and `refusal` says why.
+    Pieces never span two segments: the driver refuses a copy that does. If pinning is refused, memory is used unpinned,
+    and `refusal` says why.
     """
 
     def __init__(self, pinning: Pinning, *, threads: int = 0) -> None:
@@ -100,24 +100,24 @@ class PinnedPool(HostMemory):
         self._threads = threads or min(THREADS, len(os.sched_getaffinity(0)))
         self._segments: list[Segment] = []
         self._making: list[Future[Segment]] = []
-        self._free: list[tuple[int, int, int]] = []  # segment, from, to; by place, no two of them neighbours
+        self._free: list[tuple[int, int, int]] = []  # (segment, start, end); sorted, no two adjacent
         self._size = 0
 
     @property
     def size(self) -> int:
-        """Bytes in all, with those that are still being made."""
+        """Total bytes, including segments that are still being made."""
         return self._size
 
     def reserve(self, nbytes: int, group: ProcessGroup | None = None) -> None:
         missing = max(nbytes - self._size, 0)
-        _require_room(missing, group)  # touched all the same, it would end this process or another
+        _require_room(missing, group)  # touching too much would kill this process or another
         if not missing:
             return
         count = min(max(self._threads, -(-missing // SEGMENT)), -(-missing // SMALLEST_SEGMENT))
         each = -(-missing // count // mmap.PAGESIZE) * mmap.PAGESIZE
         workers = ThreadPoolExecutor(self._threads, thread_name_prefix="corerl-pin")
         self._making += [workers.submit(self._make, each) for _ in range(count)]
-        workers.shutdown(wait=False)  # the threads end when all of it is made
+        workers.shutdown(wait=False)  # the threads end when all segments are made
         self._size += count * each
 
     def take(self, nbytes: int) -> list[Piece]:
@@ -141,7 +141,7 @@ class PinnedPool(HostMemory):
         self._free = list(_joined(sorted([*self._free, *freed])))
 
     def close(self) -> None:
-        """Unpins everything; what is still being made is waited for."""
+        """Unpin everything, after waiting for segments that are still being made."""
         making = [future for future in self._making if not future.cancel()]
         made = [future.result() for future in making if future.exception() is None]
         for segment in [*self._segments, *made]:
@@ -150,13 +150,13 @@ class PinnedPool(HostMemory):
         self._segments, self._making, self._free, self._size = [], [], [], 0
 
     def _make(self, nbytes: int) -> Segment:
-        """Called in a thread: numpy and the driver work without Python's lock."""
+        """Make one segment. Runs in a thread: numpy and the driver release the GIL."""
         memory = _touched(nbytes)
         reason = self._pinning.pin(memory)
         return Segment(memory, reason)
 
     def _collect(self) -> None:
-        """Wait for what is being made. Raises where one of the segments could not be, and forgets it."""
+        """Wait for segments in the making. Forgets those that failed, and raises the first error."""
         making, self._making = self._making, []
         failed: BaseException | None = None
         for future in making:
@@ -173,12 +173,12 @@ class PinnedPool(HostMemory):
 
 
 def host_memory(device: torch.device) -> HostMemory:
-    """Host memory for what lies on `device`."""
+    """Host memory for copies of what is on `device`."""
     return PinnedPool(CudaPinning(device)) if device.type == "cuda" else HostMemory()
 
 
 def cut(pieces: Sequence[Piece], sizes: Iterable[int]) -> Iterator[list[torch.Tensor]]:
-    """Memory for each of `sizes`, [n] uint8 slices one after the other from the beginning of `pieces`."""
+    """Cut `pieces`, from the beginning, into memory for each of `sizes`: a list of [n] uint8 slices."""
     rest = [piece.memory for piece in reversed(pieces)]
     for size in sizes:
         slices = []
@@ -192,28 +192,28 @@ def cut(pieces: Sequence[Piece], sizes: Iterable[int]) -> Iterator[list[torch.Te
 
 
 def available_bytes() -> float:
-    """Host memory that can be taken without swapping, and that the container allows."""
+    """Bytes of host memory that can be taken without swapping, within the container's limit."""
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
-        return math.inf  # no Linux
+        return math.inf  # not Linux
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     try:
         most, used, stat = ((CONTAINER / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
     except OSError:
-        return free  # in no container, or under the first version of cgroups
+        return free  # not in a container, or cgroups v1
     if most.strip() == "max":
         return free
     files = sum(int(line.split()[1]) for line in stat.splitlines() if line.startswith(("active_file", "inactive_file")))
-    return min(free, max(int(most) - int(used) + files, 0))  # what files are cached in is given up for it
+    return min(free, max(int(most) - int(used) + files, 0))  # the file cache can be reclaimed
 
 
 def _require_room(nbytes: int, group: ProcessGroup | None) -> None:
-    """Raises MemoryError on each rank of a host that has less than its ranks ask for."""
+    """Raise MemoryError on each rank of a host that has less memory than its ranks ask for."""
     mine = (socket.gethostname(), nbytes, available_bytes())
     asked = [mine]
     if group is not None and group.size() > 1:
-        # All have looked before the first one takes anything.
+        # Every rank reads its host's free memory before any takes some.
         asked = [mine] * group.size()
         dist.all_gather_object(asked, mine, group=group)
     here = [(wanted, free) for host, wanted, free in asked if host == mine[0]]
@@ -228,9 +228,9 @@ def _require_room(nbytes: int, group: ProcessGroup | None) -> None:
 
 
 def _touched(nbytes: int) -> torch.Tensor:
-    """[nbytes] uint8 zeros, with all of their pages there."""
+    """[nbytes] uint8 zeros, with all pages faulted in."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without large pages: it takes longer, and nothing else
+    with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
         pages.madvise(mmap.MADV_HUGEPAGE)
     np.frombuffer(pages, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
     return torch.frombuffer(pages, dtype=torch.uint8)
@@ -245,7 +245,7 @@ def _refusal(reason: str) -> str:
 
 
 def _joined(extents: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """The extents, which are sorted by place, with neighbours joined."""
+    """The sorted extents, with adjacent ones merged."""
     last: tuple[int, int, int] | None = None
     for segment, start, end in extents:
         if last is not None and last[0] == segment and last[2] == start:

@@ -1,4 +1,4 @@
-"""Weights kept by name in host memory: a reference policy is one of these, not a second model on the device."""
+"""Named weight snapshots in host memory: a reference policy is a snapshot, not a second model on the device."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from corerl.weights.chunks import Chunk, TensorSource, fill
 
 @frozen(eq=False)
 class Copies:
-    """One host tensor for each chunk, and the memory that they lie in."""
+    """One host tensor for each chunk, and the memory behind them."""
 
     tensors: list[torch.Tensor]
     pieces: list[Piece]
 
 
 class Snapshots:
-    """Keeps this rank's own chunks only. Chunks must be given in the same order every time; replicas count like
-    others, since a swap has to reach every view."""
+    """Snapshots of this rank's own chunks. Chunks must be given in the same order every time, replicas included, since
+    a swap must reach every view."""
 
     def __init__(self, host: HostMemory | None = None) -> None:
-        """`host` is what copies are taken from: that of a rank's sleep has room for a swap while the rank is awake."""
+        """`host` provides the memory: the host memory of a rank's sleep has room for a swap while the rank is awake."""
         self._host = host or HostMemory()
         self._kept: dict[str, Copies] = {}
 
@@ -35,15 +35,15 @@ class Snapshots:
         return sorted(self._kept)
 
     def create(self, name: str, chunks: Sequence[Chunk]) -> None:
-        """Keep what the views hold now; an earlier snapshot of that name is replaced."""
+        """Keep the views' current contents as snapshot `name`, replacing any earlier one."""
         with self._room(chunks) as copies:
             _save(chunks, copies.tensors)
             self._keep(name, copies)
 
     def load(self, name: str, chunks: Sequence[Chunk], source: TensorSource) -> int:
-        """Keep `source`'s tensors in the views' dtypes, reading this rank's boxes alone; returns the bytes read.
+        """Keep `source`'s tensors in the views' dtypes, reading only this rank's boxes; returns the bytes read.
 
-        The views are not touched. Raises ModelError where the source does not fit; an earlier snapshot then stays.
+        The views are not touched. Raises ModelError if the source does not fit; an earlier snapshot is then kept.
         """
         with self._room(chunks) as copies:
             boxes = [evolve(chunk, view=host) for chunk, host in zip(chunks, copies.tensors, strict=True)]
@@ -57,7 +57,7 @@ class Snapshots:
 
     @contextlib.contextmanager
     def swapped(self, name: str, chunks: Sequence[Chunk]) -> Iterator[None]:
-        """The views hold the snapshot; on leaving, whatever happened, their own bits again."""
+        """Run the block with the snapshot in the views; afterwards, even on an error, restore their own bits."""
         kept = self._get(name)
         with self._room(chunks) as previous:
             _save(chunks, previous.tensors)
@@ -80,7 +80,7 @@ class Snapshots:
 
     @contextlib.contextmanager
     def _room(self, chunks: Sequence[Chunk]) -> Iterator[Copies]:
-        """Uninitialised host tensors for the chunks; given back at the end, unless they are kept by then."""
+        """Uninitialized host tensors for the chunks; released at the end unless they were kept."""
         sizes = [-(-chunk.view.nbytes // ALIGNMENT) * ALIGNMENT for chunk in chunks]
         pieces = self._host.take(sum(sizes))
         copies = Copies([_shaped(*each) for each in zip(cut(pieces, sizes), chunks, strict=True)], pieces)
@@ -92,8 +92,8 @@ class Snapshots:
 
 
 def _shaped(slices: Sequence[torch.Tensor], chunk: Chunk) -> torch.Tensor:
-    """The memory as a tensor of the chunk's shape and dtype. One that would cross the border of two segments, of which
-    there are few, is a tensor of its own."""
+    """The memory as a tensor of the chunk's shape and dtype. The few chunks that would span two segments get separate
+    memory."""
     shape, dtype = tuple(chunk.sizes), chunk.view.dtype
     if len(slices) != 1:
         return torch.empty(shape, dtype=dtype)

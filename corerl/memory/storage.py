@@ -1,4 +1,4 @@
-"""Give the memory behind tensors back to the device and restore it bit for bit, while every view of it stays valid."""
+"""Release the device memory behind tensors and restore it bit for bit, while every view of it stays valid."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch.distributed.tensor import DTensor
 from corerl.memory.pool import ALIGNMENT, HostMemory, Piece, cut, host_memory
 from corerl.types import MemoryKind
 
-# A copy takes some microseconds to start, in which half a MiB crosses: what is smaller crosses together.
+# Starting a copy takes as long as copying about half a MiB, so smaller storages are copied together.
 SMALL = 2**19  # bytes
-PACK = 2**24  # bytes that cross together; as many are taken on the device meanwhile
+PACK = 2**24  # bytes that are copied together, through a device buffer of that size
 
 
 @frozen(eq=False)
 class Part:
-    """A large storage, or small ones in a row, and what they hold."""
+    """One large storage or a group of small ones, and the host copy of their contents."""
 
     storages: Sequence[torch.UntypedStorage]
     sizes: Sequence[int]  # bytes of each
-    host: Sequence[torch.Tensor] = ()  # [n] uint8 each, one after the other; none where zeros come back
+    host: Sequence[torch.Tensor] = ()  # [n] uint8 each, end to end; empty if the storages come back as zeros
 
 
 @frozen(eq=False)
 class Sleeping:
-    """Storages of size 0."""
+    """Released storages (of size 0), with their host copies."""
 
     parts: Sequence[Part]
-    pieces: Sequence[Piece] = field(factory=list)  # the host memory in which the parts lie
+    pieces: Sequence[Piece] = field(factory=list)  # the parts' host memory
 
     @property
     def nbytes(self) -> int:
@@ -41,11 +41,11 @@ class Sleeping:
 
 
 class StorageSleeper:
-    """Resizes storages in place (`untyped_storage().resize_`), so parameters, optimizer state and aliases keep their
-    identity. Each storage counts once, and for the kind that was released first.
+    """Releases and restores storages in place (`untyped_storage().resize_`), so parameters, optimizer state and aliases
+    keep their identity. Each storage counts once, for the kind that was released first.
 
-    On a GPU copies run on a stream of their own, to and from pinned memory, after all that the device has been given so
-    far; both verbs return when they are done.
+    On a GPU, copies run on a separate stream, to and from pinned memory, after all work queued so far; `release` and
+    `restore` return when they are done.
     """
 
     def __init__(self, device: torch.device, host: HostMemory | None = None) -> None:
@@ -55,7 +55,7 @@ class StorageSleeper:
 
     @property
     def host(self) -> HostMemory:
-        """Where what sleeps is copied to. What is awake leaves room in it."""
+        """The memory that sleeping storages are copied to. Awake storages leave room in it."""
         return self._host
 
     @property
@@ -64,33 +64,33 @@ class StorageSleeper:
 
     @property
     def refusal(self) -> str:
-        """Why host memory is not pinned where it should be, as far as is known; else ""."""
+        """Why host memory is not pinned although it should be; "" if it is, as far as known."""
         return self._host.refusal
 
     def reserve(self, nbytes: int, group: ProcessGroup | None = None) -> None:
-        """Begin to make host memory for `nbytes` that will sleep at the same time, on all ranks of `group`.
-        Raises MemoryError where the host has too little for its ranks together."""
+        """Begin to allocate host memory for `nbytes` that will sleep at the same time, on all ranks of `group`.
+        Raises MemoryError if the host has too little for its ranks together."""
         self._host.reserve(nbytes + nbytes // 512 + PACK, group)  # alignment takes at most a thousandth
 
     def release(self, kind: MemoryKind, tensors: Iterable[torch.Tensor]) -> int:
-        """Free `kind`; returns the bytes, 0 where it sleeps. Gradients are dropped, the rest copied to the host first.
+        """Free `kind`; returns the bytes, 0 if it sleeps. Gradients are dropped, the rest is copied to the host first.
 
-        Tensors of 0 dims (step counters) stay. Nothing is freed where a copy fails. The freed memory goes to the
-        device's caching allocator.
+        0-d tensors (step counters) stay. Nothing is freed if a copy fails. The freed memory goes to the device's
+        caching allocator.
         """
         if kind in self._asleep:
             return 0
         groups = list(_grouped(_storages(tensors)))
         sleeping = _dropped(groups) if kind is MemoryKind.GRAD else self._copied(groups)
-        # All copies are done before the first storage goes: a failure for want of host memory changes nothing.
+        # All copies are done before the first storage is freed: running out of host memory changes nothing.
         _empty(sleeping.parts)
         self._asleep[kind] = sleeping
         return sleeping.nbytes
 
     def restore(self, kind: MemoryKind) -> int:
-        """Restore `kind`, gradients as zeros; returns the bytes, as many as were freed, 0 where it is awake.
+        """Restore `kind`, gradients as zeros; returns the bytes, as many as were freed, 0 if it is awake.
 
-        Where it fails, for want of device memory, all of `kind` sleeps on and can be restored later."""
+        If it fails for lack of device memory, all of `kind` stays asleep and can be restored later."""
         sleeping = self._asleep.get(kind)
         if sleeping is None:
             return 0
@@ -99,7 +99,7 @@ class StorageSleeper:
                 for part in sleeping.parts:
                     for storage, size in zip(part.storages, part.sizes, strict=True):
                         storage.resize_(size)
-                    self._copies.to_device(part)  # goes on while memory is taken for the next
+                    self._copies.to_device(part)  # runs while memory is allocated for the next part
         except BaseException:
             _empty(sleeping.parts)
             raise
@@ -108,7 +108,7 @@ class StorageSleeper:
         return sleeping.nbytes
 
     def close(self) -> None:
-        """Give the host memory back. What sleeps is lost."""
+        """Release the host memory. Sleeping contents are lost."""
         self._host.close()
         self._asleep.clear()
 
@@ -128,7 +128,7 @@ class StorageSleeper:
 
 
 class Copies:
-    """`with copies: copies.to_host(part)`: started one after the other, and done when the block has ended."""
+    """Asynchronous copies: `with copies: copies.to_host(part)`; all are done when the block ends."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -137,7 +137,7 @@ class Copies:
     def __enter__(self) -> None:
         if self._device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(self._device)
-            # On any stream there may be kernels that write what is copied, or use the memory that is written to.
+            # Kernels on any stream may still write what is copied, or use the memory that is overwritten.
             torch.cuda.synchronize(self._device)
 
     def __exit__(self, *_: object) -> None:
@@ -151,7 +151,7 @@ class Copies:
                 host.copy_(device, non_blocking=True)
 
     def to_device(self, part: Part) -> None:
-        """The storages have their size again."""
+        """Copy back; the storages must have their size again."""
         with self._aside():
             views = [_bytes_of(storage) for storage in part.storages]
             if not part.host:
@@ -166,17 +166,17 @@ class Copies:
                 torch._foreach_copy_(views, whole.split(list(part.sizes)))
 
     def _aside(self) -> contextlib.AbstractContextManager[object]:
-        """A block on the copies' stream; not for `resize_`: memory belongs to the stream current when it was taken."""
+        """Run a block on the copy stream. Not for `resize_`: memory belongs to the stream that allocated it."""
         return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
 
 
 def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages that the tensors lie in now."""
+    """Bytes of the tensors' distinct storages, as they are now."""
     return sum(storage.nbytes() for storage in _storages(tensors, scalars=True))
 
 
 def _storages(tensors: Iterable[torch.Tensor], *, scalars: bool = False) -> Iterator[torch.UntypedStorage]:
-    """The distinct, non-empty storages, of a DTensor that of its local part."""
+    """The distinct non-empty storages; for a DTensor, that of its local part."""
     seen: set[int] = set()
     for tensor in tensors:
         local = tensor
@@ -192,7 +192,7 @@ def _storages(tensors: Iterable[torch.Tensor], *, scalars: bool = False) -> Iter
 
 
 def _grouped(storages: Iterable[torch.UntypedStorage]) -> Iterator[list[torch.UntypedStorage]]:
-    """Groups: large storages first, each by itself; then small ones of one device, up to PACK bytes together."""
+    """Group storages: large ones first, each alone; then small ones of one device, up to PACK bytes together."""
     small = defaultdict(list)
     for storage in storages:
         if storage.nbytes() >= SMALL:
@@ -212,7 +212,7 @@ def _grouped(storages: Iterable[torch.UntypedStorage]) -> Iterator[list[torch.Un
 
 
 def _dropped(groups: Iterable[Sequence[torch.UntypedStorage]]) -> Sleeping:
-    """What comes back as zeros."""
+    """Storages without a host copy, which come back as zeros."""
     return Sleeping([Part(group, [storage.nbytes() for storage in group]) for group in groups])
 
 
@@ -223,12 +223,12 @@ def _empty(parts: Iterable[Part]) -> None:
 
 
 def _facing(part: Part, whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Host and device memory of the same bytes; the host's may be longer at the end."""
+    """Pairs of host and device memory for the same bytes; the host memory may be longer in total."""
     for host in part.host:
         device, whole = whole[: host.numel()], whole[host.numel() :]
         yield host[: device.numel()], device
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """[nbytes] uint8, the storage itself."""
+    """[nbytes] uint8 view of the storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

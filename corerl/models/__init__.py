@@ -1,1 +1,1 @@
-"""Transformers models without a backend: built on meta, read slice by slice, named as on the hub."""
+"""Transformers models, independent of backends: built on meta, read slice by slice, named as on the hub."""

@@ -1,4 +1,4 @@
-"""CoreRL's packed attention as one of transformers' own: `attn_implementation=PACKED`, and `packing=` in the call."""
+"""Register packed attention with transformers: `attn_implementation=PACKED`, and `packing=` in the model's call."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from corerl.ops.attention import PackedSequences, packed_attention
 
 PACKED = "corerl_packed"
 
-# What some models ask of their attention beyond softmax(q k^T) v, and packed_attention does not do.
+# Attention options of some models, beyond softmax(q k^T) v, that packed_attention does not support.
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "indices")
 
 
 def register_packed_attention() -> None:
-    """Make PACKED known to transformers; again is no harm."""
+    """Register PACKED with transformers. Idempotent."""
     AttentionInterface.register(PACKED, _attention)
     AttentionMaskInterface.register(PACKED, _no_mask)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """`packing` says all that a mask would, and a mask over packed tokens would have [T, T] entries."""
+    """No mask: `packing` replaces it, and a mask over packed tokens would have [T, T] entries."""
 
 
 def _attention(
@@ -38,7 +38,7 @@ def _attention(
     packing: PackedSequences | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, D], key and value [1, Hkv, T, D]; returns [1, T, H, D]."""
+    """Packed attention of query [1, H, T, D], key and value [1, Hkv, T, D]; returns [1, T, H, D]."""
     name = type(module).__name__
     if packing is None:
         raise ModelError(f"{name} was called without packing=; {PACKED} attention is for CausalPolicy's forward alone")
@@ -48,7 +48,7 @@ def _attention(
             "packed tokens and no cache"
         )
     asked = [option for option in UNSUPPORTED if kwargs.get(option) is not None]
-    if attention_mask is not None:  # `_no_mask` makes none: this one is the model's own
+    if attention_mask is not None:  # `_no_mask` makes none, so this mask is the model's own
         asked.append("a mask of its own")
     if dropout:
         asked.append("dropout")

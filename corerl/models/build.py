@@ -1,4 +1,4 @@
-"""Build a transformers model without its weights, put them in afterwards, and change what its layers keep."""
+"""Build a transformers model without its weights, put them in afterwards, and recompute activations."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ VALUE_HEAD_WEIGHT = f"{VALUE_HEAD}.weight"  # [1, hidden], under this name in ev
 def build_on_meta(
     config: PreTrainedConfig, *, dtype: torch.dtype, attention: str, value_head: bool = False
 ) -> PreTrainedModel:
-    """The causal language model of `config`, its parameters on meta in `dtype`, its buffers real and on the CPU.
+    """Build the causal language model of `config`: parameters on meta in `dtype`, real buffers on the CPU.
 
-    `attention` is the name of an attention in transformers ('sdpa', 'eager'), or `models.attention.PACKED`. With
-    `value_head` it is a critic: the language head is gone, and `model.value_head` is a linear map to one number. The
-    config that is given stays as it is; the model's own has no dropout, nor what else training alone draws. Raises
-    ModelError where the model keeps weights in buffers, which have no chunks, or cannot have PACKED attention.
+    `attention` is an attention of transformers ('sdpa', 'eager') or `models.attention.PACKED`. With `value_head` the
+    model is a critic: the language-model head is gone, and `model.value_head` is a linear map to one number. `config`
+    is not changed; the model's copy has no dropout or other training noise. Raises ModelError if the model keeps
+    weights in buffers, which have no chunks, or does not support PACKED attention.
 
-    Rotary frequencies are buffers that no checkpoint holds: on meta, or after `to_empty()`, they would be lost.
+    Buffers are real because no checkpoint holds rotary frequencies: on meta, or after `to_empty()`, they would be lost.
     """
     config = copy.deepcopy(config)
-    config.use_cache = False  # with a cache transformers takes packed rows for one sequence, silently
+    config.use_cache = False  # with a cache transformers silently takes packed rows for one sequence
     _silence(config)
     if attention == PACKED:
         require_interface(config)
         register_packed_attention()
-    # torch's own door: each parameter goes to meta as it is registered, and its storage was never written to.
+    # The hook moves each parameter to meta as it is registered, before its storage is ever written to.
     handle = register_module_parameter_registration_hook(_to_meta)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -56,7 +56,7 @@ def build_on_meta(
 
 
 def _silence(config: PreTrainedConfig) -> None:
-    """What is drawn anew in each pass of training makes log-probs that no engine and no other pass has."""
+    """Turn off dropout and other noise, with which a pass's log-probs would match no engine and no other pass."""
     for part in (config, config.get_text_config()):
         for name, value in list(vars(part).items()):
             if isinstance(value, int | float) and value and any(word in name for word in NOISE):
@@ -73,17 +73,17 @@ def _put_value_head(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
-    """The parameter on meta, or None where it stays as it is. (torch's stubs say that hooks return nothing.)"""
+    """The parameter on meta, or None to keep it as it is. (torch's stubs say that hooks return nothing.)"""
     if param is None or param.is_meta:
         return None  # a tied parameter must remain the same object under both names
     return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 
 
 def materialize(model: nn.Module, tensors: Mapping[str, nn.Parameter]) -> None:
-    """Put `tensors`, by the names of `model.named_parameters()`, in the places of the parameters that are there.
+    """Replace the model's parameters with `tensors`, keyed by the names of `model.named_parameters()`.
 
-    A tied parameter is named once and stays one object everywhere. Raises ModelError unless `tensors` has exactly the
-    parameters of the model in their shapes.
+    A tied parameter is named once and stays one object everywhere. Raises ModelError unless names and shapes are
+    exactly the model's.
     """
     old = dict(model.named_parameters())
     if old.keys() != tensors.keys():
@@ -99,16 +99,16 @@ def materialize(model: nn.Module, tensors: Mapping[str, nn.Parameter]) -> None:
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """To where the parameters are; they themselves stay."""
+    """Move the buffers to `device`; parameters are not moved."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Raises ModelError where the decoder keeps them under a name that no other model has."""
+    """The decoder's layers. Raises ModelError if they are under an unknown attribute name."""
     decoder = model.get_decoder()
-    for name in ("layers", "h"):  # GPT-2 and its like have the second
+    for name in ("layers", "h"):  # GPT-2 and similar models use the second
         if isinstance(layers := getattr(decoder, name, None), nn.ModuleList):
             return layers
     raise ModelError(
@@ -117,6 +117,6 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def recompute_layers(model: PreTrainedModel) -> None:
-    """Of a decoder layer's activations its inputs alone are kept; the backward pass makes the others again."""
+    """Keep only the inputs of each decoder layer; the backward pass recomputes its other activations."""
     for layer in decoder_layers(model):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""The transformers configuration that `[model]` describes, from a directory or from fields; nothing is fetched."""
+"""Load the transformers configuration that `[model]` describes, from a directory or from fields; never downloads."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from corerl.messages import did_you_mean
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
 
-# Fields that a config takes though its class does not declare them: older names, which become `rope_parameters` and
-# `dtype`, and head_dim, which the modeling code of some models (Qwen3-MoE) reads where it is there.
+# Fields that a config takes although its class does not declare them: older names, which become `rope_parameters` and
+# `dtype`, and head_dim, which the modeling code of some models (Qwen3-MoE) reads if present.
 UNDECLARED = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "head_dim"})
 
 
 def hf_config(model: ModelConfig) -> PreTrainedConfig:
-    """Of `model.path`, or else of the fields in `model.config`; its `architectures` names the causal language model.
+    """The config of `model.path`, or else of the fields in `model.config`; `architectures` is the causal LM class.
 
-    Raises ModelError where there is neither, where the directory holds no config.json that can be read, where its model
-    is quantised, and on a model type or a field that transformers does not know.
+    Raises ModelError if neither is given, if config.json is missing or unreadable, if the model is quantized, and for a
+    model type or a field that transformers does not know.
     """
     if model.path:
         config = _from_directory(model.path)
@@ -46,14 +46,14 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
         raise ModelError(
             f"model_type {config.model_type!r} is no causal language model in transformers {transformers.__version__}"
         )
-    # A config made from fields names none, and exported without one no engine can load it.
+    # A config made from fields names no architecture, and no engine can load an export without one.
     config.architectures = [architecture]
     return config
 
 
 def experts(config: PreTrainedConfig) -> int:
-    """How many experts a layer chooses from; 1 where the model has none."""
-    # Each family of models has its own word for it.
+    """The number of experts that a layer chooses from; 1 for a dense model."""
+    # Model families use different names.
     counts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
     return max([1, *(count for count in counts if count)])
 
@@ -95,13 +95,13 @@ def _from_fields(given: Mapping[str, Any]) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.for_model(model_type, **fields)
     except Exception as error:  # each config class raises whatever its own checks do
         raise ModelError(f"model.config is no {model_type} config: {_line(error)}") from error
-    # transformers keeps fields that it does not know without a word, and a misspelt one would train another model.
+    # transformers silently keeps unknown fields, so a misspelled one would train another model.
     known = {name for name in vars(default) if not name.startswith("_")} | set(default.attribute_map) | UNDECLARED
     for name in fields:
         if name not in known:
             raise ModelError(f"model.config.{name} is no field of a {model_type} config{did_you_mean(name, known)}")
     heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    # transformers builds such a model, which then fails in its first pass.
+    # transformers builds such a model, which then fails in its first forward pass.
     if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
         raise ModelError(f"model.config.num_key_value_heads={shared} does not divide num_attention_heads={heads}")
     return config

@@ -1,4 +1,4 @@
-"""Write a Hugging Face directory from a stream of tensors; it appears whole, or not at all."""
+"""Write a Hugging Face directory from a stream of tensors; it appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ def export_directory(
     tensors.
 
     At most one shard of `shard_bytes` is held in memory. Each tensor is copied to the CPU as it comes, so the stream
-    may use its buffers again. Tied weights come once, under the name that the files keep. Called by one process; a
-    directory that is there already is replaced only when the new one is complete. Raises SaveFailed where the disk
-    refuses.
+    may reuse its buffers. Tied weights come once, under the name used in the files. Called by one process; an existing
+    directory is replaced only when the new one is complete. Raises SaveFailed if writing fails.
     """
-    path = Path(path).resolve()  # a link to another disk goes on pointing there
+    path = Path(path).resolve()  # keeps a link to another disk
     staging, replaced = path.with_name(f".{path.name}.writing"), path.with_name(f".{path.name}.replaced")
     try:
         for left_over in (staging, replaced):
@@ -53,8 +52,8 @@ def export_directory(
             os.rename(path, replaced)
         os.rename(staging, path)
         shutil.rmtree(replaced, ignore_errors=True)
-    except (OSError, SafetensorError) as error:  # the latter is what safetensors makes of a full disk
-        shutil.rmtree(staging, ignore_errors=True)  # which takes the room that is wanted
+    except (OSError, SafetensorError) as error:  # safetensors raises the latter for a full disk
+        shutil.rmtree(staging, ignore_errors=True)  # free the disk space again
         if replaced.exists() and not path.exists():
             os.rename(replaced, path)
         raise SaveFailed(f"the model could not be exported to {path}: {error}") from error
@@ -62,7 +61,7 @@ def export_directory(
 
 
 def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> tuple[int, str]:
-    """Returns bytes and dtype. How many shards there will be is known at the end, so they get their names then."""
+    """Write the shards; returns bytes and dtype. Shards are named at the end, when their number is known."""
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     held = total = 0

@@ -1,8 +1,8 @@
-"""Which boxes of which Hugging Face tensors a module's parameters are made of, and which of them lie on this rank.
+"""Map a module's parameters to the Hugging Face tensors they consist of, and to the boxes of these on this rank.
 
-transformers fuses tensors as it loads them: a Qwen3-MoE layer holds `experts.gate_up_proj` [E, 2I, H] where its files
-hold E gate and E up projections [I, H]. Each of those is a box of the parameter, so reading, sending and saving need
-no copy of the whole.
+transformers fuses tensors as it loads them: a Qwen3-MoE layer has one `experts.gate_up_proj` [E, 2I, H], its files have
+E gate and E up projections [I, H]. Each of those is a box of the parameter, so reading, sending and saving need no
+copy of the whole.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class HFBox:
     name: str  # in the HF checkpoint
     shape: tuple[int, ...]  # of the HF tensor
     start: tuple[int, ...]  # where the box begins in the parameter, one entry for each of the parameter's dims
-    axes: tuple[int | None, ...]  # the parameter's dim that each HF dim walks along; None where it has one entry
+    axes: tuple[int | None, ...]  # the parameter's dim for each HF dim; None for an HF dim of size 1
 
     @property
     def box(self) -> Box:
@@ -47,7 +47,7 @@ class HFBox:
         return self._oriented(full[within(self.box, ((0,) * full.dim(), tuple(full.shape)))])
 
     def chunk(self, box: Box, local: Tensor, *, replica: bool) -> Chunk | None:
-        """What this tensor and a `box` of the parameter share, as a view of `local`, which holds that box."""
+        """The intersection of this tensor with a `box` of the parameter, as a view of `local`, which holds that box."""
         common = intersect(box, self.box)
         if common is None:
             return None
@@ -65,13 +65,13 @@ class HFBox:
 
 
 def hf_boxes(model: PreTrainedModel) -> dict[str, list[HFBox]]:
-    """The HF tensors in each parameter, by the names of `model.named_parameters()`; a tied one appears once.
+    """The HF tensors in each parameter, keyed by the names of `model.named_parameters()`; a tied one appears once.
 
-    The map is transformers' own way back to its files, run once on empty tensors: a few milliseconds and no memory.
-    Raises ModelError where a file's tensor is no box of one parameter, or the boxes do not cover each element once.
+    Found by running transformers' own conversion for saving once on meta tensors: a few milliseconds and no memory.
+    Raises ModelError if an HF tensor is not a box of one parameter, or the boxes do not cover each element once.
     """
     params = {name: torch.empty(param.shape, device="meta") for name, param in model.named_parameters()}
-    # Meta tensors have no address; the storage object behind each is its identity for as long as `params` lives.
+    # Meta tensors have no address; the storage object identifies each of them as long as `params` lives.
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in params.items()}
     with _CopiesAreViews():
         saved = revert_weight_conversion(model, dict(params))
@@ -92,7 +92,7 @@ def hf_boxes(model: PreTrainedModel) -> dict[str, list[HFBox]]:
 
 
 class _CopiesAreViews(TorchFunctionMode):
-    """Lets copies through as the tensor itself, so that what comes out still says where it lies in its parameter."""
+    """Replaces copies by the tensor itself, so that results are still views that tell their place in the parameter."""
 
     COPIES = (torch.Tensor.contiguous, torch.Tensor.clone, torch.clone, torch.Tensor.to)
 
@@ -101,7 +101,7 @@ class _CopiesAreViews(TorchFunctionMode):
 
 
 def _box(name: str, view: Tensor, param: Tensor) -> HFBox | None:
-    """The box that `view` is of `param` (contiguous, from offset 0), or None where it is none."""
+    """The box of `param` (contiguous, from offset 0) that `view` covers, or None if it is not a box."""
     start, rest = [], int(view.storage_offset())
     for stride in param.stride():
         start.append(rest // stride)
@@ -123,8 +123,8 @@ def _box(name: str, view: Tensor, param: Tensor) -> HFBox | None:
 
 
 def _covered_once(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether the boxes cover each element of the shape once: counted on the grid of all their edges, since a layer of
-    experts has too many boxes to intersect in pairs."""
+    """Whether the boxes cover each element of the shape exactly once. Counts on the grid of all box edges, since an MoE
+    layer has too many boxes to intersect in pairs."""
     edges = [
         np.unique([0, size, *(edge for start, n in boxes for edge in (start[dim], start[dim] + n[dim]))])
         for dim, size in enumerate(shape)
@@ -147,10 +147,10 @@ def local_chunks(
     *,
     replica: bool = False,
 ) -> list[Chunk]:
-    """The HF tensors' parts in the box (offsets, sizes) of a parameter, as views of `local`, which holds that box.
+    """The parts of HF tensors in the box (offsets, sizes) of a parameter, as views of `local`, which holds that box.
 
-    `boxes` are the parameter's, from `hf_boxes`. `local` may be the parameter itself, its master copy, a moment.
-    Raises ModelError where `local` is not of `sizes`.
+    `boxes` are the parameter's, from `hf_boxes`. `local` may be the parameter itself, its master copy or a moment.
+    Raises ModelError if the shape of `local` is not `sizes`.
     """
     if tuple(local.shape) != tuple(sizes):
         raise ModelError(f"the local tensor is {list(local.shape)}, wanted {list(sizes)} at {list(offsets)}")
@@ -162,9 +162,9 @@ def local_chunks(
 def dtensor_boxes(tensor: Tensor, local: Tensor | None = None) -> list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]:
     """(offsets, sizes, view) for each box of `tensor` that this rank holds; a plain tensor is one box.
 
-    `view` is of the tensor's own local part, or of `local`, which has the same shape. Shards may be uneven or empty,
-    and strided (`_StridedShard`): such a local part is several boxes, though torch's own checkpoint hooks call it one.
-    Raises ModelError on a partial sum.
+    `view` is a view of the tensor's own local part, or of `local`, which has the same shape. Shards may be uneven,
+    empty or strided (`_StridedShard`). A strided local part is several boxes, although torch's checkpoint hooks treat
+    it as one. Raises ModelError on a partial sum.
     """
     if not isinstance(tensor, DTensor):
         part = (tensor if local is None else local).detach()
@@ -175,7 +175,7 @@ def dtensor_boxes(tensor: Tensor, local: Tensor | None = None) -> list[tuple[tup
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None or part.numel() == 0:
         return []
-    runs = [[(0, size)] for size in tensor.shape]  # of each dim: the [start, stop) that are here, in local order
+    runs = [[(0, size)] for size in tensor.shape]  # for each dim, the [start, stop) on this rank, in local order
     for axis, placement in enumerate(tensor.placements):
         if placement.is_partial():
             raise ModelError(f"a tensor of shape {list(tensor.shape)} is a partial sum, which has no boxes; reduce it")
@@ -203,9 +203,9 @@ Run = tuple[int, int]
 
 
 def _shard(placement: Placement) -> tuple[int, int]:
-    """The dim that it cuts, and the shards of later mesh axes that it lies across (1 but for a _StridedShard).
+    """The dim that a placement shards, and its split factor: the shards of later mesh axes; 1 unless a _StridedShard.
 
-    A _StridedShard is no Shard in torch 2.11 and later, and has the same two attributes in all versions.
+    A _StridedShard is not a Shard in torch 2.11 and later; it has the same two attributes in all versions.
     """
     if not hasattr(placement, "dim"):
         raise ModelError(f"placement {placement} is neither a shard nor replicated")
@@ -213,7 +213,7 @@ def _shard(placement: Placement) -> tuple[int, int]:
 
 
 def _nth(runs: Sequence[Run], pieces: int, index: int) -> list[Run]:
-    """Piece `index` of the elements in `runs`, cut as torch.chunk cuts: ceil(n / pieces) each, the last ones short."""
+    """Piece `index` of the elements in `runs`, split like torch.chunk: ceil(n / pieces) each, the last ones shorter."""
     total = sum(stop - start for start, stop in runs)
     size = -(-total // pieces)
     low, high = index * size, (index + 1) * size
@@ -227,7 +227,7 @@ def _nth(runs: Sequence[Run], pieces: int, index: int) -> list[Run]:
 
 
 def _with_local_start(runs: Iterable[Run]) -> list[tuple[int, int, int]]:
-    """(global start, size, local start) of each run, neighbours joined."""
+    """(global start, size, local start) of each run, adjacent runs merged."""
     walk: list[tuple[int, int, int]] = []
     at = 0
     for start, stop in runs:

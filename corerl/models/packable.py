@@ -1,7 +1,7 @@
-"""Which transformers models go through CoreRL's own forward pass, and why another one does not.
+"""Check that a transformers model can use CoreRL's own forward pass, and say why if it cannot.
 
-That pass packs sequences, which attention has to keep apart, calls the decoder, and multiplies its hidden states by the
-head's weight. Whatever a model does besides would be left out without a word.
+That pass packs sequences, which attention must keep apart, calls the decoder, and multiplies its hidden states by the
+head's weight. Anything else that a model does would be silently left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from corerl.errors import ModelError
 
-# Configs whose models do more between hidden states and logits than multiply by the head's weight.
+# Config fields of models that do more between hidden states and logits than multiply by the head's weight.
 SCALINGS = (
     "final_logit_softcapping",
     "logits_soft_cap",
@@ -26,8 +26,8 @@ SCALINGS = (
 
 
 def require_interface(config: PreTrainedConfig) -> None:
-    """Raises ModelError where this model's attention is its own: what is registered would not be called, or not be
-    told where sequences end."""
+    """Raise ModelError if the model does not use transformers' attention interface: registered attention would not be
+    called, or would not get the sequence bounds."""
     architecture: Any = AutoModelForCausalLM._model_mapping[type(config)]
     if not getattr(architecture, "_supports_attention_backend", False):
         raise ModelError(
@@ -37,7 +37,7 @@ def require_interface(config: PreTrainedConfig) -> None:
 
 
 def require_packable(model: PreTrainedModel) -> None:
-    """Raises ModelError where the model does what the pass would leave out."""
+    """Raise ModelError if the model does something that the pass would leave out."""
     config, name = model.config.get_text_config(), type(model).__name__
     for scaling in SCALINGS:
         value = getattr(config, scaling, None)
@@ -59,8 +59,8 @@ def require_packable(model: PreTrainedModel) -> None:
 
 
 def longest_sequence(config: PreTrainedConfig) -> int | None:
-    """Tokens above which rotary frequencies follow the longest sequence of a pass, so that what a sequence is packed
-    with would change its log-probs; None where they never do."""
+    """The number of tokens above which rotary frequencies depend on the longest sequence of a pass, so that a
+    sequence's log-probs would depend on what it is packed with; None if they never do."""
     text = config.get_text_config()
     found: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
     tables = [each for each in found.values() if isinstance(each, Mapping)] or [found]  # one for each type of layer

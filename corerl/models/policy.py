@@ -1,4 +1,4 @@
-"""A causal language model as policy or critic: packed tokens in; per token log-prob and entropy, or a value, out."""
+"""A causal language model as policy or critic: packed tokens in, per-token log-probs and entropy or values out."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from corerl.types import Output
 
 
 class CausalPolicy(nn.Module):
-    """Wraps the model that `build_on_meta(..., attention=PACKED)` makes, as attribute `model`; a critic where it has a
-    value head, else a policy.
+    """Wraps a model from `build_on_meta(..., attention=PACKED)` as attribute `model`; a critic if it has a value head,
+    else a policy.
 
-    The head is not called: its weight is read, so whatever shards the weights must gather it for this module's own
-    forward. Experts are told and read through `routers`. Raises ModelError where the model does what this would leave
-    out.
+    The head's weight is read but the head is never called, so whatever shards the weights must gather it for this
+    module's own forward. `routers` sets and reads the experts. Raises ModelError if the model does something that this
+    forward would leave out.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -38,13 +38,13 @@ class CausalPolicy(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        """What turns hidden states [T, hidden] into logits, or into values."""
+        """The module that turns hidden states [T, hidden] into logits or values."""
         value_head: nn.Linear | None = getattr(self.model, VALUE_HEAD, None)
         return self.model.get_output_embeddings() if value_head is None else value_head
 
     @property
     def gives(self) -> frozenset[Output]:
-        """The outputs that `forward` can be asked for."""
+        """The outputs that `forward` can compute."""
         if hasattr(self.model, VALUE_HEAD):
             return frozenset({Output.VALUES})
         return frozenset({Output.LOGPROBS, Output.ENTROPY})
@@ -57,10 +57,9 @@ class CausalPolicy(nn.Module):
         temperature: float,
         outputs: Collection[Output],
     ) -> dict[Output, Tensor]:
-        """tokens and positions [T] int64; each output is [T] float32, entry t speaks of tokens[t].
+        """Compute `outputs`, each [T] float32, for tokens and positions [T] int64; entry t belongs to tokens[t].
 
-        What `outputs` asks for, exactly 0 at the first token of each sequence; log-probs and entropy from
-        logits / temperature.
+        All are exactly 0 at the first token of each sequence; log-probs and entropy are from logits / temperature.
         """
         unknown = set(outputs) - self.gives
         if unknown:
@@ -81,7 +80,7 @@ class CausalPolicy(nn.Module):
             packing=packing,
         ).last_hidden_state[0]
         rows = packing.continuations
-        before = hidden.index_select(0, rows - 1)  # a token is predicted, and valued, where the one before it was read
+        before = hidden.index_select(0, rows - 1)  # a token is predicted, and valued, at the token before it
         results: dict[Output, Tensor | None] = {}
         if Output.VALUES in outputs:
             results[Output.VALUES] = torch.nn.functional.linear(before.float(), self.head.weight.float())[:, 0]

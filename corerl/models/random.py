@@ -1,4 +1,4 @@
-"""Random initial weights that every rank can make its own part of: each value is a function of seed, name and index."""
+"""Random initial weights, each a function of seed, name and index, so that a rank draws only its own part."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from transformers import PreTrainedConfig
 from corerl.errors import ModelError
 from corerl.ops.noise import hash_key, normal
 
-# Drawn at once. The noise takes several int64 and float64 for each: on a CPU they stay in a cache, on a GPU they are
-# 0.8 GiB for a moment.
+# Values drawn at once. Each takes several int64 and float64 temporaries: on a CPU they fit in cache, on a GPU they
+# briefly take 0.8 GiB.
 VALUES = {"cpu": 2**18, "cuda": 2**24}
 
 
 class RandomSource:
-    """A `weights.chunks.TensorSource` of float32 weights that no file holds, by HF names.
+    """A `weights.chunks.TensorSource` of random float32 weights, by HF name.
 
-    Matrices (and all tensors of more than one dim) are normal(0, config.initializer_range), the weights of norms one,
-    biases zero. Raises ModelError on any other tensor of one dim. They are drawn on `device`, and stay there: a CPU's
-    core draws some 30 million a second, which is minutes for a large model. What a GPU draws is equal up to rounding.
+    Tensors of more than one dim are normal(0, config.initializer_range), norm weights one, biases zero. Raises
+    ModelError on any other tensor of one dim. Weights are drawn and returned on `device`: a CPU core draws about 30
+    million values a second, which takes minutes for a large model. A GPU's values are equal up to rounding.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RandomSource:
             return torch.full(tuple(sizes), 1.0 if name.endswith(".weight") else 0.0, device=self._device)
         out = torch.empty(tuple(sizes), device=self._device)
         key = hash_key(self._seed, _name_key(name))
-        # Of one row of the box, in the whole tensor flattened.
+        # Flat indices in the whole tensor, of the box's entries in row 0.
         indices = torch.zeros((), dtype=torch.int64, device=self._device)
         for dim in range(1, len(shape)):
             stride = math.prod(shape[dim + 1 :])
@@ -66,5 +66,5 @@ class RandomSource:
 
 
 def _name_key(name: str) -> int:
-    """An int64 that is equal in every process, as hash() is not."""
+    """An int64 from a name that is equal in every process, unlike hash()."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)

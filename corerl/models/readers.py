@@ -1,4 +1,4 @@
-"""Read any box of any tensor in a Hugging Face directory, and nothing more than that from disk."""
+"""Read any box of any tensor in a Hugging Face directory, and only that from disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class FirstOf:
-    """Several sources as one: each tensor comes from the first that has it."""
+    """Several sources as one: each tensor comes from the first source that has it."""
 
     def __init__(self, *sources: TensorSource) -> None:
         self._sources = sources
@@ -32,9 +32,9 @@ class FirstOf:
 
 
 class SafetensorsSource:
-    """A `weights.chunks.TensorSource`. Opens each file when it is first needed and keeps it open.
+    """A `weights.chunks.TensorSource` of safetensors files, each opened when first needed and kept open.
 
-    Raises ModelError, with the file's name, where the directory, its index or one of its files is missing or damaged.
+    Raises ModelError, with the file's name, if the directory, its index or one of its files is missing or damaged.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -52,7 +52,7 @@ class SafetensorsSource:
         return tuple(self._slice(name).get_shape())
 
     def where(self, name: str) -> Path:
-        """The file that has the tensor, or that should name it."""
+        """The file that has the tensor, or else the file that should list it."""
         alone = INDEX if (self.directory / INDEX).is_file() else SINGLE
         return self.directory / self._files.get(name, alone)
 
@@ -65,7 +65,7 @@ class SafetensorsSource:
         return values
 
     def _find(self) -> dict[str, str]:
-        """Tensor -> file."""
+        """The file of each tensor: tensor name -> file name."""
         index = self.directory / INDEX
         if index.is_file():
             try:

@@ -1,4 +1,4 @@
-"""Through which experts each token goes in a transformers model: read from its routers, or told to them."""
+"""Read or override the experts that the routers of a transformers model choose for each token."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ REPLAYS = "models are replayed whose routers ask torch once for their top-k; set
 
 
 def routers(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that choose experts, layer by layer; none where transformers does not say which these are."""
+    """The modules that choose experts, layer by layer; empty if transformers does not say which they are."""
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     router = getattr(recorded, "target_class", None)
     return [] if router is None else [module for module in model.modules() if isinstance(module, router)]
 
 
 class Routers:
-    """Those of one model, whose choice this takes over. A model without experts has none.
+    """Controls the routers of one model; `layers` is 0 for a model without known routers.
 
-    Each family of models makes its own scores, and its own weights of them; what most have in common is that a router
-    asks torch once for the highest `topk` of `experts` numbers. That is where it hears of other experts: their scores
-    take the place of the highest, with their gradient, and whatever the family does to them follows. One that asks in
-    several steps, for groups of experts first, is refused: it would have left others out by then.
+    Model families compute scores and turn them into weights in different ways, but most routers call torch's top-k
+    once, for the `topk` highest of `experts` scores. That call is intercepted: it returns the given experts with their
+    own scores, gradient included, and the rest of the router runs unchanged. A router that selects in several steps,
+    such as groups of experts first, is refused: it would have excluded some experts before.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -39,18 +39,18 @@ class Routers:
         self._name = type(model).__name__
         self.layers = len(modules)
         self.experts = experts(model.config)
-        self.topk = int(getattr(model.config, "num_experts_per_tok", 0) or 0)  # of a token
+        self.topk = int(getattr(model.config, "num_experts_per_tok", 0) or 0)  # experts per token
         self._listening = False
         self._told: Tensor | None = None
-        self._chosen: list[Tensor] | None = None  # of each layer, where it is to be kept
+        self._chosen: list[Tensor] | None = None  # the experts of each layer, if they are to be kept
         for layer, module in enumerate(modules):
             module.forward = self._asking(layer, module.forward)
 
     @contextmanager
     def told(self, experts: Tensor | None, *, keep: bool = False) -> Iterator[None]:
-        """Until the end of the block tokens go through `experts` [T, layers, k], or through those that the routers
-        choose where that is -1, or None. A backward pass that computes layers again belongs into it. With `keep` the
-        experts of one pass are `chosen` afterwards."""
+        """Within the block, send tokens through `experts` [T, layers, k]; where that is -1, or None as a whole, the
+        routers choose. A backward pass that recomputes layers must be inside the block. With `keep`, `chosen` has the
+        experts of the block's one pass."""
         self._told, self._chosen = experts, [] if keep else None
         self._listening = keep or experts is not None
         try:
@@ -60,17 +60,17 @@ class Routers:
 
     @property
     def chosen(self) -> Tensor:
-        """[T, layers, k] int16: where the tokens of the block's pass went."""
+        """[T, layers, k] int16 experts of each token in the block's pass."""
         if not self._chosen or len(self._chosen) != self.layers:
             raise self.silent()
         return torch.stack(self._chosen, dim=1).to(torch.int16)
 
     def silent(self) -> ModelError:
-        """What there is to say where none of them can be heard."""
+        """The error for a model whose routers cannot be read."""
         return ModelError(f"{self._name} does not tell its experts; {REPLAYS}")
 
     def _asking(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @torch.compiler.disable  # traced, it would be compiled for every layer
+        @torch.compiler.disable  # else it would be compiled for every layer
         def heard(*args: Any, **kwargs: Any) -> Any:
             told = None if self._told is None else self._told[:, layer].long()
             with _Topk(told, of=self.experts) as asked:
@@ -82,14 +82,14 @@ class Routers:
             return output
 
         def ask(*args: Any, **kwargs: Any) -> Any:
-            # A compiled layer has its router inside until somebody listens. It must not look at a list that grows.
+            # A compiled layer includes its router unless someone listens. The check must not read a growing list.
             return (heard if self._listening else forward)(*args, **kwargs)
 
         return ask
 
 
 class _Topk(TorchFunctionMode):
-    """Answers the question for the highest of so many numbers by those that are `told` [t, k]."""
+    """Replaces the result of a top-k over `of` scores by the experts `told` [t, k]."""
 
     def __init__(self, told: Tensor | None, *, of: int) -> None:
         super().__init__()

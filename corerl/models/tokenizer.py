@@ -1,4 +1,4 @@
-"""The tokenizer of a run: one from a Hugging Face directory, or one token a character made from a string."""
+"""Load a run's tokenizer: from a Hugging Face directory, or made from a string with one token per character."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
 
 CHARACTERS = "characters:"
-GENERATION = "generation_config.json"  # how a model's authors sample from it; some ends of a text are named there alone
+GENERATION = "generation_config.json"  # the authors' sampling settings; some end tokens are only listed there
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3 of a character tokenizer
 
 
 def load_tokenizer(*, tokenizer: str, path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that `model.tokenizer` names, or, where that is empty, the one beside the model at `path`.
+    """Load the tokenizer that `model.tokenizer` names, or if that is empty, the one in the model's directory `path`.
 
     `characters:ABC` has one token for each character, after <pad> <bos> <eos> <unk>, and puts <bos> before a text that
-    is encoded with special tokens. Nothing is ever fetched from the network.
+    is encoded with special tokens. Never downloads anything.
     """
     if tokenizer.startswith(CHARACTERS):
         return character_tokenizer(tokenizer.removeprefix(CHARACTERS))
@@ -52,13 +52,13 @@ def load_tokenizer(*, tokenizer: str, path: str) -> PreTrainedTokenizerBase:
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """One token a character, in the order given; decoding joins them without spaces. Saves and loads as any other."""
+    """A tokenizer with one token per character, in the given order; decoding adds no spaces. It can be saved."""
     if not characters or len(set(characters)) != len(characters):
         raise ModelError(
             f"model.tokenizer='{CHARACTERS}{characters}' must list at least one character, and each only once"
         )
     vocabulary = {token: index for index, token in enumerate((*SPECIAL, *characters))}
-    # Byte-pair encoding that merges nothing: faster than to split a text by a pattern.
+    # Byte-pair encoding without merges: faster than splitting a text by a pattern.
     inner = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     inner.decoder = decoders.Fuse()
     inner.post_processor = processors.TemplateProcessing(
@@ -75,9 +75,8 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> list[int]:
-    """At which a text ends: the tokenizer's own end of sequence, then what the generation_config.json beside the model
-    at `path`, if there is one, names besides: the end of a turn, of models that talk. Raises ModelError where that
-    cannot be read."""
+    """The tokens that end a text: the tokenizer's end of sequence, then any others in the generation_config.json of the
+    model at `path`, such as a chat model's end of turn. Raises ModelError if that file cannot be read."""
     ends = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     file = Path(path) / GENERATION
     if path and file.is_file():
@@ -92,10 +91,10 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> list[int]:
 def require_room_for_tokens(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, *, table: str = "model"
 ) -> None:
-    """Raises ModelError where a text could become a token that the model has no embedding for.
+    """Raise ModelError if a text could contain a token that the model has no embedding for.
 
-    A special token that nobody samples or starts with may lie beyond: Gemma 3's text models have a tokenizer with one
-    for images, and no embedding for it.
+    A special token that no text begins or ends with may lie beyond the embeddings: the tokenizer of Gemma 3's text
+    models has one for images.
     """
     size = config.get_text_config().vocab_size
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}

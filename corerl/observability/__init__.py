@@ -1,1 +1,1 @@
-"""What a run shows of itself, as extensions."""
+"""The extensions that come with CoreRL: displays, logs, trackers, traces and guards."""

@@ -1,4 +1,4 @@
-"""Draw series as lines of braille characters, two by four dots a character."""
+"""Draw series as lines of braille characters, two by four dots per character."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from itertools import pairwise
 
 from attrs import frozen
 
-# The bit of a dot by its row and column within a character (Unicode, block U+2800).
+# The bit of each dot, by row and column within a character (Unicode block U+2800).
 _BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 @frozen
 class Line:
     steps: Sequence[int]
-    values: Sequence[float]  # as many; those that are not finite are left out
+    values: Sequence[float]  # one per step; values that are not finite are left out
     style: str
 
 
 @frozen
 class Plot:
     rows: list[list[tuple[str, str]]]  # [height][width] character and style, top row first
-    low: float  # what the lowest dot means
+    low: float  # the value of the lowest dot
     high: float
 
 
 def draw(lines: Sequence[Line], *, width: int, height: int) -> Plot:
-    """All lines over one range of steps and values. Where two share a character the later one colours it."""
+    """Draw all lines over one range of steps and values. If lines share a character, the last one colors it."""
     finite = [[p for p in zip(line.steps, line.values, strict=True) if math.isfinite(p[1])] for line in lines]
     points = [point for line in finite for point in line]
     low = min((value for _, value in points), default=0.0)

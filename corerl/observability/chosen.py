@@ -1,4 +1,4 @@
-"""Steps as a user writes them, "3", "3,20" or "10:100:10", as the numbers that are in it."""
+"""Parse steps as a user writes them: "3", "3,20" or "10:100:10"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WRITTEN = re.compile(r"(\d+)(?::(\d+)(?::([1-9]\d*))?)?")
 
 @frozen
 class Chosen:
-    """Steps, to be asked with `step in chosen`."""
+    """A set of steps, to be tested with `step in chosen`."""
 
     ranges: tuple[range, ...]
 
@@ -20,9 +20,9 @@ class Chosen:
 
 
 def steps_chosen(text: str) -> Chosen:
-    """Read steps and ranges FIRST:LAST:EVERY with commas between; LAST is included, '' is none.
+    """Parse comma-separated steps and ranges FIRST:LAST:EVERY; LAST is included, '' means no steps.
 
-    Raises ValueError where it is something else.
+    Raises ValueError for anything else.
     """
     ranges = []
     for part in filter(None, text.replace(" ", "").split(",")):

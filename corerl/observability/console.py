@@ -1,4 +1,4 @@
-"""Tell the person at the terminal, or the reader of the log file, how the run is going."""
+"""Show the run's progress on the terminal or in a log file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class View(Protocol):
 
 
 class Console:
-    """A live display where standard output is a terminal that can show one, plain lines everywhere else."""
+    """A live display if standard output is a terminal that can show one, else plain lines."""
 
     def __init__(self, *, options: ConsoleOptions, run_dir: str) -> None:
         self._view = choose_view(Story(time.monotonic), Terminal(), every=options.every)
@@ -39,7 +39,7 @@ class Console:
 
 def choose_view(story: Story, terminal: Terminal, *, every: int) -> View:
     able = terminal.is_terminal and not terminal.is_dumb_terminal and terminal.encoding.startswith("utf")
-    # FORCE_COLOR makes rich take a pipe for a terminal; a file full of cursor movements helps nobody.
+    # FORCE_COLOR makes rich take a pipe for a terminal, but cursor movements are useless in a file.
     if able and terminal.file.isatty():
         return LiveView(story, terminal)
     return PlainView(story, sys.stdout, every=every)

@@ -1,4 +1,4 @@
-"""Draw the run's metrics to curves.png, earlier steps of a resumed run included."""
+"""Draw the run's metrics to curves.png, including the earlier steps of a resumed run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ INK, GRID = "#343a40", "#e9ecef"
 
 
 class Curves:
-    """Redrawn every `options.every` steps and when the run ends, by matplotlib's Agg canvas: no display is needed."""
+    """Redraws every `options.every` steps and when the run ends, on matplotlib's Agg canvas: no display is needed."""
 
     def __init__(self, *, options: CurvesOptions, run_dir: str) -> None:
         self._options = options
         self._path = Path(run_dir) / CURVES_FILE
         self._history = History()
         self._title = ""
-        self._stale = False  # there are numbers that the file does not show
+        self._stale = False  # whether there are numbers that the file does not show
 
     @hookimpl
     def observe(self, event: Event) -> None:
@@ -51,7 +51,7 @@ class Curves:
 
     @hookimpl
     def shutdown(self, reason: str) -> None:
-        # A run that failed has told of steps that no drawing shows yet.
+        # A failed run may have steps that are not drawn yet.
         if self._stale:
             self._write()
 
@@ -64,7 +64,7 @@ class Curves:
 
 
 def draw(history: History, *, title: str) -> Figure:
-    """Six panels over rollout steps. A thin line is what was measured, a thick one its moving average."""
+    """Draw six panels over rollout steps. Thin lines are the measured values, thick lines their moving averages."""
     figure = Figure(figsize=(13, 7), dpi=110, facecolor="white")
     FigureCanvasAgg(figure)
     # Fixed margins: matplotlib's layout engines draw everything twice.
@@ -79,7 +79,7 @@ def draw(history: History, *, title: str) -> Figure:
 
     _panel(losses, "loss, entropy (right)")
     _line(losses, history, "train/loss", "loss", COLOURS[0])
-    # Entropy has a scale of its own: beside it every policy loss is a flat line.
+    # Entropy has its own scale: next to it every policy loss is a flat line.
     entropies = losses.twinx()
     _panel(entropies, "")
     entropies.grid(False)
@@ -120,11 +120,11 @@ def _panel(axes: Axes, heading: str) -> None:
 
 
 def _line(axes: Axes, history: History, name: str, label: str, colour: str, *, thin: bool = True) -> None:
-    """Draw one metric; where `thin`, as every step is noisy, faintly below its moving average."""
+    """Draw one metric; if `thin`, for noisy values, as a faint line under its moving average."""
     steps, values = history.series(name)
     if not steps:
         return
-    if steps != sorted(steps):  # weights that were scored after later ones
+    if steps != sorted(steps):  # later weights were scored first
         order = sorted(range(len(steps)), key=steps.__getitem__)
         steps, values = [steps[index] for index in order], [values[index] for index in order]
     if not thin:
@@ -135,9 +135,9 @@ def _line(axes: Axes, history: History, name: str, label: str, colour: str, *, t
 
 
 def moving_average(values: Sequence[float]) -> NDArray[np.float64]:
-    """[n] mean over the neighbours on both sides, a tenth of the run and at most 21 in all, so it does not lag.
+    """[n] mean over a centered window of a tenth of the run, at most 21 values, so it does not lag.
 
-    What is not finite is left out; NaN where nothing is left.
+    Values that are not finite are left out; the mean is NaN where none is left.
     """
     reach = min(10, len(values) // 20)
     known = np.isfinite(values)
@@ -157,7 +157,7 @@ def _stack(axes: Axes, history: History) -> None:
         rows = [[column.get(step, 0.0) for step in steps] for column in columns]
         colours = [COLOURS[index % len(COLOURS)] for index in range(len(names))]
         axes.stackplot(steps, rows, labels=names, colors=colours, alpha=0.75, linewidth=0)
-        # Phases that come once in a while, such as save, must not flatten all other steps.
+        # Occasional phases, such as save, must not flatten all other steps.
         totals = sorted(sum(parts) for parts in zip(*rows, strict=True))
         axes.set_ylim(0, max(1.5 * totals[int(0.9 * (len(totals) - 1))], 1e-6))
         axes.margins(x=0)

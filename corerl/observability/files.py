@@ -1,4 +1,4 @@
-"""Files of a run in a directory that has some already: an earlier run's are kept, a resumed run's go on."""
+"""Open a run's files in a directory that may have some: keep an earlier run's, continue a resumed run's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from corerl.errors import DataError
 
 
 def keep(path: Path) -> None:
-    """Rename the file, if there is one, to the next free number: trace-1.json."""
+    """Rename an existing file to the next free number: trace-1.json."""
     if path.exists():
         number = 1
         while (other := path.with_stem(f"{path.stem}-{number}")).exists():
@@ -23,8 +23,7 @@ def keep(path: Path) -> None:
 
 @contextmanager
 def beside(error: BaseException) -> Iterator[None]:
-    """A block that writes down what goes with `error`. Where it cannot, that is a note of the error's, and no error in
-    its place."""
+    """Run a block that records details of `error`. If it fails, add a note to `error` instead of raising."""
     try:
         yield
     except Exception as failed:
@@ -32,8 +31,8 @@ def beside(error: BaseException) -> Iterator[None]:
 
 
 def reopen(path: Path, *, before: float) -> IO[str]:
-    """Open `path` for appending, holding only the lines of steps before `before`; never seen half cut. Where that is
-    none of them, what is there is kept under another name."""
+    """Open `path` for appending after atomically dropping all steps from `before` on. If `before` is 0, first keep the
+    existing file under another name."""
     if not before and path.exists() and path.stat().st_size:
         keep(path)
     kept = "".join(line for line, _ in read_lines(path, before=before))
@@ -44,10 +43,10 @@ def reopen(path: Path, *, before: float) -> IO[str]:
 
 
 def read_lines(path: Path, *, before: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of `path` whose step is smaller than `before`, as written and as read; none where there is no file.
+    """Yield (line, record) for the lines of `path` whose step is smaller than `before`; none if there is no file.
 
-    A killed run leaves at most its last line torn, without a newline: that one is left out.
-    Raises DataError, naming the line, for anything else that is no object with a step.
+    A killed run can leave its last line incomplete, without a newline; that line is left out.
+    Raises DataError, naming the line, for any other line that is not an object with a step.
     """
     if not path.exists():
         return

@@ -1,4 +1,4 @@
-"""All numbers of a run by name, from memory or from metrics.jsonl, so that a resumed run knows its earlier steps."""
+"""A run's metrics by name, from events or from metrics.jsonl, so that a resumed run knows its earlier steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class History:
-    """What has been heard of each metric: steps and values side by side, in the order in which they came."""
+    """The steps and values recorded for each metric, in the order of arrival."""
 
     def __init__(self) -> None:
         self._steps: dict[str, list[int]] = {}
@@ -20,10 +20,10 @@ class History:
 
     @classmethod
     def read(cls, run_dir: str, *, before: float) -> History:
-        """The steps smaller than `before` of the run in `run_dir`; null is read as NaN."""
+        """Read the steps smaller than `before` of the run in `run_dir`; null becomes NaN."""
         history = cls()
         if before <= 0:
-            return history  # and what is there is of no concern, damaged or not
+            return history  # without reading the file, which may be damaged
         for _, record in read_lines(Path(run_dir) / METRICS_FILE, before=before):
             step = record.pop("step")
             history.add(step, {name: math.nan if value is None else value for name, value in record.items()})
@@ -38,7 +38,7 @@ class History:
         return [name for name in self._steps if name.startswith(prefix)]
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric; both empty where it was never heard."""
+        """Steps and values of one metric; both empty if it was never recorded."""
         return self._steps.get(name, []), self._values.get(name, [])
 
     def first(self, name: str) -> float | None:
@@ -50,10 +50,9 @@ class History:
         return values[-1] if values else None
 
     def ends(self, names: Iterable[str]) -> tuple[list[str], dict[str, list[float | None]]]:
-        """What a summary shows of those of `names` that were heard: headings, and under them first and last value.
+        """The headings of a summary, and the first and last value of each recorded metric in `names`.
 
-        Nothing was learned between a value and itself: the last one is None where there is only one, and its column is
-        left out where that is so for all.
+        The last value is None if there is only one; if that is true of all metrics, its column is left out.
         """
         heard = {name: self._values[name] for name in names if name in self._values}
         if all(len(values) == 1 for values in heard.values()):
@@ -63,8 +62,8 @@ class History:
         }
 
     def recent(self, name: str, steps: int) -> float:
-        """Sum over the last `steps` steps of all that was heard, divided by them: what one step takes on average. Steps
-        are those that ended, of which `time/step` tells: some may be of another process, and unknown."""
+        """The average of a metric per step, over the last `steps` steps that ended. `time/step` tells which ended, and
+        only those that this history knows count."""
         ended, _ = self.series("time/step")
         if not ended:
             return 0.0
@@ -73,11 +72,11 @@ class History:
         return sum(value for step, value in pairs if first <= step <= ended[-1]) / (ended[-1] - first + 1)
 
 
-# Phases of a step in the order in which they happen; a phase that is not named here comes after them.
+# Phases of a step in the order in which they happen; other phases come after them.
 PHASES = ("rollout", "reward", "forward", "train", "update_weights", "eval", "save")
 
 
 def phases(history: History) -> list[str]:
-    """Names of the phases that have been timed. `time/step` is their frame, not one of them."""
+    """Names of the timed phases, in order. `time/step` is the whole step, not a phase."""
     timed = [name.removeprefix("time/") for name in history.names("time/") if name != "time/step"]
     return sorted(timed, key=lambda name: (PHASES.index(name) if name in PHASES else len(PHASES), name))

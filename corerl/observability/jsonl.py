@@ -1,4 +1,4 @@
-"""Write every number to metrics.jsonl, one flat JSON object a line, and the answers that are shown to samples.jsonl."""
+"""Write every metric to metrics.jsonl, one flat JSON object per line, and the shown answers to samples.jsonl."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 class Jsonl:
-    """Lines of steps that a resumed run does again are dropped first, so its file ends as if it had never stopped. One
-    that begins anew keeps those of the run before as metrics-1.jsonl; one that only scores adds to what is there."""
+    """Writes the files. A resumed run first drops the steps that it repeats, so its files look as if it had never
+    stopped. A new run keeps the previous run's files, as metrics-1.jsonl; a run that only scores appends."""
 
     def __init__(self, *, options: JsonlOptions, run_dir: str) -> None:
         self._options = options
@@ -56,7 +56,7 @@ class Jsonl:
     def _write(self, step: int, metrics: Mapping[str, float], shown: Sequence[Shown], *, kind: str) -> None:
         if self._metrics is not None:
             numbers = {name: float(value) for name, value in metrics.items()}
-            # JSON has no NaN and no infinity; null is what other readers understand.
+            # JSON has neither NaN nor infinity; other readers understand null.
             plain = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
             self._metrics.write(json.dumps({"step": step, **plain}, allow_nan=False) + "\n")
             self._metrics.flush()

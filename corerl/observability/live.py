@@ -1,4 +1,4 @@
-"""The run as a live display on a terminal of 80 columns or more, and a summary at its end."""
+"""A live display of the run on a terminal of 80 columns or more, and a summary at its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from corerl.plugin.events import Event, Notice, RunFinished, Shown
 
 REWARD, EXACT = "cyan", "magenta"
 
-# label, metric, style: read in rows of three
+# label, metric, style; shown in rows of three
 PANEL = (
     ("reward", "rollout/reward", REWARD),
     ("held-out reward", "eval/reward", ""),
@@ -35,12 +35,12 @@ PANEL = (
     ("tokens/s", "perf/tokens_per_second", ""),
 )
 PLOT_HEIGHT = 6
-NARROWEST = 20  # columns of a plot and its scale
-RECENT = 20  # steps that the phases' bars are a mean of
+NARROWEST = 20  # minimum columns for a plot and its scale
+RECENT = 20  # steps that the phases' bars are averaged over
 
 
 class LiveView:
-    """Redrawn four times a second by rich's own thread, hence the lock around all that it reads."""
+    """A display that rich's own thread redraws four times a second; a lock guards everything it reads."""
 
     def __init__(self, story: Story, console: Console) -> None:
         self._story = story
@@ -56,7 +56,7 @@ class LiveView:
         match event:
             case RunFinished():
                 self.close()
-                # Paths and commands are there to be copied: where one is too long the terminal breaks it, and knows.
+                # Uncropped, so that paths and commands can be copied: the terminal wraps long ones, and knows it.
                 self._console.print(summary(self._story, event, width=self._console.width), crop=False)
             case Notice():
                 self._console.print(Text(f"note: {event.text}", style="yellow"))
@@ -68,7 +68,7 @@ class LiveView:
         self._live.stop()
 
     def render(self) -> RenderableType:
-        """The whole display as of now: 22 lines, so that it fits a terminal of 24."""
+        """The current display: 22 lines, so that it fits a terminal of 24."""
         with self._lock:
             story = self._story
             parts: list[RenderableType] = [_header(story), self._progress()]
@@ -122,7 +122,7 @@ def _numbers(story: Story) -> RenderableType:
 
 
 def _pictures(story: Story, width: int) -> RenderableType:
-    """The plot on the left, the seconds of each phase on the right; these alone where there is no room for both."""
+    """The plot on the left, the seconds of each phase on the right; only the latter if there is no room for both."""
     side = 32
     if width < side + NARROWEST:
         return _phases(story, side)
@@ -169,8 +169,8 @@ def _answers(shown: Sequence[Shown], title: str) -> RenderableType:
 
 
 def summary(story: Story, event: RunFinished, *, width: int) -> RenderableType:
-    """First and last values, the same prompts before and after training, and where everything is: a path that does not
-    fit into `width` columns behind its name stands below it, unbroken."""
+    """First and last values, the same prompts before and after training, and the paths of all outputs. A path that does
+    not fit into `width` columns after its name goes below it, unbroken."""
     colour = "green" if event.reason == "finished" else "red"
     outcome = f"{event.reason} after {event.steps_done} of {story.steps} steps, {duration(event.seconds)}"
     parts: list[RenderableType] = [Text(), Text(outcome, style=f"bold {colour}"), Text()]
@@ -213,5 +213,5 @@ def _table(*headings: str, title: str) -> Table:
 
 
 def _cell(text: str) -> Text:
-    """The text as it stands: what a model wrote is never taken for rich's markup."""
+    """The literal text: a model's output is never interpreted as rich markup."""
     return Text(printable(text))

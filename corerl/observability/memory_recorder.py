@@ -1,5 +1,5 @@
-"""Write what each hook call takes of memory at its peak to RUN_DIR/memory/actor-0.jsonl, and torch's own snapshots of
-the allocations on a CUDA device beside it, for https://pytorch.org/memory_viz."""
+"""Write the peak memory of each hook call to RUN_DIR/memory/actor-0.jsonl, and next to it torch's snapshots of the
+allocations on a CUDA device, for https://pytorch.org/memory_viz."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from corerl.plugin.hookspecs import hookimpl
 from corerl.types import Metric, Reduction, Step, TrainResult
 
 MEMORY_DIR = "memory"
-PEAK = "peak_memory_gib"  # the metric, of whichever rank has the most
+PEAK = "peak_memory_gib"  # the metric: the maximum over ranks
 
 
 class CudaMeter:
-    """What torch's allocator has handed out on this process's device."""
+    """Measures what torch's allocator has handed out on this process's device."""
 
     source = "allocated on the device"
     since = "call"
@@ -33,13 +33,13 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats()
 
     def read(self) -> tuple[int, int]:
-        """Bytes at the peak since `begin`, and now."""
+        """Peak bytes since `begin`, and current bytes."""
         return torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
 
 
 class ResidentMeter:
-    """What the system counts as this process's resident set, libraries and shared pages included: on a CPU nobody
-    separates tensors from the rest."""
+    """Measures this process's resident set, libraries and shared pages included: on a CPU tensors cannot be told from
+    other memory."""
 
     source = "resident set of the process"
 
@@ -53,17 +53,17 @@ class ResidentMeter:
 
     def begin(self) -> None:
         if getattr(self, "since", "call") == "call":
-            self._reset.write_text("5")  # the peak begins anew (man 5 proc)
+            self._reset.write_text("5")  # resets the peak (man 5 proc)
 
     def read(self) -> tuple[int, int]:
-        """Bytes at the peak, and now."""
+        """Peak bytes, and current bytes."""
         lines = dict(line.split(":", 1) for line in self._status.read_text().splitlines())
         peak, now = (int(lines[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS"))
         return peak, now
 
 
 class MemoryRecorder:
-    """Wraps every hook of a backend."""
+    """Wraps every hook of a backend and records its peak memory."""
 
     def __init__(self, *, options: MemoryOptions, run_dir: str) -> None:
         self._options = options

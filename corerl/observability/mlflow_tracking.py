@@ -1,4 +1,4 @@
-"""Tell MLflow every number, the config, and the answers that are shown."""
+"""Send every metric, the config and the shown answers to MLflow."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from corerl.plugin.events import RunStarted, Shown
 
 IDENTITY_FILE = "mlflow.json"
 STORE = "mlruns"
-PARAMS_AT_ONCE = 100  # and no value longer than this, says MLflow
-LONGEST_PARAM = 500
+PARAMS_AT_ONCE = 100  # MLflow's limit
+LONGEST_PARAM = 500  # characters; MLflow's limit
 STATUSES = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
 
 class Mlflow(Tracker):
-    """A resumed run goes on in the same MLflow run: where it does steps again, MLflow holds both numbers of such a
+    """Tracks a run in MLflow. A resumed run continues the same MLflow run, which then has two values per repeated
     step."""
 
     _options: MlflowOptions
@@ -33,7 +33,7 @@ class Mlflow(Tracker):
         default = (self._run_dir / STORE).absolute().as_uri()
         uri = self._options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or default
         if urlsplit(uri).scheme in ("", "file"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer ones refuse a directory without that
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions refuse a directory without it
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -56,7 +56,7 @@ class Mlflow(Tracker):
             for first in range(0, len(params), PARAMS_AT_ONCE):
                 client.log_batch(self._run, params=params[first : first + PARAMS_AT_ONCE])
         if (self._run_dir / CONFIG_FILE).exists():
-            client.log_artifact(self._run, str(self._run_dir / CONFIG_FILE))  # a resumed run may have another
+            client.log_artifact(self._run, str(self._run_dir / CONFIG_FILE))  # a resumed run may have a different one
         self._library = client
 
     def log(self, step: int, metrics: Mapping[str, float], kind: str, shown: Sequence[Shown]) -> None:
@@ -73,11 +73,11 @@ class Mlflow(Tracker):
 
 
 def _named(name: str) -> str:
-    """The name in characters that MLflow takes."""
+    """The name, restricted to characters that MLflow accepts."""
     return re.sub(r"[^\w\-. /]", "_", name)
 
 
 def _experiment(client: Any, name: str) -> str:
-    """The id of the experiment of this name, which is made where there is none."""
+    """The id of the experiment of this name, which is created if missing."""
     found = client.get_experiment_by_name(name)
     return str(found.experiment_id if found is not None else client.create_experiment(name))

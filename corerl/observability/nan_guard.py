@@ -1,5 +1,5 @@
-"""Say where a number that is not finite first comes in: which column, sample and token, which metric, which parameter,
-on which rank, at which step."""
+"""Find where a number that is not finite first appears: in which column, sample and token, metric or parameter, on
+which rank and at which step."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from corerl.plugin.hookspecs import hookimpl
 from corerl.types import Array, ForwardResult, InitResult, IntArray, Metric, PackedBatch, Reduction, Step, TrainResult
 
 FINDINGS_DIR = "nan-guard"
-FOUND = "nonfinite"  # the metric: findings of all ranks
+FOUND = "nonfinite"  # the metric: number of findings on all ranks
 
 
 class NanGuard:
-    """Wraps `train` and `forward`. What it finds before the backend is entered it only remembers: were it to raise
-    there on one rank, the others would wait for that one in a collective. It raises when the backend is done."""
+    """Wraps `train` and `forward`. It raises only after the backend is done, even for a finding in the inputs: if one
+    rank raised earlier, the others would wait for it in a collective."""
 
     def __init__(self, *, options: NanGuardOptions, run_dir: str) -> None:
         self._options = options
         self._directory = Path(run_dir) / FINDINGS_DIR
         self._context: Context | None = None
-        self._scales_loss = False  # the backend loses a step now and then, on purpose
+        self._scales_loss = False  # with a loss scale, the backend skips a step now and then on purpose
         self._model: torch.nn.Module | None = None
 
     @hookimpl(wrapper=True)
@@ -50,7 +50,7 @@ class NanGuard:
             result = yield
         except BaseException as raised:
             with beside(raised):
-                self._tell(found, step)  # of what may have been its cause
+                self._tell(found, step)  # these may be the cause
             raise
         finally:
             if watching is not None:
@@ -85,7 +85,7 @@ class NanGuard:
         return failed
 
     def _tell(self, found: list[str], step: Step | None) -> None:
-        """Write what was found to the rank's file and to standard error."""
+        """Write the findings to the rank's file and to standard error."""
         if not found:
             return
         at = {"optimizer_step": step.optimizer_step, "rollout_step": step.rollout_step} if step else {}
@@ -106,7 +106,7 @@ class NanGuard:
         return self._directory / f"{role}-{self._rank}.jsonl"
 
     def _watch_for_model(self) -> torch.utils.hooks.RemovableHandle:
-        """A backend shows its model to nobody; the first module that is called in a step is the outermost one."""
+        """Find the model, which backends do not expose: the first module called in a step is the outermost one."""
 
         def seen(module: torch.nn.Module, inputs: object) -> None:
             if self._model is None and any(True for _ in module.parameters()):
@@ -116,8 +116,8 @@ class NanGuard:
 
 
 def in_columns(batch: PackedBatch) -> list[str]:
-    """The first number of each column that is not finite. A batch that can be gone through once only is left alone."""
-    # In a traced run what is inside would else be timed.
+    """The first number in each column that is not finite. A batch that can be iterated only once is not checked."""
+    # Unwrap the batch of a traced run, which would time this pass too.
     micro_batches = getattr(batch.micro_batches, "micro_batches", batch.micro_batches)
     if iter(micro_batches) is micro_batches:
         return []
@@ -130,7 +130,8 @@ def in_columns(batch: PackedBatch) -> list[str]:
 
 
 def in_result(result: TrainResult, *, scales_loss: bool) -> list[str]:
-    """What is not finite. `scales_loss`: a gradient that is too large is how the loss scale is found."""
+    """Metrics and gradient norm that are not finite. With `scales_loss`, a skipped step's norm may be: that is how the
+    loss scale is found."""
     found = [
         f"metric {name}: {metric.total}" for name, metric in result.metrics.items() if not math.isfinite(metric.total)
     ]
@@ -141,7 +142,7 @@ def in_result(result: TrainResult, *, scales_loss: bool) -> list[str]:
 
 
 def in_parameters(model: torch.nn.Module) -> list[str]:
-    """The first parameter, of what this rank holds of each. No collective."""
+    """The first parameter whose part on this rank is not finite. No collective."""
     for name, parameter in model.named_parameters():
         values = parameter.detach()
         local = values.to_local() if hasattr(values, "to_local") else values
@@ -152,7 +153,7 @@ def in_parameters(model: torch.nn.Module) -> list[str]:
 
 
 def _first(values: Array, samples: IntArray, offsets: IntArray) -> str:
-    """Where the first number that is not finite stands, and how many there are; "" where there is none."""
+    """Where the first number that is not finite is, and how many tokens have one; "" if there is none."""
     if values.dtype.kind != "f" or np.isfinite(values).all():
         return ""
     wrong = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(axis=1))

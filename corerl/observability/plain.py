@@ -1,4 +1,4 @@
-"""The run as aligned lines without control codes, for pipes and log files."""
+"""Show the run as aligned lines without control codes, for pipes and log files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from corerl.plugin.events import (
     StepFinished,
 )
 
-# heading, metric, width; 79 characters together with the first and the last column
+# heading, metric, width; 79 characters including the first and the last column
 COLUMNS = (
     ("reward", "rollout/reward", 8),
     ("held-out", "eval/reward", 9),
@@ -32,7 +32,7 @@ COLUMNS = (
 
 
 class PlainView:
-    """One line every `every` steps, at the first and the last step, and at each evaluation."""
+    """Prints a line every `every` steps, at the first and the last step, and at each evaluation."""
 
     def __init__(self, story: Story, stream: TextIO, *, every: int) -> None:
         self._story = story
@@ -68,7 +68,7 @@ class PlainView:
                     self._say(line)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
     def _row(self, step: int, metrics: Mapping[str, float], left: str) -> None:
         total = self._story.steps
@@ -83,14 +83,14 @@ class PlainView:
         self._say(f"{f'{step}/{total}':>{wide}}{cells}{left:>6}")
 
     def _say(self, line: str) -> None:
-        # A log in ASCII must not end the run over one sampled character.
+        # One sampled character must not end a run that logs in ASCII.
         encoding = self._stream.encoding or "utf-8"
         safe = line.rstrip().encode(encoding, "backslashreplace").decode(encoding)
         print(safe, file=self._stream, flush=True)
 
 
 def summary(story: Story, event: RunFinished) -> Iterator[str]:
-    """First and last values, the same prompts before and after training, and where everything is."""
+    """First and last values, the same prompts before and after training, and the paths of all outputs."""
     yield ""
     yield f"{event.reason} after {event.steps_done} of {story.steps} steps, {duration(event.seconds)}"
     headings, ends = story.history.ends(NUMBERS.values())

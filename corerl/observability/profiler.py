@@ -1,4 +1,4 @@
-"""Run torch's profiler over chosen optimizer steps: RUN_DIR/profile/actor-0-step-2.json for each, and a table."""
+"""Run torch's profiler on chosen optimizer steps: writes RUN_DIR/profile/actor-0-step-2.json and a table for each."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PROFILE_DIR = "profile"
 
 
 class Profiler:
-    """Wraps `train`. Between the chosen steps there is no profiler, and so nothing that it holds."""
+    """Wraps `train`. A profiler exists only during a chosen step, so nothing holds its memory afterwards."""
 
     def __init__(self, *, options: ProfilerOptions, run_dir: str) -> None:
         self._options = options
         self._steps = steps_chosen(options.steps)
         self._directory = Path(run_dir) / PROFILE_DIR
-        self._name = ""  # of the files: role and rank
+        self._name = ""  # of the files: role-rank
         self._activities = [ProfilerActivity.CPU]
         self._on = False
 
@@ -56,8 +56,8 @@ class Profiler:
         return result
 
     def _started(self) -> profile | None:
-        """A running profiler; None where another one runs in this process, beside which torch crashes. It must not
-        raise: the other ranks go on into collectives."""
+        """Start a profiler; None if another one runs in this process, since torch crashes with two. Must not raise: the
+        other ranks go on into collectives."""
         options = self._options
         if torch.autograd._profiler_enabled():
             print(f"warning: {self._name} is not profiled: another profiler runs in its process", file=sys.stderr)
@@ -67,7 +67,7 @@ class Profiler:
             with_stack=options.with_stack,
             record_shapes=options.record_shapes,
             profile_memory=options.profile_memory,
-            acc_events=True,  # one cycle: there is nothing to clear between several, of which torch warns else
+            acc_events=True,  # avoids torch's warning about clearing events between cycles; there is one
         )
         profiler.start()
         return profiler

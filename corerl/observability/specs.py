@@ -1,5 +1,5 @@
-"""What entry points name for the extensions that come with CoreRL; imports neither torch, rich nor matplotlib, and
-neither of the trackers' packages."""
+"""The specs and options of the extensions that come with CoreRL; imports neither torch, rich, matplotlib nor the
+trackers' packages."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class CurvesOptions:
 
 @frozen(kw_only=True)
 class TraceOptions:
-    """There is nothing to choose."""
+    """No options."""
 
 
 def _steps(_: Any, attribute: Attribute[Any], value: str) -> None:
-    steps_chosen(value)  # raises ValueError where it is no list of steps
+    steps_chosen(value)  # raises ValueError if it is not a list of steps
 
 
 @frozen(kw_only=True)
@@ -126,11 +126,11 @@ class MlflowOptions:
 
 
 def _needs(package: str) -> Any:
-    """A spec's `check` that the package is installed, for which an extra of CoreRL is called as it is."""
+    """A spec's `check` that the package is installed; CoreRL's extra has the same name."""
 
     def check(options: Any, cluster: ClusterInfo) -> Iterable[Problem]:
         found = find_spec(package)
-        # A directory of that name, such as the one that W&B itself writes to, is found as a package without a file.
+        # A directory of that name, such as the one W&B writes to, is found as a package without a file.
         if found is None or found.origin is None:
             yield Problem("", f"the package {package!r} is not installed; pip install 'corerl[{package}]'")
 
@@ -138,7 +138,7 @@ def _needs(package: str) -> Any:
 
 
 def _spec(where: str, config: type, summary: str, *, process: Process = Process.DRIVER, **more: Any) -> ExtensionSpec:
-    """`where` is its class, "module:Class" of this package."""
+    """A spec; `where` is the class as "module:Class" in this package."""
     code = f"corerl.observability.{where}"
     return ExtensionSpec(implementation=code, config=config, api=(1, 0), summary=summary, process=process, **more)
 

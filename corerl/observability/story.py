@@ -1,4 +1,4 @@
-"""What a run has told of itself so far: the state behind both the live display and the plain lines."""
+"""The state of a run as its events tell it, for the live display and the plain lines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Phase:
 
 
 class Story:
-    """Hears every event, in any order that a driver may send them."""
+    """Takes every event, in any order that a driver may send them."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -40,15 +40,15 @@ class Story:
         self.title = ""
         self.run_dir = ""
         self.steps = 0  # rollout steps in all
-        self.first_step = 0  # where this process began
+        self.first_step = 0  # the step at which this process began
         self.done = 0  # rollout steps finished, those before a resume included
         self.history = History()
         self.shown: Sequence[Shown] = ()
-        self.shown_at = ""  # which answers those are
+        self.shown_at = ""  # what those answers are, and of which step
         self.phase: Phase | None = None
         self.preparing = True  # until the first phase of a step
         self.prepared: list[tuple[str, float]] = []  # phases before the first step, and their seconds
-        self._finishes: deque[float] = deque(maxlen=21)  # clock at the ends of the newest steps
+        self._finishes: deque[float] = deque(maxlen=21)  # end times of the latest steps
 
     def hear(self, event: Event) -> None:
         now = self.clock()
@@ -56,7 +56,7 @@ class Story:
             case RunStarted():
                 self.title, self.run_dir = event.title, event.run_dir
                 self.steps, self.first_step, self.done = event.steps, event.first_step, event.first_step
-                scores = event.mode == "eval"  # of which the summary is, and not of others in the same directory
+                scores = event.mode == "eval"  # then the summary is of these scores only, not of earlier ones
                 self.history = History() if scores else History.read(event.run_dir, before=event.repeats_from)
             case PhaseStarted():
                 if self.phase is not None and self.preparing:
@@ -78,7 +78,7 @@ class Story:
                 self.phase = None
 
     def seconds_left(self) -> float | None:
-        """Seconds at the newest steps' pace, evaluations and saves between included; None before the first step."""
+        """Seconds left at the latest steps' pace, evaluations and saves included; None before the first step."""
         if len(self._finishes) > 1:
             pace = (self._finishes[-1] - self._finishes[0]) / (len(self._finishes) - 1)
         elif self._finishes:

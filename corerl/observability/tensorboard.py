@@ -1,4 +1,4 @@
-"""Write every number, and the answers that are shown as text, to TensorBoard events in RUN_DIR/tensorboard."""
+"""Write every metric, and the shown answers as text, to TensorBoard events in RUN_DIR/tensorboard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVENTS_DIR = "tensorboard"
 
 
 class Tensorboard(Tracker):
-    """A resumed run adds a file of its own, and has TensorBoard forget the steps that it does again."""
+    """Tracks a run in TensorBoard. A resumed run adds a file and makes TensorBoard forget the steps it repeats."""
 
     _options: TensorboardOptions
     _library: Any  # a SummaryWriter
@@ -30,7 +30,7 @@ class Tensorboard(Tracker):
     @hookimpl
     def observe(self, event: Event) -> None:
         super().observe(event)
-        # What a resumed run keeps must be on disk by the time that it can be resumed.
+        # The steps up to a checkpoint must be on disk by the time a run can resume from it.
         if self._library is not None and isinstance(event, CheckpointSaved | RunFinished):
             self._library.flush()
 
@@ -45,7 +45,7 @@ class Tensorboard(Tracker):
 
 
 def markdown(shown: Sequence[Shown]) -> str:
-    """A table, with what the model wrote as code, so that none of it is taken for markup."""
+    """The answers as a table, with texts as code so that none of them is interpreted as markup."""
     rows = ["| prompt | response | expected | reward |", "|---|---|---|---|"]
     for answer in shown:
         cells = [_code(answer.prompt), _code(answer.response), _code(answer.answer), number(answer.reward)]

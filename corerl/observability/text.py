@@ -1,8 +1,8 @@
-"""Numbers, durations and sampled answers as short pieces of text."""
+"""Format numbers, durations and sampled answers as short texts."""
 
 from __future__ import annotations
 
-# How each metric is read best; the rest takes three decimals.
+# Formats of metrics; all others have three decimals.
 _FORMATS = {
     "train/loss": ".4f",
     "rollout/logprob_diff": ".1e",
@@ -12,7 +12,7 @@ _FORMATS = {
 
 
 def number(value: float | None, metric: str = "") -> str:
-    """A number in at most nine characters, with a metric's own decimals so that columns line up; `-` for None."""
+    """A number in at most nine characters, with fixed decimals per metric so that columns line up; `-` for None."""
     if value is None:
         return "-"
     text = format(value, _FORMATS.get(metric, ".3f"))
@@ -27,7 +27,7 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """One line without control codes: a model may sample any character, so those that do not print are escaped."""
+    """The text with unprintable characters escaped, since a model may sample any character."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 
 
 class Phases:
-    """`with phases("rollout"): ...` adds to that name's seconds; `take()` hands them over and starts anew."""
+    """Times phases: `with phases("rollout"): ...` adds to that name's seconds; `take()` returns and resets them."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._seconds: dict[str, float] = {}
-        self._inside = 0.0  # seconds of the phases that have ended within the one that lasts
+        self._inside = 0.0  # seconds of the phases that have ended inside the current one
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """A phase that raises is counted too; one inside of another is counted in that one no more."""
+        """Time a phase, even if it raises. A nested phase's seconds do not count for the outer one."""
         began = self._clock()
         outer, self._inside = self._inside, 0.0
         try:
@@ -28,6 +28,6 @@ class Phases:
             self._inside = outer + took
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last call, in the order in which the names first came."""
+        """Seconds by name since the last call, in order of first occurrence."""
         seconds, self._seconds = self._seconds, {}
         return seconds

@@ -1,7 +1,7 @@
-"""Write what every process does, and when, to trace.json: slices and arrows that https://ui.perfetto.dev draws.
+"""Write what every process does, and when, to trace.json: slices and arrows for https://ui.perfetto.dev.
 
-One JSON object a line, in an array of trace events (the Trace Event Format), whose closing bracket a run that is killed
-leaves out: readers do without it.
+The file is an array of trace events (the Trace Event Format), one JSON object per line. A killed run leaves out the
+closing bracket, which readers do not need.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from corerl.plugin.hookspecs import hookimpl
 
 TRACE_FILE = "trace.json"
 DRIVER = "driver"
-CALLS_KEPT = 1000  # the newest of which it is known that they are drawn
+CALLS_KEPT = 1000  # latest calls that are remembered as drawn
 
 Record: TypeAlias = dict[str, Any]
 
 
 class Trace:
-    """The driver's phases, its calls, and the work of each process on them; from each call an arrow to each process.
+    """Draws the driver's phases and calls, each process's work, and an arrow from each call to each process.
 
-    An earlier trace.json, of a run that this one resumes, is kept as trace-1.json, and so on.
+    An existing trace.json, such as a resumed run's, is kept as trace-1.json, and so on.
     """
 
     def __init__(self, *, options: TraceOptions, run_dir: str, clock: Callable[[], float] = time.time) -> None:
@@ -38,9 +38,9 @@ class Trace:
         self._file: IO[str] | None = None
         self._rows: dict[tuple[str, str], tuple[int, int]] = {}  # (process, track) -> pid, tid
         self._pids: dict[str, int] = {}
-        self._kinds = [DRIVER]  # of processes, such as 'actor rank ', in the order in which they came
-        self._phase = ""  # that is open
-        self._asked: dict[tuple[str, float], None] = {}  # calls that are drawn on the driver's row
+        self._kinds = [DRIVER]  # kinds of processes, such as 'actor rank ', in order of appearance
+        self._phase = ""  # the open phase
+        self._asked: dict[tuple[str, float], None] = {}  # calls already drawn on the driver's row
         self._arrows = 0
 
     @hookimpl
@@ -79,7 +79,7 @@ class Trace:
         details = {"call": work.call} | ({"error": printable(work.error)} if work.error else {})
         self._arrows += 1
         arrow = {"cat": "flow", "name": work.verb, "id": self._arrows}
-        # Whatever begins at the same time as something inside it must be written before that.
+        # A slice must be written before a slice inside it that begins at the same time.
         self._put(
             *self._call(work),
             self._record(DRIVER, "calls", "s", work.asked, **arrow),
@@ -90,7 +90,7 @@ class Trace:
         )
 
     def _call(self, work: Worked) -> list[Record]:
-        """What an arrow begins at: the moment of the call on the driver's row, once for all that it went to."""
+        """The start of an arrow: the call on the driver's row, drawn once however many processes it went to."""
         call = (work.call, work.asked)
         if call in self._asked:
             return []
@@ -100,7 +100,7 @@ class Trace:
         return [self._record(DRIVER, "calls", "X", work.asked, name=work.call, cat="ask", dur=1)]
 
     def _slice(self, process: str, track: str, span: Span, kind: str, **more: Any) -> Record:
-        # Ends are rounded as beginnings are: what lies in something else, or follows it, still does.
+        # Ends are rounded like starts, so that nested and consecutive slices stay so.
         duration = _micro(span.ended) - _micro(span.started)
         return self._record(process, track, "X", span.started, name=span.name, cat=kind, dur=duration, **more)
 
@@ -109,8 +109,8 @@ class Trace:
         return {"ph": ph, "ts": _micro(seconds), "pid": pid, "tid": tid, **more}
 
     def _row(self, process: str, track: str) -> tuple[int, int]:
-        """pid and tid of a track. Numbers are used once, for a process or for a track: some readers tell threads apart
-        by their tid alone."""
+        """pid and tid of a track. No number is used twice, for processes or tracks: some readers tell threads apart by
+        tid alone."""
         if (process, track) not in self._rows:
             named = []
             if process not in self._pids:
@@ -129,7 +129,7 @@ class Trace:
         return 1 + len(self._pids) + len(self._rows)
 
     def _sort_index(self, process: str) -> int:
-        """The driver, then the kinds of processes as they came, each by its number."""
+        """Sorts the driver first, then kinds of processes by order of appearance, then by number."""
         match = re.fullmatch(r"(.*?)(\d*)", process)
         assert match is not None
         kind, number = match.groups()
@@ -138,13 +138,13 @@ class Trace:
         return 100_000 * self._kinds.index(kind) + int(number or 0)
 
     def _put(self, *records: Record) -> None:
-        """Write records, which reach the file at once."""
+        """Write records and flush them."""
         first = self._file is None
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             keep(self._path)
             self._file = self._path.open("w", encoding="utf-8", newline="\n")
-        # Perfetto reads no \u escapes.
+        # Perfetto does not decode \u escapes.
         lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
         self._file.write(("[\n" if first else ",\n") + lines)
         self._file.flush()

@@ -1,4 +1,4 @@
-"""What trackers share: what they hear, the run's config as flat names, and the identity that a resumed run keeps."""
+"""What trackers share: their events, the run's config under flat names, and the identity that a resumed run keeps."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from typing import Any
 from corerl.plugin.events import Evaluated, Event, RunFinished, RunStarted, Shown, StepFinished
 from corerl.plugin.hookspecs import hookimpl
 
-CONFIG_FILE = "config.toml"  # which the driver writes before a run starts
+CONFIG_FILE = "config.toml"  # written by the driver before a run starts
 
 
 class Tracker(ABC):
-    """An extension that tells a library all numbers, and the answers that are shown."""
+    """An extension that sends all metrics and the shown answers to a tracking library."""
 
     _options: Any  # with `samples_every`, rollout steps between sampled answers
 
     def __init__(self, *, options: Any, run_dir: str) -> None:
         self._options = options
         self._run_dir = Path(run_dir)
-        self._library: Any = None  # what `start` sets, from RunStarted to shutdown
-        self._reason = ""  # as RunFinished has it
+        self._library: Any = None  # set by `start`, from RunStarted to shutdown
+        self._reason = ""  # RunFinished's reason
 
     @abstractmethod
     def start(self, event: RunStarted) -> None:
-        """Opens the library, which `_library` is from then on; leaves None where this run is not told to it."""
+        """Open the library and assign it to `_library`; leave that None not to track this run."""
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float], kind: str, shown: Sequence[Shown]) -> None:
-        """`kind` is what `shown` are, rollout or held-out."""
+        """Send the metrics and answers of a step. `kind` says what `shown` are: rollout or held-out."""
 
     @abstractmethod
     def close(self, library: Any, reason: str) -> None:
-        """Ends what `start` has opened; `reason` is RunFinished's, or else the shutdown's."""
+        """Close what `start` opened; `reason` is RunFinished's, or else the shutdown's."""
 
     @hookimpl
     def observe(self, event: Event) -> None:
@@ -63,7 +63,7 @@ class Tracker(ABC):
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The run's whole config, defaults included; empty where there is none."""
+    """The run's whole config, defaults included; empty if there is none."""
     path = run_dir / CONFIG_FILE
     return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -86,13 +86,13 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class Identity:
-    """What a tracker calls the run, kept in the run's directory."""
+    """A tracker's identifiers of the run, stored in the run's directory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self, *, goes_on: bool) -> dict[str, str]:
-        """What the run that goes on was called; empty where it begins, or where it was not tracked before."""
+        """The stored identifiers of a run that continues; empty for a new run, or if it was not tracked before."""
         if not goes_on or not self._path.exists():
             return {}
         identity: dict[str, str] = json.loads(self._path.read_text(encoding="utf-8"))

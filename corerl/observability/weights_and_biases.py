@@ -1,4 +1,4 @@
-"""Tell Weights & Biases every number, the config, and the answers that are shown."""
+"""Send every metric, the config and the shown answers to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from corerl.observability.tracking import Identity, Tracker, read_config
 from corerl.plugin.events import RunStarted, Shown
 
 IDENTITY_FILE = "wandb.json"
-STEP = "rollout_step"  # the axis of every curve: W&B's own step may not go back, as a resumed run's does
+STEP = "rollout_step"  # the x axis of every curve: W&B's own step cannot go back, as a resumed run's does
 
 
 class WeightsAndBiases(Tracker):
-    """A resumed run goes on in the same W&B run: where it does steps again, W&B holds both numbers of such a step."""
+    """Tracks a run in W&B. A resumed run continues the same W&B run, which then has two values per repeated step."""
 
     _options: WandbOptions
     _library: Any  # a wandb.Run
@@ -38,9 +38,9 @@ class WeightsAndBiases(Tracker):
             dir=str(self._run_dir),
             id=run_id,
             resume="allow",
-            settings=wandb.Settings(console="off"),  # whose capture and the live display would each redraw the other
+            settings=wandb.Settings(console="off"),  # its capture and the live display would redraw each other
         )
-        self._library.config.update(read_config(self._run_dir), allow_val_change=True)  # a resumed run may have another
+        self._library.config.update(read_config(self._run_dir), allow_val_change=True)  # a resumed run may differ
         self._library.define_metric(STEP)
         self._library.define_metric("*", step_metric=STEP)
 

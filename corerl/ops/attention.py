@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences that do not see each other: T tokens in, T tokens out."""
+"""Causal attention within each of several packed sequences: T tokens in, T tokens out."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from corerl.ops.padding import Rectangles, rectangles
 from corerl.ops.upload import upload
 from corerl.types import IntArray
 
-LARGEST_HEAD = 256  # of the kernel over packed tokens
+LARGEST_HEAD = 256  # largest head size that the packed kernel takes
 
 
 @frozen(eq=False)
 class PackedSequences:
-    """How S sequences lie in T packed tokens; made once for each micro-batch and used by every layer."""
+    """The layout of S sequences in T packed tokens; made once per micro-batch and used by every layer."""
 
-    # Numbers, and not made from `bounds` where they are asked for: a compiled layer takes them as inputs.
+    # `tokens` and `longest` are stored rather than computed from `bounds`: a compiled layer takes them as inputs.
     tokens: int  # T
     longest: int  # tokens of the longest sequence
     cu_seqlens: Tensor  # [S + 1] int32 on the device: sequence s is tokens[cu_seqlens[s]:cu_seqlens[s + 1]]
     bounds: IntArray  # the same on the host
-    continuations: Tensor  # [T - S] int64 on the device: tokens that have one before them in their sequence
+    continuations: Tensor  # [T - S] int64 on the device: indices of all but the first token of each sequence
 
     @classmethod
     def of(cls, cu_seqlens: Tensor | IntArray, device: torch.device | str) -> PackedSequences:
-        """From [S + 1] bounds, as `MicroBatch.cu_seqlens` has them.
+        """Make it from [S + 1] bounds, such as `MicroBatch.cu_seqlens`.
 
-        Raises ValueError where they do not begin with 0 or ever decrease.
+        Raises ValueError unless they begin with 0 and never decrease.
         """
         host = cu_seqlens.cpu().numpy() if isinstance(cu_seqlens, Tensor) else np.asarray(cu_seqlens)
         bounds = host.astype(np.int64)
@@ -52,7 +52,7 @@ class PackedSequences:
 
     @cached_property
     def padded(self) -> tuple[Rectangles, Tensor | None, Tensor | None]:
-        """The rectangles for kernels that cannot pack; gather and scatter on the device, None where tokens stay."""
+        """Rectangles for kernels that cannot pack; gather and scatter on the device, None if no token moves."""
         layout = rectangles(self.bounds)
         if layout.in_place:
             return layout, None, None
@@ -64,8 +64,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, 
     """softmax(q k^T * scale) v for q [T, H, D], k [T, Hkv, D] and v [T, Hkv, Dv], causal within each sequence; returns
     [T, H, Dv].
 
-    H is a multiple of Hkv; each kv head serves H / Hkv neighbouring query heads. `scale` is D ** -0.5 where None.
-    Half precision on CUDA runs one kernel over the packed tokens, for heads of up to 256; everything else runs on
+    H is a multiple of Hkv; each kv head serves H / Hkv adjacent query heads. A `scale` of None means D ** -0.5.
+    Half precision on CUDA with heads of up to 256 runs one kernel over the packed tokens; everything else runs on
     padded rectangles.
     """
     if not len(q) == len(k) == len(v) == packing.tokens:
@@ -76,14 +76,14 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, 
 
 
 def one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `packed_attention` is one kernel there, which can be traced; else the host walks over the sequences."""
+    """Whether `packed_attention` runs as one kernel, which can be traced; else the host loops over rectangles."""
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
 def _packed_kernel(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # registers CUDA operators: only where there is a device
+    from torch.nn.attention.varlen import varlen_attn  # registers CUDA operators, which needs a device
 
-    # A window that reaches back without end and 0 tokens ahead is causal attention.
+    # Causal attention: the window is unlimited to the left and 0 tokens to the right.
     options: dict[str, Any] = {"scale": q.shape[2] ** -0.5 if scale is None else scale, "window_size": (-1, 0)}
     if k.shape[1] != q.shape[1]:
         if "enable_gqa" in (varlen_attn.__kwdefaults__ or ()):  # torch 2.11's kernel does not group heads
@@ -91,11 +91,11 @@ def _packed_kernel(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, sc
         else:
             k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     cu, longest = packing.cu_seqlens, packing.longest
-    # The kernel knows one size of heads, a multiple of 8. Zeros change no score, and their columns of the result go.
+    # The kernel wants one head size for q, k and v, a multiple of 8. Zero padding changes no score and is cut off.
     size, width = -8 * (max(q.shape[2], v.shape[2]) // -8), v.shape[2]
     q, k, v = (x if x.shape[2] == size else pad(x, (0, size - x.shape[2])) for x in (q, k, v))
     out = varlen_attn(q, k, v, cu, cu, longest, longest, **options)
-    assert isinstance(out, Tensor)  # a pair only where the softmax's normaliser is asked for
+    assert isinstance(out, Tensor)  # a pair only if the softmax normalizer is requested
     return out if width == size else out[..., :width]
 
 
@@ -104,14 +104,14 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: fl
     if not layout.shapes:
         return q.new_zeros(*q.shape[:2], v.shape[2])
     if q.is_cuda and k.shape[1] != q.shape[1]:
-        # The memory-efficient kernel has no grouped heads; the one that has would hold all [L, L] scores.
+        # The memory-efficient kernel cannot group heads; the kernel that can would hold all [L, L] scores.
         k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     if gather is not None:
         q, k, v = q.index_select(0, gather), k.index_select(0, gather), v.index_select(0, gather)
     cells = [rows * length for rows, length in layout.shapes]
     parts = []
     for shape, *qkv in zip(layout.shapes, q.split(cells), k.split(cells), v.split(cells), strict=True):
-        # Padding lies to the right, so under a causal mask no token sees it, and what it sees is dropped.
+        # Padding is on the right: a causal mask hides it from all tokens, and its own outputs are dropped.
         a, b, c = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in qkv)
         part = scaled_dot_product_attention(a, b, c, is_causal=True, scale=scale, enable_gqa=a.shape[1] != b.shape[1])
         parts.append(part.transpose(1, 2).flatten(0, 1))

@@ -1,4 +1,4 @@
-"""What is missing on this machine for Triton to build a kernel."""
+"""What Triton lacks on this machine to build a kernel."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import shutil
 
 
 def lacking() -> str:
-    """In words; "" where all is there."""
+    """What is missing, in words; "" if nothing is."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):  # where Triton looks for one
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):  # where Triton looks
         return "there is no C compiler (gcc, clang, or what CC names), which Triton builds with"
     return ""

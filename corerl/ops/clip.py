@@ -1,6 +1,6 @@
-"""The norm of all gradients, whatever meshes they are sharded over, and scaling them down to a bound.
+"""The norm of all gradients, whatever meshes they are sharded over, and clipping by it.
 
-`torch.nn.utils.clip_grad_norm_` refuses gradients on several meshes, and plain ones beside sharded ones.
+`torch.nn.utils.clip_grad_norm_` refuses gradients on several meshes, and a mix of plain and sharded ones.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def grad_norm(params: Iterable[Tensor]) -> Tensor:
-    """L2 norm, 0-d float32, of the gradients of the whole model, on the device of its parameters.
+    """L2 norm of the whole model's gradients, 0-d float32, on the device of the parameters.
 
     Called on every rank with the same parameters in the same order: one all-reduce for each sharded mesh axis. Plain
-    gradients, and axes over which one is replicated, count once. A parameter without a gradient counts as zero.
+    and replicated gradients count once. A parameter without a gradient counts as zero.
     Raises ValueError on a gradient that is still a partial sum.
     """
     squares: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
@@ -33,7 +33,7 @@ def grad_norm(params: Iterable[Tensor]) -> Tensor:
         if isinstance(tensor, DTensor):
             if any(placement.is_partial() for placement in tensor.placements):
                 raise ValueError(f"gradient of shape {list(tensor.shape)} is a partial sum; reduce it before its norm")
-            # Not is_shard(): a _StridedShard answers False to that, and is sharded.
+            # Not is_shard(): it is False for a _StridedShard, which is sharded.
             axes = tuple(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
             mesh = tensor.device_mesh if axes else None
         group = squares.setdefault((mesh, axes), [])
@@ -51,9 +51,9 @@ def grad_norm(params: Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def scale_grads(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale the gradients in place so that their norm, `norm` before, is at most `max_norm`; 0 leaves them alone.
+    """Scale the gradients, whose norm is `norm`, in place to a norm of at most `max_norm`; 0 leaves them alone.
 
-    Never waits for the device. Local: `norm` is equal on all ranks.
+    Never waits for the device. Local: needs no communication, since `norm` is equal on all ranks.
     """
     if not max_norm:
         return

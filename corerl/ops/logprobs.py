@@ -1,4 +1,4 @@
-"""Log-probs and entropy of target tokens from hidden states, without ever holding the logits of all of them."""
+"""Log-probs and entropy of target tokens from hidden states, without ever holding all logits at once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.nn.functional import linear
 
 from corerl.ops.softmax import RowSums, Slopes, gradient_, kernels_for, row_sums
 
-# Of one chunk. Each reads the whole weight and adds to its whole gradient, which larger chunks do fewer times.
-# 64 MiB and 1 GiB in float32, up to 2.5 times that at once; with kernels 1 GiB in bfloat16, once.
+# Logits per chunk. Every chunk reads the whole weight and adds to its whole gradient, so fewer chunks are faster.
+# 64 MiB and 1 GiB in float32, with a peak of up to 2.5 times that; with kernels 1 GiB in bfloat16, with no copies.
 LOGITS = {"cpu": 2**24, "cuda": 2**28, "kernels": 2**29}
 
 
@@ -32,8 +32,8 @@ def token_logprobs(
     """Log-probs [T] of `targets` [T] under softmax((hidden weight^T + bias) / temperature), and its entropy [T].
 
     hidden [T, H], weight [V, H], bias [V]. Both results are float32 (float64 for float64 input); entropy is None unless
-    asked for. Logits exist for `chunk_tokens` tokens at a time, by default as many as make 2**24 logits (2**28 on a
-    GPU, 2**29 where Triton runs); the backward pass makes them again instead of keeping them.
+    requested. Logits exist for `chunk_tokens` tokens at a time, by default as many as make 2**24 logits (2**28 on a
+    GPU, 2**29 with Triton); the backward pass recomputes them instead of keeping them.
 
     With z the tempered logits, p = softmax(z), y the target and H = -sum_j p_j log p_j:
 
@@ -43,15 +43,15 @@ def token_logprobs(
     the second because dp_i/dz_j = p_i ([i = j] - p_j) and sum_i dp_i/dz_j = 0. The gradient of `weight` is summed over
     chunks in float32.
 
-    With a `group`, its ranks share the rows of `weight` (and of `bias`): rank r holds rows r * V to (r + 1) * V of the
-    whole matrix, V being the rows of each. All of them call this with the same hidden states and targets, which are
-    ids in the whole vocabulary. The results are equal on every rank, and two all-reduces of a few numbers a token make
-    them; logits never leave their rank. The backward pass communicates nothing: it gives the gradient of this rank's
-    rows, and of `hidden` **this rank's part alone**, what its own rows contribute. The caller sums those parts over the
-    group, as the backward pass of a tensor-parallel region does. The loss has to be the same on all ranks of the group.
+    With a `group`, its ranks share the rows of `weight` (and of `bias`): each holds V rows, rank r the rows r * V to
+    (r + 1) * V of the whole matrix. All ranks call this with the same hidden states and targets, which are ids in the
+    whole vocabulary. The results are equal on every rank and take two all-reduces of a few numbers per token; logits
+    never leave their rank. The backward pass does not communicate: it yields the gradient of this rank's rows and, for
+    `hidden`, **only the part that these rows contribute**. The caller sums those parts over the group, as the backward
+    pass of a tensor-parallel region does. The loss must be the same on all ranks of the group.
 
-    `vocab_size` is how many rows of the whole matrix are real; those from there on are padding. They have no part in
-    the softmax or the entropy, no target may name one, and their gradient is exactly zero.
+    `vocab_size` is the number of real rows of the whole matrix; later rows are padding. They take no part in the
+    softmax or the entropy, must not be targets, and their gradient is exactly zero.
     """
     chunk = chunk_tokens if chunk_tokens is not None else chunk_of(hidden, len(weight))
     shard = _shard(weight.shape[0], group, vocab_size)
@@ -60,17 +60,17 @@ def token_logprobs(
 
 
 def chunk_of(hidden: Tensor, rows: int) -> int:
-    """Tokens whose logits, `rows` for each, exist at a time where nothing else is said."""
+    """The default number of tokens per chunk, for `rows` logits per token."""
     how = hidden.device.type if kernels_for(hidden) is None else "kernels"
     return max(1, LOGITS[how] // rows)
 
 
 class _Shard(NamedTuple):
-    """Which rows of the whole matrix a rank holds."""
+    """The rows of the whole matrix that a rank holds."""
 
-    group: dist.ProcessGroup | None  # None where this rank holds them all
+    group: dist.ProcessGroup | None  # None if this rank holds all rows
     first: int
-    real: int  # of its rows; padding follows
+    real: int  # number of real rows on this rank; padding follows
 
 
 def _shard(rows: int, group: dist.ProcessGroup | None, vocab_size: int | None) -> _Shard:
@@ -115,7 +115,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
-        ctx.set_materialize_grads(False)  # an entropy that is a metric alone has no gradient, and costs none
+        ctx.set_materialize_grads(False)  # an entropy that is only a metric costs no gradient
         return (sums.chosen - sums.peak) - log_total, entropy
 
     @staticmethod
@@ -155,10 +155,10 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _over_ranks(sums: RowSums, mine: Tensor, group: dist.ProcessGroup) -> RowSums:
-    """Of all rows that the group's ranks share.
+    """Combine each rank's row sums into those over the whole vocabulary, the only communication in the forward pass.
 
-    Each rank has summed its own below their own maximum m. Only now do the ranks speak, once for all tokens: with M the
-    maximum of all ranks, a rank's A becomes exp(m - M) A and its B exp(m - M) (B + (m - M) A).
+    Each rank's sums are relative to the maximum m of its own logits: with M the maximum over all ranks, its A becomes
+    exp(m - M) A and its B becomes exp(m - M) (B + (m - M) A).
     """
     highest = sums.peak.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
@@ -171,7 +171,7 @@ def _over_ranks(sums: RowSums, mine: Tensor, group: dist.ProcessGroup) -> RowSum
 
 
 def _mine(targets: Tensor, shard: _Shard, rows: int) -> tuple[Tensor, Tensor]:
-    """Each target as a row of this rank's, 0 where it is another's; and whether it is this rank's."""
+    """Each target as a local row number, 0 if another rank has it; and whether it is on this rank."""
     if shard.group is None:
         return targets, torch.ones_like(targets, dtype=torch.bool)
     here = targets - shard.first
@@ -180,12 +180,12 @@ def _mine(targets: Tensor, shard: _Shard, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(tokens: int, chunk: int) -> list[slice]:
-    """At least one, though it may be empty."""
+    """Slices of `chunk` tokens; at least one, which may be empty."""
     return [slice(start, min(start + chunk, tokens)) for start in range(0, max(tokens, 1), chunk)]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, the product in the dtype of `total` where the device can."""
+    """total += a @ b, with the product in the dtype of `total` if the device can do it."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.is_cuda:

@@ -1,8 +1,8 @@
-"""Random numbers as a pure function of (key, counter): no generator state, so no order of calls can change them.
+"""Random numbers as a pure function of (key, counter): no generator state, so the order of calls does not matter.
 
 The mixing is SplitMix64's (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators"): element c of
 the stream of key k is the output of a SplitMix64 generator seeded with mix(k), after c + 1 steps. 64-bit integers wrap
-in numpy and torch alike, on every device, so the bits are equal everywhere; what logarithms make of them is equal up to
+in numpy and torch, on every device, so the bits are equal everywhere; values that take logarithms are equal up to
 rounding.
 """
 
@@ -20,7 +20,7 @@ Int64 = TypeVar("Int64", IntArray, torch.Tensor)
 
 
 def _signed(value: int) -> int:
-    """A 64-bit pattern as the int64 that has it."""
+    """The int64 with the same 64-bit pattern."""
     value &= 2**64 - 1
     return value - 2**64 if value >= 2**63 else value
 
@@ -31,9 +31,9 @@ _SECOND = _signed(0x94D049BB133111EB)
 
 
 def mix(z: Int64) -> Int64:
-    """SplitMix64's output function, a bijection of int64 whose every input bit moves half of the output bits.
+    """SplitMix64's output function, a bijection of int64; each input bit flips half of the output bits on average.
 
-    `>>` keeps the sign of an int64, so each shift is masked into the logical one that the paper means.
+    `>>` keeps the sign of an int64, so each shift is masked into a logical one, as in the paper.
     """
     z = (z ^ ((z >> 30) & (2**34 - 1))) * _FIRST
     z = (z ^ ((z >> 27) & (2**37 - 1))) * _SECOND
@@ -41,7 +41,7 @@ def mix(z: Int64) -> Int64:
 
 
 def hash_keys(*parts: int | IntArray) -> IntArray:
-    """[R] keys from parts that are numbers or arrays [R]; order and count of the parts matter."""
+    """[R] keys from parts that are numbers or arrays [R]; the parts' order and count matter."""
     columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(part, dtype=np.int64)) for part in parts))
     keys = mix(np.full(columns[0].shape, len(parts), dtype=np.int64))
     for column in columns:
@@ -60,7 +60,7 @@ def _bits(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
 
 
 def _unit(bits: torch.Tensor) -> torch.Tensor:
-    """Random bits as float64 in (0, 1): 52 of them and a half, so that neither end is ever reached."""
+    """Random bits as float64 in (0, 1): 52 bits plus one half, so that neither end is ever reached."""
     return (((bits >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52
 
 
@@ -70,18 +70,18 @@ def uniform(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel(keys: torch.Tensor, position: int | torch.Tensor, vocab: int) -> torch.Tensor:
-    """[R, V] float32 standard Gumbel noise of token `position`, one number or [R], of each row.
+    """[R, V] float32 standard Gumbel noise for the token at `position`, one number or [R], in each row.
 
     argmax(logprobs + gumbel) is a draw from the distribution (Gumbel 1954; Maddison et al. 2014, "A* sampling").
     """
     first = torch.as_tensor(position, device=keys.device).reshape(-1, 1) * vocab
     counters = first + torch.arange(vocab, device=keys.device)
-    # In float64 and in place: float32 would cut the tail at 2^-24, and [R, V] is the largest thing that sampling holds.
+    # In float64, since float32 would cut the tail at 2^-24; in place, since [R, V] is sampling's largest tensor.
     return uniform(keys, counters).log_().neg_().log_().neg_().float()
 
 
 def normal(key: int, counters: torch.Tensor) -> torch.Tensor:
-    """Standard normal float32 of the shape of `counters` (int64), by Box & Muller (1958)."""
+    """Standard normal float32 in the shape of `counters` (int64), by Box & Muller (1958)."""
     keys = torch.full((), key, dtype=torch.int64, device=counters.device)
     radius = (-2.0 * _unit(_bits(keys, 2 * counters)).log()).sqrt()
     angle = (2.0 * math.pi) * _unit(_bits(keys, 2 * counters + 1))

@@ -1,4 +1,4 @@
-"""Lay sequences of different lengths out as a few padded rectangles, each at least three quarters full."""
+"""Lay out sequences of different lengths as a few padded rectangles, each at least three quarters full."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from attrs import frozen
 
 from corerl.types import IntArray
 
-FILL = 0.75  # a sequence shorter than this share of a rectangle's longest opens the next rectangle
+FILL = 0.75  # a sequence shorter than this fraction of a rectangle's length opens the next rectangle
 
 
 @frozen(kw_only=True, eq=False)
 class Rectangles:
-    """Where T packed tokens lie in rectangles of P cells in all, stored end to end and row by row."""
+    """Maps T packed tokens to the P cells of all rectangles, which are stored end to end, row by row."""
 
     shapes: tuple[tuple[int, int], ...]  # (sequences, length) of each rectangle
-    gather: IntArray  # [P] the token in each cell; a cell of padding repeats its sequence's last token
+    gather: IntArray  # [P] the token in each cell; a padding cell repeats its sequence's last token
     scatter: IntArray  # [T] the cell of each token
 
     @property
     def in_place(self) -> bool:
-        """The packed tokens already are these rectangles: nothing moves, nothing is padded."""
+        """Whether the packed tokens already are these rectangles: nothing moves, nothing is padded."""
         return len(self.gather) == len(self.scatter) and bool((self.gather[:-1] < self.gather[1:]).all())
 
 
 def rectangles(cu_seqlens: IntArray) -> Rectangles:
-    """Group the sequences that cu_seqlens [S + 1] bounds by similar length; empty ones are left out."""
+    """Group the sequences bounded by cu_seqlens [S + 1] by similar length; empty ones are left out."""
     starts, lengths = cu_seqlens[:-1], np.diff(cu_seqlens)
     order = np.argsort(-lengths, kind="stable")
     order = order[lengths[order] > 0]

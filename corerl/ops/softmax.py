@@ -1,6 +1,6 @@
-"""The two passes that log-probs make over logits: sums of each row, and the logits' gradient in their place.
+"""The two passes of log-probs over logits: the sums of each row, and the gradient, which may overwrite the logits.
 
-On a GPU with Triton each is one kernel, which reads every logit once; elsewhere torch's operators do the same.
+On a GPU with Triton each is one kernel, which reads every logit once; elsewhere it is a few torch operators.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from torch import Tensor
 
 from corerl.ops.buildable import lacking
 
-NEVER = -1e30  # a padding row's logit: exp() makes it 0, and unlike -inf it stays no NaN when multiplied by that 0
+NEVER = -1e30  # the logit of padding: exp() makes it 0, and multiplied by that 0 it is not NaN, as -inf would be
 
 
 class RowSums(NamedTuple):
-    """Of tempered logits x [C, V], each [C], in float32 (float64 for float64 logits)."""
+    """Sums over each row of tempered logits x [C, V], each [C], in float32 (float64 for float64 logits)."""
 
     chosen: Tensor  # x_y of the target y
     peak: Tensor  # m = max_j x_j
     total: Tensor  # A = sum_j exp(x_j - m)
-    spread: Tensor  # B = sum_j exp(x_j - m) (x_j - m); 0 where it was not asked for
+    spread: Tensor  # B = sum_j exp(x_j - m) (x_j - m); 0 if not requested
 
 
 class Slopes(NamedTuple):
-    """How a loss changes with the log-probs and entropies of C tokens, each [C], as its gradient in the logits has it:
-    d_j = p_j (falls + slope log p_j), and `rises` more where j is the target."""
+    """Coefficients of a loss's gradient in the logits of C tokens, each [C]: d_j = p_j (falls + slope log p_j), plus
+    `rises` if j is the target."""
 
     falls: Tensor
     rises: Tensor
-    slope: Tensor | None  # None where the entropy has no part in the loss
+    slope: Tensor | None  # None if the entropy is not part of the loss
 
 
 def row_sums(logits: Tensor, targets: Tensor, *, temperature: float, real: int, with_spread: bool) -> RowSums:
-    """Of `logits` [C, V] / temperature, whose columns from `real` on are padding with no part; targets [C] int64.
+    """Row sums of `logits` [C, V] / temperature, leaving out the padding columns from `real` on; targets [C] int64.
 
-    A target that is none of the real columns is an IndexError, or padding's -1e30, by torch, and NaN by a kernel.
+    For a target outside the real columns torch raises IndexError or yields padding's -1e30; a kernel yields NaN.
     """
     exact = torch.promote_types(logits.dtype, torch.float32)
     sums = RowSums(*torch.zeros((4, len(logits)), dtype=exact, device=logits.device))
@@ -59,10 +59,10 @@ def row_sums(logits: Tensor, targets: Tensor, *, temperature: float, real: int, 
 def gradient_(
     logits: Tensor, targets: Tensor, normalizer: Tensor, slopes: Slopes, *, temperature: float, real: int
 ) -> Tensor:
-    """The gradient [C, V] that `slopes` say, in the dtype of `logits` [C, V], whose storage it may take.
+    """The gradient [C, V] given by `slopes`, in the dtype of `logits` [C, V], whose storage it may reuse.
 
-    normalizer [C] is m + log A, so that log p = x - normalizer. Each element is rounded to that dtype once: of a likely
-    target, what falls and what rises almost cancel. That of padding is exactly 0.
+    normalizer [C] is m + log A, so that log p = x - normalizer. Each element is rounded to that dtype only once, since
+    for a likely target `falls` and `rises` almost cancel. The gradient of padding is exactly 0.
     """
     if (kernels := kernels_for(logits)) is not None:
         kernels.gradient_(logits, targets, normalizer, slopes, temperature=temperature, real=real)
@@ -81,7 +81,7 @@ def gradient_(
 
 
 def _tempered(logits: Tensor, temperature: float, real: int) -> Tensor:
-    """In float32 at least; `logits` themselves where nothing is to be done."""
+    """`logits` / temperature in float32 or float64, padding masked; `logits` itself if there is nothing to do."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     padded = real < x.shape[1]
     if x is logits and (padded or temperature != 1.0):
@@ -94,7 +94,7 @@ def _tempered(logits: Tensor, temperature: float, real: int) -> Tensor:
 
 
 def kernels_for(logits: Tensor) -> ModuleType | None:
-    """What passes over them, or over the logits of such hidden states; None where that is torch."""
+    """The kernels to use for `logits`, or for the logits of such hidden states; None for torch operators."""
     return _kernels() if logits.is_cuda and logits.dtype != torch.float64 and logits.numel() else None
 
 

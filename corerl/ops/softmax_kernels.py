@@ -1,6 +1,6 @@
-"""What `softmax` does, in Triton: logits are read from memory once in each pass."""
+"""The passes of `softmax` in Triton: each reads the logits from memory once."""
 
-# A kernel's arguments are pointers and scalars of Triton's own.
+# A kernel's arguments are Triton's own pointers and scalars.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 if TYPE_CHECKING:
     from corerl.ops.softmax import RowSums, Slopes
 
-COLUMNS = 4096  # of a row that one program has in registers at a time
+COLUMNS = 4096  # columns of a row that one program holds in registers at a time
 WARPS = 8
 
 
 def row_sums(
     logits: Tensor, targets: Tensor, sums: RowSums, *, temperature: float, real: int, with_spread: bool
 ) -> None:
-    """Into `sums`."""
+    """Write the row sums into `sums`."""
     with torch.cuda.device_of(logits):
         _row_sums[(len(logits),)](
             logits,
@@ -30,7 +30,7 @@ def row_sums(
             *sums,
             logits.stride(0),
             real,
-            float(temperature),  # an int would be another kernel's
+            float(temperature),  # an int would compile another kernel
             SPREAD=with_spread,
             COLUMNS=COLUMNS,
             num_warps=WARPS,
@@ -40,7 +40,7 @@ def row_sums(
 def gradient_(
     logits: Tensor, targets: Tensor, normalizer: Tensor, slopes: Slopes, *, temperature: float, real: int
 ) -> None:
-    """In the place of `logits`."""
+    """Write the gradient over `logits`."""
     tokens, columns = logits.shape
     with torch.cuda.device_of(logits):
         _gradient[(tokens, triton.cdiv(columns, COLUMNS))](
@@ -53,7 +53,7 @@ def gradient_(
             logits.stride(0),
             columns,
             real,
-            float(temperature),  # an int would be another kernel's
+            float(temperature),  # an int would compile another kernel
             ENTROPY=slopes.slope is not None,
             COLUMNS=COLUMNS,
             num_warps=WARPS,
@@ -85,7 +85,7 @@ def _row_sums(
         x = tl.div_rn(tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32), temperature)
         x = tl.where(inside, x, -1e30)
         highest = tl.maximum(m, tl.max(x, 0))
-        # What was summed below a lower peak, below this one.
+        # Rescale the sums from the old peak to the new one.
         shift = m - highest
         scale = tl.exp(shift)
         below = x - highest
@@ -95,7 +95,7 @@ def _row_sums(
         a = scale * a + tl.sum(powers, 0)
         m = highest
     y = tl.load(targets + row)
-    x_y = tl.load(logits + y, mask=(y >= 0) & (y < real), other=float("nan")).to(tl.float32)  # no target may be another
+    x_y = tl.load(logits + y, mask=(y >= 0) & (y < real), other=float("nan")).to(tl.float32)  # no valid target
     tl.store(chosen + row, tl.div_rn(x_y, temperature))
     tl.store(peak + row, m)
     tl.store(total + row, a)

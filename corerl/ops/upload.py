@@ -1,4 +1,4 @@
-"""Arrays of the host on their way to a device."""
+"""Copy host arrays to a device without waiting."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from corerl.types import Array
 
 
 def upload(array: Array, device: torch.device | str) -> Tensor:
-    """A copy on `device`, which may still be on its way there: what is computed with it on the current stream sees it.
+    """Copy to `device` without waiting; work on the current stream sees the finished copy.
 
-    Nobody waits. A copy out of pageable memory would wait until the device has done all it was given before, and the
-    device then for whatever the host prepares next. The array may be read-only, and change afterwards.
+    A copy from pageable memory would block the host until the device finishes its queue, and the device would then
+    idle while the host prepares more. The array may be read-only, and may change afterwards.
     """
     pinned = torch.device(device).type == "cuda"
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype

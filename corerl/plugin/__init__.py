@@ -1,1 +1,1 @@
-"""The contract of hooks, and everything between a plugin's name and its checked, callable code."""
+"""The hook contract, and everything from a plugin's name to its checked, callable code."""

@@ -1,4 +1,4 @@
-"""The version of the contract, and the mark of a hook: what `import corerl` gives a plugin, without numpy or torch."""
+"""The contract's version and the hook markers: what `import corerl` gives a plugin, without numpy or torch."""
 
 from __future__ import annotations
 

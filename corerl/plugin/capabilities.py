@@ -1,4 +1,4 @@
-"""What a backend can do, as data: checked against the run before any device is taken."""
+"""What a backend can do, as data that is checked against the run before any device is allocated."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Capability(StrEnum):
     SLEEP = "sleep"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"  # with a loss scale
-    RECOMPUTE = "recompute"  # activations, in the backward pass
-    MOE = "moe"  # a model of several experts
-    ROUTING_REPLAY = "routing-replay"  # tells the experts of each token, and trains through those that it is told
+    RECOMPUTE = "recompute"  # recomputes activations in the backward pass
+    MOE = "moe"  # mixture-of-experts models
+    ROUTING_REPLAY = "routing-replay"  # reports each token's experts, and trains through the experts it is given
 
 
 class Grade(StrEnum):
     FULL = "full"
     UNSUPPORTED = "unsupported"  # the library underneath cannot do it
-    NOT_IMPLEMENTED = "not-implemented"  # it could, this backend does not yet
+    NOT_IMPLEMENTED = "not-implemented"  # the library could, this backend does not yet
 
 
 @frozen
@@ -44,12 +44,12 @@ class Support:
 
 
 FULL = Support(Grade.FULL)
-# What asks for a capability by its value: a precision. Every backend has float32.
+# The precisions that need a capability. Every backend has float32.
 PRECISIONS = {"bfloat16": Capability.BFLOAT16, "float16": Capability.FLOAT16}
 
 
 def asked_by_role(role: str, train: TrainConfig, *, device: str, ranks: int, value_head: bool) -> dict[Capability, str]:
-    """What a role's own settings ask of its backend, whatever the run does with it: each with the setting."""
+    """The capabilities that a role's own settings need, whatever the run does: capability -> the setting."""
     asked = {}
     if value_head:
         asked[Capability.CRITIC] = "roles.critic"
@@ -73,7 +73,7 @@ def not_implemented(reason: str) -> Support:
 
 
 def refusal(capability: Capability, support: Support, *, asked_by: str, backend: str) -> str:
-    """Why `asked_by` cannot have it, for the user."""
+    """The message that tells the user why `asked_by` cannot have `capability`."""
     verb = "cannot do" if support.grade is Grade.UNSUPPORTED else "does not do yet"
     return (
         f"{asked_by} asks for {capability.value!r}, which the backend {backend!r} {verb}: "

@@ -1,4 +1,4 @@
-"""Where a worker stands: its rank, its device, and the directory of its run."""
+"""A worker's place in its run: its role, rank, device and run directory."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ class Context:
     role: str  # actor, ...
     rank: int
     world_size: int
-    local_rank: int  # of the device on this machine
+    local_rank: int  # index of the device on this machine
     run_dir: str

@@ -1,5 +1,5 @@
-"""Prove, before anything is called, that plugins keep the contract of hooks; what pluggy would only notice later, or
-never, is a ContractError here, with both sides shown."""
+"""Check that plugins keep the hook contract before any hook is called. What pluggy would notice late or never is a
+ContractError here, and it shows both sides."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from corerl.plugin.hookspecs import PROJECT, REQUIRED, Hooks
 from corerl.plugin.hooktrace import HookTrace
 
 HOOKS = tuple(name for name in vars(Hooks) if not name.startswith("_"))
-LIST_HOOKS = ("shutdown", "observe")  # called plugin by plugin, so that one that raises does not silence the others
+LIST_HOOKS = ("shutdown", "observe")  # called plugin by plugin, so that an error in one does not stop the others
 
 
 class HookManager(pluggy.PluginManager):
-    """Tells of each call where the user has asked for it."""
+    """A plugin manager that traces hook calls if the user asks for it."""
 
     hook_trace: HookTrace | None = None
 
@@ -30,10 +30,10 @@ class HookManager(pluggy.PluginManager):
 def build_manager(
     plugins: Sequence[tuple[str, object]], *, hooks: Collection[str] = HOOKS, where: str = ""
 ) -> HookManager:
-    """Register (name, instance) pairs, innermost first, after every check that concerns one plugin alone.
+    """Register (name, instance) pairs, innermost first, after every check that concerns a single plugin.
 
-    `hooks` are those that will be called; implementing another one is an error too. `where` is what the process is
-    called, if the trace of hooks is to tell of it.
+    `hooks` are the hooks that will be called; implementing any other is an error. `where` is the process's name in the
+    hook trace; "" means no trace.
     """
     manager = HookManager(PROJECT)
     manager.add_hookspecs(Hooks)
@@ -51,13 +51,13 @@ def build_manager(
 
 
 def require_instance(name: str, plugin: object) -> None:
-    """A class would register, and fail at its first call."""
+    """Raise ContractError if `plugin` is a class: it would register, and fail at its first call."""
     if isinstance(plugin, type):
         raise ContractError(f"{name} is the class {plugin.__name__}, expected an instance; call it first")
 
 
 def check_backend(manager: pluggy.PluginManager, name: str) -> None:
-    """Each required hook has exactly one implementation that is no wrapper, and it is the backend's."""
+    """Raise ContractError unless the backend alone implements each required hook, wrappers aside."""
     for hook in REQUIRED:
         owners = [impl.plugin_name for impl in getattr(manager.hook, hook).get_hookimpls() if not impl.wrapper]
         foreign = [owner for owner in owners if owner != name]
@@ -77,7 +77,7 @@ def check_backend(manager: pluggy.PluginManager, name: str) -> None:
 
 
 def refuse_observers(manager: pluggy.PluginManager) -> None:
-    """Raises ContractError for observers in a worker, where they would wait in vain."""
+    """Raise ContractError for observers in a worker, where no event would ever reach them."""
     for impl in manager.hook.observe.get_hookimpls():
         raise ContractError(
             f"{impl.plugin_name} implements observe, and events are told on the driver only; leave it out, or make it "
@@ -86,14 +86,14 @@ def refuse_observers(manager: pluggy.PluginManager) -> None:
 
 
 def call_chain(manager: pluggy.PluginManager, hook: str) -> str:
-    """Who is called, outermost first."""
+    """The plugins that are called, outermost first."""
     return " > ".join(impl.plugin_name for impl in reversed(getattr(manager.hook, hook).get_hookimpls()))
 
 
 def call_each(
     manager: HookManager, hook: str, *, skip: Collection[str] = (), **arguments: Any
 ) -> Iterator[tuple[str, BaseException]]:
-    """Call a list hook's implementations one by one, outermost first; yields (plugin, error) for each that raised."""
+    """Call a list hook's implementations one by one, outermost first; yield (plugin, error) for each that raised."""
     for impl in reversed(getattr(manager.hook, hook).get_hookimpls()):
         if impl.plugin_name in skip:
             continue
@@ -137,7 +137,7 @@ def _check_plugin(manager: pluggy.PluginManager, name: str, plugin: object, hook
 
 
 def _flaw(hook: str, options: Any, function: Callable[..., Any]) -> str:
-    """What is wrong with one implementation, and what to do; "" where nothing is."""
+    """What is wrong with one implementation, and what to do about it; "" if nothing is."""
     if options.get("hookwrapper"):
         return "hookwrapper=True loses the backend's own error; write wrapper=True and 'return (yield)'"
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
@@ -158,7 +158,7 @@ def _argument_flaw(hook: str, function: Callable[..., Any]) -> str:
     known = list(_specified(hook).parameters)
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name == "self":
-            continue  # of a method that another decorator hides
+            continue  # still there on a method that another decorator hides
         if parameter.kind is Parameter.KEYWORD_ONLY:
             return f"keyword-only parameter {parameter.name!r} is never passed; move it before the '*'"
         if parameter.kind is Parameter.POSITIONAL_ONLY:
@@ -176,6 +176,6 @@ def _specified(hook: str) -> inspect.Signature:
 
 
 def _text(signature: inspect.Signature) -> str:
-    """The parameters, without annotations."""
+    """The parameters as text, without annotations."""
     bare = [p.replace(annotation=Parameter.empty) for p in signature.parameters.values()]
     return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))

@@ -1,4 +1,4 @@
-"""What extensions hear through `observe`, as frozen data."""
+"""The events that extensions receive through `observe`, as frozen data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 @frozen(kw_only=True)
 class Shown:
-    """One sampled answer, as text, to look at."""
+    """One sampled answer as text, for display."""
 
     prompt: str
     response: str
@@ -23,20 +23,20 @@ class Shown:
 class RunStarted:
     run_dir: str
     steps: int  # rollout steps in all
-    first_step: int  # 0, or where the run was resumed
+    first_step: int  # 0, or the step at which the run resumes
     title: str  # one line: model, backend, engine
-    mode: str = "train"  # as run.mode
-    same_run: bool = True  # what is resumed is of run_dir; what that one holds is otherwise of another run
+    mode: str = "train"  # run.mode
+    same_run: bool = True  # the resumed checkpoint is from run_dir; else what run_dir holds is from another run
 
     @property
     def goes_on(self) -> bool:
-        """Trackers know the run already: it is resumed in its directory, or one of its checkpoints is scored."""
+        """Whether trackers know the run already: it resumes in its own directory, or scores a checkpoint."""
         return self.first_step > 0 and (self.same_run or self.mode == "eval")
 
     @property
     def repeats_from(self) -> float:
-        """Steps from here on are done again: what is known of them from before is replaced. Nothing is where a run only
-        scores, whichever weights were scored before."""
+        """The first step that is done again: earlier records from here on are replaced. Infinite for a run that only
+        scores, which replaces nothing."""
         if self.mode == "eval":
             return math.inf
         return self.first_step if self.same_run else 0
@@ -44,7 +44,7 @@ class RunStarted:
 
 @frozen(kw_only=True)
 class PhaseStarted:
-    """The driver begins something that takes a while; the display says so until the next one."""
+    """The driver begins something that takes a while; the display shows it until the next phase."""
 
     name: str
     step: int
@@ -52,7 +52,7 @@ class PhaseStarted:
 
 @frozen(kw_only=True)
 class StepFinished:
-    """One rollout step is done. `metrics` are finished numbers under names such as `train/loss`, `time/rollout`."""
+    """One rollout step is done. `metrics` are final numbers under names such as `train/loss`, `time/rollout`."""
 
     step: int
     metrics: Mapping[str, float]
@@ -91,7 +91,7 @@ class RunFinished:
 
 @frozen(kw_only=True)
 class Span:
-    """From when to when something went on, by time.time() of the machine that it went on on."""
+    """When something started and ended, by time.time() on the machine where it happened."""
 
     name: str
     started: float
@@ -100,18 +100,18 @@ class Span:
 
 @frozen(kw_only=True)
 class Worked:
-    """A process has answered a call. Told only where an extension's spec says `traces=True`."""
+    """A process has answered a call. Emitted only if an extension's spec says `traces=True`."""
 
     process: str  # actor rank 0, engine-0, ...
     verb: str  # train, generate, ...
-    call: str  # the verb, and what else the driver says of this one: 'train at optimizer step 3'
+    call: str  # the verb with the driver's details: 'train at optimizer step 3'
     asked: float  # time.time() on the driver
-    started: float  # time.time() where it worked, as is `ended`; before `started` it did what was asked earlier
+    started: float  # time.time() in the process, like `ended`; until then it was busy with earlier calls
     ended: float
-    lane: int = 0  # more than 0 where it works on several calls at the same time
+    lane: int = 0  # above 0 if the process works on several calls at once
     error: str = ""
-    spans: Sequence[Span] = field(factory=tuple)  # what it did in it, outer ones before those inside them
-    waits: Sequence[Span] = field(factory=tuple)  # when it was seen to wait in a collective
+    spans: Sequence[Span] = field(factory=tuple)  # the parts of the call, outer spans before inner ones
+    waits: Sequence[Span] = field(factory=tuple)  # times at which it was seen waiting in a collective
 
 
 Event: TypeAlias = (

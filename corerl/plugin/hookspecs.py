@@ -1,7 +1,7 @@
-"""The contract between core and backends, API 1.0: the hooks that a worker calls, in the order of a backend's life.
+"""The contract between core and backends, API 1.0: the hooks a worker calls, in the order of a backend's life.
 
 A backend implements all of them by extending `corerl.backend.Backend`. Extensions wrap them
-(`@hookimpl(wrapper=True)`, ending in `return (yield)`), or observe on the driver. Hooks are called on every rank.
+(`@hookimpl(wrapper=True)`, ending in `return (yield)`) or observe on the driver. Hooks are called on every rank.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ class Hooks:
 
     @hookspec(firstresult=True)
     def init(self, config: RoleConfig, context: Context) -> InitResult:
-        """Build the model on this rank, read its share of the weights, and resume where `config.resume` says."""
+        """Build the model on this rank, load this rank's share of the weights, and resume from `config.resume`."""
         raise AssertionError("a specification is never called")
 
     # ---- every step --------------------------------------------------------------------------------------------------
 
     @hookspec(firstresult=True)
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
-        """Exactly one optimizer step over all micro-batches. The loss is a plain sum of weighted tokens."""
+        """Take exactly one optimizer step over all micro-batches. The loss is a plain sum over weighted tokens."""
         raise AssertionError("a specification is never called")
 
     @hookspec(firstresult=True)
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        """Per-token outputs without gradients, under the snapshot named `weights`; "" means the current ones."""
+        """Compute per-token outputs without gradients, under the snapshot `weights`; "" means the current weights."""
         raise AssertionError("a specification is never called")
 
     @hookspec(firstresult=True)
     def update_weights(self, sender: Any, version: int) -> UpdateResult:
-        """Stream all weights, in the manifest's order, through a `corerl.weights.WeightSender`."""
+        """Stream all weights through a `corerl.weights.WeightSender`, in the manifest's order."""
         raise AssertionError("a specification is never called")
 
     @hookspec(firstresult=True)
@@ -69,7 +69,7 @@ class Hooks:
 
     @hookspec(firstresult=True)
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
-        """Give the memory of `kinds` back to the device. The host has taken out those that sleep already."""
+        """Give the memory of `kinds` back to the device. The host has already removed kinds that are asleep."""
         raise AssertionError("a specification is never called")
 
     @hookspec(firstresult=True)
@@ -81,11 +81,11 @@ class Hooks:
 
     @hookspec
     def shutdown(self, reason: str) -> None:
-        """Release what outlives the process. Called once on each plugin; errors are collected, and mask none before."""
+        """Release what outlives the process. Called once per plugin; errors are collected, and mask no earlier one."""
 
     @hookspec
     def observe(self, event: Event) -> None:
-        """Hear of something that happened. For extensions on the driver: nothing is told in workers."""
+        """Receive an event. For extensions on the driver only; workers emit no events."""
 
 
 REQUIRED = ("init", "train", "forward", "update_weights", "save", "sleep", "wake_up")

@@ -1,5 +1,5 @@
-"""CORERL_TRACE=1: a line on standard error where a hook is called, and one where it is done, with the shapes of what
-goes in and out. Numbers in arrays and tensors are never read: that would wait for the GPU."""
+"""CORERL_TRACE=1: print a line to standard error when a hook is called and when it returns, with the shapes of its
+inputs and outputs. The numbers in arrays and tensors are never read: that would wait for the GPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import pluggy
 from corerl.messages import one_line
 
 VARIABLE = "CORERL_TRACE"
-DEPTH = 4  # of what is told of an object inside objects
-ITEMS = 12  # of what is told of a table or a set
-LONGEST = 60  # characters of a text
+DEPTH = 4  # levels of nested objects that are shown
+ITEMS = 12  # items of a mapping or a sequence that are shown
+LONGEST = 60  # characters of a string that are shown
 
 
 def wanted() -> bool:
@@ -28,14 +28,14 @@ def wanted() -> bool:
 
 
 class HookTrace:
-    """The calls of one process. `where` is what it is called, such as `actor rank 0`."""
+    """Traces the hook calls of one process. `where` is its name, such as `actor rank 0`."""
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._started: list[float] = []  # of the calls that go on, outer ones first
+        self._started: list[float] = []  # start times of the open calls, outermost first
 
     def follow(self, manager: pluggy.PluginManager) -> None:
-        """Tell of each call that goes through `manager`."""
+        """Trace each call that goes through `manager`."""
 
         def after(outcome: pluggy.Result[Any], hook: str, implementations: Sequence[Any], arguments: Any) -> None:
             self._ended(hook, outcome.exception, None if outcome.exception else outcome.get_result())
@@ -49,7 +49,7 @@ class HookTrace:
 
     @contextmanager
     def call(self, hook: str, plugin: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-        """A call of one plugin that does not go through the manager."""
+        """Trace a call of one plugin that does not go through the manager."""
         self._began(hook, [plugin], arguments)
         error: BaseException | None = None
         try:
@@ -76,14 +76,14 @@ class HookTrace:
 
 
 def summary(value: Any, depth: int = DEPTH) -> str:
-    """One line: types and shapes of arrays and tensors, numbers and short texts as they are."""
+    """`value` on one line: arrays and tensors by dtype and shape, numbers and short strings as they are."""
     if isinstance(value, Enum):
         return str(value.value)
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
     if isinstance(value, str):
         return repr(value if len(value) <= LONGEST else value[:LONGEST] + "...")
-    if hasattr(value, "shape") and hasattr(value, "dtype"):  # numpy's and torch's alike, without importing either
+    if hasattr(value, "shape") and hasattr(value, "dtype"):  # numpy or torch, without importing either
         device = getattr(value, "device", None)
         on = f" on {device}" if device is not None and str(device) != "cpu" else ""
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{on}"
@@ -105,7 +105,7 @@ def summary(value: Any, depth: int = DEPTH) -> str:
             for field in attrs.fields(type(value))
         ]
         return f"{type(value).__name__}({', '.join(fields)})"
-    return f"<{type(value).__name__}>"  # whatever is lazy is not gone through
+    return f"<{type(value).__name__}>"  # lazy iterables are not consumed
 
 
 def _more(value: Any) -> list[str]:

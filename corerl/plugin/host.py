@@ -1,5 +1,5 @@
-"""One worker's plugins: the backend, wrapped by its extensions, behind a typed call for each hook that refuses whatever
-the backend's state does not allow before the backend is entered."""
+"""One worker's plugins: the backend wrapped by its extensions, with a typed method for each hook. A call that the
+host's state does not allow is refused before the backend is entered."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from corerl.types import (
 class State(StrEnum):
     NEW = "new"
     READY = "ready"
-    FAILED = "failed"  # init or train raised: weights and moments may be half-written, so only shutdown is left
+    FAILED = "failed"  # init or train raised: weights and moments may be half-written, so only shutdown is allowed
     CLOSED = "closed"
 
 
@@ -64,19 +64,19 @@ ADVICE = {
 }
 
 
-# The verbs that are a capability as a whole.
+# Verbs that need a capability.
 VERBS = {"sleep": Capability.SLEEP, "wake_up": Capability.SLEEP, "snapshot": Capability.SNAPSHOTS}
 
 
 class BackendBase:
-    """What the host accepts as a backend; `corerl.backend.Backend` extends it."""
+    """The base class that the host requires of a backend; `corerl.backend.Backend` extends it."""
 
-    declared: Mapping[Capability, Support] = {}  # by its spec; the host writes it
-    label: str = ""  # its name, for messages
+    declared: Mapping[Capability, Support] = {}  # the spec's capabilities; set by the host
+    label: str = ""  # the backend's name, for messages; set by the host
 
     def require(self, capability: Capability, asked_by: str) -> None:
-        """Refuses what the spec declares as lacking, also where the driver missed it or hooks are called without one.
-        Raises Unsupported with the declared reason."""
+        """Raise Unsupported, with the declared reason, if the spec does not declare `capability` as full. Guards also
+        against a driver that did not check, and hooks called without a driver."""
         support = self.declared.get(capability, FULL)
         if not support.full:
             raise Unsupported(
@@ -84,23 +84,23 @@ class BackendBase:
             )
 
     def explained(self, hook: str, error: BaseException) -> str:
-        """One line for an error that a hook raised, where more can be said than the error does; else "". Called on the
-        rank that raised it alone: it must not begin a collective."""
+        """A one-line explanation of an error that a hook raised; "" if there is nothing to add. Called only on the rank
+        that raised it, so it must not start a collective."""
         return ""
 
     def __reduce__(self) -> NoReturn:
-        # cloudpickle, which Ray uses, would copy process groups and streams without a word.
+        # cloudpickle, which Ray uses, would silently copy process groups and streams.
         raise ContractError(f"a {type(self).__name__} cannot be pickled; build it inside the worker, from its name")
 
 
 class PluginHost:
-    """Lives and dies with one worker process. Not thread-safe: one verb at a time.
+    """The backend and extensions of one worker process. Not thread-safe: one verb at a time.
 
-    `extensions` are (name, instance) in the config's order, the first outermost; `capabilities` what the backend's spec
-    declares. Raises ContractError where a plugin does not keep the contract.
+    `extensions` are (name, instance) pairs in the config's order, outermost first; `capabilities` is what the backend's
+    spec declares. Raises ContractError if a plugin does not keep the contract.
 
-    Residency is kept by memory kind. A sleep that raises leaves its kinds asleep, and so does a wake_up: what they hold
-    is not known until a wake_up succeeds.
+    Residency is tracked per memory kind. A sleep or wake_up that raises leaves its kinds asleep: their contents are
+    unknown until a wake_up succeeds.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class PluginHost:
             raise ContractError(
                 f"{label} is a {type(backend).__name__}, which does not extend corerl.backend.Backend; subclass it"
             )
-        # pluggy calls what was registered last first, so the first in the config's list goes in last.
+        # pluggy calls the last registered plugin first, so the config's list is registered in reverse.
         wrappers = [(f"extension:{each}", plugin) for each, plugin in reversed(extensions)]
         self._manager = build_manager([(label, backend), *wrappers], where=f"{context.role} rank {context.rank}")
         check_backend(self._manager, label)
@@ -129,7 +129,7 @@ class PluginHost:
         self.context = context
         self.state = State.NEW
         self.resident: frozenset[MemoryKind] = frozenset()
-        self._next_version = 0  # the smallest that update_weights may bring
+        self._next_version = 0  # the smallest version that update_weights accepts
 
     def __reduce__(self) -> NoReturn:
         raise ContractError("a PluginHost cannot be pickled; build it inside the worker, from the plugin's name")
@@ -145,7 +145,7 @@ class PluginHost:
         result: InitResult = self._call("init", config=config, context=context)
         self.state = State.READY
         self.resident = frozenset(MemoryKind)
-        self._next_version = result.weights_version  # engines may still have to be given the first weights
+        self._next_version = result.weights_version  # engines may not have these weights yet
         return result
 
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
@@ -157,8 +157,8 @@ class PluginHost:
         return result
 
     def update_weights(self, sender: Any, version: int) -> UpdateResult:
-        """Raises WeightUpdateError, before any byte moves, where `version` is not above all earlier ones. A version
-        counts as used once it is tried: two streams must never share one."""
+        """Raises WeightUpdateError, before any byte moves, if `version` is not above all earlier ones. An attempted
+        version counts as used: two streams must never share one."""
         with self.entering("update_weights", needs=NEEDS["update_weights"]):
             if version < self._next_version:
                 raise WeightUpdateError(
@@ -176,7 +176,7 @@ class PluginHost:
         return result
 
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
-        """Put `kinds` to sleep, less those that sleep. The hook is called even for none, to measure the residual."""
+        """Put `kinds` to sleep, minus those asleep. The hook runs even if none is left, to measure the residual."""
         with self.entering("sleep"):
             going = self.resident & kinds
             self.resident -= going
@@ -184,7 +184,7 @@ class PluginHost:
             return result
 
     def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
-        """Wake `kinds` up, less those that are awake; the hook is called only where one is left."""
+        """Wake up `kinds`, minus those awake; the hook is called only if one is left."""
         with self.entering("wake_up"):
             coming = frozenset(kinds) - self.resident
             if not coming:
@@ -194,8 +194,8 @@ class PluginHost:
             return result
 
     def shutdown(self, reason: str) -> None:
-        """Shut each plugin down, extensions first. What they raise is raised here at the end, as one error, unless the
-        host had failed before: then it is only printed, and hides nothing. A second call does nothing."""
+        """Shut down each plugin, extensions first, then raise their errors as one. If the host had already failed, the
+        errors are only printed, so that they do not hide the first one. A second call does nothing."""
         if self.state is State.CLOSED:
             return
         failed, self.state = self.state is State.FAILED, State.CLOSED
@@ -221,9 +221,8 @@ class PluginHost:
     def entering(self, verb: str, *, needs: Set[MemoryKind] = frozenset(), at: Step | None = None) -> Iterator[None]:
         """Guard a call of the backend: `with host.entering("snapshot", needs={PARAM}): host.backend...`
 
-        Raises WrongState, Unsupported or NotResident before the block is entered. An error of CoreRL keeps its type,
-        and says where it was raised unless it is the user's to mend; anything else that the block raises leaves as
-        HookFailed.
+        Raises WrongState, Unsupported or NotResident before the block is entered. A CorerlError from the block keeps
+        its type, and its message gains rank and verb unless it is a UserError; any other error becomes HookFailed.
         """
         if self.state is not (State.NEW if verb == "init" else State.READY):
             raise self._wrong_state(verb)
@@ -239,7 +238,7 @@ class PluginHost:
                 self.state = State.FAILED
             if isinstance(error, CorerlError) and not isinstance(error, UserError) and self._where not in error.message:
                 error.args = (f"{self._where}: {verb}{_when(at)}: {error.message}",)
-            # A backend that calls exit() must not take the worker down without a word.
+            # A backend that calls exit() must not silently take the worker down.
             if isinstance(error, CorerlError) or not isinstance(error, Exception | SystemExit):
                 raise
             raise self._hook_failed(verb, error, at=at) from error

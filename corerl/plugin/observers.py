@@ -1,4 +1,4 @@
-"""Make the extensions that a config lists, and tell them what happens; one that raises is silenced, the run goes on."""
+"""Create the extensions a config lists and send them events; one that raises is disabled and the run goes on."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from corerl.plugin.spec import Process
 
 
 class Observers:
-    """The driver's extensions, (name, instance) in the config's order. Nothing that they raise ends the run.
+    """The driver's extensions, (name, instance) pairs in the config's order. No error of theirs ends the run.
 
-    Raises ContractError where one does not keep the contract.
+    Raises ContractError if one does not keep the contract.
     """
 
     def __init__(self, extensions: Sequence[tuple[str, object]]) -> None:
         plugins = [(f"extension:{name}", plugin) for name, plugin in reversed(extensions)]
         self._manager = build_manager(plugins, hooks=("observe", "shutdown"), where="driver")
-        self._silenced: set[str] = set()  # those that have raised
+        self._silenced: set[str] = set()  # extensions that have raised
         self._closed = False
         self._telling = threading.RLock()
 
     def emit(self, event: Event) -> None:
-        """Tell every observer, in the config's order; one event at a time, whatever thread it comes from. Nobody hears
-        of what happens after `shutdown`."""
+        """Send `event` to every observer, in the config's order; one event at a time, from any thread. Events after
+        `shutdown` are dropped."""
         with self._telling:
             if self._closed:
                 return
@@ -42,7 +42,7 @@ class Observers:
                 print(f"warning: {name} is disabled, since {what} raised {one_line(error)}", file=sys.stderr)
 
     def shutdown(self, reason: str) -> None:
-        """Shut each one down, once; a second call does nothing."""
+        """Shut down each extension; a second call does nothing."""
         with self._telling:
             if self._closed:
                 return
@@ -52,23 +52,23 @@ class Observers:
 
 
 def load_observers(choices: Sequence[ExtensionChoice], run_dir: str) -> Observers:
-    """The extensions that live on the driver; their options may be resolved already, or plain tables."""
+    """The extensions that run on the driver; their options may be plain tables or already resolved."""
     return Observers(_instances(choices, run_dir, Process.DRIVER))
 
 
 def load_worker_extensions(choices: Sequence[ExtensionChoice], run_dir: str) -> list[tuple[str, object]]:
-    """The extensions that live in workers, as PluginHost takes them."""
+    """The extensions that run in workers, as PluginHost takes them."""
     return _instances(choices, run_dir, Process.WORKER)
 
 
 def extensions_for(choices: Sequence[ExtensionChoice], process: Process) -> list[tuple[ExtensionChoice, Loaded]]:
-    """Those of `choices` that live in `process`, in order, with their specs."""
+    """The `choices` that run in `process`, in order, with their specs."""
     pairs = [(choice, load(Kind.EXTENSIONS, choice.name)) for choice in choices]
     return [(choice, loaded) for choice, loaded in pairs if loaded.spec.process is process]
 
 
 def traced(choices: Sequence[ExtensionChoice]) -> bool:
-    """Whether someone on the driver wants to hear of every call."""
+    """Whether an extension on the driver wants a `Worked` event for every call."""
     return any(loaded.spec.traces for _, loaded in extensions_for(choices, Process.DRIVER))
 
 
@@ -80,7 +80,7 @@ def _instances(choices: Sequence[ExtensionChoice], run_dir: str, process: Proces
 
 def _instance(loaded: Loaded, options: Any, run_dir: str) -> object:
     cls = loaded.spec.config
-    if not isinstance(options, cls):  # plain on the way to a worker, which may lack the plugin's classes
+    if not isinstance(options, cls):  # options cross Ray as plain data, which may lack the plugin's classes
         options = structure(options, cls, path=f"extensions.{loaded.name}.options")
     implementation = load_implementation(Kind.EXTENSIONS, loaded)
     try:

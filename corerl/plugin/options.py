@@ -1,5 +1,5 @@
-"""Bring a config and its plugins together on the driver: each plugin's table becomes its own class, and what the run
-asks of a plugin is checked before a worker exists."""
+"""Match a config with its plugins on the driver: turn each plugin's table into its config class, and check what the run
+asks of a plugin before any worker exists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from corerl.plugin.capabilities import Capability, refusal
 from corerl.plugin.registry import Kind, Loaded, installed_names, load
 from corerl.plugin.spec import BackendSpec, Environment, Problem
 
-JOINED = {"LD_PRELOAD": ":"}  # variables that hold a list, with its separator: several plugins may add to one
+JOINED = {"LD_PRELOAD": ":"}  # variables that hold a list, and its separator: several plugins may add to it
 
 
 @frozen(kw_only=True)
@@ -25,13 +25,13 @@ class Selection:
     """A plugin that a config names."""
 
     kind: Kind
-    path: str  # of the setting
-    name: str  # as it stands there
-    used: bool  # its code runs: not that of an engine where nothing is sampled
+    path: str  # the setting that names it
+    name: str  # the setting's value
+    used: bool  # its code runs; False for an engine in a run that samples nothing
 
 
 def selected(config: Config) -> list[Selection]:
-    """Selections of backends, engine, extensions, in that order; a plugin is there as often as settings name it."""
+    """The selected backends, engine and extensions, in that order; one entry for each setting that names a plugin."""
     roles = config.chosen_roles.items()
     backends = {f"roles.{role}.backend": choice.backend for role, choice in roles if choice.backend}
     common = len(backends) < len(roles)
@@ -47,24 +47,24 @@ def selected(config: Config) -> list[Selection]:
 
 
 def backend_name(config: Config, role: str) -> str:
-    """The backend that a role names, or the run's."""
+    """The role's own backend if it names one, else the run's."""
     name: str = getattr(config.roles, role).backend or config.backend.name
     return name
 
 
 def role_options(config: Config, role: str, backend: Loaded) -> Any:
-    """What `backend` is told for this role: its own table where the role has one, else the backend's."""
+    """The backend options of this role: its own table if it has one, else the backend's."""
     own = config.chosen_roles[role].options
     return config.backends[backend.name] if own is None else own
 
 
 def resolve_tables(config: Config) -> Config:
-    """The same config, with the options of every selected plugin as that plugin's own class.
+    """The same config, with the options of every selected plugin as an instance of its config class.
 
-    Tables of backends and engines that are not selected stay as they are, and are checked if the plugin is installed;
-    where it is not, and has nearly the name of one that is, that one is meant.
-    Resolving twice changes nothing. Raises PluginError where a selected plugin cannot be loaded, and ConfigError with
-    one line for each problem in a table.
+    Tables of unselected backends and engines stay as they are, and are checked if the plugin is installed. If it is
+    not, but its name is close to a known one, that is a problem too: a likely typo.
+    Idempotent. Raises PluginError if a selected plugin cannot be loaded, and ConfigError with one line for each problem
+    in a table.
     """
     lines: list[str] = []
     tables: dict[Kind, dict[str, Any]] = {Kind.BACKENDS: dict(config.backends), Kind.ENGINES: dict(config.engines)}
@@ -114,8 +114,8 @@ def resolve_tables(config: Config) -> Config:
 
 
 def notes(config: Config) -> list[str]:
-    """One line for each table that could not be checked, since its plugin is not selected and cannot be loaded. Those
-    that `resolve_tables` takes for a slip are its to tell."""
+    """One line for each table that could not be checked: its plugin is neither selected nor loadable. Likely typos are
+    left out, since `resolve_tables` reports them."""
     found = []
     for kind, name, plugin in _unselected(config):
         if isinstance(plugin, Loaded) or (not plugin and _meant(config, kind, name)):
@@ -125,9 +125,9 @@ def notes(config: Config) -> list[str]:
 
 
 def check_capabilities(spec: BackendSpec, needs: Mapping[Capability, str], *, name: str = "") -> None:
-    """Compare what a run asks of a backend (capability -> what in the config asks for it) with what it declares.
+    """Check what a run needs of a backend (capability -> the setting that needs it) against what the spec declares.
 
-    Raises Unsupported with one line for each that it does not have. `name` is the backend's, for the message.
+    Raises Unsupported with one line for each missing capability. `name` is the backend's, for the message.
     """
     lines = []
     for capability, asked_by in needs.items():
@@ -147,10 +147,10 @@ def check_spec(
     role: str = "actor",
     table: str = "",
 ) -> None:
-    """Ask a plugin's spec whether these options can run here; ConfigError with a line for each problem.
+    """Ask a plugin's spec whether these options can run here; raise ConfigError with one line for each problem.
 
-    `config` and `role` tell where the model and the [train] table stand that `cluster` describes. `table` is where the
-    options stand, which only an extension's place in its list tells.
+    Messages name settings by their path in the config: `config` and `role` locate the model and the [train] table that
+    `cluster` describes. `table` is the path of the options; only an extension, whose path is an index, needs it.
     """
     kind = Kind.BACKENDS if isinstance(loaded.spec, BackendSpec) else Kind.ENGINES
     if kind is Kind.BACKENDS and config is not None and config.chosen_roles[role].options is not None:
@@ -162,7 +162,7 @@ def check_spec(
 
 
 def _place(problem: Problem, own: str, config: Config | None, role: str) -> str:
-    """Where the user finds the setting."""
+    """The path of the setting in the user's config."""
     if not problem.path.startswith("."):
         return f"{own}.{problem.path}" if problem.path else own
     table, _, setting = problem.path[1:].partition(".")
@@ -179,9 +179,9 @@ def _place(problem: Problem, own: str, config: Config | None, role: str) -> str:
 
 
 def merge_environments(*environments: tuple[str, Environment]) -> dict[str, str]:
-    """One environment of several (plugin, environment) pairs. LD_PRELOAD is joined, in the order given.
+    """Merge (plugin, environment) pairs into one environment. LD_PRELOAD is joined, in the order given.
 
-    Raises ConfigError where two plugins want different values of one variable.
+    Raises ConfigError if two plugins want different values of one variable.
     """
     merged: dict[str, str] = {}
     owners: dict[str, str] = {}
@@ -202,7 +202,7 @@ def merge_environments(*environments: tuple[str, Environment]) -> dict[str, str]
 
 
 def _unselected(config: Config) -> Iterator[tuple[Kind, str, Loaded | str]]:
-    """Each table that no choice uses, with its plugin, or why there is none ("" where it is not installed)."""
+    """Each table that nothing selects, with its plugin, or the reason there is none ("" if it is not installed)."""
     for kind in (Kind.BACKENDS, Kind.ENGINES):
         given, known = getattr(config, kind.value), installed_names(kind)
         names = [each.name for each in selected(config) if each.kind is kind]
@@ -220,13 +220,13 @@ def _unselected(config: Config) -> Iterator[tuple[Kind, str, Loaded | str]]:
 
 
 def _meant(config: Config, kind: Kind, name: str) -> str:
-    """The plugin, selected or installed, whose name is nearly `name`, which is none; "" where there is none."""
+    """The selected or installed plugin whose name is closest to the unknown `name`; "" if none is close."""
     chosen = [each.name.rpartition(":")[2] for each in selected(config) if each.kind is kind]
     return nearest(name, [*chosen, *installed_names(kind)])
 
 
 def _options(table: Any, loaded: Loaded, *, path: str, lines: list[str]) -> Any:
-    """`table` as the plugin's config class; where it does not fit, the problems join `lines` and it stays as it is."""
+    """`table` as the plugin's config class; if it does not fit, append the problems to `lines` and return it as is."""
     cls = loaded.spec.config
     if isinstance(table, cls):
         return table

@@ -1,4 +1,4 @@
-"""Where plugins came from, as data: driver and workers each resolve them by name, and must find the same."""
+"""Where plugins come from, as data: the driver and each worker resolve them by name, and must find the same ones."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from corerl.plugin.registry import Kind, Loaded, found_twice, load
 
 @frozen(kw_only=True)
 class Origin:
-    """Where one plugin, or CoreRL itself, came from, or why it is not there. Plain data: crosses Ray."""
+    """Where one plugin, or CoreRL itself, comes from, or why it cannot be loaded. Plain data: crosses Ray."""
 
-    kind: str  # backend, engine, extension; or core
+    kind: str  # backend, engine, extension or core
     name: str
     distribution: str = ""
     version: str = ""
-    value: str = ""  # of the entry point
+    value: str = ""  # the entry point's value
     problem: str = ""  # why it cannot be loaded
 
     def __str__(self) -> str:
@@ -35,11 +35,11 @@ class Origin:
 
     @property
     def requirement(self) -> str:
-        """What to have pip install."""
+        """The requirement to pass to pip."""
         return f"{self.distribution}=={self.version}" if self.distribution else self.value
 
     def against(self, other: Origin) -> str:
-        """How `other`, found elsewhere, differs; "" where it does not."""
+        """How `other`, found in another process, differs; "" if it does not."""
         if other.problem:
             return other.problem
         if (self.distribution, self.version) != (other.distribution, other.version):
@@ -50,12 +50,12 @@ class Origin:
 
 
 def origins_of(*plugins: tuple[Kind, Loaded]) -> tuple[Origin, ...]:
-    """Origins of CoreRL itself, then of each plugin."""
+    """The origins of CoreRL itself, then of each plugin."""
     return (_core(), *[_origin(kind, loaded) for kind, loaded in plugins])
 
 
 def look_for(named: Sequence[tuple[Kind, str]]) -> list[Origin]:
-    """Origins of CoreRL itself, then of each plugin, as far as this process finds them."""
+    """The origins of CoreRL itself, then of each plugin, as this process finds them."""
     found = [_core()]
     for kind, name in named:
         try:
@@ -66,11 +66,11 @@ def look_for(named: Sequence[tuple[Kind, str]]) -> list[Origin]:
 
 
 def require_same(driver: Sequence[Origin], *plugins: tuple[Kind, Loaded]) -> None:
-    """Called in each process of a run with what it has loaded. Raises PluginIncompatible where that is not the
-    driver's, or not its CoreRL."""
+    """Raise PluginIncompatible if this process has loaded another CoreRL or other plugins than the driver. Called in
+    each process of a run."""
     found = [text for there, here in zip(driver, origins_of(*plugins), strict=True) if (text := there.against(here))]
     if found:
-        # A node's owner may think of another copy than the one that is used.
+        # A node's owner may have another copy in mind than the one in use.
         found += filter(None, [found_twice(loaded) for _, loaded in plugins])
         raise PluginIncompatible(f"{'; '.join(found)}; install the same corerl and the same plugins on every node")
 

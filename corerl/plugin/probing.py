@@ -1,4 +1,4 @@
-"""What the probes of several plugins look at alike, for `corerl doctor`."""
+"""Checks that the probes of several plugins share, for `corerl doctor`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ REINSTALL_TORCH = "python -m pip install --force-reinstall torch"
 def library(
     name: str, distribution: str, *, oldest: Version, end: Version, why: str, mend: str, plugin: str = "backend"
 ) -> Finding:
-    """Whether the library that a plugin, a backend or an engine, is made of is there, in a version from `oldest` on and
-    before `end`; `why` says why others will not do."""
+    """Whether the library underneath a plugin is installed in a version v with `oldest` <= v < `end`; `why` says why
+    other versions will not do. `plugin` is backend or engine."""
     try:
         installed = metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -34,7 +34,7 @@ def library(
 
 
 def version(text: str) -> Version:
-    """The numbers of a version up to the first that is none: 2.13.0+cpu is (2, 13, 0), 0.17.0rc1 is (0, 17)."""
+    """The leading numbers of a version: 2.13.0+cpu is (2, 13, 0), 0.17.0rc1 is (0, 17)."""
     numbers = []
     for part in text.partition("+")[0].split("."):
         if not part.isdecimal():
@@ -44,7 +44,7 @@ def version(text: str) -> Version:
 
 
 def nccl(*, gpus: bool, available: bool) -> Iterator[Finding]:
-    """A finding where torch sees GPUs, and has no NCCL through which ranks on them could meet."""
+    """An error finding if torch sees GPUs but has no NCCL for ranks on them to communicate."""
     if gpus and not available:
         yield Finding(
             level=Level.ERROR,

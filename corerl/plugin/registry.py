@@ -1,7 +1,7 @@
-"""Find plugins by name: scan what is installed, say what is wrong with each, and load the light spec of the one chosen.
+"""Find plugins by name: scan what is installed, say what is wrong with each, and load the light spec of the chosen one.
 
-A scan of its own, since the stock loaders stop at the first broken plugin, let the first of two equal names win in
-silence, and answer an unknown name with nothing.
+It does its own scan because the stock loaders stop at the first broken plugin, silently let the first of two equal
+names win, and return nothing for an unknown name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Kind(Enum):
 
     @property
     def group(self) -> str:
-        """Its group of entry points."""
+        """The entry-point group."""
         return f"corerl.{self.value}"
 
     @property
@@ -43,11 +43,11 @@ class Kind(Enum):
 
     @property
     def spec(self) -> type:
-        """What an entry point of this group must name an instance of."""
+        """The class of which an entry point in this group must name an instance."""
         return {Kind.BACKENDS: BackendSpec, Kind.ENGINES: EngineSpec, Kind.EXTENSIONS: ExtensionSpec}[self]
 
 
-# The only place in core that knows first-party backends by name: what to type when one of them is not there.
+# How to install a first-party plugin that is missing; the only place in core that knows backends by name.
 INSTALL_HINTS: dict[Kind, dict[str, str]] = {
     Kind.BACKENDS: {
         "deepspeed": "pip install 'corerl[deepspeed]'",
@@ -68,26 +68,26 @@ class Status(StrEnum):
 
 @frozen(kw_only=True)
 class Installed:
-    """One entry point that was found, and whether it could be used."""
+    """An entry point that was found, and whether it can be used."""
 
     name: str
     distribution: str
     version: str
     value: str  # "package.module:SPEC"
     status: Status
-    reason: str = ""  # empty where the status is ok
-    api: tuple[int, int] | None = None  # None where the spec could not be loaded
+    reason: str = ""  # empty if the status is ok
+    api: tuple[int, int] | None = None  # None if the spec could not be loaded
     summary: str = ""
-    shadowed: tuple[str, ...] = ()  # where else metadata of this distribution lie, that are not used
+    shadowed: tuple[str, ...] = ()  # other metadata of this distribution, which are not used
 
 
 @frozen(kw_only=True)
 class Copy:
-    """One set of metadata of a distribution."""
+    """One of the metadata directories of a distribution."""
 
     version: str
     entry_points: frozenset[tuple[str, str, str]]  # (group, name, value)
-    path: str  # of its dist-info or egg-info
+    path: str  # the dist-info or egg-info
 
     def says_as(self, other: Copy) -> bool:
         return (self.version, self.entry_points) == (other.version, other.entry_points)
@@ -100,12 +100,12 @@ class Copy:
 class Entry:
     """An entry point, from metadata alone."""
 
-    name: str  # also of its table in the config
-    distribution: str  # empty where the config named 'package.module:SPEC'
+    name: str  # also the name of its table in the config
+    distribution: str  # empty if the config names 'package.module:SPEC'
     version: str
     value: str  # "package.module:SPEC"
-    location: str = field(eq=False, default="")  # directory of the metadata
-    metadata: str = field(eq=False, default="")  # their own directory or file
+    location: str = field(eq=False, default="")  # the directory that contains the metadata
+    metadata: str = field(eq=False, default="")  # the metadata's own directory or file
 
     def __str__(self) -> str:
         return f"{self.name!r} ({self.distribution} {self.version})" if self.distribution else repr(self.name)
@@ -119,7 +119,7 @@ class Loaded(Entry):
 
 
 def installed(kind: Kind) -> list[Installed]:
-    """Every plugin of this kind on sys.path, by name. Imports each one's spec; broken ones are listed too."""
+    """Every plugin of this kind on sys.path, sorted by name. Imports each spec; broken plugins are listed too."""
     entries = scan(kind)
     found = []
     for entry in entries:
@@ -153,21 +153,22 @@ def installed(kind: Kind) -> list[Installed]:
 
 
 def installed_names(kind: Kind) -> list[str]:
-    """The names alone, from metadata: no plugin is imported."""
+    """The names of the installed plugins, from metadata alone: no plugin is imported."""
     return sorted({entry.name for entry in scan(kind)})
 
 
 def copies(of: Entry) -> list[Copy]:
-    """The sets of metadata of a plugin's distribution that differ, the one that is used first. One is as it should be.
+    """The copies of a distribution's metadata that differ, the one in use first; a healthy install has one.
 
-    An editable install by setuptools has two that say the same: what was installed, and what it was built from.
+    Copies that say the same do not count: an editable install by setuptools has one from the install and one from the
+    source tree.
     """
     from importlib.metadata import distributions
 
     found: dict[str, Copy] = {}
     for distribution in distributions(name=of.distribution) if of.distribution else ():
         path = _path(distribution)
-        # The same directory may be reached twice (lib64 links), and is then one.
+        # The same directory may be reached twice (lib64 links) and counts once.
         try:
             version = distribution.version or "damaged"
             points = frozenset((point.group, point.name, point.value) for point in distribution.entry_points)
@@ -179,7 +180,7 @@ def copies(of: Entry) -> list[Copy]:
 
 
 def found_twice(of: Entry) -> str:
-    """A sentence where the plugin's distribution has several sets of metadata; "" where it has one."""
+    """A sentence that lists the copies of the distribution's metadata; "" if there is only one."""
     found = copies(of)
     if len(found) < 2:
         return ""
@@ -187,10 +188,10 @@ def found_twice(of: Entry) -> str:
 
 
 def kinds_of(name: str) -> list[Kind]:
-    """The kinds of which a plugin of this name is installed, or could be; from metadata alone.
+    """The kinds that have an installed or installable plugin of this name; from metadata alone.
 
-    'package.module:SPEC' is of the kind of its spec, which is imported. Raises PluginBroken where that fails, or where
-    it is no spec.
+    For 'package.module:SPEC' the spec is imported and its class decides. Raises PluginBroken if the import fails or the
+    object is not a spec.
     """
     module, colon, _ = name.partition(":")
     found = [kind for kind in Kind if name in INSTALL_HINTS[kind] or any(is_named(entry, name) for entry in scan(kind))]
@@ -204,7 +205,7 @@ def kinds_of(name: str) -> list[Kind]:
 
 
 def unknown(name: str) -> PluginNotFound:
-    """The error for a name that is of no kind."""
+    """The error for a name that no kind knows."""
     names = {kind: installed_names(kind) for kind in Kind}
     listed = "; ".join(f"{kind.value}: {', '.join(known) or 'none'}" for kind, known in names.items())
     known = sorted({each for kind, names_of in names.items() for each in [*names_of, *INSTALL_HINTS[kind]]})
@@ -212,10 +213,10 @@ def unknown(name: str) -> PluginNotFound:
 
 
 def load(kind: Kind, name: str) -> Loaded:
-    """The plugin called `name`, 'distribution:name' or 'package.module:SPEC'.
+    """Load the plugin named by 'name', 'distribution:name' or 'package.module:SPEC'.
 
-    Raises PluginNotFound, PluginConflict (several distributions offer the name), PluginBroken (its real cause chained)
-    or PluginIncompatible (another API).
+    Raises PluginNotFound, PluginConflict (several distributions offer the name), PluginBroken (with its cause chained)
+    or PluginIncompatible (written for another API).
     """
     return _loaded(kind, locate(kind, name))
 
@@ -235,7 +236,7 @@ def locate(kind: Kind, name: str) -> Entry:
 
 
 def load_implementation(kind: Kind, loaded: Loaded) -> Any:
-    """Import the class that the spec names; where torch comes in. Raises PluginBroken with its cause chained."""
+    """Import the class that the spec names, and with it torch. Raises PluginBroken with its cause chained."""
     return _import(kind.noun, str(loaded), loaded.spec.implementation, cure=_cure(loaded))
 
 
@@ -244,8 +245,8 @@ def scan(kind: Kind) -> list[Entry]:
     # importlib.metadata costs more to import than all of `import corerl`, so it is imported when first needed.
     from importlib.metadata import distributions
 
-    # `entry_points()` keeps one distribution of a name, and a stale egg-info can be that one: look at them all, and
-    # drop what was only found twice (lib64 links, editable installs).
+    # `entry_points()` keeps one distribution per name, which can be a stale egg-info: look at all of them, and drop
+    # plain duplicates (lib64 links, editable installs).
     entries: dict[tuple[str, str, str], Entry] = {}
     for distribution in distributions():
         for entry in _entries_of(distribution, kind):
@@ -255,14 +256,14 @@ def scan(kind: Kind) -> list[Entry]:
 
 def _entries_of(distribution: Distribution, kind: Kind) -> Iterator[Entry]:
     try:
-        # Most distributions are not ours. Their text says so at once; to parse it would take most of a scan's time.
+        # Most distributions are not ours. A substring test is quick; parsing them all would dominate the scan.
         if kind.group not in (distribution.read_text("entry_points.txt") or ""):
             return
         points = [point for point in distribution.entry_points if point.group == kind.group]
         name, version = distribution.metadata["Name"], distribution.version
-    except Exception:  # someone else's damaged metadata; parsing it raises all sorts of errors
+    except Exception:  # someone else's damaged metadata, which raises all sorts of errors
         return
-    if not name or not version:  # what is missing is None in some Pythons, and raises in others
+    if not name or not version:  # a missing value is None in some Pythons and raises in others
         return
     for point in points:
         yield Entry(
@@ -295,7 +296,7 @@ def _load_spec(kind: Kind, entry: Entry) -> Spec:
 
 
 def _import(noun: str, label: str, value: str, *, cure: str) -> Any:
-    """The object that 'package.module:attribute' names. `cure` is what to do where that cannot be imported."""
+    """Import the object that 'package.module:attribute' names. `cure` ends the error message if that fails."""
     module, _, attributes = value.partition("[")[0].strip().partition(":")
     try:
         found = importlib.import_module(module)
@@ -307,7 +308,7 @@ def _import(noun: str, label: str, value: str, *, cure: str) -> Any:
 
 
 def _cure(of: Entry) -> str:
-    """How the message of a plugin that cannot be imported ends."""
+    """The end of the error message for a plugin that cannot be imported: what to do about it."""
     if not of.distribution:
         return ""
     twice = found_twice(of)
@@ -315,7 +316,7 @@ def _cure(of: Entry) -> str:
 
 
 def _require_usable(kind: Kind, entry: Entry, spec: Spec) -> None:
-    """Check that it was written for this API first: what else a spec holds depends on that."""
+    """Check the spec's API version first, since all its other fields depend on it, then its config class."""
     major, minor = spec.api
     if major != API[0] or minor > API[1]:
         error = PluginIncompatible(
@@ -348,7 +349,7 @@ def _not_found(kind: Kind, name: str, entries: Sequence[Entry]) -> PluginNotFoun
 def _rivalry(entry: Entry, rivals: Sequence[Entry]) -> str:
     everyone = [entry, *rivals]
     if len({_normalised(each.distribution) for each in everyone}) == 1:
-        # One distribution with two sets of metadata: no name can tell them apart.
+        # One distribution with two copies of its metadata: no name can tell them apart.
         return (
             f"offered twice by {entry.distribution}, as "
             + " and ".join(f"{each.value} in {each.location}" for each in everyone)
@@ -361,25 +362,25 @@ def _rivalry(entry: Entry, rivals: Sequence[Entry]) -> str:
 
 
 def _is_module(path: str) -> bool:
-    """Whether `path` can only be meant as a module: dotted, or one that can be imported."""
+    """Whether `path` can only mean a module: it is dotted or importable."""
     if path == "__main__" or not all(part.isidentifier() for part in path.split(".")):
-        return False  # __main__ is another module in every process
+        return False  # __main__ is a different module in every process
     from importlib.util import find_spec
 
     try:
         return "." in path or find_spec(path) is not None
-    except ValueError:  # it is there, and nothing says where it came from
+    except ValueError:  # the module is loaded but has no __spec__
         return False
 
 
 def is_named(entry: Entry, name: str) -> bool:
-    """Whether `name`, or 'distribution:name', means this entry point."""
+    """Whether `name`, plain or as 'distribution:name', refers to this entry point."""
     left, colon, right = name.rpartition(":")
     return entry.name == right and (not colon or _normalised(entry.distribution) == _normalised(left))
 
 
 def _path(distribution: Distribution) -> str:
-    """Where the metadata lie; a finder other than the standard one may only know the directory around them."""
+    """The path of the metadata; a non-standard finder may only know the directory around it."""
     return str(getattr(distribution, "_path", distribution.locate_file("")))
 
 

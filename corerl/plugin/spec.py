@@ -1,9 +1,9 @@
-"""What an entry point names: a light description of a backend, an engine or an extension, importable without torch.
+"""Specs, which entry points name: light descriptions of backends, engines and extensions, importable without torch.
 
     [project.entry-points."corerl.backends"]
     mine = "corerl_mine:SPEC"
 
-Engines stand under `corerl.engines`, extensions under `corerl.extensions`.
+Engines go under `corerl.engines`, extensions under `corerl.extensions`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Environment: TypeAlias = Mapping[str, str]
 class Problem:
     """One reason why this config cannot run here.
 
-    `path` is a setting of the plugin's own table, or "" for the table. With a dot before it, it is the role's:
-    ".model.FIELD" of its model's Hugging Face config, ".train.SETTING" of what it is trained with, or ".model" or
-    ".train" as a whole, wherever in the config these stand. An engine may also name ".weights.SETTING".
+    `path` is a setting of the plugin's own table, or "" for the whole table. With a leading dot it is the role's:
+    ".model.FIELD" is a field of the model's Hugging Face config, ".train.SETTING" a training setting, and ".model" or
+    ".train" the whole table, wherever these are in the config. An engine may also name ".weights.SETTING".
     """
 
     path: str = field(validator=matches_re(r"|[^.].*|\.(model|train)(\..+)?|\.weights\..+"))
@@ -37,17 +37,17 @@ class Problem:
 class Level(StrEnum):
     OK = "ok"
     WARNING = "warning"  # a run may go wrong
-    ERROR = "error"  # a run cannot start, or does something else than it should
+    ERROR = "error"  # a run cannot start, or does the wrong thing
 
 
 @frozen(kw_only=True)
 class Finding:
-    """One thing that `corerl doctor` has looked at. What is ok needs no `why` and no `mend`."""
+    """The result of one check by `corerl doctor`. An ok finding needs neither `why` nor `mend`."""
 
     level: Level
     what: str  # a sentence
-    why: str = ""  # it matters
-    mend: str = ""  # the command that mends it, or what to do where no command does
+    why: str = ""  # why it matters
+    mend: str = ""  # the command that fixes it, or what to do if no command does
 
 
 def ok(what: str) -> Finding:
@@ -56,15 +56,15 @@ def ok(what: str) -> Finding:
 
 @frozen(kw_only=True)
 class Resources:
-    """What one rank, or one engine replica, takes of its bundle."""
+    """What one rank, or one engine replica, takes from its bundle."""
 
     cpus: float = 1.0
-    # 1 where the device is cuda, else 0; the placement makes fractions of it.
+    # 1 if the device is cuda, else 0; the placement makes fractions of it.
     gpus: float = field(default=0.0, validator=in_((0.0, 1.0)))
 
 
 class Process(Enum):
-    """Where an extension lives."""
+    """Where an extension runs."""
 
     DRIVER = "driver"
     WORKER = "worker"
@@ -104,18 +104,18 @@ class BackendSpec:
     config: type  # frozen attrs; every field has a default and help text
     api: tuple[int, int]  # the backend API it was written for
     summary: str
-    capabilities: Mapping[Capability, Support] = field(factory=dict)  # what is not named counts as FULL
+    capabilities: Mapping[Capability, Support] = field(factory=dict)  # a capability that is not named counts as FULL
     environment: Callable[[Any, ClusterInfo], Environment] = no_environment
     resources: Callable[[Any, ClusterInfo], Resources] = one_device
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
-    # Into how many parts the samples of a step are split over the ranks, `ParallelLayout.dp_size` of each: fewer than
-    # ranks where several share a part (tensor, pipeline, context parallel). Asked where `check` has found nothing.
+    # The number of data-parallel shares of a step's samples, every rank's `ParallelLayout.dp_size`: fewer than ranks
+    # if several share one (tensor, pipeline or context parallelism). Called only if `check` finds no problem.
     data_parallel: Callable[[Any, ClusterInfo], int] = all_ranks
-    # What is to be said of its libraries on this machine; `corerl doctor` calls it in a process of its own.
+    # Findings about the backend's libraries on this machine; `corerl doctor` calls it in a separate process.
     probe: Callable[[], Iterable[Finding]] = no_findings
 
     def support(self, capability: Capability) -> Support:
-        """What it declares of one."""
+        """The declared support for `capability`; FULL if none is declared."""
         return self.capabilities.get(capability, FULL)
 
 
@@ -128,16 +128,16 @@ class EngineSpec:
     environment: Callable[[Any, ClusterInfo], Environment] = no_environment
     resources: Callable[[Any, ClusterInfo], Resources] = one_device
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
-    # Calls of `generate` that a replica answers side by side, each in a thread of its own: an asynchronous run makes as
-    # many, of few prompts each where these are many.
+    # The number of `generate` calls a replica answers concurrently, each in its own thread. An asynchronous run makes
+    # that many, so the more calls, the fewer prompts in each.
     calls: Callable[[Any, ClusterInfo], int] = one
-    # Bundles of one replica, neighbours on one machine, each as `resources` says. On each of them a process of the
-    # engine holds a part of the model, and receives weights. Asked where `check` has found nothing.
+    # The number of bundles of one replica, adjacent on one machine, each as in `resources`. On each of them a process
+    # of the engine holds a part of the model and receives weights. Called only if `check` finds no problem.
     bundles: Callable[[Any, ClusterInfo], int] = one
-    # What is to be said of its libraries on this machine; `corerl doctor` calls it in a process of its own.
+    # Findings about the engine's libraries on this machine; `corerl doctor` calls it in a separate process.
     probe: Callable[[], Iterable[Finding]] = no_findings
-    # The form in which it takes weights, as `weights.quantize` names it: the run's must be the same. "fp8" comes as the
-    # tensors of `corerl.weights.quantize`.
+    # The form in which it takes weights; must equal the run's `weights.quantize`. "fp8" means the tensors of
+    # `corerl.weights.quantize`.
     quantized: Callable[[Any, ClusterInfo], str] = not_quantized
 
 
@@ -149,7 +149,7 @@ class ExtensionSpec:
     summary: str
     process: Process
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = no_problems
-    traces: bool = False  # on the driver: hears `Worked` of every call, for which all processes then keep records
+    traces: bool = False  # on the driver: receives `Worked` for every call, so that all processes keep records
 
 
 Spec: TypeAlias = BackendSpec | EngineSpec | ExtensionSpec

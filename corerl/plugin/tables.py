@@ -1,4 +1,4 @@
-"""A plugin's settings as a user would write them: TOML with each one's default, type and sentence of help."""
+"""A plugin's settings as TOML, each with its default, type and help text."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from corerl.messages import one_line
 from corerl.plugin.registry import Kind, Loaded
 
 SELECTED_BY = {Kind.BACKENDS: "backend.name", Kind.ENGINES: "rollout.engine"}
-WIDTH = 100  # of a comment
+WIDTH = 100  # columns of a comment
 
 
 def table_of(kind: Kind, loaded: Loaded) -> str:
-    """The table of one plugin, for a config file; a config with it is the same run as one without."""
+    """One plugin's table for a config file, all settings at their defaults: adding it changes nothing in the run."""
     source = f" ({loaded.distribution} {loaded.version})" if loaded.distribution else ""
     lines = _comment(f"{kind.noun} {loaded.name}{source}: {loaded.spec.summary}")
     if kind is Kind.EXTENSIONS:
@@ -42,7 +42,7 @@ def table_of(kind: Kind, loaded: Loaded) -> str:
 
 
 def _table(cls: type, options: Any, path: str) -> Iterator[str]:
-    """One table and those inside it. TOML wants a table's own settings before the tables in it."""
+    """The lines of a table and its subtables. TOML wants a table's own settings before its subtables."""
     yield f"[{path}]"
     inside = []
     for attribute in class_fields(cls).values():

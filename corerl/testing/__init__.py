@@ -1,1 +1,1 @@
-"""What plugin authors test with: the plain backend, tolerances, worker pools, tiny models."""
+"""Test tools for plugin authors: the conformance suite, the plain backend, tolerances, worker pools, tiny models."""

@@ -1,4 +1,4 @@
-"""How much memory the tensors hold that a block of code makes."""
+"""Measure the memory of the tensors that a block of code creates."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from torch.utils._pytree import tree_leaves
 class Allocations(TorchDispatchMode):
     """`with Allocations() as found:` then `found.peak`, `found.largest` in bytes.
 
-    Counts each storage that an operation of this thread returns and was not given, until the last tensor on it is gone.
-    Storages that are there already do not count, nor does what has no memory: tensors on meta, files that are mapped.
+    Counts each storage that an operation in this thread creates, until the last tensor that uses it is gone. Existing
+    storages do not count, nor do tensors without memory: on meta, or memory-mapped.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = 0  # one storage
-        self.peak = 0  # held at once
+        self.largest = 0  # bytes of the largest storage
+        self.peak = 0  # most bytes held at once
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     @property
     def held(self) -> int:
-        """Now."""
+        """Bytes held now."""
         return sum(storage.nbytes() for ref in self._live.values() if (storage := ref()) is not None)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back with the local tensors, which are what has memory
+            return NotImplemented  # the call comes back with the local tensors, which have the memory
         given = {storage._cdata for storage in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):

@@ -1,4 +1,4 @@
-"""All ranks' reports put together, and what they are compared with: bits, tolerances, transformers."""
+"""Combine all ranks' reports, and compare them: bit by bit, within tolerances, with transformers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ SAVED = ("master", "exp_avg", "exp_avg_sq")
 
 @frozen(kw_only=True, eq=False)
 class Trajectory:
-    """Some optimizer steps as the driver sees them."""
+    """Optimizer steps as the driver sees them."""
 
-    results: list[tuple[TrainResult, ...]]  # of each step, by rank
+    results: list[tuple[TrainResult, ...]]  # for each step, the results by rank
     losses: list[float]
     grad_norms: list[float]
     at_start: dict[str, Tensors]
@@ -59,7 +59,7 @@ def together(reports: Sequence[training.Trained]) -> Trajectory:
 
 
 def loss_of(results: Sequence[TrainResult]) -> float:
-    """Summed over the ranks, as the driver does."""
+    """The loss, summed over the ranks as the driver does."""
     return sum(result.metrics["loss"].value for result in results if "loss" in result.metrics)
 
 
@@ -70,12 +70,12 @@ def grad_norm_of(results: Sequence[TrainResult]) -> float:
 
 
 def metrics_of(results: Sequence[TrainResult]) -> dict[str, float]:
-    """All ranks' metrics of one step, merged as the driver merges them."""
+    """All ranks' metrics of one step, merged as the driver does."""
     return {name: metric.value for name, metric in merge_metrics(result.metrics for result in results).items()}
 
 
 def assert_same_metrics(found: Trajectory, wanted: Trajectory) -> None:
-    """Every metric of each step, within the tolerance of what is divided by small counts."""
+    """Compare every metric of each step, within the tolerance for means over few tokens."""
     for number, results in enumerate(zip(found.results, wanted.results, strict=True)):
         mine, others = (metrics_of(each) for each in results)
         assert mine.keys() == others.keys()
@@ -85,7 +85,7 @@ def assert_same_metrics(found: Trajectory, wanted: Trajectory) -> None:
 
 
 def whole(states: Sequence[State]) -> dict[str, Tensors]:
-    """Tensors put together from all ranks' boxes, each element from exactly one."""
+    """Assemble tensors from all ranks' boxes; each element must be in exactly one."""
     found: dict[str, Tensors] = {}
     for key in states[0]:
         tensors: Tensors = {}
@@ -102,7 +102,7 @@ def whole(states: Sequence[State]) -> dict[str, Tensors]:
 
 
 def in_order(results: Sequence[ForwardResult], samples: SampleBatch, output: Output) -> FloatArray:
-    """[N, ...] in the batch's order, each sample from exactly one rank."""
+    """[N, ...] output in the batch's order; each sample must come from exactly one rank."""
     shape = next(result.outputs[output].shape[1:] for result in results if len(result.samples))
     column = np.full((len(samples.tokens), *shape), np.nan, np.float32)
     for result in results:
@@ -119,14 +119,14 @@ def in_order(results: Sequence[ForwardResult], samples: SampleBatch, output: Out
 
 
 def assert_follows(found: Trajectory, wanted: Trajectory) -> None:
-    """Loss and grad norm of each step, and the weights at the end, within the tolerances of float32."""
+    """Compare the loss and grad norm of each step, and the final weights, within the float32 tolerances."""
     assert found.losses == pytest.approx(wanted.losses, rel=LOSS.relative, abs=LOSS.absolute)
     assert found.grad_norms == pytest.approx(wanted.grad_norms, rel=GRAD_NORM.relative)
     assert weights_apart(found.state["master"], wanted.state["master"]) < WEIGHTS_L2
 
 
 def weights_apart(found: Tensors, wanted: Tensors) -> float:
-    """L2 norm of the difference over that of the weights."""
+    """The L2 norm of the difference, relative to that of `wanted`."""
     assert found.keys() == wanted.keys()
     apart = math.fsum(float(((found[name] - wanted[name]).astype(np.float64) ** 2).sum()) for name in wanted)
     size = math.fsum(float((wanted[name].astype(np.float64) ** 2).sum()) for name in wanted)
@@ -134,7 +134,7 @@ def weights_apart(found: Tensors, wanted: Tensors) -> float:
 
 
 def different(found: Mapping[str, Tensors], wanted: Mapping[str, Tensors], keys: Collection[str] = SAVED) -> list[str]:
-    """What is not equal to the last bit."""
+    """The tensors that are not equal to the last bit."""
     assert all(found[key].keys() == wanted[key].keys() for key in keys)
     return [
         f"{key} of {name}" for key in keys for name in wanted[key] if not same_bits(found[key][name], wanted[key][name])
@@ -146,7 +146,7 @@ def same_bits(a: Array, b: Array) -> bool:
 
 
 def transformers_outputs(directory: Path, samples: SampleBatch) -> dict[Output, FloatArray]:
-    """Log-probs and entropy [N] by transformers alone: each sample by itself, all of its logits."""
+    """Log-probs and entropy [N] by transformers alone, from all logits of each sample by itself."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     columns = {output: np.zeros(len(samples.tokens), np.float32) for output in (Output.LOGPROBS, Output.ENTROPY)}
     for start, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):
@@ -170,14 +170,14 @@ def files_of(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def largest_parameter(directory: Path) -> int:
-    """Elements of the model's largest parameter, as modules hold it: a layer's experts together."""
+    """The number of elements of the model's largest parameter, in which a layer's experts are fused."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
     return max(param.numel() for param in model.parameters())
 
 
 def mean_apart(found: Sequence[float], wanted: Sequence[float]) -> float:
-    """The mean over steps of |found - wanted|, over the mean size of `wanted`: single losses may be near zero."""
+    """The mean over steps of |found - wanted|, relative to the mean |wanted|, since single losses may be near zero."""
     return float(np.abs(np.subtract(found, wanted)).mean() / np.abs(wanted).mean())
 
 

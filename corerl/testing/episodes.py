@@ -1,4 +1,4 @@
-"""A rollout function without a run: a policy that says, over HTTP as in a run, what a script has it say."""
+"""Test a rollout function without a run: a policy that gives scripted answers, over HTTP as in a run."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from corerl.rollout.tool_calls import as_told, format_of
 
 @frozen(kw_only=True)
 class Scripted:
-    """An episode to give to a function, and what that has asked."""
+    """An episode to pass to a rollout function, and the requests that the function made."""
 
     episode: Episode
     requests: list[ChatRequest] = field(factory=list)
 
     @property
     def asked(self) -> list[list[str]]:
-        """Of each request the texts of its messages."""
+        """The message texts of each request."""
         return [[str(message.get("content") or "") for message in request.messages] for request in self.requests]
 
 
 @contextmanager
 def scripted(prompt: Prompt, answers: Sequence[str], *, tool_calls: str = "hermes") -> Iterator[Scripted]:
-    """One answer after the other; a request beyond the last one is refused. Where a request has tools, calls of these
-    are read as `rollout.episodes.tool_calls` says."""
+    """Give `answers` one after the other, and refuse further requests. If a request has tools, tool calls are parsed as
+    `rollout.episodes.tool_calls` says."""
     front = Front(temperature=1.0, top_p=1.0)
     left = iter(answers)
     calling = format_of(tool_calls, "")

@@ -1,4 +1,4 @@
-"""What checks are given: a backend on its ranks, models, and what several checks look at. A part of `plugin`."""
+"""Fixtures of the checks: a backend on its ranks, models, and runs that several checks share. A part of `plugin`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def backend_name(request: pytest.FixtureRequest) -> str:
-    """Which backend: override it in the file that imports the suite, or give --corerl-backend."""
+    """The backend to check: override this in the file that imports the suite, or pass --corerl-backend."""
     name: str = request.config.getoption("--corerl-backend")
     if not name:
         raise pytest.UsageError("which backend? override the fixture backend_name, or give --corerl-backend NAME")
@@ -31,7 +31,7 @@ def backend_name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def backend_options() -> Callable[[int], Mapping[str, Any]]:
-    """The options that the backend is checked with, by level; override it where the defaults do not fit."""
+    """The options that the backend is checked with, by level; override this if the defaults do not fit."""
     return lambda level: {}
 
 
@@ -42,13 +42,13 @@ def options(request: pytest.FixtureRequest, backend_options: Callable[[int], Map
 
 @pytest.fixture
 def loaded(backend_name: str) -> Loaded:
-    """The spec, and where it came from."""
+    """The backend's spec, and its entry point."""
     return load(Kind.BACKENDS, backend_name)
 
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
-    """Two processes, for the whole test run."""
+    """Two rank processes, for the whole test run."""
     pool = RankPool(2)
     yield pool
     pool.close()
@@ -56,13 +56,13 @@ def rank_pool() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def rank_sets(rank_pool: RankPool) -> Mapping[int, Ranks]:
-    """World size -> where its ranks run."""
+    """World size -> the processes that run its ranks."""
     return {1: OneRank(), rank_pool.world_size: rank_pool}
 
 
 @pytest.fixture(scope="session")
 def model_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Kind -> a directory that transformers wrote."""
+    """Kind of model -> a directory written by transformers."""
     from corerl.testing.models import KINDS, write_tiny_model
 
     return {kind: write_tiny_model(kind, tmp_path_factory.mktemp("models") / kind) for kind in KINDS}
@@ -70,7 +70,7 @@ def model_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 
 @pytest.fixture(scope="session")
 def runs(rank_sets: Mapping[int, Ranks], model_directories: Mapping[str, Path]) -> Runs:
-    """Trajectories that several checks look at, each trained once."""
+    """Trajectories that several checks share, each trained once."""
     from corerl.testing.subject import Runs
 
     return Runs(rank_sets, model_directories)
@@ -82,7 +82,7 @@ def gpu_runs(
     backend_options: Callable[[int], Mapping[str, Any]],
     model_directories: Mapping[str, Path],
 ) -> Iterator[Runs]:
-    """One rank on a GPU, and two where there are as many, in the environment that the backend asks for."""
+    """Runs on one GPU, and on two if there are two, in the environment that the backend asks for."""
     from corerl.testing.subject import Runs
 
     spec = load(Kind.BACKENDS, backend_name).spec
@@ -99,7 +99,7 @@ def gpu_runs(
 
 @pytest.fixture(scope="session")
 def _refusals() -> dict[str, str]:
-    """Backend -> how it refused several ranks, so that it is asked once."""
+    """Backend -> its refusal of several ranks, kept so that it is asked once."""
     return {}
 
 
@@ -113,10 +113,10 @@ def subject(
     tmp_path: Path,
     _refusals: dict[str, str],
 ) -> Subject:
-    """The backend on `world_size` ranks, with whatever it declares that it lacks allowed.
+    """The backend on `world_size` ranks, allowed to try what it declares that it lacks.
 
-    Several ranks are the exception: a backend that declares itself one process is asked to start on two, once, and its
-    refusal is what each check on two ranks ends with.
+    Several ranks are the exception: a backend that declares itself one process is asked once to start on two, and each
+    check on two ranks then ends with its refusal.
     """
     from corerl.testing.subject import Subject
 
@@ -144,7 +144,7 @@ def subject(
 
 @pytest.fixture(scope="module")
 def seats() -> Iterator[Mapping[str, Any]]:
-    """Ray, started by the first check that asks; these come last, so that no other test finds it running."""
+    """Ray, started by the first check that needs it; these checks come last, so that no other finds it running."""
     from corerl.testing import groups
 
     with groups.seats() as seats:
@@ -158,7 +158,7 @@ def _wrapped() -> dict[str, Any]:
 
 @pytest.fixture
 def wrapped(subject: Subject, seats: Mapping[str, Any], _wrapped: dict[str, Any]) -> Any:
-    """A group with three wrappers around its backend, which has run and lost a rank; once for several checks."""
+    """A group with three wrappers around its backend, after it has run and lost a rank; shared by several checks."""
     from corerl.testing import groups
 
     setup = subject.setup("qwen3")

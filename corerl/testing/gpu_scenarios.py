@@ -1,4 +1,4 @@
-"""What a rank does on a GPU for one check, and what the driver says of the device's memory meanwhile."""
+"""What a rank does on a GPU for one check, and the device memory that the driver reports meanwhile."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from corerl.types import Array, MemoryKind, TrainResult
 from corerl.weights.transports.inprocess import InProcessSender
 
 KINDS = frozenset(MemoryKind)
-# Sizes at which a model is most of what its process holds; about 0.4 GB in float32, its moments twice as much.
-SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}  # as many as there are stages
+# Sizes at which the model dominates its process's memory: about 0.4 GB in float32, and twice that for moments.
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}  # one layer per pipeline stage
 FIELDS = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 8009}
 
 
 def used() -> int:
-    """Bytes of this rank's device, as the driver reports them: contexts and caches included."""
+    """Bytes in use on this rank's device, as the driver reports them, contexts included."""
     torch.cuda.synchronize()
     empty_cache(torch.device("cuda"))
     free, total = torch.cuda.mem_get_info()
@@ -31,19 +31,19 @@ def used() -> int:
 
 @frozen(kw_only=True)
 class Memory:
-    before: int  # used, with a context, loaded kernels and no model
+    before: int  # bytes used with a context and loaded kernels, but no model
     trained: int  # after two steps
-    # Asleep one after the other: of the storages, as the rank read it from the driver, and as it is read here.
+    # Put to sleep one by one: bytes freed by storages, as the rank read them from the driver, and as read here.
     freed: Mapping[MemoryKind, tuple[int, int, int]]
-    residual: int  # as the rank read it when all sleep
-    asleep: int  # when all sleep
-    twice: tuple[int, int]  # freed by sleeping, and restored by waking, once more
+    residual: int  # as the rank read it when all kinds sleep
+    asleep: int  # when all kinds sleep
+    twice: tuple[int, int]  # freed by sleeping again, restored by waking again
     awake: int
     equal: bool  # weights and moments, to the last bit
 
 
 def measure_sleep(setup: Setup) -> Memory:
-    # A first model leaves what no backend can give back before the process ends: a context, and loaded kernels.
+    # A first model leaves a context and loaded kernels, which no backend can free before the process ends.
     with running(evolve(setup, fields={**setup.fields, **SMALL})) as worker:
         train(worker, setup, 0)
     gc.collect()
@@ -75,12 +75,12 @@ def measure_sleep(setup: Setup) -> Memory:
 @frozen(kw_only=True)
 class Cycles:
     used: list[int]  # after each cycle
-    equal: list[bool]  # weights and moments across each sleep
+    equal: list[bool]  # whether each sleep kept weights and moments
     results: list[TrainResult]
 
 
 def cycle(setup: Setup, cycles: int, sleeps: bool) -> Cycles:
-    """Train, sleep, wake, and again."""
+    """Train, sleep and wake up, `cycles` times."""
     with running(setup) as worker:
         held, equal, results = [], [], []
         for number in range(cycles):
@@ -95,7 +95,7 @@ def cycle(setup: Setup, cycles: int, sleeps: bool) -> Cycles:
 
 
 def push_after_waking(setup: Setup) -> tuple[dict[str, Array], State]:
-    """An update as soon as parameters are awake, and what was trained."""
+    """What an update sends as soon as parameters are awake, and the trained state."""
     arrived: dict[str, Array] = {}
     with running(setup) as worker:
         train(worker, setup, 0)
@@ -117,7 +117,7 @@ def _push(worker: Worker, arrived: dict[str, Array]) -> None:
 
 
 def memory_of_other_devices(setup: Setup, own: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Bytes in use on each device that no rank has, before a worker trains and while it is there."""
+    """Bytes in use on each device that no rank owns, before a worker trains and while it exists."""
     torch.zeros(1, device="cuda")
     before = _others(own)
     with running(setup) as worker:
@@ -128,7 +128,7 @@ def memory_of_other_devices(setup: Setup, own: Sequence[int]) -> tuple[dict[int,
 
 
 def _others(own: Sequence[int]) -> dict[int, int]:
-    # To ask torch would itself create a context on each device.
+    # Asking torch would create a context on each device.
     answer = subprocess.run(
         ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""A backend under Ray: a role's ranks as one object, engines beside it, as a run has them."""
+"""A backend under Ray: a role's ranks as one group, next to engines, as in a run."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ from corerl.types import FloatArray, Output, SampleBatch, TrainResult, offsets_o
 from corerl.weights.transport import Address
 
 ENGINE = "transformers"
-# torch reads the first when it is imported; Ray itself would make it 1, the CPUs that a process asks for. All ranks
-# have more such threads than there are cores: by the second they sleep while they wait, and take no core from others.
+# torch reads the first on import; Ray would set it to 1, the number of CPUs that a process requests. All ranks together
+# have more such threads than there are cores: the second makes them sleep while they wait, which leaves cores to
+# others.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "2",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -49,7 +50,7 @@ SEATED_WITHIN = 60.0  # seconds
 
 @contextlib.contextmanager
 def seats() -> Iterator[Mapping[str, list[Seat]]]:
-    """Ray on this machine with room for two ranks and an engine."""
+    """Start Ray on this machine, with seats for two ranks and an engine."""
     with ray_session(address="", cpus=3):
         with seated(arrange({ACTOR: 2, "engines": 1}, apart=("engines",)), timeout=SEATED_WITHIN) as all_seats:
             yield all_seats
@@ -81,7 +82,7 @@ def plan_of(setup: Setup, ranks: int, run_dir: Path, extensions: Sequence[str] =
 
 @contextlib.contextmanager
 def launched(plan: RolePlan, seats: Sequence[Seat]) -> Iterator[TrainGroup]:
-    """Started, and not initialised."""
+    """A group that is started but not initialized."""
     group = TrainGroup.launch(plan, seats[: len(plan.assignments)], {**ENVIRONMENT, **plan.environment})
     try:
         yield group
@@ -113,7 +114,7 @@ def logprobs(group: TrainGroup, setup: Setup, batch: SampleBatch) -> FloatArray:
 
 @contextlib.contextmanager
 def engine(setup: Setup, seats: Sequence[Seat]) -> Iterator[EngineFleet]:
-    """One replica, which has the model's architecture and waits for its weights."""
+    """One engine replica with the model's architecture, waiting for weights."""
     loaded = load(Kind.ENGINES, ENGINE)
     assignment = EngineAssignment(
         engine=ENGINE,
@@ -135,7 +136,7 @@ def engine(setup: Setup, seats: Sequence[Seat]) -> Iterator[EngineFleet]:
 
 
 def push(group: TrainGroup, fleet: EngineFleet, version: int, *, transport: str, directory: Path) -> dict[str, str]:
-    """What the engine has to say of the update: "" where it arrived whole, by its checksums."""
+    """Update the engine; returns each engine's error, "" if the weights arrived whole by their checksums."""
     senders = (0,) * len(fleet.names)
     address = Address(transport=transport, engines=fleet.names, path=str(directory), senders=senders, timeout=60.0)
     address = meeting_at(address, group)
@@ -146,7 +147,7 @@ def push(group: TrainGroup, fleet: EngineFleet, version: int, *, transport: str,
 
 
 def sampled(fleet: EngineFleet, number: int) -> SampleBatch:
-    """What the engine answers to a few prompts, as the loop gives it to training."""
+    """The engine's answers to a few prompts, as the loop passes them to training."""
     rng = np.random.default_rng(number)
     prompts = [rng.integers(3, 97, length) for length in (3, 5, 2, 4)]
     request = GenerateRequest(
@@ -187,14 +188,14 @@ def sampled(fleet: EngineFleet, number: int) -> SampleBatch:
 
 @frozen(kw_only=True)
 class Wrapped:
-    """A group whose ranks had three wrappers, and one of which was killed."""
+    """What a group with three wrappers reported, before and after one of its ranks was killed."""
 
     results: list[TrainResult]  # of steps 0 to 2
     logprobs: FloatArray
     calls: list[tuple[int, str, str, str]]  # process, wrapper, hook, in or out
     processes: list[Mapping[str, Any]]  # by rank: pid, threads, env
-    died: str  # the error of training after it
-    then: str  # of the next call
+    died: str  # the error of training afterwards
+    then: str  # the error of the next call
 
 
 def wrapped(setup: Setup, ranks: int, seats: Sequence[Seat], run_dir: Path) -> Wrapped:

@@ -1,4 +1,4 @@
-"""One rank of a backend on made-up samples, without Ray: the same worker that a run starts, driven by hand."""
+"""One rank of a backend on made-up samples, without Ray: the same worker as in a run, driven by hand."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ LOSS = LossSpec(
     outputs=(Output.LOGPROBS, Output.ENTROPY),
 )
 VALUE_LOSS = LossSpec(name="value", params={"value_clip": 0.3}, outputs=(Output.VALUES,))
-# No value is a default, so that one that does not arrive is seen. eps is far above the rounding of gradients: with
-# 1e-8, a single gradient of 1e-9 that is all rounding moves its weight by a good part of the learning rate.
+# No value is a default, so that a value that is ignored shows. eps is far above the rounding of gradients: with 1e-8, a
+# gradient of 1e-9 that is pure rounding error moves its weight by a good part of the learning rate.
 TRAIN = TrainConfig(
     tokens_per_micro_batch=48,
     optimizer=OptimizerConfig(lr=1e-3, betas=(0.85, 0.97), eps=1e-5, weight_decay=0.1, clip_norm=0.5),
@@ -56,19 +56,19 @@ TEMPERATURES = (0.8, 1.0, 0.7)
 
 @frozen(kw_only=True)
 class Setup:
-    """What a rank needs to know to start a worker; plain data, equal on all ranks."""
+    """What a rank needs to start a worker; plain data, equal on all ranks."""
 
     backend: str
-    model: str  # a Hugging Face directory; empty starts random from `fields`
+    model: str  # a Hugging Face directory; if empty, weights are random for the config `fields`
     fields: Mapping[str, Any] = field(factory=dict)  # of a Hugging Face config
     train: TrainConfig = TRAIN
     options: Mapping[str, Any] = field(factory=dict)  # the backend's own
     weights: WeightsConfig = WeightsConfig(bucket_bytes=2**14)
     seed: int = 0
     device: str = "cpu"
-    sequence_multiple: int = 1  # pads sequences beyond what the backend asks for
-    value_head: bool = False  # a critic
-    lifted: bool = False  # nothing is refused for want of a declared capability: the backend must show that it cannot
+    sequence_multiple: int = 1  # extra padding of sequences, besides the backend's own
+    value_head: bool = False  # whether it is a critic
+    lifted: bool = False  # let the backend try what it declares that it lacks
 
     @property
     def loss(self) -> LossSpec:
@@ -83,9 +83,9 @@ class Setup:
 
 
 def make_samples(seed: int, *, samples: int = 7, vocab: int = 97, temperature: float = 0.8) -> SampleBatch:
-    """Samples of 4 to 23 random tokens, in groups of two, with log-probs and advantages that mean nothing but differ.
+    """Samples of 4 to 23 random tokens, in groups of two, with arbitrary but varied log-probs and advantages.
 
-    Advantages have both signs and a mean, so that a loss is no small difference of large sums.
+    Advantages have both signs and a nonzero mean, so that a loss is not a small difference of large sums.
     """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(4, 24, samples)
@@ -118,13 +118,13 @@ def make_samples(seed: int, *, samples: int = 7, vocab: int = 97, temperature: f
 
 
 def samples_at(step: int) -> SampleBatch:
-    """The batch of optimizer step `step`: the same for every backend and world size. Its temperature is another one at
-    every step, so that a backend that keeps its first one is seen."""
+    """The batch of optimizer step `step`: the same for every backend and world size. The temperature changes at every
+    step, so that a backend that keeps the first one shows."""
     return make_samples(1000 + step, temperature=TEMPERATURES[step % len(TEMPERATURES)])
 
 
 def step_at(number: int) -> Step:
-    """A learning rate that is another one at every step, so that a backend that keeps its first one is seen."""
+    """Step `number`, with a learning rate that changes at every step, so that a backend that keeps the first shows."""
     return Step(optimizer_step=number, rollout_step=number, lr=1e-3 * 0.95**number)
 
 
@@ -132,7 +132,7 @@ def step_at(number: int) -> Step:
 
 
 def role_config(setup: Setup, *, resume: str = "") -> RoleConfig:
-    """With the backend's options as a plain table."""
+    """The role's config, with the backend's options as a plain table."""
     return RoleConfig(
         model=ModelConfig(path=setup.model, config=setup.fields),
         train=setup.train,
@@ -147,7 +147,7 @@ def role_config(setup: Setup, *, resume: str = "") -> RoleConfig:
 
 
 def make_worker(setup: Setup, *, resume: str = "") -> Worker:
-    """A worker that is not initialised yet; its rank and world size are this process's."""
+    """A worker that is not initialized yet, with this process's rank and world size."""
     several = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
     local_rank = rank if setup.device == "cuda" else 0
@@ -166,21 +166,21 @@ def make_worker(setup: Setup, *, resume: str = "") -> Worker:
 
 
 def start(setup: Setup, *, resume: str = "") -> tuple[Worker, InitResult]:
-    """A worker that is initialised."""
+    """An initialized worker."""
     worker = make_worker(setup, resume=resume)
     return worker, worker.init("127.0.0.1", 0)
 
 
 @contextmanager
 def running(setup: Setup, *, resume: str = "") -> Iterator[Worker]:
-    """`start`, and shut down in the end."""
+    """`start` a worker, and shut it down at the end."""
     worker, _ = start(setup, resume=resume)
     yield worker
     worker.shutdown("the check is done")
 
 
 def padded_layout(worker: Worker, setup: Setup) -> ParallelLayout:
-    """The rank's own, with sequences padded as the setup asks besides."""
+    """The rank's layout, with the setup's extra padding of sequences."""
     layout = worker.backend.layout
     return evolve(layout, sequence_multiple=math.lcm(setup.sequence_multiple, layout.sequence_multiple))
 
@@ -200,7 +200,7 @@ def packed_for_training(worker: Worker, setup: Setup, samples: SampleBatch) -> P
 
 
 def train(worker: Worker, setup: Setup, number: int, *, samples: SampleBatch | None = None) -> TrainResult:
-    """Optimizer step `number`, on its own samples unless others are given."""
+    """Take optimizer step `number`, on its own samples unless others are given."""
     batch = packed_for_training(worker, setup, samples or samples_at(number))
     return worker.host.train(batch=batch, loss=setup.loss, step=step_at(number))
 
@@ -208,7 +208,7 @@ def train(worker: Worker, setup: Setup, number: int, *, samples: SampleBatch | N
 def forward(
     worker: Worker, setup: Setup, samples: SampleBatch, *, weights: str = "", outputs: tuple[Output, ...] = ()
 ) -> ForwardResult:
-    """Log-probs and entropy, or a critic's values, or what else is asked for, of this rank's share of the samples."""
+    """`outputs` of this rank's share of the samples; by default log-probs and entropy, or a critic's values."""
     layout = padded_layout(worker, setup)
     plan = plan_forward(samples, layout, tokens_per_micro_batch=setup.train.tokens_per_micro_batch)
     batch = pack(samples, plan, layout.dp_rank, sequence_multiple=layout.sequence_multiple)
@@ -216,7 +216,7 @@ def forward(
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """Its type and message, "" where nothing is raised."""
+    """The type and message of the CorerlError that `call` raises; "" if it raises none."""
     try:
         call()
     except CorerlError as error:
@@ -229,7 +229,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 @frozen(kw_only=True, eq=False)
 class Box:
-    """A copy of one chunk that is this rank's to save."""
+    """A copy of one chunk that this rank saves."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -241,7 +241,7 @@ State = Mapping[str, list[Box]]  # StateKey -> this rank's boxes
 
 
 def state_of(worker: Worker) -> dict[str, list[Box]]:
-    """Masters, moments and what forward reads, copied."""
+    """Copies of this rank's masters, moments and parameters."""
     return {
         key.value: [
             Box(name=chunk.name, shape=chunk.shape, offsets=chunk.offsets, values=_copied(chunk.view))
@@ -253,6 +253,6 @@ def state_of(worker: Worker) -> dict[str, list[Box]]:
 
 
 def _copied(view: torch.Tensor) -> Array:
-    # Cloned first: a storage that numpy has seen once cannot be resized any more, and could not sleep.
+    # Cloned first: a storage shared with numpy can no longer be resized, so it could not sleep.
     copied: Array = view.detach().float().cpu().clone().numpy()
     return copied

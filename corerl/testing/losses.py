@@ -1,4 +1,4 @@
-"""A loss of the suite's own, given to backends by its name as a user's would be."""
+"""A loss of the suite, passed to backends by name like a user's loss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from corerl.types import LossSpec, Output, Reduction
 
 
 def likelihood(inputs: LossInputs) -> LossResult:
-    """loss = -sum_t weights_t * logprobs_t: nothing holds the policy back, and nothing can go wrong."""
+    """loss = -sum_t weights_t * logprobs_t: plain maximum likelihood, without clipping or penalties."""
     assert inputs.logprobs is not None
     loss = -(inputs.columns["weights"] * inputs.logprobs).sum()
     return LossResult(loss, {"loss": TensorMetric(loss.detach(), torch.ones_like(loss), Reduction.SUM)})

@@ -1,6 +1,6 @@
-"""How a check says what it is: `@check("C12", level=1, needs=[Capability.MOE], builds_on=["C11"])`.
+"""Mark a test as a check: `@check("C12", level=1, needs=[Capability.MOE], builds_on=["C11"])`.
 
-The plugin reads this; a check is otherwise an ordinary test.
+The plugin reads the mark; otherwise a check is an ordinary test.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ LEVELS = {
 
 @frozen(kw_only=True)
 class Check:
-    """One test of the suite; several may share an id, which they fail together."""
+    """One test of the suite. Several may share an id, which fails if any of them does."""
 
     id: str
-    level: int  # at one rank, for those that run at several world sizes; two ranks are level 2 at least
-    needs: tuple[Capability, ...]  # where the backend declares one of them unsupported, the check must fail
-    builds_on: tuple[str, ...]  # ids; where one of them failed, this check is blocked and says nothing
+    level: int  # on one rank; on two ranks a check is at least level 2
+    needs: tuple[Capability, ...]  # if the backend declares one of these unsupported, the check must fail
+    builds_on: tuple[str, ...]  # ids; if one of them failed, this check is blocked
     ranks: tuple[int, ...]  # world sizes, for a check with an argument `subject` or `world_size`
 
     def level_at(self, world_size: int) -> int:
@@ -40,7 +40,7 @@ class Check:
 
 
 def check(
-    id: str,  # noqa: A002  -- what it is called everywhere
+    id: str,  # noqa: A002  -- its name everywhere
     *,
     level: int,
     needs: Sequence[Capability] = (),
@@ -57,7 +57,7 @@ def check(
 
 
 def check_of(function: object) -> Check | None:
-    """What `function` was marked with; None for anything else."""
+    """The mark of `function`; None if it has none."""
     for mark in getattr(function, "pytestmark", ()):
         if mark.name == MARK:
             found: Check = mark.args[0]

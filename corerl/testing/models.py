@@ -1,4 +1,4 @@
-"""Tiny models of every kind that CoreRL trains, for tests: built in milliseconds, and no tensor like another."""
+"""Tiny models of every kind that CoreRL trains, for tests: built in milliseconds, with no two tensors alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 KINDS = ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3-moe")
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": 97,  # a prime: no shard of it is even
+    "vocab_size": 97,  # a prime, so that shards are uneven
     "hidden_size": 64,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -26,7 +26,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "qwen3-tied": {"head_dim": 16, "tie_word_embeddings": True},
     "qwen2": {},  # has biases
-    "llama": {"head_dim": 16, "pad_token_id": 5},  # a token that samples hold, and whose input row is not trained
+    "llama": {"head_dim": 16, "pad_token_id": 5},  # occurs in samples, and its embedding is not trained
     "qwen3-moe": {
         "head_dim": 16,
         "moe_intermediate_size": 32,
@@ -38,7 +38,7 @@ _OWN: dict[str, dict[str, Any]] = {
 
 
 def tiny_fields(kind: str) -> dict[str, Any]:
-    """What `[model.config]` would hold for this kind: about 0.2 million parameters, 4 layers, 97 tokens."""
+    """The `[model.config]` of this kind: about 0.2 million parameters, 4 layers, 97 tokens."""
     model_type = {"qwen3-tied": "qwen3", "qwen3-moe": "qwen3_moe"}.get(kind, kind)
     return {"model_type": model_type, **_COMMON, **_OWN[kind]}
 
@@ -49,9 +49,9 @@ def tiny_config(kind: str) -> PreTrainedConfig:
 
 
 def write_tiny_model(kind: str, directory: str | Path, seed: int = 0) -> Path:
-    """Save float32 weights, in several shards with an index, as transformers does it; returns `directory`.
+    """Save float32 weights with transformers, in several shards with an index; returns `directory`.
 
-    Norms and biases, which begin as ones and zeros, are moved: a tensor that is mixed up with another is seen.
+    Norms and biases, initially ones and zeros, get noise, so that mixed-up tensors show.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What is known of each check that was selected, how it ended, and what is told of all of them in the end."""
+"""The selected checks, their outcomes, and the final report and summary."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Selected:
 
     check: Check
     level: int
-    world_size: int  # 0 where it has no say
+    world_size: int  # 0 if the check does not take one
     parameters: str
     needs: tuple[Capability, ...]
-    backend: str = ""  # known once it is set up
-    unsupported: dict[str, str] = field(factory=dict)  # capability that it needs and the backend lacks -> reason
+    backend: str = ""  # known once the check is set up
+    unsupported: dict[str, str] = field(factory=dict)  # needed capability that the backend lacks -> reason
     blocked_by: str = ""
 
 
@@ -54,23 +54,23 @@ SESSION = pytest.StashKey["Session"]()
 
 @define
 class Session:
-    """Of one test run."""
+    """The state of one test run."""
 
     level: int
     skipped_levels: dict[int, str]
     expected: dict[str, str]  # id -> reason
-    outcomes: list[tuple[str, Outcome]] = field(factory=list)  # with the backend
+    outcomes: list[tuple[str, Outcome]] = field(factory=list)  # (backend, outcome)
     failed: dict[tuple[str, str], set[int]] = field(factory=dict)  # (backend, id) -> world sizes, 0 for none
-    root_of: dict[tuple[str, str, int], str] = field(factory=dict)  # of what was blocked, the id that failed
+    root_of: dict[tuple[str, str, int], str] = field(factory=dict)  # blocked (backend, id, world size) -> failed id
     passed_against_expectation: list[str] = field(factory=list)
 
     def blocked_by(self, found: Selected) -> str:
-        """The id that failed and that `found` builds on, directly or not; "" where there is none."""
+        """The failed id that `found` builds on, directly or indirectly; "" if there is none."""
         for id_ in found.check.builds_on:
             for world_size in sorted({0, 1, found.world_size} if found.world_size else {0, 1, 2}):
                 if world_size in self.failed.get((found.backend, id_), ()):
                     return self.root_of.get((found.backend, id_, world_size), id_)
-        # On two ranks a check builds on itself on one.
+        # On two ranks a check builds on itself on one rank.
         if found.world_size > 1 and 1 in self.failed.get((found.backend, found.check.id), ()):
             return self.root_of.get((found.backend, found.check.id, 1), found.check.id)
         return ""
@@ -105,7 +105,7 @@ def describe(name: str, session: Session) -> list[str]:
 
 
 def report(backend: str, session: Session) -> dict[str, Any]:
-    """All that is known of one backend, as plain data."""
+    """The report on one backend, as plain data."""
     import torch
 
     import corerl
@@ -136,7 +136,7 @@ def report(backend: str, session: Session) -> dict[str, Any]:
 
 
 def summary(session: Session) -> Iterator[str]:
-    """A table by level, and what is to be told of single checks."""
+    """The lines of the summary: a table by level, then details of single checks."""
     lines = [line for _, line in session.outcomes]
     yield "  ".join(["LEVEL", *(outcome.rjust(11) for outcome in OUTCOMES)])
     for level in range(session.level + 1):
@@ -153,7 +153,7 @@ def summary(session: Session) -> Iterator[str]:
         yield from seen.values()
     roots: dict[str, list[str]] = {}
     for line in lines:
-        if line.outcome == "blocked" and line.blocked_by != line.id:  # and not on two ranks by itself on one
+        if line.outcome == "blocked" and line.blocked_by != line.id:  # not by itself on one rank
             roots.setdefault(line.blocked_by, []).append(line.id)
     for root, blocked in roots.items():
         yield f"{root} blocks: {', '.join(sorted(set(blocked)))}"

@@ -1,13 +1,13 @@
 """The pytest plugin of the conformance suite: `pytest_plugins = ["corerl.testing.plugin"]` in a conftest, or
-`-p corerl.testing.plugin`. It touches nothing but tests that are marked with `corerl.testing.marks.check`.
+`-p corerl.testing.plugin`. It only affects tests marked with `corerl.testing.marks.check`.
 
-A check ends in one of these, which the report and the table at the end count:
+A check has one of these outcomes, which the report and the final table count:
 
 passed, failed
-blocked      something that it builds on failed: it was not run, and says nothing
+blocked      a check that it builds on failed, so it was not run
 unsupported  it failed, and the backend declares that it lacks the capability (if it passes, that is a failure)
 expected     it failed, and the file of expected failures names it (if every check of the id passes, that is a failure)
-not run      it has nothing to look at here; the reason is told
+not run      there is nothing to check here; the report says why
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ NO_GPU = "level 3 needs a GPU, and torch sees none here; take --level 2, or 4 to
 def _expected(file: str) -> dict[str, str]:
     try:
         table = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # no UTF-8, or no TOML
+    except (OSError, ValueError) as error:  # not UTF-8, or not TOML
         raise pytest.UsageError(f"cannot read the expected failures {file}: {error}") from error
     for id_, reason in table.items():
         if not isinstance(reason, str) or not reason.strip():
@@ -91,7 +91,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return describe(name, config.stash[SESSION]) if name else []
 
 
-# ---- which checks, and in which order --------------------------------------------------------------------------------
+# ---- selection and order of checks -----------------------------------------------------------------------------------
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -101,8 +101,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Checks above the level go; the others of one file, or of the whole suite, run in the order of what they build
-    on. Everything else stays where it is."""
+    """Deselect checks above the level, and run the others of a file, or of the whole suite, after the checks that they
+    build on. Other tests keep their places."""
     own = config.stash[SESSION]
     known: set[str] = set()
     kept, dropped = [], []
@@ -139,7 +139,7 @@ def _select(item: pytest.Item, check: Check) -> Selected:
     parameters = dict(callspec.params) if callspec else {}
     world_size = parameters.get("world_size", 0)
     level, needs = check.level_at(world_size), list(check.needs)
-    if world_size and level in (1, 2, 4):  # those without ranks of their own ask for a device themselves
+    if world_size and level in (1, 2, 4):  # checks without ranks choose a device themselves
         needs.append(Capability.CPU)
     if world_size > 1:
         needs.append(Capability.MULTI_RANK)
@@ -169,7 +169,7 @@ def _in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
     def depth(id_: str) -> int:
         if id_ not in depths:
-            depths[id_] = 0  # so that a circle ends
+            depths[id_] = 0  # so that a cycle ends
             depths[id_] = 1 + max((depth(each) for each in builds_on.get(id_, ())), default=-1)
         return depths[id_]
 
@@ -181,7 +181,7 @@ def _in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.fixture(autouse=True)
 def _corerl_check(request: pytest.FixtureRequest) -> None:
-    """Before a check is set up: what its backend lacks of what it needs, and whether it is blocked."""
+    """Before a check's setup: skip it if it is blocked, and note the needed capabilities that the backend lacks."""
     found = request.node.stash.get(SELECTED, None)
     if found is None:
         return
@@ -224,7 +224,7 @@ def pytest_runtest_makereport(
         outcome = "passed"
     if outcome in ("unsupported", "expected"):
         report.outcome = "skipped"
-        report.wasxfail = reason  # what pytest itself reads
+        report.wasxfail = reason  # read by pytest itself
     if outcome in ("blocked", "failed", "expected"):
         session.failed.setdefault((found.backend, found.check.id), set()).add(found.world_size)
         if found.blocked_by:

@@ -1,5 +1,5 @@
-"""Where the ranks of a test run: in this process, or in processes that live for a whole test run, since starting torch
-is what makes distributed tests slow.
+"""Run the ranks of a test in this process, or in processes that live for a whole test run, since starting torch is what
+makes distributed tests slow.
 
     pool = RankPool(2)
     results = pool.run(function, *args)     # function(*args) on every rank, results in rank order
@@ -22,31 +22,31 @@ from unittest import mock
 
 T = TypeVar("T")
 
-TIMEOUT_SECONDS = 240.0  # against hangs; no test should come near it
-# Imported once, before processes are forked; between them they import all that any rank does but its own backend.
+TIMEOUT_SECONDS = 240.0  # against hangs; no test should come close
+# Imported once, before processes are forked; together they import everything that a rank needs except its backend.
 PRELOAD = ["corerl.testing.scenarios.states", "corerl.testing.scenarios.training"]
 
 
-# What a backend raises before its ranks say anything to each other, as tracebacks end.
+# Errors that a backend raises before its ranks communicate, as tracebacks end.
 REFUSALS = ("corerl.errors.Unsupported: ", "corerl.errors.ModelError: ")
-REFUSAL_SECONDS = 2.0  # by which ranks may be apart that all refuse the same
+REFUSAL_SECONDS = 2.0  # how long to wait for each other rank to refuse too
 
 
 class RankFailed(Exception):
-    """A rank raised, died, or did not answer; holds its traceback as text."""
+    """A rank raised, died, or did not answer; the message includes its traceback."""
 
 
 class Ranks(Protocol):
-    """Processes in one gloo group, ready to be told what to do."""
+    """Processes in one gloo group that run functions."""
 
     world_size: int
 
     def run(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """Call `function(*args)` on every rank, where torch.distributed is initialised; the results in rank order."""
+        """Call `function(*args)` on every rank, with torch.distributed initialized; returns results in rank order."""
 
 
 class OneRank:
-    """This process as the only rank of a group that lasts for one `run`."""
+    """This process as the only rank, in a group that lasts for one `run`."""
 
     world_size = 1
 
@@ -65,20 +65,20 @@ class OneRank:
 
 
 class RankPool:
-    """`world_size` processes in one gloo group, started by the first `run`. A failure ends them all, unless all refuse
-    what they are asked for; the next `run` starts new ones."""
+    """`world_size` processes in one gloo group, started by the first `run`. A failure ends them all, unless every rank
+    refused the request; the next `run` starts new ones."""
 
     def __init__(self, world_size: int, device: str = "cpu", environment: Mapping[str, str] | None = None) -> None:
         self.world_size = world_size
-        self.device = device  # cpu, or cuda with a GPU for each rank
-        self._environment = environment or {}  # of its processes, besides this one's
+        self.device = device  # cpu, or cuda with one GPU per rank
+        self._environment = environment or {}  # variables added to those of this process
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._store: Any = None  # where the ranks meet
 
     def run(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """`function` must be importable by its name. Raises RankFailed with the traceback of the rank that raised
-        first; ranks that wait for it are not waited for."""
+        """`function` must be importable by name. Raises RankFailed with the traceback of the rank that raised first,
+        without waiting for the other ranks."""
         if not self._processes:
             self._start()
         for rank, pipe in enumerate(self._pipes):
@@ -103,7 +103,7 @@ class RankPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End all ranks by SIGKILL, whatever they are at."""
+        """End all ranks by SIGKILL, whatever they are doing."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -114,11 +114,11 @@ class RankPool:
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
-        # What is preloaded may touch CUDA as it is imported, and that does not survive a fork; nor would a library read
-        # its variables again.
+        # Preloaded modules may initialize CUDA on import, which does not survive a fork, and a forked library would not
+        # read its variables again.
         forks = self.device == "cpu" and not self._environment
         context: Any = _fork_server() if forks else multiprocessing.get_context("spawn")
-        # It listens before any rank is started: no other process can have taken the port by then.
+        # It listens before any rank is started, so no other process can take the port.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -144,7 +144,7 @@ class RankPool:
         return value
 
     def _all_refuse(self, first: int, text: str) -> bool:
-        """Whether none is left waiting for another: rank `first` refuses with `text`, and so do the others."""
+        """Whether every rank refuses, so that none waits for another; rank `first` has answered with `text`."""
         for rank, pipe in enumerate(self._pipes):
             answer = (False, text)
             if rank != first:
@@ -161,8 +161,8 @@ class RankPool:
 
 
 def _fork_server() -> ForkServerContext:
-    """What its processes have imported is decided when the first of them is started; a preload that is named after that
-    is silently ignored."""
+    """A fork server with PRELOAD imported. It starts with its first process; preloads set after that are silently
+    ignored."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
@@ -192,14 +192,14 @@ def _serve(rank: int, world_size: int, port: int, device: str, pipe: Connection)
             return  # the test run is over
         try:
             pipe.send((True, function(*args)))
-        except Exception:  # also where the result cannot be pickled
+        except Exception:  # also if the result cannot be pickled
             pipe.send((False, traceback.format_exc()))
         modules = _pass_over_modules(modules)
 
 
 def _pass_over_modules(known: int) -> int:
-    """How many modules there are. Where they are more than were `known`, collections of garbage pass over what is there
-    from now on: to walk over a million objects takes longer than most checks, and some libraries do with every model.
+    """Returns the number of imported modules; if it is above `known`, excludes all current objects from garbage
+    collection. Walking a million objects takes longer than most checks, and some libraries collect for every model.
     """
     if len(sys.modules) > known:
         gc.collect()

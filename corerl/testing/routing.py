@@ -1,4 +1,4 @@
-"""What routing replay is compared with: transformers' models of experts, whose choices are read, or told."""
+"""The reference for routing replay: transformers' MoE models, with the experts read from their routers or given."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from corerl.types import Array, FloatArray, Output, SampleBatch
 
 @frozen(kw_only=True)
 class Routed:
-    """One pass of all samples, each by itself."""
+    """One pass over all samples, each by itself."""
 
     logprobs: FloatArray  # [N]
-    experts: Array  # [N, layers of experts, experts of a token], of each router the likeliest first
+    experts: Array  # [N, MoE layers, experts per token], each router's most likely expert first
     loss: float  # -sum_t weights_t * logprobs_t
-    grad_norm: float  # of it, over the whole model
-    router_grads: dict[str, Array]  # of it, by the name of each router's weight
+    grad_norm: float  # of the loss, over the whole model
+    router_grads: dict[str, Array]  # of the loss, by the name of each router's weight
 
 
 def through_experts(
     directory: Path, samples: SampleBatch, weights: FloatArray, *, experts: Array | None = None
 ) -> Routed:
-    """In float64 by transformers and autograd alone. `experts` [N, layers, k] are gone through in the place of those
-    that the routers choose; a token that has -1 in a layer goes where that router sends it."""
+    """Pass samples through the model, in float64 by transformers and autograd alone. `experts` [N, layers, k] replace
+    the routers' choices; where a token has -1 in a layer, its router chooses."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, experts_implementation="eager").eval()
     routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
     logprobs, chosen, loss = np.zeros(len(samples.tokens)), [], torch.zeros((), dtype=torch.float64)
@@ -66,7 +66,7 @@ def _grads(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 @contextmanager
 def _told(routers: list[nn.Module], told: Tensor | None) -> Iterator[list[Tensor]]:
-    """Gives a list that fills with each router's choice [t, k] of one pass, in the order of the layers."""
+    """Use the experts `told` in the block; yields a list that gets each layer's experts [t, k], in order."""
     went: list[Tensor] = []
 
     def hook(router: Any, arguments: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +85,7 @@ def _told(routers: list[nn.Module], told: Tensor | None) -> Iterator[list[Tensor
 
 
 def assert_replays(directory: Path, replay: Callable[[SampleBatch], Sequence[Replayed]]) -> None:
-    """`replay` gives all ranks' reports of a step with TRAIN, at a rate that changes what routers choose."""
+    """Check `replay`, which returns all ranks' reports of a step with TRAIN, at a rate that changes the routing."""
     free = make_samples(7, samples=13)
     own = through_experts(directory, free, token_mean(free))
     samples = free.with_columns(**{EXPERTS: others(own.experts, free)})
@@ -105,7 +105,7 @@ def assert_replays(directory: Path, replay: Callable[[SampleBatch], Sequence[Rep
     results = [rank.result for rank in ranks]
     assert loss_of(results) == pytest.approx(wanted.loss, rel=LOSS.relative)
     assert grad_norm_of(results) == pytest.approx(wanted.grad_norm, rel=GRAD_NORM.relative)
-    # Of the norm routers are a small part: theirs is looked at by itself, as Adam's first step has kept it.
+    # Routers are a small part of the norm, so check their gradients separately, from Adam's first moments.
     kept = whole([rank.state for rank in ranks])["exp_avg"]
     clipped = (1 - TRAIN.optimizer.betas[0]) * TRAIN.optimizer.clip_norm / wanted.grad_norm
     for name, grad in wanted.router_grads.items():
@@ -119,15 +119,15 @@ def assert_replays(directory: Path, replay: Callable[[SampleBatch], Sequence[Rep
 
 
 def token_mean(samples: SampleBatch) -> FloatArray:
-    """[N] what each token weighs in a step of these samples."""
+    """[N] weight of each token in a step of these samples."""
     mask = samples.columns["loss_mask"]
     weights: FloatArray = (mask / mask.sum()).astype(np.float32)
     return weights
 
 
 def others(own: Array, samples: SampleBatch) -> Array:
-    """Other experts than routers' `own` [N, layers, k], of 8; -1 for a few tokens, and for the last of each sample,
-    of which an engine knows nothing."""
+    """Random experts in the shape of the routers' `own` [N, layers, k], of 8; -1 for a few tokens and for the last of
+    each sample, whose experts an engine does not know."""
     rng = np.random.default_rng(3)
     told = rng.permuted(np.broadcast_to(np.arange(8), (*own.shape[:2], 8)), axis=2)[..., : own.shape[2]]
     told[rng.random(len(told)) < 0.1] = -1

@@ -1,4 +1,4 @@
-"""The backend under test, as a check is given it: on a number of ranks, with models and trajectories at hand."""
+"""The backend under test as checks get it: on a number of ranks, with models and trajectories at hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 PLAIN = "plain"
 STEPS = 10
-WHOLE = (10**6, 1)  # tokens of a micro-batch, and what sequences are padded to: everything at once
+WHOLE = (10**6, 1)  # (tokens per micro-batch, sequence multiple): everything in one micro-batch
 PACKINGS = {"packed": (48, 1), "one by one": (1, 1), "padded": (48, 4)}
 CASES = [
     *((kind, packing) for kind in ("qwen3", "qwen3-tied", "qwen3-moe") for packing in PACKINGS),
@@ -28,7 +28,7 @@ CASES = [
 
 
 class Runs:
-    """Where ranks run, the models they are given, and trajectories that several checks look at, each trained once."""
+    """Processes for ranks, models, and trajectories that several checks share, each trained once."""
 
     def __init__(self, rank_sets: Mapping[int, Ranks], models: Mapping[str, Path]) -> None:
         self.rank_sets = rank_sets
@@ -36,7 +36,7 @@ class Runs:
         self._trained: dict[tuple[int, int, str], Trajectory] = {}
 
     def trained(self, backend: str, world_size: int, kind: str, packing: tuple[int, int]) -> Trajectory:
-        """STEPS steps from the model's directory on."""
+        """A trajectory of STEPS steps from the model's weights."""
         return self.trained_as(world_size, self.setup(backend, kind, packing))
 
     def trained_as(self, world_size: int, setup: Setup, steps: int = STEPS) -> Trajectory:
@@ -56,7 +56,7 @@ class Runs:
 
 @frozen(kw_only=True)
 class Subject:
-    """A backend on a number of ranks."""
+    """The backend under test, on a number of ranks."""
 
     backend: str
     world_size: int
@@ -64,35 +64,35 @@ class Subject:
     directory: Path  # empty, for this check alone
     options: Mapping[str, Any] = field(factory=dict)  # the backend's own
     device: str = "cpu"
-    lifted: bool = False  # it declares that it cannot do what is checked: let it try
+    lifted: bool = False  # let the backend try what it declares that it lacks
 
     def setup(self, kind: str, packing: tuple[int, int] = PACKINGS["packed"]) -> Setup:
         return self.of(self.runs.setup(self.backend, kind, packing))
 
     def of(self, setup: Setup) -> Setup:
-        """The same, of this backend with its options."""
+        """The same setup, for this backend and its options."""
         return evolve(setup, backend=self.backend, options=self.options, device=self.device, lifted=self.lifted)
 
     def run(self, scenario: Callable[..., T], *arguments: Any) -> list[T]:
-        """On every rank; the reports in rank order."""
+        """Run a scenario on every rank; returns the reports in rank order."""
         return self.runs.rank_sets[self.world_size].run(scenario, *arguments)
 
     def train(self, setup: Setup, numbers: Sequence[int], **saving: Any) -> Trajectory:
         return self.runs.train(self.world_size, setup, numbers, **saving)
 
     def trained(self, kind: str, packing: str = "packed") -> Trajectory:
-        """STEPS steps from the model's directory on, trained once for all checks."""
+        """A trajectory of STEPS steps from the model's weights, trained once for all checks."""
         return self.runs.trained_as(self.world_size, self.setup(kind, PACKINGS[packing]))
 
     def undisturbed(self, setup: Setup, steps: int) -> Trajectory:
-        """The first steps and nothing besides, trained once for all checks that disturb them."""
+        """The first steps without interruption, trained once for all checks that interrupt them."""
         return self.runs.trained_as(self.world_size, setup, steps)
 
     def model(self, kind: str) -> Path:
         return self.runs.models[kind]
 
     def refusal_of_two_ranks(self) -> str:
-        """What both ranks answer, where both refuse to start; "" where one does not."""
+        """The error if both of two ranks refuse to start; "" if one does not."""
         setup = evolve(self.setup("qwen3"), lifted=False)
         errors = self.runs.rank_sets[2].run(states.start_refused, setup)
         return errors[0] if all(error.startswith("Unsupported: ") for error in errors) else ""
@@ -103,16 +103,16 @@ class Subject:
 
 @frozen
 class Checkpoint:
-    """One that ranks write to, and the driver completes."""
+    """A checkpoint that ranks write and the driver completes."""
 
     partial: Path
     world_size: int
 
     @property
     def role(self) -> str:
-        """Where the ranks write."""
+        """The directory that ranks write to."""
         return str(self.partial / "actor")
 
     def complete(self) -> str:
-        """Where ranks read. Fails where the boxes of all ranks are not exactly the model."""
+        """Complete it; returns the directory that ranks read. Fails unless all ranks' boxes are exactly the model."""
         return str(commit(self.partial, {}, ranks={"actor": self.world_size}) / "actor")

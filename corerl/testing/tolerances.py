@@ -14,8 +14,8 @@ class Tolerance:
 # float32 on a CPU
 LOSS = Tolerance(1e-5, 1e-7)  # ten steps against the plain backend, or after a resume elsewhere
 GRAD_NORM = Tolerance(1e-5)
-ROUTER_GRADS = 1e-4  # L2 relative: a difference of experts' outputs, which are nearly alike in small models
-METRICS = Tolerance(1e-4, 1e-5)  # means over tokens, some of numbers that are nearly equal
+ROUTER_GRADS = 1e-4  # L2 relative; they come from differences of experts' outputs, which are similar in small models
+METRICS = Tolerance(1e-4, 1e-5)  # means over tokens, some of nearly equal numbers
 LOGPROBS = Tolerance(0.0, 1e-5)  # against transformers
 WEIGHTS_L2 = (
     1e-5  # relative, after ten steps; never the largest element: Adam amplifies rounding where gradients vanish

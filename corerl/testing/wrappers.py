@@ -1,4 +1,4 @@
-"""Three extensions that wrap every hook and write down who was called when: what the suite stacks around a backend."""
+"""Three extensions that wrap every hook and record the order of calls, for the suite to stack around a backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ("FIRST", "SECOND", "THIRD")
 
 @frozen(kw_only=True)
 class WrapperConfig:
-    """It has no options."""
+    """No options."""
 
 
 class Wrapper:
@@ -36,7 +36,7 @@ class Wrapper:
         return result
 
     def tell(self, *what: str) -> None:
-        with self.file.open("a") as file:  # lines this short are appended whole
+        with self.file.open("a") as file:  # appends of short lines are atomic
             file.write(json.dumps([os.getpid(), self.name, *what]) + "\n")
 
     @hookimpl(wrapper=True)

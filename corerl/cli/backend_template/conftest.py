@@ -1,3 +1,3 @@
-"""The conformance suite of CoreRL brings its own fixtures."""
+"""Load the pytest plugin of CoreRL's conformance suite, which brings its own fixtures."""
 
 pytest_plugins = ["corerl.testing.plugin"]

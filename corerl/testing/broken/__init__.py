@@ -1,7 +1,7 @@
-"""Backends with one fault each, and the check of the suite that has to see it: they prove that the suite can fail.
+"""Backends with one fault each, and the check that must find it: they prove that the suite can fail.
 
-Each is the plain backend with a few lines of it wrong. `corerl verify corerl.testing.broken:LEAKS_ON_SLEEP` shows how a
-fault is told: its check fails, and what builds on that check is blocked.
+Each is the plain backend with a few wrong lines. `corerl verify corerl.testing.broken:LEAKS_ON_SLEEP` shows how a fault
+is reported: its check fails, and checks that build on it are blocked.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from corerl.testing.plain.spec import PlainConfig
 class BrokenSpec(BackendSpec):
     """The spec of a backend that is wrong on purpose."""
 
-    seen_by: str  # the check that has to fail, and the only one that may
+    seen_by: str  # the check that must fail, and the only one that may
 
 
 def broken(cls: str, fault: str, *, seen_by: str) -> BrokenSpec:
-    """One process, as the plain backend is."""
+    """A faulty backend of one process, like the plain backend."""
     return BrokenSpec(
         implementation=f"{__name__}.backends:{cls}",
         config=PlainConfig,
@@ -35,7 +35,7 @@ def broken(cls: str, fault: str, *, seen_by: str) -> BrokenSpec:
 
 
 def broken_on_several_ranks(cls: str, fault: str, *, seen_by: str) -> BrokenSpec:
-    """On any number of ranks, each with the whole model."""
+    """A faulty backend on any number of ranks, each with the whole model."""
     lacks = dict(PLAIN.capabilities)
     del lacks[Capability.MULTI_RANK]
     return BrokenSpec(
@@ -96,7 +96,7 @@ LEAKS_ON_SLEEP = broken("LeaksOnSleep", "a copy of the parameters stays while th
 KEEPS_MOMENTS_AWAKE = broken("KeepsMomentsAwake", "moments are not known to be memory", seen_by="C43")
 WAKES_DIRTY = broken("WakesDirty", "moments are zeros after waking", seen_by="C43")
 
-BROKEN: dict[str, str] = {  # name of a backend -> the check that has to fail
+BROKEN: dict[str, str] = {  # name of a backend -> the check that must fail
     f"{__name__}.imports_torch:SPEC": "C01",
     **{f"{__name__}:{name}": spec.seen_by for name, spec in list(vars().items()) if isinstance(spec, BrokenSpec)},
 }

@@ -1,4 +1,4 @@
-"""The classes behind the specs: what is wrong with each is all that it says."""
+"""The classes behind the specs: each overrides only what is wrong with it."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class LosesWeightsInSwap(PlainBackend):
             others = {name: param.detach().clone() for name, param in self.params.items()}
         self._put(others)
         yield
-        self._put(own)  # not reached where the pass fails
+        self._put(own)  # not reached if the pass fails
 
     def _put(self, weights: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
@@ -140,7 +140,7 @@ class KeepsSnapshot(PlainBackend):
 
 
 class WrongTokenWeights(PlainBackend):
-    """Divides by the tokens of a micro-batch, as a mean over its tokens does, and not by those of the whole batch."""
+    """Divides by the tokens of a micro-batch, as a mean over them does, instead of by those of the whole batch."""
 
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
         def weighted(micro: MicroBatch) -> MicroBatch:
@@ -193,7 +193,7 @@ class CountsSkippedSteps(PlainBackend):
 
 
 class DataParallel(PlainBackend):
-    """The plain backend on several ranks, without a fault: each holds the model, and gradients are summed."""
+    """The plain backend on several ranks, without a fault: each rank has the whole model, and gradients are summed."""
 
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
         super().build(config, context)
@@ -204,7 +204,7 @@ class DataParallel(PlainBackend):
 
     def then_summed(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         yield from micro_batches
-        for param in self.params.values():  # whoever asks for one more has done the last one's backward pass
+        for param in self.params.values():  # a request for one more follows the last backward pass
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
             dist.all_reduce(param.grad)
 
@@ -262,7 +262,7 @@ class StagesTooLate(PlainBackend):
 
 
 def counters(backend: PlainBackend, step: Step) -> Mapping[str, int | str]:
-    """What a checkpoint tells besides tensors."""
+    """What a checkpoint holds besides tensors."""
     return {
         "optimizer_step": step.optimizer_step,
         "adam_step": backend.adam_step,
@@ -280,7 +280,7 @@ class StaleWeights(PlainBackend):
 
 
 class SendsOnce(PlainBackend):
-    """Keeps what it has put together for the engines, and does not know that it is trained."""
+    """Caches what it gathered for the engines, and keeps sending it after training."""
 
     sent: Sequence[Chunk] = ()
 

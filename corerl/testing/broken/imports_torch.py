@@ -1,4 +1,4 @@
-"""A spec that takes a second of torch's import from everybody who only wants to see a list of backends."""
+"""A spec that imports torch, which costs a second for everyone who just lists backends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The plain backend: one process, plain torch, written to be read; what other backends are compared with, and what
-asserts that its caller keeps the contract too."""
+"""The plain backend: one process, plain torch, written to be read. Other backends are compared with it, and it asserts
+that its caller keeps the contract."""
 
 from corerl.testing.plain.spec import SPEC
 

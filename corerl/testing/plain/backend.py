@@ -1,4 +1,5 @@
-"""Sequences of one length at a time through a transformers model, whole logits, torch's own AdamW and clipping."""
+"""A backend that batches sequences of equal length through a transformers model, with full logits and torch's own AdamW
+and clipping."""
 
 from __future__ import annotations
 
@@ -91,14 +92,14 @@ class PlainBackend(Backend):
         return collector.finish(outputs)
 
     def outputs(self, micro: MicroBatch, temperature: float, *, routed: bool = False) -> dict[Output, torch.Tensor]:
-        """All that the model gives, [T] each; zeros at sequence starts and in padding. Where it is asked for, also
-        through which experts tokens went [T, layers, k]."""
+        """All outputs of the model, [T] each, with zeros at sequence starts and in padding; if `routed`, also the
+        experts of each token [T, layers, k]."""
         tokens = torch.tensor(micro.tokens, device=self.device)
         told = told_experts(self.routers, micro, self.device)
         columns: dict[Output, torch.Tensor] = {}
         for length in np.unique(micro.lengths):
             starts = micro.cu_seqlens[:-1][micro.lengths == length]
-            rows = torch.tensor(starts[:, None] + np.arange(length), device=self.device)  # [S, L] where each token lies
+            rows = torch.tensor(starts[:, None] + np.arange(length), device=self.device)  # [S, L] token indices
             with self.routers.told(None if told is None else told[rows].flatten(0, 1), keep=routed):
                 found = self.of_sequences(tokens[rows], temperature)
                 if routed:
@@ -111,7 +112,7 @@ class PlainBackend(Backend):
         return columns
 
     def of_sequences(self, tokens: torch.Tensor, temperature: float) -> dict[Output, torch.Tensor]:
-        """For sequences [S, L], all tokens but the first as the model sees them from the token before: [S, L - 1]."""
+        """Outputs [S, L - 1] for all but the first token of sequences [S, L], each computed at the token before it."""
         if self.config.value_head:
             hidden = self.model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
             return {Output.VALUES: self.model.get_submodule(VALUE_HEAD)(hidden)[:, :-1, 0]}

@@ -1,4 +1,4 @@
-"""What the plain backend is and is not for."""
+"""The spec of the plain backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from corerl.plugin.spec import BackendSpec
 
 @frozen(kw_only=True)
 class PlainConfig:
-    """It has no options: whatever is common stands in [train]."""
+    """No options: all settings are in [train]."""
 
 
 SPEC = BackendSpec(

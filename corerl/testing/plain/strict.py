@@ -1,7 +1,7 @@
-"""What a backend's caller owes it, asserted at every call: the plain backend as drivers, hosts and the suite meet it.
+"""The plain backend with checks of its caller: drivers, hosts and the suite all use this one.
 
-Hooks in their order, steps one by one, memory that is awake, versions that increase, micro-batches that are whole and
-left alone until the call returns. A caller that breaks one of these is told which, before anything is computed from it.
+Hooks must come in order, steps one by one, with memory awake, versions increasing, and micro-batches well-formed and
+unchanged until the call returns. A ContractError names the violation.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from corerl.weights.transport import WeightSender
 
 
 class StrictPlainBackend(PlainBackend):
-    """The plain backend with a caller that it does not trust; raises ContractError."""
+    """The plain backend, but it checks its caller and raises ContractError."""
 
-    life = "new"  # then "ready", in the end "ended"
+    life = "new"  # then "ready", finally "ended"
     awake: frozenset[MemoryKind] = frozenset()
-    next_step = 0  # the optimizer step that has to come
-    skipped = False  # the last one was not applied, and may be given again
-    next_version = 0  # the smallest version that may come
+    next_step = 0  # the optimizer step that must come next
+    skipped = False  # the last step was not applied, and may be repeated
+    next_version = 0  # the smallest version that is allowed next
 
     def init(self, config: RoleConfig, context: Context) -> InitResult:
         _owed(self.life == "new", f"init was called on a backend that is {self.life}")
@@ -80,7 +80,7 @@ class StrictPlainBackend(PlainBackend):
             version >= self.next_version,
             f"update_weights was given version {version}, expected {self.next_version} or more",
         )
-        self.next_version = version + 1  # used once it is tried, whether it arrives or not
+        self.next_version = version + 1  # an attempted version counts as used, even if it fails
         return super().update_weights(sender, version)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
@@ -104,7 +104,7 @@ class StrictPlainBackend(PlainBackend):
     def shutdown(self, reason: str) -> None:
         _owed(self.life != "ended", "shutdown was called twice")
         was, self.life = self.life, "ended"
-        if was == "ready":  # without init there is nothing to end
+        if was == "ready":  # without init there is nothing to shut down
             super().shutdown(reason)
 
     def _ready(self, hook: str) -> None:
@@ -121,11 +121,12 @@ class StrictPlainBackend(PlainBackend):
 
 
 class LeftAlone(Iterable[MicroBatch]):
-    """The micro-batches of a call, whole and as many as announced; `check` that they are then what they were."""
+    """Checks that a call's micro-batches are well-formed and as many as announced, and with `check` that they did not
+    change."""
 
     def __init__(self, batch: PackedBatch) -> None:
         self.batch = batch
-        self.given: list[tuple[MicroBatch, Mapping[str, Array]]] = []  # with copies
+        self.given: list[tuple[MicroBatch, Mapping[str, Array]]] = []  # each with copies of its arrays
 
     def __iter__(self) -> Iterator[MicroBatch]:
         self.given.clear()
@@ -144,7 +145,7 @@ class LeftAlone(Iterable[MicroBatch]):
 
 
 def _flaw(micro: MicroBatch) -> str:
-    """Why it is none; "" where it is one."""
+    """Why a micro-batch is not well-formed; "" if it is."""
     padded, tokens = np.diff(micro.cu_seqlens), len(micro.tokens)
     if micro.cu_seqlens[0] != 0 or micro.cu_seqlens[-1] != tokens:
         return f"cu_seqlens go from {micro.cu_seqlens[0]} to {micro.cu_seqlens[-1]}, expected 0 to {tokens}"

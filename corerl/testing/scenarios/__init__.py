@@ -1,1 +1,1 @@
-"""What every rank does for one check, and what it reports: plain data, judged where all reports come together."""
+"""What every rank does for one check, and what it reports: plain data, judged once all ranks have reported."""

@@ -1,4 +1,4 @@
-"""Weights that are loaded, resumed or kept, watched for what is read and allocated."""
+"""Load, resume and snapshot weights, and measure what is read and allocated."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from corerl.weights.chunks import TensorSource
 
 @frozen(kw_only=True)
 class Loaded:
-    """What loading took. Bytes of parameters in float32."""
+    """What loading took, in bytes; parameters are float32."""
 
-    read: int  # out of the model's files
-    held: int  # by this rank, replicas included
-    owned: int  # without replicas
-    weights: int  # that forward reads, replicas included
-    resident: int  # these, masters, and memory for gradients that is there from the start
-    peak: int  # held at once while loading
-    snapshot_peak: int  # held at once while a snapshot was made, and while one was loaded
+    read: int  # from the model's files
+    held: int  # parameters on this rank, replicas included
+    owned: int  # parameters without replicas
+    weights: int  # tensors that forward reads, replicas included
+    resident: int  # weights, masters, and gradient memory that exists from the start
+    peak: int  # most held at once while loading
+    snapshot_peak: int  # most held at once while a snapshot was created and another was loaded
     state: State
 
 
 class Counted:
-    """A source, and the bytes that were read of it, in its own dtype."""
+    """A source that counts the bytes read from it, in its own dtype."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source

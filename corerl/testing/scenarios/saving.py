@@ -1,4 +1,4 @@
-"""Checkpoints in the background, and those that are cut off."""
+"""Save checkpoints in the background, and cut saves off."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from corerl.testing.harness import (
     train,
 )
 
-HELD_SECONDS = 60.0  # against hangs: how long a held writer waits to be released, and how long until it is held
+HELD_SECONDS = 60.0  # against hangs: how long a held writer waits, and how long to wait until it is held
 
 
 @frozen(kw_only=True)
 class SavedInBackground:
-    complete: bool  # said when the save began
-    while_held: bool  # said while the writer was held
+    complete: bool  # the answer when the save began
+    while_held: bool  # the answer while the writer was held
     when_released: bool
     files_while_held: list[str]  # of this rank
     at_save: State
-    after_step: State  # of the step that was trained while the writer was held
+    after_step: State  # after the step that was trained while the writer was held
 
 
 def save_in_background(setup: Setup, directory: str) -> SavedInBackground:
-    """The writer is held from the beginning of the save until another step is trained."""
+    """Save while the writer is held from the beginning of the save until another step is trained."""
     release = threading.Event()
 
     def held(job: Callable[[], object]) -> None:
@@ -67,7 +67,7 @@ def save_in_background(setup: Setup, directory: str) -> SavedInBackground:
 
 
 def fail_to_save_in_background(setup: Setup, directory: str) -> tuple[str, str]:
-    """The errors of asking whether it is saved, and of saving again to where it works."""
+    """The errors of waiting for a background save that fails, and of the next save, which can work."""
     with running(setup) as worker:
         worker.save(directory, step_at(0), True)
         failure = error_of(lambda: worker.saved(True))
@@ -75,12 +75,12 @@ def fail_to_save_in_background(setup: Setup, directory: str) -> tuple[str, str]:
 
 
 def save_and_be_held(setup: Setup, whole: str, cut: str, background: bool) -> State:
-    """One save, and a second one that rank 0 never ends: whatever thread writes it is held when it has opened the last
-    of the files that Python opens for it (safetensors opens its own) and written nothing to that one yet. Returns this
-    rank's state of the first save; what comes next is SIGKILL, from outside."""
-    files = Counter[str]()  # directory of a save -> how many files were opened there to be written
+    """Save once, then a second time without ever finishing on rank 0: its writing thread is held after opening the last
+    file that Python opens for the save (safetensors opens its own), before writing to it. Returns this rank's state at
+    the first save; the caller then kills the ranks by SIGKILL."""
+    files = Counter[str]()  # directory of a save -> number of files opened for writing
     held = threading.Event()
-    over = threading.Event()  # or else it has ended
+    over = threading.Event()  # held, or ended
     failures: list[Exception] = []
 
     def hold(event: str, args: tuple[Any, ...]) -> None:
@@ -90,7 +90,7 @@ def save_and_be_held(setup: Setup, whole: str, cut: str, background: bool) -> St
         directory = next((each for each in (whole, cut) if Path(os.fsdecode(path)).is_relative_to(each)), "")
         files[directory] += 1
         if directory == cut and files[cut] == files[whole]:
-            os.close(os.open(path, flags, 0o666))  # what was asked for, since an audit hook is called before it is done
+            os.close(os.open(path, flags, 0o666))  # opens the file: an audit hook is called before the open
             held.set()
             over.set()
             threading.Event().wait()
@@ -102,7 +102,7 @@ def save_and_be_held(setup: Setup, whole: str, cut: str, background: bool) -> St
             failures.append(error)
         over.set()
 
-    worker, _ = start(setup)  # and not shut down, which would wait for the writer
+    worker, _ = start(setup)  # never shut down, which would wait for the writer
     train(worker, setup, 0)
     at_save = state_of(worker)
     if worker.context.rank == 0:

@@ -1,4 +1,4 @@
-"""Memory given back and taken again, and what is refused meanwhile."""
+"""Put memory to sleep and wake it up, and note what is refused meanwhile."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from corerl.weights.transports.inprocess import InProcessSender
 
 @frozen(kw_only=True)
 class Slept:
-    expected_bytes: int  # of host memory that all of it would take asleep, as the rank said before its first step
+    expected_bytes: int  # host memory that full sleep would take, as the rank said before its first step
     before: State
-    state_bytes: int  # of the storages that weights and moments lie in, while awake
+    state_bytes: int  # bytes of the storages of weights and moments, while awake
     state_bytes_asleep: int
     resident: Mapping[MemoryKind, int]  # bytes of each kind's storages while awake
-    alive: int  # bytes of all storages of the process while awake, whoever holds them
-    alive_asleep: int  # with the copies on the host, which on a CPU lie beside what they stand for
+    alive: int  # bytes of all storages in the process while awake
+    alive_asleep: int  # the same while asleep, including the host copies
     sleeps: Sequence[SleepResult]
-    resident_asleep: Sequence[int]  # bytes of each sleeping kind's storages, right after
+    resident_asleep: Sequence[int]  # bytes of each kind's storages, right after it was put to sleep
     again: SleepResult  # of sleeping once more
     refused: Mapping[str, str]  # verb -> error while everything sleeps
     wakes: Sequence[WakeResult]
@@ -53,7 +53,7 @@ class Slept:
 
 
 def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[MemoryKind], directory: str) -> Slept:
-    """Steps 0 and 1, every kind asleep and awake in the orders given, then steps 2 and 3."""
+    """Train steps 0 and 1, put every kind to sleep and wake it up in the given orders, then train steps 2 and 3."""
     with running(setup) as worker:
         expected_bytes = worker.backend.sleeping_bytes()
         for number in (0, 1):
@@ -100,13 +100,13 @@ def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[Memory
 
 
 def _resident(worker: Worker, kind: MemoryKind) -> int:
-    """Without the step counters and other single numbers, which need not sleep."""
+    """Bytes of a kind's storages, without step counters and other 0-d tensors, which do not sleep."""
     return resident_bytes(tensor for tensor in worker.backend.tensors(kind) if tensor.ndim)
 
 
 def _alive() -> int:
-    """Bytes of the distinct storages of every tensor that there is, nobody's list of them believed. Those that torch
-    keeps of what it has compiled have none: their sizes may even be symbols."""
+    """Bytes of the distinct storages of every tensor in the process, found by the garbage collector. Fake tensors that
+    torch keeps from compilation have no storage, and may have symbolic sizes."""
     gc.collect()
     found = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
     return resident_bytes(each for each in found if not isinstance(each, FakeTensor) and each.device.type != "meta")
@@ -114,21 +114,21 @@ def _alive() -> int:
 
 @frozen(kw_only=True)
 class Read:
-    """What the verbs that read parameters give, to the last bit."""
+    """What the verbs that read parameters return, to the last bit."""
 
     outputs: Mapping[str, bytes]  # of forward
-    sent: Mapping[str, bytes]  # by update_weights, on the rank that sends
+    sent: Mapping[str, bytes]  # by update_weights, on the sending rank
 
 
 @frozen(kw_only=True)
 class Partly:
     awake: Read
     asleep: Read  # the same while only parameters are awake
-    errors: Mapping[str, str]  # verb -> error meanwhile, "" where it works
+    errors: Mapping[str, str]  # verb -> error meanwhile, "" if it works
 
 
 def sleep_partly(setup: Setup, directory: str) -> Partly:
-    """After two steps all kinds but parameters sleep."""
+    """Train two steps, then put all kinds but parameters to sleep."""
     with running(setup) as worker:
         for number in (0, 1):
             train(worker, setup, number)

@@ -1,4 +1,4 @@
-"""Weights kept by name, and models that pass in their place."""
+"""Create, load and use snapshots."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from corerl.types import (
 
 @frozen(kw_only=True)
 class Snapshotted:
-    first: ForwardResult  # of the weights that the snapshot was made of
+    first: ForwardResult  # of the weights that the snapshot was made from
     kept: ForwardResult  # of the snapshot, three steps later
-    started_from: ForwardResult  # of a snapshot loaded from what the run started from
+    started_from: ForwardResult  # of a snapshot of the run's initial weights
     other: ForwardResult  # of a snapshot loaded from another directory
     current: ForwardResult
     before: State  # before the snapshots are used
     after: State
     then: TrainResult  # of a step after that
-    failed: str  # the error of a pass through a snapshot that does not come to its end; on one rank alone
+    failed: str  # the error of an interrupted pass through a snapshot; only on a single rank
     dropped: str  # the error on using a snapshot that was dropped
 
 
@@ -49,7 +49,7 @@ def use_snapshots(setup: Setup, samples: SampleBatch, other: str) -> Snapshotted
         started_from = forward(worker, setup, samples, weights="start")
         of_other = forward(worker, setup, samples, weights="other")
         failed = ""
-        if worker.context.world_size == 1:  # others would wait in the middle of a pass for one that has left it
+        if worker.context.world_size == 1:  # other ranks would wait in mid-pass for one that has left it
             batch = failing(packed_for_training(worker, setup, samples), Fault("no such batch"))
             failed = error_of(lambda: worker.host.forward(batch=batch, outputs=setup.loss.outputs, weights="reference"))
         after = state_of(worker)

@@ -1,4 +1,4 @@
-"""What a worker refuses, what becomes of errors, and how often it may live."""
+"""What a worker refuses, how errors leave it, and whether a second one works in the same process."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from corerl.weights.transport import Address
 
 
 def start_refused(setup: Setup, resume: str = "") -> str:
-    """The error of starting a worker."""
+    """The error of starting a worker; "" if it starts."""
     return error_of(lambda: make_worker(setup, resume=resume).init("127.0.0.1", 0))
 
 
 def refusals(setup: Setup, lacks: Sequence[Capability], directory: str) -> dict[str, list[str]]:
-    """Capability -> the errors of the verbs that ask for it, "" where one works. Those that are no verb's are left out;
-    some of these are asked for with `start_refused`."""
+    """Capability -> the errors of the verbs that need it, "" if one works. Capabilities that no verb needs are left
+    out; some of these are tested with `start_refused`."""
     samples = make_samples(0)
     plan = plan_forward(samples, ParallelLayout.data_parallel(rank=0, world_size=1), tokens_per_micro_batch=48)
     told = samples.with_columns(**{EXPERTS: np.zeros((len(samples.tokens), 1, 1), np.int16)})
@@ -76,12 +76,12 @@ def refusals(setup: Setup, lacks: Sequence[Capability], directory: str) -> dict[
 
 
 class Fault(Exception):
-    """That a check asked for."""
+    """An error that a check provokes."""
 
 
 @frozen(eq=False)
 class Failing:
-    """Micro-batches of which the second is never given."""
+    """Micro-batches that raise `error` instead of giving the second one."""
 
     micro_batches: list[MicroBatch]
     error: BaseException
@@ -99,7 +99,7 @@ def failing(batch: PackedBatch, error: BaseException) -> PackedBatch:
 class States:
     before_init: Mapping[str, str]  # verb -> error
     init_again: str
-    results: list[TrainResult]  # of steps 0 to 2, all this in between
+    results: list[TrainResult]  # of steps 0 to 2, with the repeated init in between
     after_shutdown: Mapping[str, str]
     shutdown_again: str
 
@@ -136,12 +136,12 @@ class Raised:
 
     message: str
     details: str
-    then: str  # what training says after it, "" where it works
+    then: str  # the error of training afterwards, "" if it works
     result: TrainResult | None = None
 
 
 def raise_in_forward(setup: Setup) -> Raised:
-    """Step 0, a forward pass that fails, step 1."""
+    """Train step 0, fail in a forward pass, then train step 1."""
     with running(setup) as worker:
         train(worker, setup, 0)
         batch = failing(packed_for_training(worker, setup, samples_at(1)), Fault("no such batch"))
@@ -150,7 +150,7 @@ def raise_in_forward(setup: Setup) -> Raised:
 
 
 def raise_in_train(setup: Setup, exits: bool) -> Raised:
-    """Step 0, a step that fails or calls exit(), and another."""
+    """Train step 0, then a step that fails or calls exit(), and try another."""
     error = SystemExit("no such batch") if exits else Fault("no such batch")
     worker, _ = start(setup)
     train(worker, setup, 0)
@@ -162,7 +162,7 @@ def raise_in_train(setup: Setup, exits: bool) -> Raised:
 
 
 def raise_on_the_last_rank(setup: Setup) -> TrainResult:
-    """The others train, and wait for it."""
+    """Raise on the last rank, while the others train and wait for it."""
     with running(setup) as worker:
         train(worker, setup, 0)
         batch = packed_for_training(worker, setup, samples_at(1))
@@ -181,10 +181,10 @@ def _raised(call: Callable[[], object]) -> Raised:
 
 @frozen(kw_only=True)
 class Lives:
-    """Two workers, one after the other, in a process that is in no group."""
+    """Two workers, one after the other, in a process without a process group."""
 
     results: list[list[TrainResult]]
-    left: list[str]  # threads that were not there before and keep the process alive, groups, files that miss
+    left: list[str]  # what shutdown left behind: new non-daemon threads, process groups, incomplete checkpoints
     shutdown_again: str
 
 

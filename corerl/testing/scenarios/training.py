@@ -1,4 +1,4 @@
-"""Optimizer steps and forward passes of one rank, and what they leave behind."""
+"""Run optimizer steps and forward passes on one rank, and report their effects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EXPERTS = Output.ROUTED_EXPERTS.value
 
 @frozen(kw_only=True)
 class Trained:
-    """One rank's part of some optimizer steps."""
+    """One rank's report of some optimizer steps."""
 
     init: InitResult
     at_start: State
@@ -50,7 +50,7 @@ class Trained:
 def train_steps(
     setup: Setup, numbers: Sequence[int], resume: str = "", save_after: int = -1, save_to: str = ""
 ) -> Trained:
-    """Steps `numbers`; after step `save_after` the rank's part of a checkpoint goes to `save_to`."""
+    """Train steps `numbers`; after step `save_after`, save the rank's part of a checkpoint to `save_to`."""
     worker, init = start(setup, resume=resume)
     at_start = state_of(worker)
     results = []
@@ -73,16 +73,16 @@ def forward_only(setup: Setup, samples: SampleBatch) -> ForwardResult:
 
 @frozen(kw_only=True)
 class Replayed:
-    chosen: ForwardResult  # log-probs, and the experts that routers choose
-    told: ForwardResult  # the same where the experts are told
-    result: TrainResult  # of a step through those that are told
-    state: State  # after it
+    chosen: ForwardResult  # log-probs and experts, if the routers choose
+    told: ForwardResult  # the same, if the experts are given
+    result: TrainResult  # of a step through the given experts
+    state: State  # after that step
     chosen_after: ForwardResult
     told_after: ForwardResult
 
 
 def replay_experts(setup: Setup, samples: SampleBatch, lr: float) -> Replayed:
-    """`samples` tell the experts, in their column `routed_experts`."""
+    """Replay the experts in the column `routed_experts` of `samples`."""
     free = evolve(samples, columns={name: samples.columns[name] for name in samples.columns if name != EXPERTS})
     with running(setup) as worker:
 
@@ -114,7 +114,7 @@ class Skipped:
 
 
 def skip_a_step(setup: Setup) -> Skipped:
-    """Steps 0 and 1, then one whose first sample has advantages that are not finite, then step 2."""
+    """Train steps 0 and 1, then a step whose first sample has NaN advantages, then step 2."""
     with running(setup) as worker:
         for number in (0, 1):
             train(worker, setup, number)
@@ -137,7 +137,7 @@ def skip_a_step(setup: Setup) -> Skipped:
 
 
 def train_on(setup: Setup, samples: SampleBatch) -> TrainResult:
-    """One step on these samples."""
+    """Train one step on these samples."""
     with running(setup) as worker:
         return train(worker, setup, 0, samples=samples)
 
@@ -150,7 +150,7 @@ class Moved:
 
 
 def train_slowly(setup: Setup, steps: int, lr: float) -> Moved:
-    """Steps at a learning rate that is none of the other checks'."""
+    """Train `steps` steps at the constant learning rate `lr`."""
     with running(setup) as worker:
         before = state_of(worker)
         for number in range(steps):
@@ -160,7 +160,7 @@ def train_slowly(setup: Setup, steps: int, lr: float) -> Moved:
 
 
 def train_on_nothing(setup: Setup) -> Moved:
-    """One step in which no token weighs anything, the first one."""
+    """Train the first step, with weight 0 on every token."""
     with running(setup) as worker:
         before, samples = state_of(worker), samples_at(0)
         nothing = samples.with_columns(loss_mask=np.zeros_like(samples.columns["loss_mask"]))
@@ -176,7 +176,7 @@ class Overfitted:
 
 
 def overfit(setup: Setup, samples: SampleBatch, steps: int, lr: float) -> Overfitted:
-    """Many steps on one batch, with a loss that is none of CoreRL's."""
+    """Train many steps on one batch, with a loss that is not one of CoreRL's."""
     with running(setup) as worker:
         before = forward(worker, setup, samples)
         batch = packed_for_training(worker, setup, samples)
@@ -189,7 +189,7 @@ def overfit(setup: Setup, samples: SampleBatch, steps: int, lr: float) -> Overfi
 
 
 def train_on_garbage(setup: Setup, samples: SampleBatch, *, seed: int = 0) -> TrainResult:
-    """One step with other tokens and columns wherever padding and fillers lie."""
+    """Train one step with random tokens and columns in padding and fillers."""
     rng = np.random.default_rng(seed)
     with running(setup) as worker:
         batch = packed_for_training(worker, setup, samples)
@@ -210,8 +210,8 @@ def train_on_garbage(setup: Setup, samples: SampleBatch, *, seed: int = 0) -> Tr
 
 
 def saved_for_backward(setup: Setup, number: int) -> tuple[TrainResult, int]:
-    """A step, and the most bytes of tensors that forward passes, its own and one before it, keep at once for the
-    backward pass."""
+    """Train a step; also returns the most bytes of tensors saved at once for the backward pass, by its own forward pass
+    and one before it."""
     kept = most = 0
 
     class Kept:
@@ -226,12 +226,12 @@ def saved_for_backward(setup: Setup, number: int) -> tuple[TrainResult, int]:
             kept -= self.tensor.numel() * self.tensor.element_size()
 
     with running(setup) as worker, torch.autograd.graph.saved_tensors_hooks(Kept, lambda held: held.tensor):
-        forward(worker, setup, samples_at(number))  # as every step of a run has passes before it
+        forward(worker, setup, samples_at(number))  # as before every step of a run
         return train(worker, setup, number), most
 
 
 def changed_in_batches(setup: Setup) -> list[str]:
-    """Train, then forward, on read-only arrays, as the object store gives them; what is not as it was."""
+    """Train, then forward, on read-only arrays as from the object store; returns what was changed."""
     with running(setup) as worker:
         batch = packed_for_training(worker, setup, samples_at(0))
         micro_batches = list(batch.micro_batches)

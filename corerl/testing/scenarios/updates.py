@@ -1,4 +1,4 @@
-"""Weights sent to an engine that takes them, and to one that fails."""
+"""Send weights to an engine that works, and to one that fails."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from corerl.weights.transports.inprocess import InProcessSender
 @frozen(kw_only=True)
 class Pushed:
     result: UpdateResult
-    names: list[str]  # as they arrived on this rank
+    names: list[str]  # in the order of arrival on this rank
     tensors: dict[str, Array]
     state: State
-    refused: str  # the error on sending the same version again
-    arrived_after: int  # tensors that came with it
-    tensors_then: dict[str, Array]  # that came with the next version, after one more step
+    refused: str  # the error of sending the same version again
+    arrived_after: int  # number of tensors that arrived with it
+    tensors_then: dict[str, Array]  # those of the next version, after one more step
     state_then: State
 
 
 class EveryRankSender(InProcessSender):
-    """As for an engine that has a part on each rank: all of them must hold each bucket."""
+    """Sends from every rank, as for an engine with a part on each: all ranks must hold each bucket."""
 
     def sender_of(self, bucket: Bucket) -> int | None:
         return None
 
 
 def push_weights(setup: Setup, every_rank: bool) -> Pushed:
-    """Train two steps, then send all weights to an engine in the process of each rank that sends; once more after
-    another step."""
+    """Train two steps, then send all weights to an engine in the process of each sending rank; repeat after another
+    step."""
     names: list[str] = []
     tensors: dict[str, Array] = {}
 
@@ -81,7 +81,7 @@ def push_weights(setup: Setup, every_rank: bool) -> Pushed:
 
 @frozen(kw_only=True)
 class PushedWatched:
-    """What the first update takes, whose tensors nobody keeps: memory that later ones use again counts."""
+    """What the first update allocates, including memory that later updates reuse; the engine keeps no tensors."""
 
     largest: int  # bytes of one tensor
     peak: int  # bytes held at once; transports' threads may free some of it late
@@ -102,12 +102,12 @@ def push_watched(setup: Setup) -> PushedWatched:
 class EngineFailure:
     result: UpdateResult
     then: UpdateResult  # of the next update, to an engine that works
-    names: list[str]  # that it received
+    names: list[str]  # tensors that it received
     wanted: list[str]
 
 
 class FailingSender(InProcessSender):
-    """An engine that fails at its second bucket."""
+    """A sender to an engine that fails at its second bucket."""
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         if bucket.index == 1:
@@ -125,7 +125,7 @@ def push_to_a_failing_engine(setup: Setup) -> EngineFailure:
 
 
 def version_after_resume(setup: Setup, directory: str) -> tuple[int, str]:
-    """The version that a resumed worker reports, and its error on being sent an older one."""
+    """The version that a resumed worker reports, and its error for an older one."""
     with running(setup) as worker:
         worker.host.update_weights(InProcessSender(lambda bucket: None), 7)
         worker.save(directory, step_at(0), False)

@@ -1,5 +1,5 @@
-"""What every backend must do, by subject. In a backend's tests: `from corerl.testing.suite import *`, two fixtures, and
-`pytest_plugins = ["corerl.testing.plugin"]` in its conftest; checks that are added later come with an upgrade."""
+"""The checks that every backend must pass, by subject. A backend's tests need `from corerl.testing.suite import *`, two
+fixtures, and `pytest_plugins = ["corerl.testing.plugin"]` in the conftest; new checks come with an upgrade."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is saved goes on as if nothing had been: here, on other ranks, and in the plain backend."""
+"""A saved run resumes as if uninterrupted: here, on other ranks, and in the plain backend."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_resumed_run_in_bfloat16_equals_the_uninterrupted_one_too(subject: Sub
     resumed = subject.train(half, range(2, 4), resume=checkpoint.complete())
     assert resumed.losses == uninterrupted.losses[2:]
     assert different(resumed.state, uninterrupted.state) == []
-    assert uninterrupted.losses != subject.undisturbed(setup, 4).losses  # it was another precision
+    assert uninterrupted.losses != subject.undisturbed(setup, 4).losses  # the precision matters
 
 
 @check("C30", level=2, needs=[Capability.RESHARD, Capability.MULTI_RANK], builds_on=["C18", "C41"])
@@ -123,7 +123,7 @@ def test_a_background_save_that_is_killed_midway_leaves_the_one_before_and_is_ta
 
 
 def assert_the_one_before_is_left(subject: Subject, *, background: bool) -> None:
-    """Where all ranks are killed while rank 0 is at its last file, and the others have written theirs."""
+    """Kill all ranks while rank 0 is at its last file and the others have written theirs; the save before must stay."""
     setup, before, cut = subject.setup("qwen3"), subject.checkpoint(1), subject.checkpoint(2)
     ranks = RankPool(subject.world_size)
     try:

@@ -35,7 +35,7 @@ def critic(subject: Subject, kind: str, packing: str = "packed") -> Setup:
 
 
 def transformers_values(directory: Path, head: FloatArray, samples: SampleBatch) -> FloatArray:
-    """[N] by transformers' trunk and one multiplication: each sample by itself."""
+    """[N] values by transformers' trunk and one multiplication, each sample by itself."""
     trunk: Any = AutoModel.from_pretrained(directory, dtype=torch.float32).eval()
     values = np.zeros(len(samples.tokens), np.float32)
     for start, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):
@@ -67,7 +67,7 @@ def test_values_are_the_head_times_what_transformers_gives(subject: Subject, kin
     wanted = transformers_values(subject.model(kind), head, samples)
     np.testing.assert_allclose(found, wanted, rtol=LOGPROBS.relative, atol=LOGPROBS.absolute)
     assert np.abs(wanted).max() > 0.01
-    assert (found[samples.offsets[:-1]] == 0).all()  # nothing values the first token
+    assert (found[samples.offsets[:-1]] == 0).all()  # the first token has no value
 
 
 @check("C52", level=1, needs=[Capability.CRITIC], builds_on=["C51"])

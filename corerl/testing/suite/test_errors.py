@@ -1,4 +1,4 @@
-"""What is not allowed, what fails, and how it ends."""
+"""Calls that are refused, errors that are raised, and how a worker ends."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_rank_that_raises_ends_the_group_with_its_error_while_the_others_wait_
         RankFailed, match=r"rank 1 raised\n(.*\n)*.*train failed at optimizer step 1: Fault: no such batch"
     ):
         subject.run(states.raise_on_the_last_rank, subject.setup("qwen3", PACKINGS["one by one"]))
-    # The next check has ranks again.
+    # The next check gets new ranks.
     assert len(subject.train(subject.setup("qwen3"), range(1)).losses) == 1
 
 
@@ -91,7 +91,7 @@ def test_what_one_process_is_asked_for_and_the_backend_lacks_is_refused_with_the
         Capability.RECOMPUTE: evolve(setup, train=evolve(setup.train, recompute="full")),
         Capability.MOE: evolve(setup, model=str(runs.models["qwen3-moe"])),
     }
-    if Capability.CPU in lacks:  # here is nothing else: what else is lacking is not asked for
+    if Capability.CPU in lacks:  # there is no other device here, so nothing else can be tried
         starts = {Capability.CPU: setup}
     one = runs.rank_sets[1]
     errors: dict[str, list[str]] = {

@@ -1,4 +1,4 @@
-"""What a forward pass gives, under the current weights and under others."""
+"""The outputs of a forward pass, under the current weights and under snapshots."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_forward_gives_what_transformers_gives_in_the_samples_order(subject: Sub
     for output in (Output.LOGPROBS, Output.ENTROPY):
         found = in_order(results, samples, output)
         np.testing.assert_allclose(found, wanted[output], rtol=LOGPROBS.relative, atol=LOGPROBS.absolute)
-        assert (found[samples.offsets[:-1]] == 0).all()  # nothing predicts the first token
+        assert (found[samples.offsets[:-1]] == 0).all()  # the first token is not predicted
 
 
 @check("C48", level=1, needs=[Capability.SNAPSHOTS], builds_on=["C14", "C51"])
@@ -63,7 +63,7 @@ def test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_curren
     undisturbed = subject.undisturbed(setup, 4)
     assert loss_of([rank.then for rank in ranks]) == undisturbed.losses[3]
     assert subject.world_size > 1 or "Fault: no such batch" in ranks[0].failed
-    for rank in ranks:  # which rank and hook it was stands in between
+    for rank in ranks:  # rank and hook are in between
         kind, _, message = rank.dropped.partition(": ")
         assert kind == "WrongState"
         assert message.endswith("no snapshot 'reference'; known: other, start; create or load it first")
@@ -79,4 +79,4 @@ def test_snapshots_round_nothing_of_a_model_in_bfloat16(subject: Subject, tmp_pa
     assert different(after, before, [*SAVED, "param"]) == []
     undisturbed = subject.undisturbed(half, 4)
     assert loss_of([rank.then for rank in ranks]) == undisturbed.losses[3]
-    assert undisturbed.losses != subject.undisturbed(setup, 4).losses  # it was another precision
+    assert undisturbed.losses != subject.undisturbed(setup, 4).losses  # the precision matters

@@ -1,5 +1,4 @@
-"""On GPUs: what sleep gives back, as the driver reports it, that nothing is lost in it, and that numbers are those of a
-CPU."""
+"""On GPUs: sleep frees memory, as the driver reports it, and loses nothing, and numbers match those of a CPU."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ from corerl.testing.tolerances import (
 from corerl.types import MemoryKind, Output
 
 RELATIVE = 1e-4  # some sums on a GPU have no fixed order
-SLACK = 64 * 2**20  # bytes: workspaces of libraries, made when they are first needed
+SLACK = 64 * 2**20  # bytes: libraries' workspaces, allocated when first needed
 
 
 def setup_of(subject: Subject, kind: str = "qwen3") -> Setup:
@@ -125,7 +124,7 @@ def test_bfloat16_on_gpus_stays_near_the_plain_backend_on_a_cpu(subject: Subject
     wanted = subject.runs.trained(PLAIN, 1, "qwen3", WHOLE)
     assert mean_apart(found.losses, wanted.losses) < BFLOAT16_LOSS
     assert mean_apart(found.grad_norms, wanted.grad_norms) < BFLOAT16_GRAD_NORM
-    assert weights_apart(found.state["master"], wanted.state["master"]) > GPU_WEIGHTS_L2  # it was another precision
+    assert weights_apart(found.state["master"], wanted.state["master"]) > GPU_WEIGHTS_L2  # the precision matters
 
 
 @check("C35", level=3, builds_on=["C12"])

@@ -1,4 +1,4 @@
-"""Where weights come from, and how much of them a rank holds while it loads."""
+"""The weights that a rank loads, and how much memory it holds while loading."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def test_loading_reads_each_ranks_share_once_and_never_holds_the_model(subject: 
     assert sum(rank.owned for rank in ranks) == total
     slack = 3 * 4 * largest_parameter(directory)
     for rank in ranks:
-        assert rank.held <= rank.peak  # what is watched is seen
+        assert rank.held <= rank.peak  # the measurement works
         what = "weights and memory for gradients; build allocates no more"
         _require_at_most(rank.peak, rank.resident + slack, "while loading", what)
-        # So that a rank that holds the model for a moment is seen, where the model is not its share.
+        # If the rank's share is not the whole model, holding the model for a moment must exceed the bound.
         assert rank.held == total or rank.held + slack < total
 
 

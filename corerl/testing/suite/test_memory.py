@@ -1,4 +1,4 @@
-"""Who is resident: memory by kind, given back and restored to the last bit."""
+"""Residency: memory is freed by kind and restored to the last bit."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_sleep_frees_what_it_says_and_waking_restores_every_bit(
         assert sum(freed) == sum(rank.resident.values()) >= rank.state_bytes
         assert rank.resident_asleep == [0] * len(down) and rank.state_bytes_asleep == 0
         assert rank.again.freed_bytes == 0
-        # Less, and the first sleep waits for host memory; more, and that memory is wasted.
+        # If it were less, the first sleep would wait for host memory; if more, that memory would be wasted.
         copied = sum(freed) - freed[down.index(MemoryKind.GRAD)]
         assert rank.expected_bytes == pytest.approx(copied, rel=0.1)
-        # What sleeps is gone, and its copy stands for it: a storage that someone keeps would be there besides.
+        # Host copies replace what sleeps; a storage that someone keeps would add to them.
         assert rank.alive_asleep <= rank.alive
         assert [result.restored_bytes for result in rank.wakes] == [freed[down.index(kind)] for kind in up]
         assert {verb for verb, error in rank.refused.items() if not error.startswith("NotResident: ")} == set()
@@ -60,11 +60,11 @@ def test_forward_and_updates_go_on_with_parameters_alone_and_what_needs_more_is_
 @check("C58", level=1, needs=[Capability.SLEEP, Capability.BFLOAT16], builds_on=["C43", "C55"])
 def test_they_do_where_masters_of_higher_precision_sleep_too(subject: Subject) -> None:
     half, single = (outputs_with_parameters_alone(subject, precision) for precision in ("bfloat16", "float32"))
-    assert half != single  # it was another precision
+    assert half != single  # the precision matters
 
 
 def outputs_with_parameters_alone(subject: Subject, precision: Precision) -> list[Mapping[str, bytes]]:
-    """Of each rank."""
+    """Each rank's outputs of a forward pass with only parameters awake."""
     setup = subject.setup("qwen3")
     setup = evolve(setup, train=evolve(setup.train, precision=precision))
     ranks = subject.run(sleeping.sleep_partly, setup, str(subject.directory / "actor"))

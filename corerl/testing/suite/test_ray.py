@@ -1,4 +1,4 @@
-"""Under Ray, as in a run: processes of its own for each rank, the group that speaks for them, and an engine."""
+"""Under Ray, as in a run: a process for each rank, the group that drives them, and an engine."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_environment_is_set_before_torch_is_imported(wrapped: Any, loaded: L
         for name, value in {**groups.ENVIRONMENT, **asked}.items():
             assert process["env"].get(name) == value
         wanted = int({**groups.ENVIRONMENT, **asked}["OMP_NUM_THREADS"])
-        # Read by torch on import, and never again; it takes no more than there are cores.
+        # torch reads it on import, and only then; it uses no more threads than there are cores.
         assert process["threads"] == min(wanted, os.cpu_count() or 1)
 
 

@@ -1,4 +1,4 @@
-"""Through which experts tokens go: as a backend tells it, and as it is told."""
+"""Routed experts: what a backend reports, and what it replays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be said of a backend before it runs: its spec, its config, and the package that it comes in."""
+"""Properties of a backend that can be checked without running it: its spec, its config and its package."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ HEAVY = ("torch", "ray", "transformers")
 CLUSTERS = [ClusterInfo(device="cpu", ranks=1), ClusterInfo(device="cuda", ranks=2)]
 UPPER_BOUNDS = {"<", "<=", "==", "===", "~="}
 WRONG: dict[Any, list[Any]] = {bool: ["true", 1], int: ["3", 0.5], float: ["0.5"], str: [3, True]}
-NEVER: list[Any] = [{"": [None]}, [[None]], object()]  # of which hardly any type takes all
+NEVER: list[Any] = [{"": [None]}, [[None]], object()]  # hardly any type accepts all of these
 
 
 def of_a_package(loaded: Loaded) -> str:
-    """Its name; where the spec was named as package.module:SPEC, there is nothing to look at."""
+    """The distribution's name; skips a spec named as package.module:SPEC, which has none."""
     if not loaded.distribution:
         pytest.skip(f"{loaded.name} is no installed package's: there are no metadata to look at")
     return loaded.distribution

@@ -1,4 +1,4 @@
-"""What a training step does: against the plain backend, against itself, and on batches of every shape."""
+"""Training steps: compared with the plain backend and with themselves, on batches of every shape."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_bfloat16_stays_near_float32(subject: Subject) -> None:
     found, wanted = subject.train(half, range(STEPS)), subject.trained("qwen3")
     assert mean_apart(found.losses, wanted.losses) < BFLOAT16_LOSS
     assert mean_apart(found.grad_norms, wanted.grad_norms) < BFLOAT16_GRAD_NORM
-    assert weights_apart(found.state["master"], wanted.state["master"]) > 0  # it was another precision
+    assert weights_apart(found.state["master"], wanted.state["master"]) > 0  # the precision matters
 
 
 @check("C55", level=1, needs=[Capability.BFLOAT16], builds_on=["C41"])
@@ -97,7 +97,7 @@ def test_masters_of_a_model_in_bfloat16_take_steps_that_are_lost_in_it(subject: 
     setup = subject.setup("qwen3")
     half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
     ranks, wider = (subject.run(training.train_slowly, each, 5, 1e-6) for each in (half, setup))
-    assert loss_of([rank.result for rank in ranks]) != loss_of([rank.result for rank in wider])  # another precision
+    assert loss_of([rank.result for rank in ranks]) != loss_of([rank.result for rank in wider])  # the precision matters
     before, after = (whole([getattr(rank, when) for rank in ranks])["master"] for when in ("before", "after"))
     moved = sum(int((after[name] != was).sum()) for name, was in before.items())
     assert moved > 0.9 * sum(was.size for was in before.values())
@@ -209,7 +209,7 @@ def test_float16_stays_near_float32(subject: Subject) -> None:
     found, wanted = subject.train(half, range(STEPS)), subject.trained("qwen3")
     assert mean_apart(found.losses, wanted.losses) < BFLOAT16_LOSS
     assert mean_apart(found.grad_norms, wanted.grad_norms) < BFLOAT16_GRAD_NORM
-    assert weights_apart(found.state["master"], wanted.state["master"]) > 0  # it was another precision
+    assert weights_apart(found.state["master"], wanted.state["master"]) > 0  # the precision matters
 
 
 @check("C57", level=1, needs=[Capability.RECOMPUTE], builds_on=["C41"])

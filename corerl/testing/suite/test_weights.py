@@ -1,4 +1,4 @@
-"""What an engine is given: every tensor, once, as it was trained."""
+"""Weight updates: an engine gets every tensor once, as trained."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_update_can_reach_every_rank_in_bfloat16(subject: Subject, kind: str)
 def test_an_update_holds_a_few_buckets_and_never_the_model(subject: Subject, kind: str) -> None:
     ranks = subject.run(updates.push_watched, subject.setup(kind))
     total = sum(4 * math.prod(shape) for shape in files_of(subject.model(kind)).values())
-    assert any(rank.largest for rank in ranks)  # one that is no sender, and holds replicas alone, needs no memory
+    assert any(rank.largest for rank in ranks)  # a rank that sends nothing and has only replicas needs no memory
     for rank in ranks:
         assert rank.largest <= 4 * rank.bucket < total / 2
         assert rank.peak < total / 2

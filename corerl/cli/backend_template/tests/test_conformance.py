@@ -1,4 +1,4 @@
-"""Everything that CoreRL asks of a training backend; checks that a later CoreRL adds come with it."""
+"""Run CoreRL's conformance suite on this backend; new checks come with new versions of CoreRL."""
 
 import pytest
 

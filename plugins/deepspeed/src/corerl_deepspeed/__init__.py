@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO as a training backend of CoreRL: any model of transformers, sharded and offloaded."""
+"""DeepSpeed's ZeRO as a training backend for CoreRL: any model of transformers, sharded and offloaded."""
 
 from corerl_deepspeed.spec import SPEC
 

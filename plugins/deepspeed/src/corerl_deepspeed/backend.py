@@ -1,4 +1,4 @@
-"""The hooks, on DeepSpeed's ZeRO."""
+"""The training backend on DeepSpeed's ZeRO."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from corerl_deepspeed.step import forward_pass, train_step
 
 class DeepSpeedBackend(Backend):
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
-        if config.train.precision == "float16":  # also where no driver has looked at what the spec declares
+        if config.train.precision == "float16":  # also guards against a driver that did not check the spec
             raise Unsupported(NO_FLOAT16)
         join(self.device, local_rank=context.local_rank)
         with calling_deepspeed(partitioned=False):
@@ -72,8 +72,8 @@ class DeepSpeedBackend(Backend):
 
     @cached_property
     def _weights(self) -> Sequence[Chunk]:
-        """Cut once: `working` stays what it is, asleep too, and each weight update asks for all of it."""
-        # Whole on every rank, unless they are partitioned: the first rank saves and sends them.
+        """Chunks of the weights, cached: `working` stays the same, even asleep, and every weight update needs it."""
+        # Unless they are partitioned, every rank has the whole, and the first rank saves and sends it.
         replica = not self.partitioned and self.layout.rank > 0
         return piece_chunks(self.working, self.model.boxes, replica=replica)
 

@@ -1,4 +1,4 @@
-"""A transformers model under DeepSpeed's engine, its parameters allocated (each rank its share) and not yet loaded."""
+"""Build a transformers model under DeepSpeed's engine: each rank allocates its share of parameters, unloaded."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from corerl_deepspeed.settings import deepspeed_json
 class Model:
     policy: CausalPolicy
     engine: DeepSpeedEngine
-    optimizer: torch.optim.AdamW  # inside of the engine's own
-    boxes: dict[str, list[HFBox]]  # by parameter
+    optimizer: torch.optim.AdamW  # inside the engine's own optimizer
+    boxes: dict[str, list[HFBox]]  # by parameter name
     watch: GradientWatch
 
 
 def build_model(
     hf: PretrainedConfig, *, value_head: bool, train: TrainConfig, options: DeepSpeedConfig, device: torch.device
 ) -> Model:
-    """A policy, or a critic with `value_head`, in `train.precision`; its masters are float32. Called on every rank."""
+    """A policy, or a critic with `value_head`, in `train.precision` with float32 masters. Called on every rank."""
     dtype = getattr(torch, train.precision)
     policy = CausalPolicy(build_on_meta(hf, dtype=dtype, attention=PACKED, value_head=value_head))
     boxes = hf_boxes(policy.model)
     if train.recompute == "full":
         recompute_layers(policy.model)
     shapes = {name: tuple(param.shape) for name, param in policy.model.named_parameters()}
-    # DeepSpeed steps everything that it is given: these have no gradient, and must not decay either.
+    # DeepSpeed steps every parameter it gets: these have no gradient, and must not decay.
     frozen = [name for name, param in policy.model.named_parameters() if not param.requires_grad]
     settings = deepspeed_json(
         options,
         train,
         device=device.type,
         elements=sum(param.numel() for param in policy.parameters()),
-        # Norms and biases: gathering one takes as long as gathering a matrix, and keeping it costs nothing.
+        # Norms and biases: gathering one takes as long as gathering a matrix, and keeping it costs almost nothing.
         persistent=max((param.numel() for param in policy.parameters() if param.dim() < 2), default=0),
     )
     materialize(policy.model, {name: unallocated(shape, dtype, device) for name, shape in shapes.items()})
@@ -71,7 +71,7 @@ def build_model(
     with nothing_to_copy(), always_zero():
         engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings, dist_init_required=False)
     if options.stage == 3:
-        # The policy reads its head's weight itself, which belongs to another module.
+        # The policy's own forward reads the head's weight, which belongs to another module.
         for param in policy.head.parameters(recurse=False):
             deepspeed.zero.register_external_parameter(policy, param)
     watch = GradientWatch(dict(policy.model.named_parameters()), options)
@@ -79,13 +79,13 @@ def build_model(
 
 
 def unallocated(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Of that shape, and one element of memory."""
+    """A parameter of that shape with memory for one element."""
     return nn.Parameter(torch.zeros(1, dtype=dtype, device=device).expand(shape))
 
 
 def partition(params: Iterable[Any], settings: dict[str, Any]) -> None:
-    """Each rank is given its share of every parameter, which holds nothing yet; one parameter is whole at a time."""
-    # Entered as a context it would patch torch and the models' classes, and send rank 0's values to the others.
+    """Give each rank its share of every still empty parameter; only one parameter is whole at a time."""
+    # Used as a context manager, Init would patch torch and model classes, and send rank 0's values to the others.
     init = deepspeed.zero.Init(config_dict_or_path=settings)
     for param in params:
         init._convert_to_deepspeed_param(param)
@@ -94,18 +94,18 @@ def partition(params: Iterable[Any], settings: dict[str, Any]) -> None:
 
 @contextmanager
 def always_zero() -> Iterator[None]:
-    """The ZeRO optimizer in stage 1 too. With bfloat16 weights and float32 gradients DeepSpeed takes another one there,
-    which keeps everything elsewhere (https://github.com/deepspeedai/DeepSpeed/pull/2706); ZeRO's own does the same."""
+    """Use the ZeRO optimizer in stage 1 too. With bfloat16 weights and float32 gradients DeepSpeed would take another,
+    which keeps its state elsewhere (https://github.com/deepspeedai/DeepSpeed/pull/2706) but does the same."""
     with mock.patch.object(DeepSpeedEngine, "_do_optimizer_sanity_check", return_value=ZERO_OPTIMIZATION):
         yield
 
 
 @contextmanager
 def nothing_to_copy() -> Iterator[None]:
-    """For parameters that hold nothing yet. Rank 0 sends none to the others; under stages 1 and 2 flat memory is
-    allocated instead of copied together; and no gradients are made that would be dropped at once. Either would take
-    memory for a moment that a rank may not have, and what is allocated next would lie where the gradients were: as long
-    as anything else lies there too, torch keeps all of that from the device."""
+    """Skip work on parameters that are still empty: rank 0 does not broadcast them, stages 1 and 2 allocate flat memory
+    instead of concatenating copies, and no gradients are made that would be dropped at once. These would briefly take
+    memory that a rank may not have, and later allocations in the gradients' place would keep torch from returning it to
+    the device."""
     make_gradients = DeepSpeedZeroOptimizer.initialize_optimizer_states
     make_shares = DeepSpeedZeroOptimizer_Stage3.initialize_optimizer_states
 
@@ -117,11 +117,11 @@ def nothing_to_copy() -> Iterator[None]:
         return torch.zeros(math.ceil(numel / alignment) * alignment, dtype=tensors[0].dtype, device=tensors[0].device)
 
     def gradients(self: Any) -> None:
-        if self.cpu_offload:  # there they stay
+        if self.cpu_offload:  # these gradients are kept
             make_gradients(self)
 
     def shares(self: Any) -> None:
-        if self.offload_optimizer:  # there too
+        if self.offload_optimizer:  # these too
             make_shares(self)
 
     with (

@@ -1,4 +1,4 @@
-"""DeepSpeed's part of the chunk map: which boxes of which HF tensors a flat run of a parameter's elements is."""
+"""DeepSpeed's part of the chunk map: the boxes of HF tensors in a flat range of a parameter's elements."""
 
 from __future__ import annotations
 

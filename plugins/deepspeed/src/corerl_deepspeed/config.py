@@ -1,4 +1,4 @@
-"""What only DeepSpeed knows; everything common stands in [train]."""
+"""The options of the DeepSpeed backend; options common to all backends are in [train]."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from attrs import Attribute, frozen
 
 from corerl.config.schema import at_least, option
 
-# Times 4 bytes, a multiple of 2 MiB: torch takes as much from a device, and puts nothing beside the bucket that would
-# keep all of it there when the bucket sleeps.
+# Times 4 bytes, a multiple of 2 MiB: torch allocates exactly that much, so that no other tensor in the same block keeps
+# it on the device when the bucket sleeps.
 BUCKET = 3 * 2**24
 
 

@@ -1,4 +1,4 @@
-"""No gradient is applied twice: where DeepSpeed keeps a parameter's last one, each backward pass must bring another."""
+"""Ensure that no gradient is applied twice: DeepSpeed may keep a parameter's old one if a backward pass brings none."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from corerl_deepspeed.config import DeepSpeedConfig
 
 
 class GradientWatch:
-    """Sees which parameters get a gradient in a backward pass.
+    """Records which parameters get a gradient in each backward pass.
 
-    Under stage 3, and for an optimizer on the host, DeepSpeed writes a gradient, when it comes, into memory that is
-    never cleared. Without one in a step's first micro-batch, in its last one, or in all of them, the step before would
-    be applied again, or a part of this one lost. A parameter that has had none yet is no danger: its memory holds
-    zeros.
+    In stage 3, and for an optimizer on the host, DeepSpeed writes gradients into memory that is never cleared. If one
+    is missing in a step's first or last micro-batch, or in all of them, the previous step's gradient would be applied
+    again, or part of this step's lost. A parameter that never had one is safe: its memory holds zeros.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], options: DeepSpeedConfig) -> None:
         self._names: list[str] = []  # in the model's order
-        self._before: set[str] = set()  # had one in an earlier pass
+        self._before: set[str] = set()  # had a gradient in an earlier pass
         self._now: set[str] = set()
         if options.stage < 3 and options.offload == "none":
-            return  # what is missing counts as zeros there
+            return  # a missing gradient counts as zeros there
         for name, param in params.items():
-            # DeepSpeed gives those of a leaf module zeros itself.
+            # DeepSpeed itself gives zeros to parameters of a leaf module.
             if param.requires_grad and not z3_leaf_parameter(param):
                 self._names.append(name)
                 param.register_post_accumulate_grad_hook(partial(self._note, name))
 
     def check(self) -> None:
-        """After each backward pass. Raises Unsupported for a parameter without a gradient that had one before."""
+        """Call after each backward pass. Raises Unsupported if a parameter got no gradient but had one before."""
         missing = self._before - self._now
         if missing:
             name = next(name for name in self._names if name in missing)

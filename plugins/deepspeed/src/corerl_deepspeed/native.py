@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoint, beside CoreRL's, for tools that read no other."""
+"""Write DeepSpeed's own checkpoint next to CoreRL's, for tools that read no other."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ DIRECTORY = "deepspeed"  # in the directory of the role
 
 
 def write(model: Model, directory: Path, step: Step) -> None:
-    """What `engine.save_checkpoint` writes, and `latest`, which names it. Called on every rank, inside
-    `calling_deepspeed`; where one cannot write, raises SaveFailed on all."""
+    """Write what `engine.save_checkpoint` writes, and the file `latest`, which names it. Called on every rank, inside
+    `calling_deepspeed`; if one cannot write, raises SaveFailed on all."""
     engine, failures = model.engine, list[str]()
 
     def kept(call: Callable[..., Any]) -> Callable[..., None]:
-        """Ranks meet between files, and would wait for one that has raised."""
+        """Collect errors of `call` instead of raising: ranks synchronize between files, and would wait for this one."""
 
         def wrapped(*args: Any, **kwargs: Any) -> None:
             try:
                 call(*args, **kwargs)
-            except (OSError, RuntimeError) as error:  # the second is torch's, of a full disk
+            except (OSError, RuntimeError) as error:  # the second is torch's, for a full disk
                 failures.append(" ".join(str(error).split()))
 
         return wrapped
 
-    engine.global_steps = step.optimizer_step  # it counts from the start of this process
+    engine.global_steps = step.optimizer_step  # DeepSpeed counts from the start of this process
     tag, files = f"global_step{step.optimizer_step}", engine.checkpoint_engine
     with (
         mock.patch.object(files, "makedirs", kept(files.makedirs)),

@@ -1,4 +1,4 @@
-"""What DeepSpeed needs of this machine, for `corerl doctor`."""
+"""Check this machine for what DeepSpeed needs, for `corerl doctor`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MEND = "python -m pip install 'deepspeed>=0.19.8,<0.20'"
 
 
 def probe() -> Iterator[Finding]:
-    """Imports torch and DeepSpeed, and so only when it is called: the spec, which names it, stays light."""
+    """Imports torch and DeepSpeed only when called, so that the spec that refers to it stays light."""
     import torch
     import torch.distributed as dist
 
@@ -34,7 +34,7 @@ def probe() -> Iterator[Finding]:
 
 
 def _operations() -> Iterator[Finding]:
-    """DeepSpeed's compiled operations: of interest to those who use them elsewhere, and needed by nothing here."""
+    """List DeepSpeed's compiled operations, for those who use them elsewhere; nothing here needs them."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -44,7 +44,7 @@ def _operations() -> Iterator[Finding]:
 
             built = sorted(name for name, is_built in installed_ops.items() if is_built)
             others = sorted(name for name in ALL_OPS if name not in built and probe_is_compatible(ALL_OPS[name]))
-    except Exception as error:  # whatever a compiled part of it, or what it asks of the machine, raises
+    except Exception as error:  # its compiled parts and machine checks may raise anything
         yield Finding(
             level=Level.ERROR,
             what=f"DeepSpeed is installed and does not load: {' '.join(str(error).split())}",

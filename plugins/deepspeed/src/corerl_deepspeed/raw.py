@@ -1,7 +1,7 @@
-"""Which of DeepSpeed's own settings a user's table of them may hold, and where the others are said.
+"""The DeepSpeed settings that `[backends.deepspeed.raw]` may hold, and for all others, what to set instead.
 
-The names are those of DeepSpeed 0.19.8, written down: the driver asks before a device is taken, and imports neither
-torch nor DeepSpeed for that. A test compares them with all that the installed DeepSpeed reads, in both directions."""
+The names are those of DeepSpeed 0.19.8, listed here because the driver checks them before a device is taken, without
+importing torch or DeepSpeed. A test compares them, in both directions, with all that the installed DeepSpeed reads."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def whole(_: Any, attribute: Attribute[Any], value: float) -> None:
 
 
 def count() -> Any:
-    """A whole number that may be written as 1e9, as on DeepSpeed's pages."""
+    """A whole number that may be written as 1e9, as in DeepSpeed's documentation."""
     return field(default=0.0, validator=whole)
 
 
-# ---- what may be set, under DeepSpeed's names: no default here serves, the user's table is merged as it stands -------
+# ---- what may be set, under DeepSpeed's names; the defaults here are not used: the user's table is merged as it is ---
 
 
 @frozen(kw_only=True)
@@ -106,7 +106,7 @@ class Settable:
     timers: Timers = Timers()
 
 
-# ---- what may not, dotted: a table stands for all that is in it ------------------------------------------------------
+# ---- what may not be set, as dotted paths; a table stands for everything in it ---------------------------------------
 
 LOOP = "CoreRL drives the loop: batches are made, and steps are taken, outside of DeepSpeed"
 DENOMINATOR = "the tokens' weights hold the denominator, and DeepSpeed's average is undone"
@@ -211,7 +211,7 @@ ELSEWHERE = {
 
 
 def settable(table: type = Settable, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of what may be set, tables before what is in them."""
+    """Dotted paths of all settings that may be set, tables before their contents."""
     for name, each in class_fields(table).items():
         yield f"{prefix}{name}"
         if isinstance(each.type, type) and has(each.type):
@@ -219,7 +219,7 @@ def settable(table: type = Settable, prefix: str = "") -> Iterator[str]:
 
 
 def refusals(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(dotted path, what is wrong with it) of each setting in the user's table that cannot stand there."""
+    """(dotted path, what is wrong with it) for each setting in the user's table that is not allowed."""
     known = {*settable(), *ELSEWHERE}
     for problem in attempt(raw, Settable)[1]:
         path = ".".join(map(str, problem.keys))

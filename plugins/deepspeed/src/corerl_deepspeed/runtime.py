@@ -1,4 +1,4 @@
-"""DeepSpeed inside of a worker: on the process group that is there, without its launcher, and nothing compiled."""
+"""Run DeepSpeed inside a worker: on the existing process group, without its launcher and without compiling anything."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from deepspeed.utils import groups
 
 ACCELERATORS = {"cpu": CPU_Accelerator, "cuda": CUDA_Accelerator}
 
-# It tells each of its settings, and on every rank what it could not find.
+# It logs every setting, and on every rank whatever it could not find.
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
 def join(device: torch.device, *, local_rank: int) -> None:
-    """Take over torch's process group. Called on every rank, before anything else of DeepSpeed."""
-    if get_accelerator().device_name() != device.type:  # it chose when it was imported
+    """Make DeepSpeed use torch's process group. Called on every rank, before anything else of DeepSpeed."""
+    if get_accelerator().device_name() != device.type:  # chosen on import
         set_accelerator(ACCELERATORS[device.type]())
-    os.environ["LOCAL_RANK"] = str(local_rank)  # it reads this again and again, where its launcher would have put it
+    os.environ["LOCAL_RANK"] = str(local_rank)  # DeepSpeed rereads this; its launcher would set it
     leave()
-    # With gloo it compiles an operation for tensor-parallel inference, which nothing here calls.
+    # With gloo it would compile an operation for tensor-parallel inference, which nothing here calls.
     with mock.patch("deepspeed.comm.torch.build_shm_op", return_value=None):
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-    # Else a second group of all ranks, with a communicator of its own (some 400 MB of each GPU) and threads that poll.
+    # Else it makes a second group of all ranks, with its own communicator (400 MB on each GPU) and polling threads.
     groups._WORLD_GROUP = dist.group.WORLD
 
 
 def leave() -> None:
-    """Forget the process group: another one may come in this process. DeepSpeed's own group ends."""
+    """Forget the process group, since this process may get another one, and destroy DeepSpeed's own group."""
     if comm.comm.cdb is None:
         return
     own = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
@@ -51,13 +51,13 @@ def leave() -> None:
 
 @contextmanager
 def calling_deepspeed(*, partitioned: bool) -> Iterator[None]:
-    """What every pass through the model and every step stand in. With `partitioned` parameters, matrices are multiplied
-    by a function that does not keep gathered ones for the backward pass."""
+    """Wrap every pass through the model and every step in this block. With `partitioned` parameters, matrix products do
+    not keep gathered weights for the backward pass."""
     modules = parameter_offload.FWD_MODULE_STACK
     depth = len(modules)
     multiply = mock.patch("torch.nn.functional.linear", linear.zero3_linear_wrap) if partitioned else None
     with warnings.catch_warnings():
-        # Of names that torch will change: nothing to mend for those who train.
+        # Warnings about names that torch will change, which users cannot fix.
         warnings.filterwarnings("ignore", category=FutureWarning)
         if multiply:
             multiply.start()
@@ -66,5 +66,5 @@ def calling_deepspeed(*, partitioned: bool) -> Iterator[None]:
         finally:
             if multiply:
                 multiply.stop()
-            # Those of a pass that an exception has left; and the model, which would live as long as the process.
+            # Drop modules left by a pass that raised, and the model, which would otherwise live as long as the process.
             del modules[depth:]

@@ -1,4 +1,4 @@
-"""DeepSpeed's own configuration, made of [train], the options, and the user's table of it. Imports nothing heavy."""
+"""Make DeepSpeed's own configuration from [train], the options, and the user's raw table. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from corerl_deepspeed.raw import ZERO
 def deepspeed_json(
     options: DeepSpeedConfig, train: TrainConfig, *, device: str, elements: int, persistent: int
 ) -> dict[str, Any]:
-    """What DeepSpeed is started with, for a model of `elements` parameters, of which it keeps those of `persistent`
-    elements or fewer gathered."""
+    """The configuration that DeepSpeed is started with, for a model of `elements` parameters in total; tensors of at
+    most `persistent` elements stay gathered."""
     on_host = {"device": "cpu", "pin_memory": device == "cuda"}
     offload = {
         "none": {},
@@ -24,7 +24,7 @@ def deepspeed_json(
     zero: dict[str, Any] = {
         "stage": options.stage,
         "contiguous_gradients": True,
-        # In stage 1 gradients are reduced after the last micro-batch, when there is no computation left beside it.
+        # In stage 1 gradients are reduced after the last micro-batch, when no computation is left to overlap with.
         "overlap_comm": device == "cuda" and options.stage > 1,
         "reduce_bucket_size": min(options.reduce_bucket, elements),
         **offload,
@@ -36,7 +36,7 @@ def deepspeed_json(
             "zero_hpz_partition_size": options.node_shard_size,
         }
     else:
-        zero["allgather_bucket_size"] = options.gather_bucket // 2 * 2  # DeepSpeed wants it even
+        zero["allgather_bucket_size"] = options.gather_bucket // 2 * 2  # must be even
     half = train.precision == "bfloat16"
     own = {
         "train_micro_batch_size_per_gpu": 1,

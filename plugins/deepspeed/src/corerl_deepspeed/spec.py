@@ -1,4 +1,4 @@
-"""The light description that CoreRL reads before any worker exists."""
+"""The spec, which CoreRL reads before any worker exists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_FLOAT16 = (
 
 
 def environment(config: DeepSpeedConfig, cluster: ClusterInfo) -> Environment:
-    # It would look for itself when it is imported, and may find a GPU that the run is not on.
+    # Otherwise DeepSpeed detects a device on import, and may find a GPU that the run does not use.
     return {"DS_ACCELERATOR": cluster.device}
 
 

@@ -1,4 +1,4 @@
-"""Where DeepSpeed keeps what it trains. All of its names that are not public are here, in build and in runtime."""
+"""Access DeepSpeed's state: weights, masters, gradients. Its private names are used only here, in build and runtime."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from corerl_deepspeed.build import Model
 
 @frozen(eq=False)
 class Piece:
-    """A run of one parameter's elements on this rank."""
+    """A flat range of one parameter's elements on this rank."""
 
     name: str  # in the model
     shape: tuple[int, ...]  # of the whole parameter
-    start: int  # the first of its elements here
+    start: int  # index of its first element
     values: Tensor  # flat
 
 
@@ -30,16 +30,16 @@ class Master:
 
     piece: Piece
     flat: Tensor  # the key of the moments in AdamW's state
-    offset: int  # where it begins in `flat`
+    offset: int  # where the piece begins in `flat`
 
     def of(self, values: Tensor) -> Piece:
-        """The same piece of `values`, which are as long as `flat`: a moment."""
+        """The same piece of `values`, a moment that is as long as `flat`."""
         numel = self.piece.values.numel()
         return Piece(self.piece.name, self.piece.shape, self.piece.start, values.narrow(0, self.offset, numel))
 
 
 def working(model: Model) -> list[Piece]:
-    """What forward passes read: under stage 3 this rank's share, else all of it."""
+    """The working weights, which forward passes read: in stage 3 this rank's share, otherwise all of them."""
     pieces = []
     for name, param in _parameters(model):
         if not partitioned(model):
@@ -47,14 +47,14 @@ def working(model: Model) -> list[Piece]:
             continue
         share = param.ds_tensor
         start = param.ds_zero_partition_rank * share.ds_numel
-        numel = min(share.ds_numel, param.ds_numel - start)  # behind it there is padding
+        numel = min(share.ds_numel, param.ds_numel - start)  # padding follows
         if numel > 0:
             pieces.append(Piece(name, tuple(param.ds_shape), start, share.data.narrow(0, 0, numel)))
     return pieces
 
 
 def masters(model: Model) -> list[Master]:
-    """What this rank steps."""
+    """The masters that this rank steps."""
     zero, found = model.engine.optimizer, []
     for name, param in _parameters(model):
         if partitioned(model):
@@ -66,7 +66,7 @@ def masters(model: Model) -> list[Master]:
         else:
             mapping = param._hp_mapping
             if mapping is None:
-                continue  # stepped on other ranks
+                continue  # stepped only on other ranks
             flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
             offset, start = mapping.hp_fragment_address.start, mapping.lp_fragment_address.start
             numel, shape = mapping.lp_fragment_address.numel, tuple(param.shape)
@@ -76,7 +76,7 @@ def masters(model: Model) -> list[Master]:
 
 
 def _parameters(model: Model) -> Iterator[tuple[str, Any]]:
-    """With the attributes that DeepSpeed puts on them, which no type knows."""
+    """The parameters, untyped because of the attributes that DeepSpeed adds to them."""
     yield from model.policy.model.named_parameters()
 
 
@@ -91,13 +91,13 @@ def flats(model: Model) -> list[Tensor]:
 
 
 def release(model: Model) -> None:
-    """Free what is gathered. Local."""
+    """Free gathered parameters. Local."""
     if partitioned(model):
-        model.engine.optimizer.empty_partition_cache()  # the engine's own collects garbage besides, for half a second
+        model.engine.optimizer.empty_partition_cache()  # the engine's method also runs gc for half a second
 
 
 def spread(model: Model, pieces: list[Piece], held: list[Master]) -> None:
-    """The masters become what forward passes read. Called on every rank."""
+    """Copy the masters into the working weights. Called on every rank."""
     if not partitioned(model):
         model.engine.optimizer.update_lp_params()
         return
@@ -106,7 +106,7 @@ def spread(model: Model, pieces: list[Piece], held: list[Master]) -> None:
 
 
 def second_copies(model: Model) -> Iterator[Tensor]:
-    """Of parameters, where each node has one."""
+    """The second copies of parameters, if each node has one."""
     for _, param in _parameters(model):
         second = getattr(param, "ds_secondary_tensor", None)
         if second is not None:
@@ -114,18 +114,19 @@ def second_copies(model: Model) -> Iterator[Tensor]:
 
 
 def drop_second_copies(model: Model) -> None:
-    """They are made again of what was gathered, at the next forward pass."""
+    """Drop the second copies; the next forward pass makes them again from gathered parameters."""
     if partitioned(model):
         model.engine.optimizer.invalidate_secondary_tensor()
 
 
 def let_go(model: Model) -> None:
-    """After its end: DeepSpeed's objects and parameters hold each other, in circles that Python cannot see through.
-    They would stay, and with them their memory."""
+    """Free a model that is no longer used: DeepSpeed's objects and parameters refer to each other in cycles that Python
+    cannot collect, so they would keep their memory."""
     params = [param for _, param in _parameters(model)]
     for each in (*params, model.engine.optimizer, model.engine):
         vars(each).clear()
-    # Of every stage 3 model that has trained in this process it keeps what to release after which module, and so all.
+    # For every stage 3 model trained in this process, DeepSpeed caches what to release after each module, and with that
+    # the whole model.
     kept = inspect.getclosurevars(PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release)
     kept.nonlocals["func"].cache_clear()
 
@@ -137,7 +138,7 @@ def parameter_memory(model: Model) -> Iterator[Tensor]:
 
 
 def gradient_memory(model: Model) -> Iterator[Tensor]:
-    """What outlives a step, though nothing that is in it does."""
+    """Gradient buffers that outlive a step, although their contents do not."""
     zero = model.engine.optimizer
     for flat in flats(model):
         if flat.grad is not None:

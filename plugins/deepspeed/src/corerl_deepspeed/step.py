@@ -18,16 +18,16 @@ from corerl_deepspeed.state import release
 def train_step(
     model: Model, batch: PackedBatch, loss: LossSpec, *, lr: float, dp_size: int, device: torch.device
 ) -> TrainResult:
-    """Called on every rank, inside `calling_deepspeed`. Under stages 2 and 3 gradients are reduced after every
-    micro-batch, under 1 after the last one; with offload they go to the host in the last backward pass. DeepSpeed
-    clips, and finds on all ranks alike that a norm is not finite. Raises Unsupported where a gradient is missing that
-    DeepSpeed would make up for with an old one."""
+    """Called on every rank, inside `calling_deepspeed`. Stages 2 and 3 reduce gradients after every micro-batch, stage
+    1 after the last one; with offload they go to the host in the last backward pass. DeepSpeed clips, and skips a step
+    whose norm is not finite, on all ranks alike. Raises Unsupported if a gradient is missing for which DeepSpeed would
+    use an old one."""
     engine = model.engine
     engine.train()
     announced = evolve(batch, micro_batches=_announced(engine, batch))
     losses = StepLosses(engine, announced, loss, device=device, routers=model.policy.routers)
     for value in losses:
-        engine.backward(value * dp_size, scale_wrt_gas=False)  # it averages gradients over dp
+        engine.backward(value * dp_size, scale_wrt_gas=False)  # DeepSpeed averages gradients over dp
         model.watch.check()
     set_lr(model.optimizer, lr)
     engine.step()
@@ -38,7 +38,7 @@ def train_step(
 
 
 def _announced(engine: DeepSpeedEngine, batch: PackedBatch) -> Iterator[MicroBatch]:
-    """DeepSpeed is told which micro-batch is the step's last one before it passes through the model."""
+    """The micro-batches; before the step's last one passes through the model, DeepSpeed is told that it is the last."""
     for number, micro in enumerate(batch.micro_batches, start=1):
         engine.set_gradient_accumulation_boundary(number == batch.count)
         yield micro
@@ -47,7 +47,7 @@ def _announced(engine: DeepSpeedEngine, batch: PackedBatch) -> Iterator[MicroBat
 def forward_pass(
     model: Model, batch: PackedBatch, wanted: tuple[Output, ...], *, device: torch.device
 ) -> ForwardResult:
-    """Called on every rank, inside `calling_deepspeed`."""
+    """Compute outputs without gradients. Called on every rank, inside `calling_deepspeed`."""
     model.engine.eval()
     result = forward_outputs(model.engine, batch, wanted, device=device, routers=model.policy.routers)
     release(model)

@@ -1,4 +1,4 @@
-"""FSDP2 (torch's fully_shard) as a training backend of CoreRL: any causal language model of transformers, sharded."""
+"""FSDP2 (torch's fully_shard) as a training backend for CoreRL: any causal language model of transformers, sharded."""
 
 from corerl_fsdp.spec import SPEC
 

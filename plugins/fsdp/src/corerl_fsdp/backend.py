@@ -1,4 +1,4 @@
-"""The hooks, on FSDP2."""
+"""The training backend on FSDP2."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class FsdpBackend(Backend):
 
     @cached_property
     def _weights(self) -> Sequence[Chunk]:
-        """Cut once: shards stay the tensors that they are, asleep too, and each weight update asks for all of them."""
+        """Chunks of the weights, cached: shards stay the same, even asleep, and every weight update needs them."""
         held = {name: shard for name, shard in self.shards.local.items() if shard.numel()}
         return shard_chunks(self.shards.dtensors, held, self.boxes)
 

@@ -1,4 +1,4 @@
-"""A transformers model sharded over the ranks, its parameters allocated (each rank its share) and not yet loaded."""
+"""Build a transformers model sharded over the ranks: each rank allocates its share of parameters, but loads nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from corerl_fsdp.config import FsdpConfig
 
 
 def build_mesh(device: torch.device, *, ranks: int, shard_size: int) -> DeviceMesh:
-    """All ranks share one copy; or groups of `shard_size` do, whose n-th ranks are replicas of each other."""
+    """A mesh on which all ranks share one copy, or groups of `shard_size` do; the groups' n-th ranks are replicas."""
     if shard_size in (0, ranks):
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
@@ -35,11 +35,11 @@ def build_policy(
     recompute: bool,
     options: FsdpConfig,
 ) -> CausalPolicy:
-    """A policy, or a critic with `value_head`. Master weights are float32; layers compute in `precision` and gradients
-    are reduced in float32."""
+    """Build a policy, or a critic with `value_head`. Master weights are float32; layers compute in `precision`, and
+    gradients are reduced in float32."""
     dtype: torch.dtype = getattr(torch, precision)
     policy = CausalPolicy(build_on_meta(hf, dtype=torch.float32, attention=PACKED, value_head=value_head))
-    # Both change what a layer's own forward does. FSDP's hooks stand around it, so neither runs or traces these.
+    # Both change a layer's own forward; FSDP's hooks are outside of it, so they are neither traced nor recomputed.
     if options.compile:
         compile_forward(decoder_layers(policy.model), attention=one_kernel(device, dtype))
     if recompute:
@@ -48,7 +48,7 @@ def build_policy(
     shard(
         policy,
         mesh=mesh,
-        # Inputs are as the model makes them: hidden states in `precision`, rotary tables of some models in float32.
+        # Inputs keep the model's dtypes: hidden states in `precision`, some models' rotary tables in float32.
         mixed=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
         offload=CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy(),
         reshard_after_forward=options.reshard_after_forward,
@@ -56,15 +56,15 @@ def build_policy(
     held_on = torch.device("cpu") if on_host else device
     params = policy.model.named_parameters()
     materialize(policy.model, {name: nn.Parameter(torch.empty_like(param, device=held_on)) for name, param in params})
-    # In its load hook FSDP takes over replaced parameters and pads uneven shards; later it would move their memory.
+    # FSDP's load hook takes over replaced parameters and pads uneven shards; later, that would move their memory.
     policy.load_state_dict({}, strict=False)
     move_buffers(policy, device)
     return policy
 
 
 def compile_forward(layers: Iterable[nn.Module], *, attention: bool) -> None:
-    """Layers share what is compiled, and so do micro-batches of any length. Without `attention` it is left out, since
-    each packing would be compiled anew; a layer is in four pieces then, and else in one."""
+    """Compile the layers' forward, once for all layers and micro-batch lengths. Without `attention`, attention is left
+    out, since each packing would be compiled anew; a layer is then four pieces instead of one."""
     if not attention:
         AttentionInterface.register(PACKED, torch.compiler.disable(AttentionInterface()[PACKED]))
     for layer in layers:
@@ -79,10 +79,10 @@ def shard(
     offload: OffloadPolicy,
     reshard_after_forward: bool,
 ) -> None:
-    """One unit a decoder layer, one for an untied embedding, and the root: final norm and head.
+    """Shard one unit per decoder layer, one for an untied embedding, and the root with final norm and head.
 
-    The root stays gathered from forward to backward, so log-probs can be computed straight from the head's weight in
-    chunks. A tied embedding belongs to the root, which both of its uses are inside of.
+    The root stays gathered from forward to backward, so that log-probs can be computed from the head's weight in
+    chunks. A tied embedding belongs to the root, which covers both of its uses.
     """
     model = policy.model
     embedding = model.get_input_embeddings()
@@ -95,7 +95,7 @@ def shard(
 
 
 def reshard(policy: nn.Module) -> None:
-    """Free what units still hold gathered: after a forward pass without backward, and before memory is given back."""
+    """Free parameters that are still gathered: after a forward pass without backward, and before memory is released."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

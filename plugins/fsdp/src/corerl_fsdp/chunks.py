@@ -1,4 +1,4 @@
-"""FSDP's part of the chunk map: which boxes of which HF tensors lie in this rank's shards."""
+"""FSDP's part of the chunk map: the boxes of HF tensors in this rank's shards."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from corerl.weights.chunks import Chunk
 def shard_chunks(
     params: Mapping[str, DTensor], values: Mapping[str, torch.Tensor], boxes: Mapping[str, Sequence[HFBox]]
 ) -> list[Chunk]:
-    """Chunks of `values`: for each parameter a tensor of its local shard's shape, its weights or a moment."""
+    """Chunks of `values`: weights or a moment, by parameter, each in the shape of the local shard."""
     chunks: list[Chunk] = []
     for name, param in params.items():
         if name not in values:
-            continue  # no element of it is on this rank
+            continue  # this rank has no element of it
         replica = is_replica(param)
         for offsets, sizes, view in dtensor_boxes(param, values[name]):
             chunks += local_chunks(boxes[name], offsets, sizes, view, replica=replica)

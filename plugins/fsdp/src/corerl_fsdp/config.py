@@ -1,4 +1,4 @@
-"""What only FSDP knows; everything common stands in [train]."""
+"""The options of the FSDP backend; options common to all backends are in [train]."""
 
 from __future__ import annotations
 

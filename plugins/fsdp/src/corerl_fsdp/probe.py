@@ -1,4 +1,4 @@
-"""What FSDP needs of the torch on this machine, for `corerl doctor`."""
+"""Check this machine's torch for what FSDP needs, for `corerl doctor`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from corerl.plugin.probing import REINSTALL_TORCH, nccl, version
 from corerl.plugin.spec import Finding, Level, ok
 
 OLDEST = (2, 9)  # torch's, as in pyproject.toml
-TESTED = (2, 13)  # the newest with which all tests have passed
+TESTED = (2, 13)  # the newest that passed all tests
 
 
 def probe() -> Iterator[Finding]:
-    """Imports torch, and so only when it is called: the spec, which names it, stays light."""
+    """Imports torch only when called, so that the spec that refers to it stays light."""
     import torch
     import torch.distributed as dist
 

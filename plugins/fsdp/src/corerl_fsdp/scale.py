@@ -1,4 +1,4 @@
-"""The loss scale of float16, whose smallest number is 2**-24: gradients below it would be zeros."""
+"""The loss scale for float16, whose smallest positive number is 2**-24: smaller gradients would become zero."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from attrs import define
 from torch.distributed.tensor import DTensor
 
-# The numbers of torch.amp.GradScaler.
+# The defaults of torch.amp.GradScaler.
 INITIAL = 2.0**16
 GROWTH, BACKOFF = 2.0, 0.5
 GROWTH_STEPS = 2000
@@ -16,14 +16,14 @@ GROWTH_STEPS = 2000
 
 @define
 class LossScale:
-    """Doubled after GROWTH_STEPS finite steps in a row, halved after one that is not (Micikevicius et al. 2018,
-    "Mixed Precision Training"). A power of two, so that scaling rounds nothing."""
+    """A dynamic loss scale: doubled after GROWTH_STEPS finite steps in a row, halved after one that is not finite
+    (Micikevicius et al. 2018, "Mixed Precision Training"). A power of two, so that scaling is exact."""
 
     value: float = INITIAL
-    finite_steps: int = 0  # since it last changed
+    finite_steps: int = 0  # since the last change
 
     def update(self, *, finite: bool) -> None:
-        """After each step; `finite` is equal on all ranks, and so is the scale."""
+        """Call after each step. `finite` is equal on all ranks, so the scale is too."""
         self.finite_steps = self.finite_steps + 1 if finite else 0
         if not finite:
             self.value *= BACKOFF
@@ -33,7 +33,7 @@ class LossScale:
 
     @torch.no_grad()
     def unscale(self, params: Iterable[torch.Tensor]) -> None:
-        """Divide the gradients, in place."""
+        """Divide the gradients by the scale, in place."""
         for param in params:
             if param.grad is not None:
                 local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad

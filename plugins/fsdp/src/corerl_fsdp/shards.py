@@ -1,4 +1,4 @@
-"""A rank's shards as plain parameters: the optimizer works on these, without DTensor between it and the memory."""
+"""A rank's shards as plain parameters, so that the optimizer works on them without DTensor's overhead."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch.distributed.tensor import DTensor
 
 
 class LocalShards:
-    """`local[name]` shares its storage with the shard of the DTensor of that name; `params[name]` is what the optimizer
-    steps: the same memory again, or with `on_host` a copy of it in host memory, which is brought up to date before a
-    step and copied back after it, so that the shard is always what counts.
+    """The local shards, and the parameters that the optimizer steps.
 
-    AdamW is element-wise, so stepping the shards is stepping the whole; and work on a tensor costs what it costs in
-    plain torch, which small models notice.
+    `local[name]` shares its storage with the shard of the DTensor of that name. `params[name]` is what the optimizer
+    steps: the same memory or, with `on_host`, a host copy that is refreshed before a step and copied back after it, so
+    that the shard is always authoritative. AdamW is element-wise, so stepping the shards equals stepping the whole;
+    plain tensors avoid an overhead that is noticeable in small models.
     """
 
     def __init__(self, module: nn.Module, *, on_host: bool) -> None:
@@ -28,12 +28,12 @@ class LocalShards:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the whole parameters."""
+        """Shapes of the full parameters."""
         return {name: tuple(param.shape) for name, param in self.dtensors.items()}
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """One step of the optimizer over `params`, with the DTensors' gradients."""
+        """Step the optimizer over `params`, with the DTensors' gradients."""
         for name, dtensor in self.dtensors.items():
             grad = dtensor.grad
             assert grad is None or isinstance(grad, DTensor)
@@ -47,7 +47,7 @@ class LocalShards:
         optimizer.step()
         if self._host_grads is not None:
             for name, shard in self.local.items():
-                shard.copy_(self.params[name])  # blocks: the next step writes to these host buffers again
+                shard.copy_(self.params[name])  # blocking, since the next step overwrites these host buffers
 
     def drop_grads(self) -> None:
         for name, dtensor in self.dtensors.items():
@@ -56,5 +56,5 @@ class LocalShards:
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """Uninitialised memory of the host, which copies to and from a GPU do not wait for."""
+    """Uninitialized host memory like `tensor`; pinned for a GPU tensor, so that copies are asynchronous."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

@@ -1,4 +1,4 @@
-"""The light description that CoreRL reads before any worker exists."""
+"""The spec, which CoreRL reads before any worker exists."""
 
 from __future__ import annotations
 

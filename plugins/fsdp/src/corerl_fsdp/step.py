@@ -32,8 +32,8 @@ def train_step(
     scale: LossScale | None,
     device: torch.device,
 ) -> TrainResult:
-    """Called on every rank. One reduce-scatter a unit and micro-batch (a step, where `sync` is "last"), one all-reduce
-    for the norm, which is therefore equal on all ranks, as is the decision to skip."""
+    """Called on every rank. One reduce-scatter per unit and micro-batch (per unit and step if `sync` is "last"), and
+    one all-reduce for the norm, which makes the norm, and the decision to skip, equal on all ranks."""
     assert isinstance(policy, FSDPModule)
     scaled_by = scale.value if scale else 1.0
     policy.train()
@@ -41,7 +41,7 @@ def train_step(
     for number, value in enumerate(losses, start=1):
         last = number == batch.count
         policy.set_requires_gradient_sync(last or sync == "every")
-        policy.set_requires_all_reduce(last)  # among replicas, where there are any: their sums add up until then
+        policy.set_requires_all_reduce(last)  # among replicas, if any; sums accumulate until then
         (value * (dp_size * scaled_by)).backward()  # FSDP averages gradients over dp
     params = list(policy.parameters())
     norm = grad_norm(params) / scaled_by
@@ -65,7 +65,7 @@ def train_step(
 def forward_pass(
     policy: CausalPolicy, batch: PackedBatch, wanted: tuple[Output, ...], *, device: torch.device
 ) -> ForwardResult:
-    """Called on every rank. One all-gather a unit and micro-batch."""
+    """Called on every rank. One all-gather per unit and micro-batch."""
     policy.eval()
     result = forward_outputs(policy, batch, wanted, device=device, routers=policy.routers)
     reshard(policy)

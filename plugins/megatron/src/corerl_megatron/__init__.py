@@ -1,4 +1,4 @@
-"""NVIDIA megatron-core as a training backend of CoreRL: tensor, pipeline, context and expert parallelism."""
+"""NVIDIA megatron-core as a training backend for CoreRL: tensor, pipeline, context and expert parallelism."""
 
 from corerl_megatron.spec import SPEC
 

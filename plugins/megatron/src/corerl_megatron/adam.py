@@ -1,7 +1,7 @@
-"""AdamW with one step count a group, as TransformerEngine's and Apex's FusedAdam keep it.
+"""AdamW with one step count per group, like the FusedAdam of TransformerEngine and Apex.
 
-megatron-core's distributed optimizer is written for those two. With torch's own AdamW, which it falls back to, it
-cannot resume: all parameters come to share one step tensor, and one update counts as many.
+megatron-core's distributed optimizer is written for those two. It falls back to torch's own AdamW, but cannot resume
+with that: all parameters end up sharing one step tensor, so that one update counts many times.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 
 class GroupStepAdamW(torch.optim.AdamW):
-    """Takes FusedAdam's arguments. Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2."""
+    """AdamW with FusedAdam's arguments (Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", alg. 2)."""
 
     def __init__(self, params: Any, *, adam_w_mode: bool = True, **options: Any) -> None:
-        assert adam_w_mode  # the only one that CoreRL asks for
+        assert adam_w_mode  # CoreRL always uses AdamW
         super().__init__(params, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's own looks for a step at each parameter
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's own expects a step for each parameter
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -51,7 +51,7 @@ class GroupStepAdamW(torch.optim.AdamW):
 
 @contextmanager
 def fused_adam() -> Iterator[None]:
-    """Where megatron-core found no FusedAdam it finds `GroupStepAdamW`, and takes the way that it takes with one."""
+    """If megatron-core found no FusedAdam, make it use `GroupStepAdamW` in its place within the block."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 

@@ -1,10 +1,10 @@
-"""The hooks, on megatron-core."""
+"""The training backend on megatron-core."""
 
 from __future__ import annotations
 
 import warnings
 
-with warnings.catch_warnings():  # first of all: what is imported once warns no more, and none of it is for the user
+with warnings.catch_warnings():  # must come first: import warnings are raised once, and are not for the user
     warnings.simplefilter("ignore")
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer
@@ -47,7 +47,7 @@ from corerl_megatron.step import Pipeline, forward_pass, train_step
 
 
 class MegatronBackend(Backend):
-    gathers_pending = False  # a step has left parameters to be gathered in the next forward pass
+    gathers_pending = False  # the last step left parameters to be gathered in the next forward pass
 
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
         fields = hf_config(config.model).to_dict()
@@ -89,14 +89,14 @@ class MegatronBackend(Backend):
         for held in self.model.held:
             master = self.masters.get(held.param)
             if master is None:
-                continue  # stepped on other ranks
+                continue  # stepped only on other ranks
             values = master.tensor.detach() if key is StateKey.MASTER else master.moment(key.value)
             chunks += held.chunks(values, master.start)
         return chunks
 
     @cached_property
     def _weights(self) -> Sequence[Chunk]:
-        """Cut once: parameters stay where they are, asleep too, and each weight update asks for all of them."""
+        """Chunks of the weights, cached: parameters stay in place, even asleep, and every weight update needs them."""
         return [chunk for held in self.model.held for chunk in held.chunks(held.param.detach())]
 
     def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
@@ -142,7 +142,7 @@ class MegatronBackend(Backend):
         return super().sleep(kinds)
 
     def explained(self, hook: str, error: BaseException) -> str:
-        pending, self.gathers_pending = self.gathers_pending, False  # on one rank alone nothing can be gathered
+        pending, self.gathers_pending = self.gathers_pending, False  # a single rank cannot gather
         try:
             return super().explained(hook, error)
         finally:
@@ -154,7 +154,7 @@ class MegatronBackend(Backend):
             destroy_groups(self.groups)
 
     def _finish_gathers(self) -> None:
-        """Parameters that a step has left to be gathered in the next forward pass are gathered now."""
+        """Gather now what a step left to be gathered in the next forward pass."""
         if self.gathers_pending:
             with calling_megatron(self.device):
                 for chunk in self.model.chunks:

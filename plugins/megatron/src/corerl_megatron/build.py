@@ -1,4 +1,4 @@
-"""megatron-core's model with its gradient buffers and its optimizer."""
+"""Build megatron-core's model with its gradient buffers and its optimizer."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from corerl_megatron.parallel import Groups
 class Model:
     """This rank's part of the model."""
 
-    chunks: Sequence[DistributedDataParallel]  # of PackedModel; several where stages are interleaved
-    held: Sequence[Held]  # every parameter of these
-    optimizer: Any  # a megatron-core ChainedOptimizer: dense parameters, and experts
+    chunks: Sequence[DistributedDataParallel]  # of PackedModel; several if stages are interleaved
+    held: Sequence[Held]  # all of their parameters
+    optimizer: Any  # a megatron-core ChainedOptimizer: one for dense parameters, one for experts
     config: TransformerConfig
 
 
 def build(role: RoleConfig, architecture: Architecture, groups: Groups, *, device: torch.device) -> Model:
-    """Called inside `calling_megatron`, on every rank."""
+    """Build this rank's part of the model. Called on every rank, inside `calling_megatron`."""
     options: MegatronConfig = role.options
     model_parallel_cuda_manual_seed(role.seed)
     modules = stages(role, architecture, device=device)
@@ -42,12 +42,12 @@ def build(role: RoleConfig, architecture: Architecture, groups: Groups, *, devic
     held = held_parameters(modules, architecture, groups)
     for part in held:
         if options.distributed_optimizer:
-            # It lays parameters out anew, in buffers; what they lie in now would be there twice for a moment.
+            # It moves parameters into buffers; until then they take no memory, to avoid holding them twice.
             part.param.data = torch.zeros((), dtype=part.param.dtype, device=device).expand(part.param.shape)
         else:
-            part.zero_padding()  # as the expanded zeros do: no box reads or writes it, and without a gradient it stays
+            part.zero_padding()  # no box reads or writes it, and it has no gradient, so it stays zero
         if part.split is not None and not hasattr(part.param, "tensor_model_parallel"):
-            # Left to its own initialisation of weights; without it the norm would count one rank's share for all.
+            # megatron-core sets these when it initializes weights; without them the norm would count one rank's share.
             set_tensor_model_parallel_attributes(part.param, is_parallel=True, dim=part.split, stride=1)
     buffers = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -61,7 +61,7 @@ def build(role: RoleConfig, architecture: Architecture, groups: Groups, *, devic
             config,
             buffers,
             module,
-            # Of interleaved parts the first alone is waited for while its gradients travel.
+            # Of interleaved parts, only the first is waited for while its gradients are reduced.
             disable_bucketing=index > 0,
         )
         for index, module in enumerate(modules)
@@ -89,10 +89,10 @@ def _optimizer_config(role: RoleConfig) -> MegatronOptimizerConfig:
 
 
 def _connect(config: TransformerConfig, chunks: Sequence[DistributedDataParallel], options: MegatronConfig) -> None:
-    """What the pipeline schedules look up on the model's config."""
+    """Set what the pipeline schedules look up on the model's config."""
 
     def finalize(model: list[nn.Module], num_tokens: Tensor | None = None, **others: Any) -> None:
-        # Sums over micro-batches and ranks: no number of tokens to divide by.
+        # Gradients are sums over micro-batches and ranks: there is no number of tokens to divide by.
         finalize_model_grads(model, None, **others)
 
     config.finalize_model_grads_func = finalize

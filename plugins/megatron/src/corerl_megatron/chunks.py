@@ -1,4 +1,4 @@
-"""Megatron's part of the chunk map: which boxes of which HF tensors a parameter of this rank is made of, as a table."""
+"""Megatron's part of the chunk map: the boxes of HF tensors that make up each parameter of this rank, as a table."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from corerl_megatron.parallel import Groups
 
 
 class Cut(Enum):
-    """How tensor parallelism cuts a parameter, and what it is made of."""
+    """How tensor parallelism splits a parameter, and how its rows are laid out."""
 
     WHOLE = "whole"  # equal on all tensor-parallel ranks
     ROWS = "rows"  # of the vocabulary, padded at the end
     COLUMNS = "columns"
-    GATED = "gated"  # rows of the gate, then as many of the up projection
+    GATED = "gated"  # rows of the gate, then as many rows of the up projection
     QKV = "qkv"  # for each group of key-value heads: its query heads, its key head, its value head
 
 
 @frozen
 class Rule:
-    pattern: str  # of the name behind decoder.layers.N., or of the whole name
+    pattern: str  # matches the name after decoder.layers.N., or the whole name
     cut: Cut
-    hf: tuple[str, ...]  # behind model.layers.N., with {expert}; or whole names
+    hf: tuple[str, ...]  # names after model.layers.N., with {expert}; or whole names
 
 
-# TransformerEngine fuses a norm into the matrix behind it, and its experts are one module: other names of the same.
+# Alternative names are TransformerEngine's, which fuses a norm into the next matrix and all experts into one module.
 LAYER = (
     Rule(
         r"(input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight)",
@@ -86,7 +86,7 @@ IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 
 @frozen
 class Piece:
-    """One box of an HF tensor: where it begins there, and where in the parameter, whose axes are the same."""
+    """One box of an HF tensor: where it begins in the tensor and in the parameter; both have the same axes."""
 
     name: str
     shape: tuple[int, ...]  # of the HF tensor
@@ -95,7 +95,7 @@ class Piece:
     sizes: tuple[int, ...]
 
     def chunk(self, box: Box, view: torch.Tensor, *, replica: bool) -> Chunk | None:
-        """What it shares with a `box` of the parameter, which `view` holds."""
+        """The intersection with a `box` of the parameter, as a view of `view`, which holds that box."""
         common = intersect(box, (self.start, self.sizes))
         if common is None:
             return None
@@ -109,13 +109,13 @@ class Held:
 
     param: nn.Parameter
     pieces: Sequence[Piece]
-    split: int | None  # the dim that tensor parallelism cuts; None where it is whole on each rank
+    split: int | None  # the dim that tensor parallelism splits; None if each rank has the whole
     later_copy: bool  # a rank of another copy of the model holds it too, and sends it
-    duplicate: bool  # a rank of the same copy does: whole on each, or the last stage's copy of the embedding
+    duplicate: bool  # a rank of the same copy does: it is whole on each, or the last stage's copy of the embedding
 
     def chunks(self, values: torch.Tensor, start: int | None = None) -> Iterator[Chunk]:
-        """Of `values`: the whole parameter's weights or moments; or flat, as many elements of it from `start` on, which
-        no other copy of the model has."""
+        """Chunks of `values`: the whole parameter's weights or moments; or with `start`, a flat range of them from that
+        element on, which no other copy of the model has."""
         replica = self.duplicate or (start is None and self.later_copy)
         for box, view in flat_range_views(tuple(self.param.shape), start or 0, values.view(-1)):
             for piece in self.pieces:
@@ -125,13 +125,13 @@ class Held:
 
     @torch.no_grad()
     def zero_padding(self) -> None:
-        """What is in no HF tensor: rows at the end."""
+        """Zero the rows at the end that are in no HF tensor."""
         rows = max((piece.start[0] + piece.sizes[0] for piece in self.pieces), default=0)
         self.param[rows:].zero_()
 
 
 def held_parameters(modules: Sequence[PackedModel], architecture: Architecture, groups: Groups) -> list[Held]:
-    """Every parameter of this rank with the HF tensors in it. Raises ModelError on one that the table does not know."""
+    """Every parameter of this rank with the HF tensors in it. Raises ModelError for one that is not in the table."""
     return [
         _held(module, name, param, architecture, groups)
         for module in modules
@@ -141,7 +141,7 @@ def held_parameters(modules: Sequence[PackedModel], architecture: Architecture, 
 
 def _held(module: PackedModel, name: str, param: nn.Parameter, architecture: Architecture, groups: Groups) -> Held:
     rule, names, expert = _rule(module, name, groups)
-    copy_of_embedding = name == HEAD and architecture.tied  # the last stage's, where the first holds the embedding
+    copy_of_embedding = name == HEAD and architecture.tied  # on the last stage; the first holds the embedding
     if copy_of_embedding:
         names = TOP[0].hf
     tensor = groups.expert_tensor if expert else groups.tensor
@@ -158,7 +158,7 @@ def _held(module: PackedModel, name: str, param: nn.Parameter, architecture: Arc
 
 
 def _rule(module: PackedModel, name: str, groups: Groups) -> tuple[Rule, tuple[str, ...], bool]:
-    """What the name says, the HF tensors' names, and whether it is an expert's."""
+    """The rule for a parameter name, the HF tensors' names, and whether the parameter is an expert's."""
     in_layer = IN_LAYER.fullmatch(name)
     for rule in LAYER if in_layer else TOP:
         found = re.fullmatch(rule.pattern, in_layer[2] if in_layer else name)
@@ -166,7 +166,7 @@ def _rule(module: PackedModel, name: str, groups: Groups) -> tuple[Rule, tuple[s
             continue
         if in_layer is None:
             return rule, rule.hf, False
-        layer = module.decoder.layers[int(in_layer[1])].layer_number - 1  # of the whole model
+        layer = module.decoder.layers[int(in_layer[1])].layer_number - 1  # index in the whole model
         parts = found.groupdict()
         local = parts.get("expert") or parts.get("grouped")
         first = module.config.num_moe_experts // groups.expert_ranks * groups.expert_rank if local else 0

@@ -1,4 +1,4 @@
-"""What only Megatron knows; everything common stands in [train]."""
+"""The options of the Megatron backend; options common to all backends are in [train]."""
 
 from __future__ import annotations
 
@@ -100,5 +100,5 @@ class MegatronConfig:
 
 
 def too_precise(config: MegatronConfig, precision: str) -> bool:
-    """Whether TransformerEngine (2.20) has no attention for it: what several ranks compute together is in 16 bits."""
+    """Whether TransformerEngine (2.20) lacks attention for it: its context parallelism only works in 16 bits."""
     return config.context_parallel > 1 and precision == "float32"

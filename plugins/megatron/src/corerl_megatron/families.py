@@ -1,6 +1,6 @@
-"""From a Hugging Face config to Megatron's: the model families that are known, and what is refused of the others.
+"""Translate a Hugging Face config to Megatron's for the known model families, and refuse all others.
 
-Read without megatron-core and without torch, so that a run that cannot be is refused before it takes a device.
+Imports neither megatron-core nor torch, so that an impossible run is refused before it takes a device.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from attrs import frozen
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ROPES = ("default", "linear", "llama3")
-# megatron-core has no arguments for these three of Llama 3's rope; its own code holds them as numbers.
+# Parameters of Llama 3's rope that megatron-core hard-codes.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def unsupported_by(hf: Mapping[str, Any]) -> str:
-    """Why this model (the fields of its Hugging Face config) cannot be trained here, or nothing."""
+    """Why this model (the fields of its Hugging Face config) cannot be trained here; "" if it can."""
     family = hf.get("model_type")
     if family not in FAMILIES:
         return f"model_type {family!r} is none that this backend knows: {', '.join(FAMILIES)}; take another backend"
@@ -40,30 +40,30 @@ def unsupported_by(hf: Mapping[str, Any]) -> str:
 
 
 def _rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] | None = hf.get("rope_parameters")  # of transformers 5; before it, two fields
+    found: Mapping[str, Any] | None = hf.get("rope_parameters")  # in transformers 5; two fields before that
     return found or {"rope_theta": hf.get("rope_theta", 10000.0), **(hf.get("rope_scaling") or {})}
 
 
 def experts_of(hf: Mapping[str, Any]) -> int:
-    """Of a layer; 0 where the model has none."""
-    # A field of two names, of which transformers 5.15 and later write the second.
+    """The number of experts in a layer; 0 for a dense model."""
+    # The field has two names; transformers 5.15 and later write the second.
     return hf.get("num_experts") or hf.get("num_local_experts") or 0
 
 
 @frozen(kw_only=True)
 class Architecture:
-    """A model in Megatron's words."""
+    """A model in Megatron's terms."""
 
     transformer: Mapping[str, Any]  # arguments of TransformerConfig
     gpt: Mapping[str, Any]  # arguments of GPTModel
     vocabulary: int  # rows of the embedding, without padding
-    padding: int | None  # the token whose row of the embedding is not trained by what is read
+    padding: int | None  # the token whose embedding is not trained as an input
     tied: bool
-    experts: int  # of a layer; 0 where the model has none
+    experts: int  # in a layer; 0 for a dense model
 
 
 def architecture(hf: Mapping[str, Any], *, value_head: bool) -> Architecture:
-    """Of a model that `unsupported_by` has nothing against; a critic shares no weight with its embedding."""
+    """The architecture of a model that `unsupported_by` accepts. A critic ties no weights."""
     heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
     family = hf["model_type"]
     transformer = {
@@ -93,7 +93,7 @@ def architecture(hf: Mapping[str, Any], *, value_head: bool) -> Architecture:
             "moe_layer_freq": [
                 int(layer not in dense and (layer + 1) % step == 0) for layer in range(hf["num_hidden_layers"])
             ],
-            # transformers takes the softmax over all experts; renormalised over the chosen, it is one over these.
+            # transformers takes the softmax over all experts; renormalized over the chosen ones, it is their softmax.
             "moe_router_pre_softmax": not hf["norm_topk_prob"],
             "moe_router_dtype": "fp32",
         }
@@ -114,7 +114,7 @@ def architecture(hf: Mapping[str, Any], *, value_head: bool) -> Architecture:
         transformer=transformer,
         gpt=gpt,
         vocabulary=hf["vocab_size"],
-        # transformers gives it to torch's embedding as padding_idx, which counts from the end where it is negative.
+        # transformers passes it to torch's embedding as padding_idx, where a negative index counts from the end.
         padding=None if hf.get("pad_token_id") is None else hf["pad_token_id"] % hf["vocab_size"],
         tied=tied,
         experts=experts,

@@ -1,5 +1,5 @@
-"""Transformer layers of plain torch: megatron-core's own, with the two modules replaced that need TransformerEngine for
-packed sequences, for context parallelism and for sequence parallelism."""
+"""Transformer layers in plain torch: megatron-core's, except norm and attention, which need TransformerEngine for
+packed sequences and for context and sequence parallelism."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from corerl_megatron.packed import PackedParams, SumOfGather
 
 
 class TorchRMSNorm(torch.nn.Module):
-    """megatron-core's own refuses sequence parallelism, where the gradient of the weight is a partial sum."""
+    """An RMSNorm with sequence parallelism, which megatron-core's refuses; the weight's gradient is then partial."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -33,9 +33,9 @@ class TorchRMSNorm(torch.nn.Module):
 
 
 class TorchAttention(MegatronModule):
-    """softmax(q k^T * scale) v over packed sequences; megatron-core's own knows neither these nor context parallelism.
+    """softmax(q k^T * scale) v over packed sequences, which megatron-core's lacks, as well as context parallelism.
 
-    With context parallelism keys and values of all tokens are gathered, and each rank computes its own queries.
+    With context parallelism, keys and values of all tokens are gathered, and each rank computes its own queries.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TorchAttention(MegatronModule):
 
 
 def torch_layers(config: TransformerConfig, *, vp_stage: int | None) -> Any:
-    """The specification of this rank's layers, dense and of experts, in plain torch."""
+    """The specification of this rank's layers, dense and MoE, in plain torch."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
     for layer in {id(spec): spec for spec in block.layer_specs}.values():
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchRMSNorm
@@ -100,5 +100,5 @@ def torch_layers(config: TransformerConfig, *, vp_stage: int | None) -> Any:
 
 
 def engine_layers(config: TransformerConfig, *, vp_stage: int | None) -> Any:
-    """The same of TransformerEngine's modules."""
+    """The same with TransformerEngine's modules."""
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization="RMSNorm", vp_stage=vp_stage)

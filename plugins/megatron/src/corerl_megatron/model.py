@@ -1,4 +1,4 @@
-"""megatron-core's model on this rank, its parameters allocated (each rank its share) and not yet loaded."""
+"""Build megatron-core's model on this rank: it allocates the rank's share of parameters, but loads nothing."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ HEAD = "output_layer.weight"
 
 
 class PackedModel(GPTModel):
-    """One stage, or one of its interleaved parts. The last gives hidden states [t, 1, hidden] after the final norm:
-    what is computed from them is the plugin's, which never holds the logits of all tokens. A critic has a value head in
-    the place of its language head."""
+    """One stage, or one of its interleaved parts. The last returns hidden states [t, 1, hidden] after the final norm;
+    the plugin computes outputs from them without ever holding all logits. A critic has a value head instead of its
+    language-model head."""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
@@ -38,7 +38,7 @@ class PackedModel(GPTModel):
         self.add_module(VALUE_HEAD, weight)
 
     def leave_out(self, padding: int) -> None:
-        """What is read of this token does not train the embedding, as in transformers' models."""
+        """Stop the embedding's gradient at this input token, as transformers' models do."""
 
         def without_gradient(embedding: nn.Module, args: Any, inputs: dict[str, Any], embedded: Tensor) -> Tensor:
             counts = (inputs["input_ids"] != padding).t()[..., None]  # [tokens, 1, 1]
@@ -51,7 +51,7 @@ class PackedModel(GPTModel):
 
     @property
     def head(self) -> Tensor:
-        """[rows of this rank, hidden] of the language head, [1, hidden] of a value head."""
+        """The head's weight: [rows of this rank, hidden] for a language-model head, [1, hidden] for a value head."""
         if hasattr(self, VALUE_HEAD):
             weight: Tensor = getattr(self, VALUE_HEAD).weight
             return weight
@@ -63,7 +63,7 @@ class PackedModel(GPTModel):
 
 
 def stages(role: RoleConfig, architecture: Architecture, *, device: torch.device) -> list[PackedModel]:
-    """This rank's stage, or its interleaved parts in order. Called inside `calling_megatron`; groups are there."""
+    """This rank's stage, or its interleaved parts in order. Called inside `calling_megatron`, after `make_groups`."""
     engine = uses_transformer_engine(role.options, role.train.precision, device)
     config = transformer_config(role, architecture, engine=engine, device=device)
     virtual = role.options.virtual_pipeline
@@ -72,7 +72,7 @@ def stages(role: RoleConfig, architecture: Architecture, *, device: torch.device
 
 
 def uses_transformer_engine(options: MegatronConfig, precision: str, device: torch.device) -> bool:
-    """Raises PluginError where it is asked for, and not installed."""
+    """Whether layers use TransformerEngine. Raises PluginError if it is requested but not installed."""
     installed = importlib.util.find_spec("transformer_engine") is not None
     asked = {"transformer": options.transformer == "transformer_engine", "fp8": options.fp8 != "none"}
     for name in (name for name, wanted in asked.items() if wanted and not installed):
@@ -103,12 +103,12 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "use_cpu_initialization": device.type == "cpu",
-        "perform_initialization": False,  # weights are read, or drawn by name: equal whatever the layout
-        "calculate_per_token_loss": True,  # gradients are sums: tokens' weights hold 1 / denominator
-        "variable_seq_lengths": options.pipeline_parallel > 1,  # micro-batches are packed, none as long as another
-        # Dense models too: variable lengths refuse the default.
+        "perform_initialization": False,  # weights are read, or drawn by name: the same in every layout
+        "calculate_per_token_loss": True,  # gradients are sums: token weights include 1 / denominator
+        "variable_seq_lengths": options.pipeline_parallel > 1,  # packed micro-batches differ in length
+        # For dense models too: the default refuses variable lengths.
         "moe_token_dispatcher_type": "alltoall",
-        # Batched transfers between interleaved stages go silently wrong.
+        # Batched transfers between interleaved stages silently give wrong results.
         "batch_p2p_comm": options.virtual_pipeline == 1,
         "overlap_p2p_comm": options.virtual_pipeline > 1,
         "gradient_accumulation_fusion": False,  # its kernel comes with Apex
@@ -126,12 +126,12 @@ def transformer_config(
             "recompute_num_layers": options.recompute_layers,
         }
     elif role.train.recompute == "full":
-        arguments |= {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}  # dense, of experts
+        arguments |= {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}  # dense, experts
     if architecture.experts:
         arguments |= {
             "moe_grouped_gemm": engine,
             "moe_permute_fusion": engine,
-            "moe_router_load_balancing_type": "none",  # the plugin's own stands in `balance`
+            "moe_router_load_balancing_type": "none",  # `balance` has the plugin's own
         }
     if options.fp8 != "none":
         arguments |= {"fp8": options.fp8, "fp8_recipe": options.fp8_recipe}
@@ -139,7 +139,7 @@ def transformer_config(
 
 
 def padded_vocabulary(vocabulary: int, tensor_ranks: int) -> int:
-    """As many rows that every rank holds equally many."""
+    """The vocabulary size, rounded up so that every rank holds equally many rows."""
     return -(-vocabulary // tensor_ranks) * tensor_ranks
 
 

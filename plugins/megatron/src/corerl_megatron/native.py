@@ -1,4 +1,4 @@
-"""megatron-core's own distributed checkpoint, beside CoreRL's, for tools that read no other."""
+"""Write megatron-core's own distributed checkpoint next to CoreRL's, for tools that read no other."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from corerl_megatron.adam import fused_adam
 from corerl_megatron.build import Model
 
 DIRECTORY = "megatron"  # in the directory of the role
-VERSION = 3.0  # of Megatron's checkpoints, in which query, key and value lie head by head
-# The one of its layouts for moments that is read into any split; its default cannot be read back at all.
+VERSION = 3.0  # of Megatron's checkpoint format, in which query, key and value are interleaved by head
+# The only layout of moments that can be loaded in any split; the default one cannot be loaded at all.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 class InThisProcess(TorchDistSaveShardedStrategy):
-    """megatron-core's own forks processes to write, out of one that has threads and a GPU."""
+    """Writes in this process; megatron-core's own strategy forks a process that has threads and a GPU."""
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
@@ -41,8 +41,8 @@ class InThisProcess(TorchDistSaveShardedStrategy):
 
 
 def write(model: Model, directory: Path, step: Step) -> None:
-    """Weights, masters and moments, in the structure of Megatron's own training script. Called on every rank, inside
-    `calling_megatron`; raises SaveFailed."""
+    """Write weights, masters and moments in the structure of Megatron's own training script. Called on every rank,
+    inside `calling_megatron`; raises SaveFailed."""
     state = sharded_state(model, loading=False)
     state |= {"checkpoint_version": VERSION, "iteration": step.optimizer_step}
     try:
@@ -50,14 +50,14 @@ def write(model: Model, directory: Path, step: Step) -> None:
             directory.mkdir(parents=True)
         torch.distributed.barrier()
         dist_checkpointing.save(state, str(directory), InThisProcess("torch_dist", 1), content_metadata=dict(METADATA))
-    except (OSError, CheckpointException) as error:  # the second, of a full disk, is no Exception, and names all ranks
+    except (OSError, CheckpointException) as error:  # the second, for a full disk, is not an Exception
         raise SaveFailed(f"cannot write {directory}: {' '.join(str(error).split())}") from error
 
 
 def sharded_state(model: Model, *, loading: bool) -> dict[str, Any]:
-    """What `dist_checkpointing` saves, or loads into, on this rank."""
+    """The state that `dist_checkpointing` saves, or loads into, on this rank."""
     several = len(model.chunks) > 1
-    metadata = dict(METADATA)  # megatron-core puts a process group into it
+    metadata = dict(METADATA)  # a copy: megatron-core adds a process group
     state: dict[str, Any] = {
         f"model{index if several else ''}": chunk.module.sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(model.chunks)

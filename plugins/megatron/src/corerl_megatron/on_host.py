@@ -1,11 +1,11 @@
-"""Run megatron-core where there is no CUDA: while `CudaOnHost` is entered, the host answers what is asked of a GPU.
+"""Run megatron-core without CUDA: inside `CudaOnHost`, the CPU stands in for the GPU.
 
-megatron-core takes a GPU for granted in three ways. Each gets one narrow answer:
+megatron-core assumes a GPU in three ways, each with a narrow replacement:
 
 - `torch.cuda.current_device()` as a device: the CPU device;
-- the literal "cuda" as a device, `.cuda()`, pinned memory, and comparisons with `tensor.type()`, whose names of types
-  begin with "torch.cuda" on a GPU: a TorchFunctionMode that rewrites these calls;
-- streams, events and the GPU's random generator: nothing to wait for, and the CPU's generator.
+- the literal "cuda" as a device, `.cuda()`, pinned memory, and comparisons with `tensor.type()`, which begins with
+  "torch.cuda" on a GPU: a TorchFunctionMode that rewrites these calls;
+- streams, events and the GPU's random generator: no-ops, and the CPU's generator.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def calling_megatron(device: torch.device) -> Iterator[None]:
-    """What every call into megatron-core stands in; it may be entered again inside itself.
+    """Wrap every call into megatron-core in this block; it can be nested.
 
-    Function modes belong to a thread, and calls of one backend may come from several: enter it in each call.
+    Function modes are per thread, and calls to one backend may come from several threads: enter it in each call.
     """
     with warnings.catch_warnings(), nullcontext() if device.type == "cuda" else CudaOnHost():
-        # Of libraries that megatron-core can do without, and of names that torch will change: nothing to mend for those
-        # who train.
+        # Warnings about optional libraries and about names that torch will change, which users cannot fix.
         warnings.filterwarnings("ignore", module="megatron")
         warnings.filterwarnings("ignore", message="`torch.distributed.|Please use DTensor", category=FutureWarning)
         yield
@@ -67,11 +66,11 @@ class CudaOnHost:
                     "_set_cuda_rng_state": lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
                 },
             ),
-            # Sizes of an all-to-all become a list only on their way from a GPU.
+            # The sizes of an all-to-all become a list only when moved from a GPU.
             (token_dispatcher, {"maybe_move_tensor_to_cpu": _to_list}),
-            # 0.16.1 reads this name whether TransformerEngine, from which it comes, is there or not.
+            # 0.16.1 reads this name of TransformerEngine's even if that is not installed.
             (moe_utils, {"te_general_gemm": getattr(moe_utils, "te_general_gemm", None)}),
-            # torch calls this one outside of function modes, and recomputing layers runs their forward code in it.
+            # torch runs the backward pass outside of function modes, but recomputed layers run forward code in it.
             (torch.autograd, {"_engine_run_backward": _inside_mode(torch.autograd._engine_run_backward)}),
         ]
         for owner, names in replaced:
@@ -100,7 +99,7 @@ def _names_cuda(device: Any) -> bool:
 
 
 class _Rewritten(TorchFunctionMode):
-    """Calls that place a tensor on a GPU place it on the host."""
+    """Rewrites calls that place a tensor on a GPU to place it on the host."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -109,7 +108,7 @@ class _Rewritten(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.pin_memory:
-            return args[0].clone()  # pinning is a copy, whose source may be freed
+            return args[0].clone()  # pinning makes a copy, whose source may be freed
         if _names_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
         if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
@@ -120,7 +119,7 @@ class _Rewritten(TorchFunctionMode):
 
 
 class Stream:
-    """A stream, or an event: on the host everything is in order already."""
+    """A stream or event that does nothing: on the host everything runs in order."""
 
     cuda_stream = 0
 

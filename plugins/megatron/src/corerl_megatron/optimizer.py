@@ -1,4 +1,4 @@
-"""Where megatron-core's optimizer keeps a parameter's float32 master and its moments, and one step of it."""
+"""Find each parameter's float32 master and moments in megatron-core's optimizer, and take a step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from corerl_megatron.build import Model
 
 @frozen(eq=False)
 class Master:
-    """What is stepped in a parameter's place: itself, a float32 copy, or a flat range of either."""
+    """The tensor that is stepped for a parameter: the parameter itself, a float32 copy, or a flat range of either."""
 
     tensor: Tensor  # the key of the moments in the inner optimizer's state
     inner: torch.optim.Optimizer
-    start: int | None  # the first element of the parameter in it; None where it is whole, and not flat
-    apart: bool  # has memory of its own
+    start: int | None  # the parameter's element at which the flat range begins; None if it is the whole, not flat
+    apart: bool  # whether it has its own memory
 
     def moment(self, key: str) -> Tensor:
-        """Made as zeros where no step has been taken."""
+        """A moment, created as zeros if no step has been taken yet."""
         state: dict[str, Tensor] = self.inner.state[self.tensor]
         for name in ("exp_avg", "exp_avg_sq"):
             if name not in state:
@@ -35,7 +35,7 @@ class Master:
 
 
 def masters(model: Model) -> dict[nn.Parameter, Master]:
-    """By parameter. One that other ranks step alone, with a distributed optimizer, is missing."""
+    """The masters by parameter, without parameters that a distributed optimizer steps only on other ranks."""
     return {param: master for optimizer in _parts(model) for param, master in _masters(optimizer)}
 
 
@@ -64,13 +64,13 @@ def _masters(optimizer: Any) -> Iterator[tuple[nn.Parameter, Master]]:
 
 
 def _parts(model: Model) -> list[Any]:
-    """One optimizer for the dense parameters, one for the experts; those without parameters left out."""
+    """The optimizers of dense parameters and of experts, without those that have no parameters."""
     return [part for part in model.optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
 def step(model: Model, *, lr: float, clip_norm: float) -> tuple[bool, float]:
-    """After the backward pass, on every rank: whether the step was applied, and the gradient's norm before clipping,
-    both equal on all ranks."""
+    """Take a step after the backward pass, on every rank. Returns whether it was applied, and the gradient's norm
+    before clipping, both equal on all ranks."""
     optimizer = model.optimizer
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
@@ -80,7 +80,7 @@ def step(model: Model, *, lr: float, clip_norm: float) -> tuple[bool, float]:
             for part in _parts(model):
                 clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=clip_norm, total_norm=norm)
         for group in optimizer.param_groups:
-            # megatron-core writes both from a scheduler of its own alone: without one it would decay norms too.
+            # megatron-core only sets these in its own scheduler; without that, norms would be decayed too.
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = optimizer.config.weight_decay * group["wd_mult"]
         optimizer.step_with_ready_grads()

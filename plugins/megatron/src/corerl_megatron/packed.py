@@ -1,7 +1,7 @@
-"""Packed sequences in Megatron's form, and their split over context-parallel ranks.
+"""Packed sequences in Megatron's format, and their split over context-parallel ranks.
 
-Each sequence of L tokens is cut into 2 cp chunks of equal length, of which rank r holds the r-th from the front and the
-r-th from the back: under a causal mask all ranks then have equally much to do.
+Each sequence of L tokens is cut into 2 cp chunks of equal length; rank r holds the r-th from the front and the r-th
+from the back, so that under a causal mask all ranks have the same amount of work.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from corerl.types import IntArray
 
 @frozen(eq=False)
 class Split:
-    """Which of T packed tokens each context-parallel rank holds, in its order."""
+    """How T packed tokens are split over context-parallel ranks."""
 
-    local: Tensor  # [T / cp] int64: this rank's tokens, as indices of all
-    restore: Tensor  # [T] int64: all tokens in order, as indices of the ranks' parts laid end to end
+    local: Tensor  # [T / cp] int64: this rank's tokens, as indices into all tokens
+    restore: Tensor  # [T] int64: all tokens in order, as indices into the concatenated parts of the ranks
 
     @classmethod
     def of(cls, bounds: IntArray, *, rank: int, ranks: int, device: torch.device) -> Split:
-        """`bounds` [S + 1] are of sequences whose lengths are multiples of 2 cp."""
+        """Split sequences with `bounds` [S + 1], whose lengths are multiples of 2 cp."""
         parts = [zigzag(bounds, rank=r, ranks=ranks) for r in range(ranks)]
         order = np.concatenate(parts)
         restore = np.empty_like(order)
@@ -38,7 +38,7 @@ class Split:
 
 
 def zigzag(bounds: IntArray, *, rank: int, ranks: int) -> IntArray:
-    """[T / cp] the tokens of one rank, sequence by sequence."""
+    """[T / cp] indices of one rank's tokens, sequence by sequence."""
     chunk = np.diff(bounds) // (2 * ranks)
     starts = bounds[:-1]
     pieces = [
@@ -50,9 +50,9 @@ def zigzag(bounds: IntArray, *, rank: int, ranks: int) -> IntArray:
 
 
 class PackedParams(PackedSeqParams):
-    """Megatron's own, with CoreRL's view of the same sequences for layers of plain torch."""
+    """Megatron's parameters, with CoreRL's view of the same sequences for layers in plain torch."""
 
-    packing: PackedSequences  # of whole sequences, whatever the split
+    packing: PackedSequences  # of whole sequences, regardless of the split
     split: Split | None  # None without context parallelism
 
 
@@ -70,8 +70,8 @@ def packed_params(packing: PackedSequences, split: Split | None) -> PackedParams
 
 
 def gather_tokens(local: Tensor, split: Split, group: ProcessGroup) -> Tensor:
-    """[T / cp, ...] of each rank as [T, ...] in order, on all ranks. The gradient of the local part is that part of the
-    result's: every rank computes the same loss of the whole."""
+    """Gather [T / cp, ...] of each rank to [T, ...] in order, on all ranks. The backward pass takes the local slice of
+    the gradient, since every rank computes the same loss of the whole."""
     gathered: Tensor = _Gather.apply(local, group)
     return gathered.index_select(0, split.restore)
 
@@ -88,7 +88,7 @@ class _Gather(torch.autograd.Function):
 
 
 class SumOfGather(torch.autograd.Function):
-    """As an all-gather whose result each rank uses for another part of the work: gradients are summed over ranks."""
+    """An all-gather whose result each rank uses for different work, so the backward pass sums gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: ProcessGroup) -> Tensor:

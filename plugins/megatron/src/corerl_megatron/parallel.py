@@ -1,4 +1,4 @@
-"""Which ranks share what: the process groups of megatron-core, made from the config's sizes."""
+"""Make the process groups of megatron-core from the config's sizes."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from corerl.memory.communicators import lone_rank_options
 from corerl.types import ParallelLayout
 from corerl_megatron.config import MegatronConfig
 
-FP8_MULTIPLE = 128  # tokens of an FP8 multiplication: a whole number of the largest blocks of any recipe
+FP8_MULTIPLE = 128  # FP8 multiplies a multiple of this many tokens: the largest block of any recipe
 
 
 @frozen(kw_only=True)
 class Groups:
-    """This rank's place, and the groups that the plugin's own code talks over."""
+    """This rank's place, and the process groups that the plugin's own code uses."""
 
     tensor: ProcessGroup
     expert_tensor: ProcessGroup
     context: ProcessGroup
     pipeline: ProcessGroup
     data: ProcessGroup  # without context parallelism: ranks that read different samples
-    tokens: ProcessGroup  # context and tensor: ranks that a micro-batch's tokens are split over on their way to experts
-    made: list[ProcessGroup]  # all that megatron-core has made
+    tokens: ProcessGroup  # context and tensor: ranks that a micro-batch's tokens are split over before the experts
+    made: list[ProcessGroup]  # all groups that megatron-core created
     expert_rank: int
     expert_ranks: int
     first_copy: bool  # no earlier rank holds the same part of the dense model
-    first_expert_copy: bool  # nor of the experts
+    first_expert_copy: bool  # no earlier rank holds the same experts
 
     @property
     def last_stage(self) -> bool:
@@ -45,12 +45,12 @@ class Groups:
 
     @property
     def outputs(self) -> bool:
-        """One rank of those that compute the same outputs returns them."""
+        """Whether this rank returns outputs: one of the ranks that compute the same outputs does."""
         return self.last_stage and self.tensor.rank() == 0 and self.context.rank() == 0
 
 
 def make_groups(options: MegatronConfig, *, timeout: float, device: torch.device) -> Groups:
-    """Called on every rank. A process has one set of them, which `destroy_groups` ends."""
+    """Make the groups; called on every rank. A process has one set at a time, until `destroy_groups`."""
     parallel_state.destroy_model_parallel()
     minutes = math.ceil(timeout / 60)
     world = torch.distributed.group.WORLD
@@ -65,10 +65,10 @@ def make_groups(options: MegatronConfig, *, timeout: float, device: torch.device
             by_ranks[key] = new_group(ranks, **kwargs)
         return by_ranks[key]
 
-    # megatron-core makes some twenty groups; most name ranks that another one names too. A group's communicator takes
-    # memory on the GPU, which stays taken in sleep. All ranks ask for the same groups in the same order.
+    # megatron-core makes some twenty groups, most with the same ranks as another. A group's communicator takes GPU
+    # memory, even in sleep, so share them. All ranks ask for the same groups in the same order.
     with mock.patch.object(torch.distributed, "new_group", shared):
-        # Keywords alone: newer versions have more arguments in the middle.
+        # Keywords only: newer versions have more arguments in between.
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=options.tensor_parallel,
             pipeline_model_parallel_size=options.pipeline_parallel,
@@ -95,19 +95,19 @@ def make_groups(options: MegatronConfig, *, timeout: float, device: torch.device
 
 
 def destroy_groups(groups: Groups) -> None:
-    """megatron-core forgets its groups and leaves them to torch, where each keeps its threads and its memory."""
+    """Destroy the groups: megatron-core only forgets them, and in torch each would keep its threads and memory."""
     parallel_state.destroy_model_parallel()
     for group in groups.made:
-        with suppress(ValueError):  # it went with the world that it belonged to
+        with suppress(ValueError):  # already destroyed with its world group
             torch.distributed.destroy_process_group(group)
     groups.made.clear()
-    forget_rotary_tables()  # each with the module that made it
-    gc.collect()  # models hold groups too, in cycles; a group's threads end with its last reference
+    forget_rotary_tables()  # each refers to the module that made it
+    gc.collect()  # models refer to groups, in cycles; a group's threads end with its last reference
 
 
 def forget_rotary_tables() -> None:
-    """megatron-core keeps one on the device for each of the last 32 lengths of a longest sequence: 4 MiB for one of 8k
-    tokens with heads of 128, 64 for one of 128k."""
+    """Free cached rotary tables. megatron-core keeps those of the last 32 maximum sequence lengths on the device: 4 MiB
+    for 8k tokens with heads of size 128, 64 MiB for 128k."""
     for method in vars(RotaryEmbedding).values():
         if hasattr(method, "cache_clear"):
             method.cache_clear()
@@ -126,6 +126,6 @@ def layout(options: MegatronConfig, groups: Groups, *, rank: int, ranks: int) ->
         dp_size=groups.data.size(),
         outputs=groups.outputs,
         sequence_multiple=multiple,
-        # Interleaved stages take the micro-batches in rounds of as many as there are stages.
+        # Interleaved stages take micro-batches in rounds of pipeline_parallel.
         micro_batch_multiple=options.pipeline_parallel if options.virtual_pipeline > 1 else 1,
     )

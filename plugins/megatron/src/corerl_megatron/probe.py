@@ -1,4 +1,4 @@
-"""What Megatron needs of this machine, for `corerl doctor`."""
+"""Check this machine for what Megatron needs, for `corerl doctor`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEND = "python -m pip install 'megatron-core>=0.16,<0.20'"
 
 
 def probe() -> Iterator[Finding]:
-    """Imports torch, and so only when it is called: the spec, which names it, stays light."""
+    """Imports torch only when called, so that the spec that refers to it stays light."""
     import torch
     import torch.distributed as dist
 
@@ -40,7 +40,7 @@ def probe() -> Iterator[Finding]:
         return
     try:
         import transformer_engine.pytorch  # noqa: F401  -- loads its compiled part
-    except Exception as error:  # an ABI of another torch, a library that is missing: whatever its loader raises
+    except Exception as error:  # another torch's ABI, a missing library: its loader may raise anything
         yield Finding(
             level=Level.ERROR,
             what=f"TransformerEngine is installed and does not load: {' '.join(str(error).split())}",

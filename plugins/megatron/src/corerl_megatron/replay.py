@@ -1,8 +1,7 @@
-"""Through which experts each token goes: told by one pass through the model, or told to another (routing replay); and
-what routers are told of the balance of their load.
+"""Read the experts that routers choose, replay given experts (routing replay), and add the load-balancing loss.
 
-megatron-core's routers ask the object in their `router_replay` for their top-k, where there is one. Its own object
-keeps itself in a list of the whole process, and knows one micro-batch at a time; this is the plugin's.
+megatron-core's routers ask the object in their `router_replay`, if any, for their top-k. Its own class registers
+itself in a process-wide list and handles one micro-batch at a time; this module replaces it.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from corerl_megatron.parallel import Groups
 
 @frozen(kw_only=True, eq=False)
 class Told:
-    """What one layer is told of a micro-batch, of which t tokens pass it on this rank."""
+    """What one layer is told about a micro-batch, of which t tokens pass through it on this rank."""
 
-    experts: Tensor | None = None  # [t, k] int64 that they go through; None leaves it to the router
-    free: Tensor | None = None  # [t] bool: tokens that choose for themselves all the same; None where none does
-    share: Share | None = None  # in the loss that balances; None where there is none
+    experts: Tensor | None = None  # [t, k] int64 experts of the tokens; None lets the router choose
+    free: Tensor | None = None  # [t] bool: tokens for which the router chooses nevertheless; None if there are none
+    share: Share | None = None  # of the balancing loss; None without one
 
 
 NOTHING = Told()
@@ -40,19 +39,19 @@ NOTHING = Told()
 
 @define(eq=False)
 class Chooser:
-    """What one router asks in the place of its own top-k.
+    """Replaces the top-k of one router.
 
-    A layer that is recomputed passes twice: without a gradient while its micro-batch passes through the stage, and
-    again in that micro-batch's backward pass. Each stage takes micro-batches in one order, forward and backward.
+    A recomputed layer runs twice for a micro-batch: without gradient in the stage's forward pass, and again in the
+    backward pass. Each stage takes micro-batches in the same order, forward and backward.
     """
 
-    layer: int  # of the layers of experts
-    softmax_first: bool  # the scores it is asked about are probabilities already
-    passing: bool = False  # a micro-batch passes through the stage, be it for the first time
-    told: Told = NOTHING  # of that micro-batch
-    trains: bool = False  # a backward pass will follow
-    chosen: Tensor | None = None  # [t, k] of the tokens that have passed last, without a backward pass
-    again: deque[Told] = field(factory=deque)  # of micro-batches that will pass a second time, in their order
+    layer: int  # index among the MoE layers
+    softmax_first: bool  # whether the router's scores are already probabilities
+    passing: bool = False  # whether a micro-batch is in the stage's forward pass
+    told: Told = NOTHING  # for that micro-batch
+    trains: bool = False  # whether a backward pass will follow
+    chosen: Tensor | None = None  # [t, k] experts in the last pass without a backward pass
+    again: deque[Told] = field(factory=deque)  # for micro-batches that will be recomputed, in order
 
     def get_replay_topk(
         self,
@@ -62,7 +61,7 @@ class Chooser:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores and indices [t, k] of the experts, from scores [t, experts]. megatron-core's name and arguments."""
+        """Scores and indices [t, k] of the experts, from scores [t, experts]; megatron-core defines the signature."""
         assert default_compute_topk is not None
         told = self._now_told()
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -86,10 +85,10 @@ class Chooser:
 
 @frozen(kw_only=True, eq=False)
 class Routing:
-    """The routers of this rank. A model without experts has none."""
+    """Controls the routers of this rank; a dense model has none."""
 
-    choosers: Sequence[Sequence[Chooser]]  # of each part of this rank's stage
-    layers: int  # of experts, in the whole model
+    choosers: Sequence[Sequence[Chooser]]  # for each part of this rank's stage
+    layers: int  # number of MoE layers in the whole model
     topk: int
     experts: int
     sequence_parallel: bool
@@ -97,8 +96,8 @@ class Routing:
 
     @classmethod
     def of(cls, chunks: Sequence[nn.Module], config: TransformerConfig, groups: Groups) -> Routing:
-        """Takes every router's choice over."""
-        assert not config.moe_router_fusion  # a kernel that asks nobody
+        """Take over every router's choice."""
+        assert not config.moe_router_fusion  # the fused kernel cannot be overridden
         frequency = config.moe_layer_freq if config.num_moe_experts else []
         assert isinstance(frequency, list)
         routers = [[module for module in chunk.modules() if isinstance(module, TopKRouter)] for chunk in chunks]
@@ -117,7 +116,7 @@ class Routing:
         )
 
     def begin(self) -> None:
-        """Before the first micro-batch. Nothing is left of an earlier run, of one that failed either."""
+        """Called before the first micro-batch: clears the state of earlier runs, even failed ones."""
         for chooser in (chooser for part in self.choosers for chooser in part):
             chooser.passing, chooser.told, chooser.chosen = False, NOTHING, None
             chooser.again.clear()
@@ -133,8 +132,8 @@ class Routing:
         trains: bool,
         balance: Balance | None,
     ) -> Iterator[None]:
-        """While a micro-batch passes through this part of the stage, its tokens go where its column says, if it has
-        one. With `trains` a backward pass follows."""
+        """Within the block, in which a micro-batch passes through this part of the stage, replay the experts in its
+        column, if it has one. With `trains` a backward pass follows."""
         share = None if balance is None else self._share(micro, inputs, split, balance)
         replayed = self._replayed(part, micro, inputs, split) if COLUMN in inputs.columns else {}
         for chooser in self.choosers[part]:
@@ -146,8 +145,8 @@ class Routing:
             chooser.passing, chooser.told = False, NOTHING
 
     def chosen(self, part: int, tokens: int, split: Split | None) -> Tensor:
-        """[T, layers of this part, k] int32: where the tokens of the micro-batch that has passed last went. Called on
-        every rank of the stage."""
+        """[T, layers of this part, k] int32 experts of the last micro-batch's tokens. Called on every rank of the
+        stage."""
         if not self.choosers[part]:
             return torch.zeros(tokens, 0, self.topk, dtype=torch.int32)
         chosen = [chooser.chosen for chooser in self.choosers[part]]
@@ -159,13 +158,13 @@ class Routing:
         return local.cpu()
 
     def whole(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
-        """[T, layers, k] int16 of one micro-batch, from what each part of each stage has `chosen`. Called on every
-        rank."""
+        """[T, layers, k] int16 experts of one micro-batch, from what each part of this rank's stage has `chosen`.
+        Called on every rank."""
         layers = [chooser.layer for part in self.choosers for chooser in part]
         total = torch.zeros(len(parts[0]), self.layers, self.topk, dtype=torch.int32, device=device)
         total[:, layers] = torch.cat([*parts], dim=1).to(device)
         if self.groups.pipeline.size() > 1:
-            torch.distributed.all_reduce(total, group=self.groups.pipeline)  # 0 where another stage has the layer
+            torch.distributed.all_reduce(total, group=self.groups.pipeline)  # 0 for layers of other stages
         return total.to(torch.int16).cpu()
 
     def _share(self, micro: MicroBatch, inputs: DeviceBatch, split: Split | None, step: Balance) -> Share:
@@ -176,8 +175,8 @@ class Routing:
     def _replayed(
         self, part: int, micro: MicroBatch, inputs: DeviceBatch, split: Split | None
     ) -> dict[int, tuple[Tensor, Tensor | None]]:
-        """By layer, the experts of this rank's tokens, and which are free. Raises ModelError where the column is none
-        of this model."""
+        """By layer, the experts of this rank's tokens, and which tokens are free. Raises ModelError if the column does
+        not fit this model."""
         free = free_tokens(micro, layers=self.layers, topk=self.topk, experts=self.experts)
         experts = self._local(inputs.columns[COLUMN], split).long()
         alone = None if free is None else self._local(upload(free, experts.device), split)
@@ -187,7 +186,7 @@ class Routing:
         }
 
     def _local(self, tokens: Tensor, split: Split | None) -> Tensor:
-        """Of [T, ...] the tokens that this rank's routers see."""
+        """The tokens of [T, ...] that this rank's routers see."""
         if split is not None:
             tokens = tokens[split.local]
         tensor = self.groups.tensor

@@ -1,4 +1,4 @@
-"""The light description that CoreRL reads before any worker exists."""
+"""The spec, which CoreRL reads before any worker exists."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from corerl_megatron.config import MegatronConfig, too_precise
 from corerl_megatron.families import experts_of, unsupported_by
 from corerl_megatron.probe import probe
 
-FP8_WIDTH = 16  # TransformerEngine's checks of a matrix that is multiplied in FP8
+FP8_WIDTH = 16  # TransformerEngine requires multiples of this for matrices multiplied in FP8
 
 
 def model_ranks(config: MegatronConfig) -> int:
-    """Ranks that one copy of the model's dense part and one sequence are split over."""
+    """The number of ranks over which one copy of the dense model, and each sequence, is split."""
     return config.tensor_parallel * config.pipeline_parallel * config.context_parallel
 
 
 def expert_ranks(config: MegatronConfig) -> int:
-    """Ranks that one copy of the experts is split over."""
+    """The number of ranks over which one copy of the experts is split."""
     tensor = config.expert_tensor_parallel or config.tensor_parallel
     return tensor * config.expert_parallel * config.pipeline_parallel
 
@@ -33,12 +33,12 @@ def data_parallel(config: MegatronConfig, cluster: ClusterInfo) -> int:
 def environment(config: MegatronConfig, cluster: ClusterInfo) -> Environment:
     if cluster.device != "cuda":
         return {}
-    # TransformerEngine multiplies float32 matrices in TF32, 10 bits of 23, whatever torch is told; megatron-core's
-    # routers ask it wherever it is installed.
+    # TransformerEngine multiplies float32 matrices in TF32, 10 bits of 23, regardless of torch's settings, and
+    # megatron-core's routers use it whenever it is installed.
     found = {"NVIDIA_TF32_OVERRIDE": "0"}
     if config.tensor_parallel > 1 or config.context_parallel > 1:
-        # One queue to the device: kernels start in the order in which they are put in, communication first, which is
-        # what lets it run beside the multiplication that follows.
+        # With one queue to the device, kernels start in the order of submission: communication starts first, and so
+        # overlaps with the multiplication that follows.
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if not config.nvls:
         found["NCCL_NVLS_ENABLE"] = "0"
@@ -161,7 +161,7 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
 
 
 def _widths(config: MegatronConfig, model: Mapping[str, Any]) -> Mapping[str, int]:
-    """Of the matrices that a rank multiplies, in a layer."""
+    """The widths of the matrices that a rank multiplies in a layer."""
     tp, head = config.tensor_parallel, model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
     widths = {
         "hidden values": model["hidden_size"],

@@ -37,22 +37,22 @@ class Packed:
     split: Split | None  # over context-parallel ranks
 
     def local(self, tokens: Tensor) -> Tensor:
-        """Of [T, ...] what this rank computes."""
+        """The part of [T, ...] that this rank computes."""
         return tokens if self.split is None else tokens[self.split.local]
 
 
-# What becomes of the last stage's hidden states [t, 1, hidden].
+# Processes the last stage's hidden states [t, 1, hidden].
 Finish: TypeAlias = Callable[[Packed, PackedModel, Tensor], Any]
 
 
 @frozen(kw_only=True)
 class Pipeline:
-    """This rank's stages, and all that a pass through them needs."""
+    """This rank's stages, and everything that a pass through them needs."""
 
     model: Model
     routing: Routing
     groups: Groups
-    balance_coef: float  # of the loss that balances experts; 0 where it is left out
+    balance_coef: float  # weight of the balancing loss; 0 leaves it out
     vocabulary: int
     device: torch.device
 
@@ -66,8 +66,8 @@ class Pipeline:
         balance: Balance | None = None,
         chosen: Sequence[list[Tensor]] = (),
     ) -> None:
-        """Every micro-batch through every stage, called on every rank; with `backward`, `finish` returns the loss.
-        To `chosen`, a list for each part of the stage, go the experts of each micro-batch."""
+        """Pass every micro-batch through every stage; called on every rank. With `backward`, `finish` returns the loss.
+        `chosen`, a list for each part of the stage, gets the experts of each micro-batch."""
         parts = {id(chunk): part for part, chunk in enumerate(self.model.chunks)}
 
         def forward_step(micros: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -86,10 +86,10 @@ class Pipeline:
 
         def finished(packed: Packed, chunk: Any, hidden: Tensor, non_loss_data: bool = False) -> Any:
             if chunk.ddp_config.overlap_param_gather:
-                # The head's weight is read from here. The module that owns it is never called, whose hook would wait.
+                # The head's weight is read here, but its module is never called, so its hook does not wait for it.
                 chunk.param_to_bucket_group[chunk.module.head].finish_param_sync()
             result = finish(packed, chunk.module, hidden)
-            # The middle one is a number of tokens to divide by, which nothing is: see build.finalize.
+            # The second is the number of tokens to divide by, which is not used: see build.finalize.
             return result if non_loss_data else (result, torch.zeros((), dtype=torch.int), {})
 
         self.routing.begin()
@@ -109,7 +109,7 @@ class Pipeline:
     def outputs(
         self, packed: Packed, module: PackedModel, hidden: Tensor, wanted: Sequence[Output], temperature: float
     ) -> dict[Output, Tensor]:
-        """From the last stage's hidden states [t, 1, hidden]: each output [T] float32 of all tokens, entry t about
+        """Outputs from the last stage's hidden states [t, 1, hidden]: each [T] float32 over all tokens, entry t for
         token t, equal on all tensor-parallel and context-parallel ranks."""
         critic = hasattr(module, VALUE_HEAD)
         if (Output.VALUES in wanted) != critic or (critic and len(wanted) > 1):
@@ -122,7 +122,7 @@ class Pipeline:
         if critic:
             found[Output.VALUES] = torch.nn.functional.linear(hidden.float(), module.head.float())[:, 0]
         else:
-            # What is read at token t speaks of token t + 1; behind a sequence's last token nothing is asked.
+            # Token t + 1 is predicted at token t; a sequence's last token predicts nothing.
             following = torch.zeros_like(tokens).index_copy(0, rows - 1, tokens[rows])
             found[Output.LOGPROBS], found[Output.ENTROPY] = token_logprobs(
                 hidden,
@@ -152,8 +152,8 @@ class Pipeline:
         return Packed(micro=micro, inputs=inputs, split=split)
 
     def _whole(self, hidden: Tensor, *, partial_grads: bool) -> Tensor:
-        """The hidden states of all of this rank's tokens on every tensor-parallel rank; with `partial_grads` each
-        rank's gradient is a part of the sum, else all have the whole."""
+        """The hidden states of this context-parallel rank's tokens, on every tensor-parallel rank. With `partial_grads`
+        each rank's gradient is part of a sum; otherwise each has the whole."""
         if self.model.config.sequence_parallel:
             gathered: Tensor = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=partial_grads)
             return gathered
@@ -162,7 +162,7 @@ class Pipeline:
 
 
 def train_step(pipeline: Pipeline, batch: PackedBatch, loss: LossSpec, *, lr: float, clip_norm: float) -> TrainResult:
-    """Called on every rank, inside `calling_megatron`."""
+    """Take one optimizer step. Called on every rank, inside `calling_megatron`."""
     loss_function = resolve_loss(loss)
     metrics = MetricSum()
     micro_batches, tokens = batch.micro_batches, 0
@@ -184,7 +184,7 @@ def train_step(pipeline: Pipeline, batch: PackedBatch, loss: LossSpec, *, lr: fl
         chunk.zero_grad_buffer()
     balance = None
     if pipeline.balance_coef:
-        micro_batches = list(micro_batches)  # their tokens are to be known before the first goes through
+        micro_batches = list(micro_batches)  # their tokens are counted before the first pass
         balance = Balance.of(pipeline.balance_coef, micro_batches, pipeline.groups)
     pipeline.run(counted(), batch.count, finish, backward=True, balance=balance)
     applied, norm = optimizer.step(pipeline.model, lr=lr, clip_norm=clip_norm)
@@ -194,7 +194,7 @@ def train_step(pipeline: Pipeline, batch: PackedBatch, loss: LossSpec, *, lr: fl
 
 @torch.no_grad()
 def forward_pass(pipeline: Pipeline, batch: PackedBatch, wanted: tuple[Output, ...]) -> ForwardResult:
-    """Called on every rank, inside `calling_megatron`."""
+    """Compute outputs without gradients. Called on every rank, inside `calling_megatron`."""
     collector, routing = OutputCollector(), pipeline.routing
     of_tokens = tuple(output for output in wanted if output is not Output.ROUTED_EXPERTS)
     chosen: Sequence[list[Tensor]] = ()

@@ -1,4 +1,4 @@
-"""A training backend of CoreRL: the whole model on every rank, gradients summed over ranks."""
+"""A training backend for CoreRL: the whole model on every rank, gradients summed over ranks."""
 
 from corerl_mine.spec import SPEC
 

@@ -1,5 +1,5 @@
-"""The hooks, in plain torch: every rank holds the whole model, trains on its share of the samples, and sums gradients
-with the other ranks."""
+"""The backend, in plain torch: every rank holds the whole model and trains on its share of the samples, and gradients
+are summed over ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MineBackend(Backend):
             name: torch.nn.Parameter(torch.empty(shape, device=self.device)) for name, shape in shapes.items()
         }
         materialize(model, self.params)
-        self.policy = CausalPolicy(model).to(self.device)  # its buffers; parameters are there already
+        self.policy = CausalPolicy(model).to(self.device)  # moves buffers; parameters are there already
         self.optimizer = adamw(self.params, shapes, config.train.optimizer, fused=self.device.type == "cuda")
         return ParallelLayout.data_parallel(rank=context.rank, world_size=context.world_size)
 
@@ -52,11 +52,11 @@ class MineBackend(Backend):
         self.policy.train()
         losses = StepLosses(self.outputs, batch, loss, device=self.device, routers=self.policy.routers)
         for value in losses:
-            value.backward()  # adds to the gradients of the micro-batches before
+            value.backward()  # accumulates gradients over micro-batches
         self.sum_gradients()
         clip_norm = self.config.train.optimizer.clip_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.params.values(), clip_norm).item()
-        applied = math.isfinite(norm)  # gradients are equal on all ranks now, and so is this
+        applied = math.isfinite(norm)  # equal on all ranks, as gradients are by now
         if applied:
             set_lr(self.optimizer, step.lr)
             self.optimizer.step()
@@ -65,12 +65,12 @@ class MineBackend(Backend):
         return TrainResult(applied=applied, metrics=losses.metrics.finish(), grad_norm=norm, tokens=losses.tokens)
 
     def sum_gradients(self) -> None:
-        """A sum and no mean: each token's weight already holds 1 / denominator of the whole step."""
+        """Sum over ranks, not a mean: each token's weight already includes 1 / denominator of the whole step."""
         room = self.config.options.bucket_mib << 20
         bucket: list[torch.Tensor] = []
         for param in self.params.values():
             if param.grad is None:
-                param.grad = torch.zeros_like(param)  # another rank may have one
+                param.grad = torch.zeros_like(param)  # other ranks may have a gradient
             bucket.append(param.grad)
             if sum(grad.nbytes for grad in bucket) >= room:
                 self.sum_over_ranks(bucket)
@@ -90,7 +90,7 @@ class MineBackend(Backend):
             return forward_outputs(self.outputs, batch, outputs, device=self.device, routers=self.policy.routers)
 
     def outputs(self, *inputs: Any) -> dict[Output, torch.Tensor]:
-        """The policy's, each [T] float32."""
+        """The policy's outputs, each [T] float32."""
         half = self.config.train.precision == "bfloat16"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=half):
             found: dict[Output, torch.Tensor] = self.policy(*inputs)
@@ -103,7 +103,7 @@ class MineBackend(Backend):
                 values = param.detach()
             else:
                 values = moments(self.optimizer, param, self.adam_step)[key.value]
-            start, replica = (0,) * param.dim(), self.context.rank > 0  # rank 0 is the one that saves and sends
+            start, replica = (0,) * param.dim(), self.context.rank > 0  # rank 0 saves and sends
             chunks += local_chunks(self.boxes[name], start, tuple(param.shape), values, replica=replica)
         return chunks
 

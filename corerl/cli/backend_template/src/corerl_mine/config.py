@@ -1,4 +1,4 @@
-"""What only this backend knows, set in [backends.mine]; what is common to all stands in [train]."""
+"""Options of this backend, set in [backends.mine]; those of all backends are in [train]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The light description that CoreRL reads before any worker exists; torch must not be imported here."""
+"""The description that CoreRL reads before any worker exists; it must not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SPEC = BackendSpec(
     config=MineConfig,
     api=(1, 0),
     summary="the whole model on every rank, gradients summed over ranks",
-    capabilities={  # what is not named here is promised, and checked
+    capabilities={  # every capability not listed here counts as supported, and is checked
         Capability.FLOAT16: not_implemented("it computes in float32 or bfloat16"),
         Capability.RECOMPUTE: not_implemented("it keeps all activations"),
     },
