@@ -327,6 +327,47 @@ def test_an_episode_ends_where_its_tokens_are_used_up(play: Play) -> None:
     assert cut.batch.rows["response_length"].tolist() == [1, 1]
 
 
+def test_an_episode_whose_room_the_environment_has_filled_is_truncated_though_no_answer_was_cut(play: Play) -> None:
+    reasons: list[str] = []
+
+    def filled(episode: Episode) -> None:
+        messages = episode.messages
+        messages += [episode.chat(messages, max_tokens=1)["message"], {"role": "tool", "content": "0123456789012"}]
+        reasons.append(episode.chat(messages)["finish_reason"])
+
+    rollout = play(filled, samples=1)
+    assert reasons == ["length"] * 2
+    assert rollout.batch.rows["truncated"].tolist() == [True, True]
+    assert rollout.batch.rows["response_length"].tolist() == [1, 1]
+
+
+def test_an_answer_that_comes_once_its_episode_has_ended_is_no_part_of_it(play: Play) -> None:
+    drawing, refused, oracle = threading.Event(), threading.Event(), Oracle()
+
+    def generate(request: GenerateRequest) -> Generation:
+        if request.begun.any():  # a second turn
+            drawing.set()
+            assert refused.wait(60)
+        return oracle(request)
+
+    def leaves(episode: Episode) -> float:
+        messages = episode.messages
+        messages += [episode.chat(messages, max_tokens=1)["message"], {"role": "tool", "content": "9>"}]
+
+        def ask() -> None:
+            with pytest.raises(RuntimeError, match="the episode is over"):
+                episode.chat(messages)
+            refused.set()
+
+        threading.Thread(target=ask).start()
+        assert drawing.wait(60)
+        return 1.0
+
+    rollout = play(leaves, generate=generate, samples=1, prompts=PROMPTS[:1])
+    assert rollout.outcomes == [1.0]
+    assert (rollout.batch.rows["turns"].tolist(), rollout.batch.rows["response_length"].tolist()) == ([1], [1])
+
+
 def test_a_token_that_the_tokenizer_does_not_know_is_told_without_a_text(play: Play) -> None:
     told: list[Any] = []
 

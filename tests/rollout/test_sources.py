@@ -209,6 +209,11 @@ def test_a_prompt_that_is_drawn_again_in_one_step_draws_other_noise(sampler: Sam
     ]
     assert texts[0] != texts[1]
     assert texts[0] == sampler.sample(prompt, rollout_step=0, samples=2, params=PARAMS).texts
+    # Also where it comes twice in each attempt.
+    requests = [
+        sampler.request(prompt * 2, rollout_step=0, samples=2, params=PARAMS, attempt=attempt) for attempt in range(3)
+    ]
+    assert len({key for each in requests for key in each.noise_keys.tolist()}) == 3 * 2 * 2
 
 
 def test_a_refilled_run_resumes_where_it_stood(sampler: Sampler) -> None:
