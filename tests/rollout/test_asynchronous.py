@@ -320,27 +320,33 @@ def test_groups_that_teach_nothing_are_replaced_as_often_as_is_allowed() -> None
         assert scored.counts["groups_without_spread"] >= 2 * PROMPTS
 
 
-def test_groups_that_grow_too_old_while_they_are_scored_are_given_up_and_not_replaced_as_dull() -> None:
-    handed_out, scoring, go = (threading.Event() for _ in range(3))
+class OneCallAtFirst(Engines):
+    """Draws one batch, and no more before that is handed out."""
 
-    class OneCallAStep(Engines):
-        def draw(self, replica: int, request: GenerateRequest) -> Generation | None:
-            assert not self.asked or handed_out.wait(LIMIT)
-            return super().draw(replica, request)
+    def __init__(self) -> None:
+        super().__init__()
+        self.handed_out = threading.Event()
+
+    def draw(self, replica: int, request: GenerateRequest) -> Generation | None:
+        assert not self.asked or self.handed_out.wait(LIMIT)
+        return super().draw(replica, request)
+
+
+def test_groups_that_grow_too_old_while_they_are_scored_are_given_up_and_not_replaced_as_dull() -> None:
+    engines, scoring, go = OneCallAtFirst(), threading.Event(), threading.Event()
 
     class Slow:
         def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
             rewards = np.arange(len(rollout.batch), dtype=np.float32)
-            if handed_out.is_set() and not go.is_set():
+            if engines.handed_out.is_set() and not go.is_set():
                 scoring.set()
                 assert go.wait(LIMIT)
                 rewards[:] = 1.0
             return Scores(rewards=rewards, failures={}, first="")
 
-    engines = OneCallAStep()
     source = asynchronous(engines, calls=1, steps=2, reward=Slow(), refill=Refill(useful=spread, attempts=9))
     assert {prompt.index for prompt in next(source).rollout.prompts} == set(upcoming(PROMPTS))
-    handed_out.set()
+    engines.handed_out.set()
     assert scoring.wait(LIMIT)  # of the second batch, drawn by version 0
     for version in (1, 2):
         with source.updating(version):
@@ -352,6 +358,27 @@ def test_groups_that_grow_too_old_while_they_are_scored_are_given_up_and_not_rep
     assert set(second.rollout.batch.columns["versions"][second.rollout.batch.columns["loss_mask"]]) == {2}
     assert second.counts["stale_samples"] == PROMPTS * SAMPLES
     assert (second.counts["groups_without_spread"], second.counts["groups_missing"]) == (0, 0)
+
+
+def test_groups_that_teach_nothing_fill_a_batch_only_while_they_are_young_enough() -> None:
+    engines = OneCallAtFirst()
+
+    class Equal:
+        def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+            rewards = np.arange(len(rollout.batch)) * (not engines.handed_out.is_set())
+            return Scores(rewards=rewards.astype(np.float32), failures={}, first="")
+
+    source = asynchronous(engines, calls=1, steps=2, reward=Equal(), refill=Refill(useful=spread, attempts=1))
+    next(source)
+    engines.handed_out.set()
+    assert_soon(lambda: len(source._dull) == PROMPTS)  # drawn by version 0
+    for version in (1, 2):
+        with source.updating(version):
+            engines.version = version
+    second = next(source)
+    source.close()
+    assert set(second.rollout.batch.columns["versions"][second.rollout.batch.columns["loss_mask"]]) == {2}
+    assert second.counts["groups_missing"] == PROMPTS
 
 
 # ---- episodes --------------------------------------------------------------------------------------------------------
