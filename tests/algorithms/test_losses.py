@@ -210,6 +210,25 @@ def test_a_token_that_the_old_policy_thought_impossible_does_not_make_the_step_i
     assert inputs.logprobs.grad.tolist() == [0.0]
 
 
+@pytest.mark.parametrize(("new", "before", "log_ratio"), [(-91.0, -1.0, -20.0), (-1.0, -91.0, 20.0)])
+def test_log_probs_that_are_far_apart_count_in_divergences_with_a_log_ratio_of_20(
+    new: float, before: float, log_ratio: float
+) -> None:
+    inputs = LossInputs(
+        logprobs=torch.tensor([new], dtype=torch.float64),
+        columns={
+            "weights": torch.ones(1),
+            "advantages": torch.ones(1),
+            "old_logprobs": torch.tensor([before]),
+            "rollout_logprobs": torch.tensor([before]),
+        },
+    )
+    metrics = clipped(inputs).metrics
+    k3 = math.exp(log_ratio) - 1 - log_ratio
+    expected = {"ratio": math.exp(log_ratio), "approx_kl": k3, "logprob_kl": k3, "logprob_diff": 90.0}
+    assert {name: mean(metrics[name]) for name in expected} == pytest.approx(expected)
+
+
 def test_a_missing_column_or_output_is_named() -> None:
     inputs = three_tokens()
     with pytest.raises(ContractError, match=r"was given no log-probs; ask for them in LossSpec\.outputs"):

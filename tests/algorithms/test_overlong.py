@@ -55,6 +55,17 @@ def test_truncated_samples_lose_their_loss_tokens_and_what_is_said_of_them_and_n
     assert batch.columns["loss_mask"].sum() == 4  # the batch that was given stays as it was
 
 
+@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "advantages", "values", "returns"])
+def test_what_is_computed_of_tokens_later_is_0_in_truncated_samples_too(name: str) -> None:
+    batch = SampleBatch(
+        tokens=np.arange(4),
+        offsets=np.array([0, 1, 3, 4]),
+        columns={name: np.array([1, 2, 3, 4], dtype=np.float32)},
+        rows={"truncated": np.array([False, True, False])},
+    )
+    assert without_truncated(batch).columns[name].tolist() == [1.0, 0.0, 0.0, 4.0]
+
+
 def test_ragged_samples_that_were_not_cut_off_keep_their_loss_tokens() -> None:
     rng = np.random.default_rng(0)
     offsets = np.concatenate([[0], np.cumsum(rng.integers(0, 9, size=30))])

@@ -100,6 +100,13 @@ def test_counters_of_a_checkpoint_are_its_own(setup: Setup, tmp_path: Path) -> N
     assert (result.optimizer_step, resumed.adam_step, result.weights_version) == (3, 2, 8)
 
 
+def test_bytes_of_an_update_are_the_buckets_or_what_the_transport_made_of_them(setup: Setup) -> None:
+    backend, sender = initialised(PlainBackend(), setup), InProcessSender(lambda tensors: None)
+    assert backend.update_weights(sender, 1).bytes == sum(param.nbytes for param in backend.params.values())
+    sender.sent = 5  # as of changes alone
+    assert backend.update_weights(sender, 2).bytes == 5
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_the_first_tensor_that_does_not_fit(
     setup: Setup, model_directories: Mapping[str, Path], tmp_path: Path
 ) -> None:
@@ -144,13 +151,56 @@ def test_a_model_directory_that_lacks_a_tensor_is_refused(
         initialised(PlainBackend(), evolve(setup, model=str(broken)))
 
 
-def test_a_background_save_that_failed_is_told_at_shutdown_at_the_latest(setup: Setup, tmp_path: Path) -> None:
+def test_a_background_save_that_failed_is_told_at_shutdown_at_the_latest(
+    setup: Setup, host_memory: Noting, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     backend = initialised(PlainBackend(), setup)
     backend.save(str(tmp_path / "file"), step_at(0), True)
     with pytest.raises(SaveFailed, match="the background save failed: cannot write"):
         backend.shutdown("finished")
+    assert host_memory.closed  # all the same
     backend.shutdown("finished")  # said once
+
+
+def test_a_background_save_that_failed_is_told_by_the_next_one_in_the_foreground_too(
+    setup: Setup, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    backend = initialised(PlainBackend(), setup)
+    backend.save(str(tmp_path / "file"), step_at(0), True)
+    with pytest.raises(SaveFailed, match="the background save failed: cannot write"):
+        backend.save(str(tmp_path / "next"), step_at(1), False)
+    assert not (tmp_path / "next").exists()
+    assert backend.save(str(tmp_path / "next"), step_at(1), False).complete
+    backend.shutdown("finished")
+
+
+def test_a_backend_is_told_of_a_snapshots_weights_and_again_of_its_own_also_after_an_error(setup: Setup) -> None:
+    class Caches(PlainBackend):
+        """Keeps something that is made of its weights, as a working copy is."""
+
+        copied = 0.0
+
+        def after_load(self, keys: Any, adam_step: int | None) -> None:
+            super().after_load(keys, adam_step)
+            self.copied = float(next(iter(self.params.values())).detach().flatten()[0])
+
+    backend = initialised(Caches(), setup)
+    backend.create_snapshot("old")
+    old = backend.copied
+    with torch.no_grad():
+        next(iter(backend.params.values())).add_(1.0)
+    backend.after_load({StateKey.MASTER}, None)
+
+    def fails() -> None:
+        with backend.using("old"):
+            assert backend.copied == old
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert backend.copied == pytest.approx(old + 1.0)
 
 
 class Noting(HostMemory):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import corerl
+from corerl.checkpoint import commit as commit_module
 from corerl.checkpoint.commit import begin, commit, latest, passed_over, read_state, retain
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.checkpoint.writer import stage, write
@@ -67,6 +68,23 @@ def test_what_else_lies_in_a_checkpoint_belongs_to_it(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="step-00000004.npz has 0 bytes instead of 17: the checkpoint is damaged"):
         read_state(path)
     assert latest(tmp_path) is None
+
+
+def test_what_the_driver_wrote_itself_is_on_the_disk_before_the_checkpoint_is_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial = begin(tmp_path, 4)
+    write(stage(cut(0, 1, whole()), {}), partial / "actor", 0)
+    (partial / "step-00000004.npz").write_bytes(b"a batch in flight")
+    synced = []
+
+    def sync(path: Path) -> None:
+        assert partial.exists()
+        synced.append(path.name)
+
+    monkeypatch.setattr(commit_module, "sync", sync)
+    commit(partial, STATE)
+    assert "step-00000004.npz" in synced
 
 
 def test_a_save_of_the_same_step_replaces_the_earlier_one(tmp_path: Path) -> None:
@@ -226,6 +244,7 @@ def test_retention_keeps_the_newest_and_clears_what_was_given_up(tmp_path: Path)
     for step in (1, 2, 3, 4):
         newest = save(tmp_path, step)
     begin(tmp_path, 2)  # a save that was interrupted, long ago
+    begin(tmp_path, 4)  # what a removal that was interrupted left beside its successor
     begin(tmp_path, 5)  # one that is being written
     assert retain(tmp_path, 0, committed=newest) == []
     assert left(tmp_path) == ["0001", "0002", "0003", "0004", "0005.partial"]
@@ -240,6 +259,8 @@ def test_retention_never_counts_a_damaged_checkpoint_as_kept(tmp_path: Path) -> 
     (damaged / "checkpoint.json").unlink()
     retain(tmp_path, 1, committed=good)
     assert latest(tmp_path) == good
+    assert retain(tmp_path, 2, committed=save(tmp_path, 3)) == []
+    assert left(tmp_path) == ["0001", "0002", "0003"]
 
 
 def test_retention_never_removes_what_was_just_completed(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,22 @@ def test_a_directory_that_cannot_be_written_is_a_failed_save(tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(SaveFailed, match="earlier checkpoints are untouched"):
         write(stage({}, {}), tmp_path / "file", 0)
+
+
+def test_where_the_tensors_could_not_be_written_there_is_no_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def full(source: Path, target: Path) -> None:
+        if target.suffix == ".safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(SaveFailed, match="No space left on device; earlier checkpoints are untouched"):
+        write(stage(cut(0, 1, whole()), {}), tmp_path, 0)
+    assert not (tmp_path / "rank-00000.json").exists()
 
 
 def test_a_held_background_writer_does_not_hold_the_caller() -> None:

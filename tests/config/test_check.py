@@ -269,6 +269,24 @@ def test_settings_that_would_do_nothing_are_told(algorithm: dict[str, Any], star
     assert line.startswith(start)
 
 
+@pytest.mark.parametrize(("horizon", "wrong"), [(10, True), (11, False)])  # 50 samples move it by 5 and by 4.5 fifths
+def test_a_kl_coefficient_that_one_step_could_turn_negative_is_told(horizon: int, wrong: bool) -> None:
+    adapted = evolve(
+        VALID,
+        rollout=evolve(VALID.rollout, prompts=10, samples=5),
+        algorithm=AlgorithmConfig(kl_coef=0.1, kl_target=0.1, kl_horizon=horizon),
+    )
+    line = (
+        "algorithm.kl_horizon: 10, and a rollout step has 50 samples, so that one step could turn kl_coef negative; "
+        "set it to more than a fifth of that"
+    )
+    assert problems(adapted) == [line] * wrong
+
+
+def test_the_overlong_buffer_may_be_as_long_as_the_longest_response() -> None:
+    assert problems(evolve(VALID, algorithm=AlgorithmConfig(overlong="penalty", overlong_buffer=256))) == []
+
+
 def test_experts_can_be_replayed_from_where_they_are_recorded() -> None:
     for algorithm in (
         AlgorithmConfig(routing_replay="recompute", old_logprobs="recompute"),

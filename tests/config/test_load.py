@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve, field, frozen
 
-from corerl.config.load import dump_toml, load_config, to_plain
+from corerl.config.load import config_of, dump_toml, load_config, to_plain
 from corerl.config.schema import (
     BackendChoice,
     Config,
@@ -36,6 +36,12 @@ def problems_of(path: Path, *overrides: str) -> list[str]:
 
 def test_only_the_backend_must_be_given(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, SMALLEST)) == Config(backend=BackendChoice(name="plain"))
+
+
+def test_plain_data_stay_as_they_are_whatever_overrides_say() -> None:
+    data = {"backend": {"name": "plain"}, "run": {"steps": 5}}
+    assert config_of(data, ["run.steps=7", "run.seed=3"]).run.steps == 7
+    assert data == {"backend": {"name": "plain"}, "run": {"steps": 5}}
 
 
 def test_tables_become_classes_with_ints_as_floats_and_arrays_as_tuples(tmp_path: Path) -> None:

@@ -101,6 +101,15 @@ def test_sources_have_keys_of_their_own_and_take_the_common_ones_where_they_name
     assert found == [("a", "q", "s"), ("other", "t", "l"), ("sort-digits", "35018>", "01358")]
 
 
+def test_a_mix_has_chats_where_one_of_its_sources_has(tmp_path: Path) -> None:
+    texts = DataSource(source=str(numbered(tmp_path / "texts.jsonl", 3)))
+    line = json.dumps({"prompt": [{"role": "user", "content": "q"}], "answer": "a"})
+    chats = DataSource(source=str(write(tmp_path / "chats.jsonl", line, line)))
+    mixes = [load_prompts(DataConfig(sources=each, held_out=0), seed=0) for each in ((texts, chats), (texts,))]
+    assert [mix.chat for mix in mixes] == [True, False]
+    assert [bool(mixes[0].prompt(index).messages) for index in range(5)] == [False] * 3 + [True] * 2
+
+
 def test_contradictions_are_named(tmp_path: Path) -> None:
     path = str(numbered(tmp_path / "p.jsonl", 3))
     with pytest.raises(ConfigError, match="data.sources: given beside data.source='x.jsonl'; keep one of the two"):

@@ -108,16 +108,18 @@ def test_weights_of_each_step_sum_to_one_and_are_zero_outside_of_it(aggregation:
 
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_micro_batches_keep_to_the_budget_and_ranks_to_one_number(multiple: int) -> None:
-    batch = random_batch(60)
-    plan = plan_forward(batch, layout(3, sequence_multiple=multiple, micro_batch_multiple=4), tokens_per_micro_batch=64)
+    batch, ranks = random_batch(60), layout(3, sequence_multiple=multiple, micro_batch_multiple=4)
+    forward = plan_forward(batch, ranks, tokens_per_micro_batch=64)
+    (step,) = plan_steps(batch, **{**DEFAULTS, "layout": ranks, "tokens_per_micro_batch": 64})
     padded = [-(-int(length) // multiple) * multiple for length in batch.lengths]
-    assert real_samples(plan) == list(range(60))
-    assert len({len(rank) for rank in plan.micro_batches}) == 1
-    assert len(plan.micro_batches[0]) % 4 == 0
-    for rank in plan.micro_batches:
-        for members in rank:
-            assert sum(padded[sample] for sample in members) <= 64
-    assert not plan.scales.any()
+    for plan in (forward, step):
+        assert real_samples(plan) == list(range(60))
+        assert len({len(rank) for rank in plan.micro_batches}) == 1
+        assert len(plan.micro_batches[0]) % 4 == 0
+        for rank in plan.micro_batches:
+            for members in rank:
+                assert sum(padded[sample] for sample in members) <= 64
+    assert not forward.scales.any()
 
 
 def test_packing_equals_first_fit_decreasing_sample_by_sample() -> None:

@@ -104,6 +104,15 @@ def test_a_save_in_the_foreground_is_there_on_return(tmp_path: Path) -> None:
     assert heard.saved == [CheckpointSaved(step=2, path=str(path(tmp_path, 2)))]
 
 
+def test_a_role_that_could_not_write_is_told_of_while_another_is_still_writing(tmp_path: Path) -> None:
+    actor, critic = Group(), Group()
+    checkpoints = make(tmp_path, Heard(), actor=actor, critic=critic)
+    checkpoints.start(*at(2), background=True)
+    critic.broken = True
+    with pytest.raises(SaveFailed, match="the disk is full"):
+        checkpoints.complete(wait=False)
+
+
 def test_a_save_in_the_background_is_invisible_until_every_role_has_written(tmp_path: Path) -> None:
     heard, actor, critic = Heard(), Group(optimizer_step=6), Group(optimizer_step=8)
     checkpoints = make(tmp_path, heard, actor=actor, critic=critic)

@@ -71,7 +71,9 @@ class Ranks(Group):
         held, before = self.device.held[self.role], self.device.used
         assert held >= set(kinds)
         held -= set(kinds)
-        return [SleepResult(freed_bytes=0, residual_bytes=3 * GIB, used_bytes=before * GIB)]
+        left = 3 + sum(self.device.SIZES[kind] for kind in held)
+        rank = SleepResult(freed_bytes=0, residual_bytes=left * GIB, used_bytes=before * GIB)
+        return [rank, evolve(rank, residual_bytes=GIB, used_bytes=GIB)]  # the second on an emptier device
 
     def wake_up(self, kinds=()):  # type: ignore[no-untyped-def]
         assert not self.device.held[self.role] & set(kinds)

@@ -162,7 +162,7 @@ def test_what_engines_hold_is_compared_every_so_many_updates_and_the_tensor_is_n
     actor, fleet, ears = Group(), Group(), Ears()
     manifest = build_manifest([("a", (1,)), ("b", (1,))], dtype="float32", bucket_bytes=8)
     config = make_config(weights={"verify_every": 2})
-    updates = make_updates(config, actor, fleet, ears, manifest=manifest)
+    updates = make_updates(config, actor, fleet, ears, manifest=manifest, version=7)  # as of a run that was resumed
     actor.sent = evolve(actor.sent, sums={"a": 5, "b": 6})
     fleet.sums = {"engine-0": {"a": 5}, "engine-1": None}  # of b it does not tell
     for _ in range(4):
@@ -173,9 +173,29 @@ def test_what_engines_hold_is_compared_every_so_many_updates_and_the_tensor_is_n
     fleet.sums = {"engine-0": {"a": 5, "b": 6}, "engine-1": {"a": 5, "b": 7}}
     with pytest.raises(
         WeightUpdateError,
-        match="^engine-1 holds other weights than it was sent as version 4: 'b', whose bits sum to 0x7 ",
+        match="^engine-1 holds other weights than it was sent as version 11: 'b', whose bits sum to 0x7 ",
     ):
         updates.push()
+
+
+def test_what_engines_hold_is_not_compared_before_all_have_taken_the_update() -> None:
+    actor, fleet = Group(), Group()
+    manifest = build_manifest([("a", (1,))], dtype="float32", bucket_bytes=8)
+    updates = make_updates(make_config(weights={"verify_every": 1}), actor, fleet, manifest=manifest)
+    right = {"engine-0": {"a": 5}, "engine-1": {"a": 5}}
+    actor.sent, fleet.sums = evolve(actor.sent, sums={"a": 5}), right
+    updates.push()
+    replace = fleet.replace
+    fleet.replace = lambda failed: (replace(failed), setattr(fleet, "sums", right))[0]  # type: ignore[method-assign]
+    fleet.fared["engine-1"], fleet.sums = FAILED, {**right, "engine-1": {"a": 4}}  # it holds what it held before
+    updates.push()
+    assert fleet.log[-4:] == [
+        "receive 1",
+        "leave out engine-1",
+        "replace engine-1: WeightUpdateError: engine-1: bucket 3 did not arrive",
+        "receive 2",
+    ]
+    assert actor.verified == [True] * 3
 
 
 class Overlapping(Source):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +143,7 @@ def test_a_host_without_memory_says_so_and_what_was_made_is_used_later(
     monkeypatch.setattr(mmap, "mmap", full)
     with pytest.raises(OSError, match="Cannot allocate memory"):
         pool.take(5 * PAGE)
+    assert pool.size == 4 * PAGE  # of what could not be made nothing is counted
     assert sum(sizes(pool.take(4 * PAGE))) == 4 * PAGE
     monkeypatch.undo()
     assert sum(sizes(pool.take(5 * PAGE))) == 5 * PAGE
@@ -159,10 +161,14 @@ def test_more_than_the_host_has_is_refused_before_a_page_is_touched(pool: Pinned
     assert (pool.size, driver.bytes) == (0, 0)
 
 
-def reserve_on_a_host_with(free: float, nbytes: int) -> str:
-    """On every rank of a pool: what it is told."""
+def reserve_on_a_host_with(free: float, nbytes: int, hosts: int = 1) -> str:
+    """On every rank of a pool, whose ranks are spread over so many hosts: what it is told."""
     host = PinnedPool(Driver(), threads=1)
-    with mock.patch.object(pool_module, "available_bytes", return_value=free):
+    name = f"node-{dist.get_rank() % hosts}"
+    with (
+        mock.patch.object(pool_module, "available_bytes", return_value=free),
+        mock.patch.object(socket, "gethostname", return_value=name),
+    ):
         try:
             host.reserve(nbytes, dist.group.WORLD)
         except MemoryError as error:
@@ -179,6 +185,10 @@ def test_ranks_of_one_host_ask_together(rank_pool: RankPool) -> None:
         "what sleeps goes to host memory, and 0.50 GiB more are needed for it, by 2 ranks together, where the host has "
         "0.38; put fewer"
     )
+
+
+def test_ranks_of_other_hosts_ask_for_their_own(rank_pool: RankPool) -> None:
+    assert rank_pool.run(reserve_on_a_host_with, 1.5 * 2**28, 2**28, 2) == ["", ""]
 
 
 @pytest.mark.parametrize(

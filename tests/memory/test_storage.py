@@ -132,6 +132,14 @@ class FullMemory(HostMemory):
         raise MemoryError("no memory")
 
 
+def test_small_storages_cross_together_in_packs_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "SMALL", 60)
+    monkeypatch.setattr(storage, "PACK", 100)
+    tensors = [torch.empty(size, dtype=torch.uint8) for size in (40, 60, 59, 1, 41, 50)]
+    packs = storage._grouped(tensor.untyped_storage() for tensor in tensors)
+    assert [[each.nbytes() for each in pack] for pack in packs] == [[60], [40, 59, 1], [41, 50]]
+
+
 def test_nothing_is_freed_where_the_host_has_no_memory() -> None:
     weights = mixed()
     sleeper = StorageSleeper(CPU, FullMemory())

@@ -59,15 +59,22 @@ def test_the_backend_is_entered_before_anything_is_raised(tmp_path: Path) -> Non
     assert entered == [True]
 
 
+class Fails:
+    @hookimpl(wrapper=True)
+    def train(self) -> Iterator[None]:
+        yield
+        raise ValueError("out of luck")
+
+
+def test_what_was_found_before_the_backend_failed_is_written_down(tmp_path: Path) -> None:
+    with pytest.raises(CorerlError, match="out of luck"):
+        guarded(tmp_path, inner=Fails()).train(batch(advantages={3: NAN}), LOSS, step(0))
+    (line,) = (tmp_path / "nan-guard/actor-0.jsonl").read_text().splitlines()
+    assert json.loads(line)["found"] == "column advantages: nan at sample 0, token 3"
+
+
 def test_a_finding_that_cannot_be_written_hides_no_error_of_the_backend(tmp_path: Path) -> None:
     (tmp_path / "nan-guard").write_text("a file where a directory should be")
-
-    class Fails:
-        @hookimpl(wrapper=True)
-        def train(self) -> Iterator[None]:
-            yield
-            raise ValueError("out of luck")
-
     with pytest.raises(CorerlError, match="out of luck"):
         guarded(tmp_path, inner=Fails()).train(batch(advantages={3: NAN}), LOSS, step(0))
 
@@ -109,6 +116,12 @@ def test_the_first_parameter_that_is_not_finite_is_named(tmp_path: Path) -> None
     backend: Any = run.backend
     with pytest.raises(CorerlError, match="parameter model.layers.1.mlp.up_proj.weight: 3 of the 2048 numbers"):
         run.train(batch(), LOSS, step(0))
+    assert not torch.nn.modules.module._global_forward_pre_hooks  # modules are watched in one step alone
+
+
+@pytest.mark.parametrize(("token", "sample"), [(0, 0), (9, 2), (4, 1)])  # of the second micro-batch the last
+def test_the_first_token_of_a_sample_is_of_that_one(token: int, sample: int) -> None:
+    assert in_columns(batch(advantages={token: NAN})) == [f"column advantages: nan at sample {sample}, token 0"]
 
 
 def test_a_step_that_finds_the_loss_scale_is_no_finding() -> None:

@@ -209,6 +209,11 @@ def test_async_old_style_and_misdeclared_wrappers_are_refused() -> None:
         def train(self) -> Iterator[None]:
             return (yield)
 
+    class Last:
+        @hookimpl(wrapper=True, trylast=True)
+        def train(self) -> Iterator[None]:
+            return (yield)
+
     class WrapsTheEnd:
         @hookimpl(wrapper=True)
         def shutdown(self, reason: str) -> Iterator[None]:
@@ -224,9 +229,8 @@ def test_async_old_style_and_misdeclared_wrappers_are_refused() -> None:
     )
     assert refusal(NoYield()) == train + "a wrapper needs exactly one yield; write 'return (yield)'"
     assert refusal(NoWrapper()) == train + "it yields without being a wrapper; write @hookimpl(wrapper=True)"
-    assert (
-        refusal(First()) == train + "tryfirst and trylast change the order that the config's list sets; leave them out"
-    )
+    order = "tryfirst and trylast change the order that the config's list sets; leave them out"
+    assert refusal(First()) == refusal(Last()) == train + order
     assert refusal(WrapsTheEnd()) == (
         "extension:t implements shutdown(reason) for shutdown(reason): "
         "shutdown is called on each plugin by itself and cannot be wrapped; implement it without wrapper=True"

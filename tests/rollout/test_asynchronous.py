@@ -25,8 +25,8 @@ from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.episodes import Episode, EpisodeFunction, EpisodeScorer
 from corerl.rollout.front import Front
 from corerl.rollout.play import EpisodeSampler
-from corerl.rollout.rewards import Reward, Scorer, resolve_reward
-from corerl.rollout.sampler import Sampler
+from corerl.rollout.rewards import Reward, Scorer, Scores, resolve_reward
+from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.saved import Kept
 from corerl.rollout.sources import Draws, Refill, Source
 from corerl.types import FloatArray, IntArray
@@ -259,6 +259,17 @@ def test_prompts_come_once_each_in_batches_of_whole_groups_that_are_scored(tmp_p
     assert sorted(prompt.index for scored in steps for prompt in scored.rollout.prompts) == sorted(upcoming(18))
 
 
+def test_where_engines_keep_up_one_batch_is_begun_beside_the_one_that_is_handed_out() -> None:
+    engines = Engines()
+    source = asynchronous(engines, max_staleness=4, steps=9)
+    ahead = []
+    for scored in trained_on(source, engines):
+        ahead.append(source.position["begun"] - (scored.step + 1) * PROMPTS)
+        assert_soon(lambda: len(source._ready) == ahead[-1])  # they have finished all of it
+    # What was begun before anything was finished is used up first.
+    assert ahead == [4 * PROMPTS, 3 * PROMPTS, 2 * PROMPTS, *[PROMPTS] * 5, 0]
+
+
 @pytest.mark.parametrize("function", [None, two_turns])
 def test_a_resumed_run_begins_again_what_was_not_handed_out_and_nothing_else(
     function: Callable[..., Any] | None, front: Front
@@ -307,6 +318,67 @@ def test_groups_that_teach_nothing_are_replaced_as_often_as_is_allowed() -> None
     for scored in trained_on(never, engines):
         assert scored.counts["groups_missing"] == PROMPTS == len(scored.rollout.prompts)
         assert scored.counts["groups_without_spread"] >= 2 * PROMPTS
+
+
+class OneCallAtFirst(Engines):
+    """Draws one batch, and no more before that is handed out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handed_out = threading.Event()
+
+    def draw(self, replica: int, request: GenerateRequest) -> Generation | None:
+        assert not self.asked or self.handed_out.wait(LIMIT)
+        return super().draw(replica, request)
+
+
+def test_groups_that_grow_too_old_while_they_are_scored_are_given_up_and_not_replaced_as_dull() -> None:
+    engines, scoring, go = OneCallAtFirst(), threading.Event(), threading.Event()
+
+    class Slow:
+        def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+            rewards = np.arange(len(rollout.batch), dtype=np.float32)
+            if engines.handed_out.is_set() and not go.is_set():
+                scoring.set()
+                assert go.wait(LIMIT)
+                rewards[:] = 1.0
+            return Scores(rewards=rewards, failures={}, first="")
+
+    source = asynchronous(engines, calls=1, steps=2, reward=Slow(), refill=Refill(useful=spread, attempts=9))
+    assert {prompt.index for prompt in next(source).rollout.prompts} == set(upcoming(PROMPTS))
+    engines.handed_out.set()
+    assert scoring.wait(LIMIT)  # of the second batch, drawn by version 0
+    for version in (1, 2):
+        with source.updating(version):
+            engines.version = version
+    go.set()
+    second = next(source)
+    source.close()
+    assert sorted(prompt.index for prompt in second.rollout.prompts) == sorted(upcoming(2 * PROMPTS)[PROMPTS:])
+    assert set(second.rollout.batch.columns["versions"][second.rollout.batch.columns["loss_mask"]]) == {2}
+    assert second.counts["stale_samples"] == PROMPTS * SAMPLES
+    assert (second.counts["groups_without_spread"], second.counts["groups_missing"]) == (0, 0)
+
+
+def test_groups_that_teach_nothing_fill_a_batch_only_while_they_are_young_enough() -> None:
+    engines = OneCallAtFirst()
+
+    class Equal:
+        def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+            rewards = np.arange(len(rollout.batch)) * (not engines.handed_out.is_set())
+            return Scores(rewards=rewards.astype(np.float32), failures={}, first="")
+
+    source = asynchronous(engines, calls=1, steps=2, reward=Equal(), refill=Refill(useful=spread, attempts=1))
+    next(source)
+    engines.handed_out.set()
+    assert_soon(lambda: len(source._dull) == PROMPTS)  # drawn by version 0
+    for version in (1, 2):
+        with source.updating(version):
+            engines.version = version
+    second = next(source)
+    source.close()
+    assert set(second.rollout.batch.columns["versions"][second.rollout.batch.columns["loss_mask"]]) == {2}
+    assert second.counts["groups_missing"] == PROMPTS
 
 
 # ---- episodes --------------------------------------------------------------------------------------------------------
@@ -438,6 +510,16 @@ def test_a_turn_goes_where_the_episode_was_read_before(front: Front) -> None:
         replicas.setdefault(key, set()).add(replica)
     assert {len(each) for each in replicas.values()} == {1}
     assert sum(begun > 0 for _, _, begun in engines.asked) >= PROMPTS * SAMPLES
+
+
+def test_who_has_read_an_episode_is_forgotten_with_the_weights(front: Front) -> None:
+    source = asynchronous(Engines(2), steps=1, function=two_turns, front=front)
+    next(source)
+    assert len(source._homes) == PROMPTS * SAMPLES
+    with source.updating(1):
+        pass
+    source.close()
+    assert not source._homes  # or it would grow for as long as the run lasts
 
 
 def test_functions_that_wait_for_an_answer_are_released_at_the_end(front: Front) -> None:

@@ -278,8 +278,10 @@ def test_where_no_engine_is_left_the_batch_is_drawn_anew_by_those_in_their_place
         raise NoneLeft("engine-0: its process died")
 
     undisturbed, disturbed = one_step_off(engine), one_step_off(engine, aside=dead)
-    for _ in range(4):
+    for step in range(4):
         wanted, found = next(undisturbed), next(disturbed)
+        with disturbed.updating(step):
+            pass  # the update goes on, and brings weights to new engines
         assert [prompt.index for prompt in found.rollout.prompts] == [prompt.index for prompt in wanted.rollout.prompts]
         assert found.rollout.texts == wanted.rollout.texts  # the same version here
 
@@ -294,6 +296,7 @@ def test_the_batch_in_flight_is_a_part_of_a_checkpoint(engine: FakeEngine, tmp_p
         push(engine, 1, tmp_path)  # which would draw another one
     resumed = one_step_off(engine)
     resumed.restore(position, tmp_path / "checkpoint")
+    assert resumed.position == position  # as it is saved again where a run has nothing left to train
     assert next(resumed).rollout.texts == rest[0]
     synchronous = Synchronous(draws(engine.generate), steps=4)
     synchronous.restore(position, tmp_path / "checkpoint")

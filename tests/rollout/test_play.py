@@ -21,14 +21,16 @@ from corerl.data.prompts import Prompt
 from corerl.errors import EngineFailed, RewardError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.ops.noise import hash_key
+from corerl.rollout.conversation import Refused
 from corerl.rollout.engine import UNLIMITED, GenerateRequest, Generation, SamplingParams
 from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.episodes import Episode, EpisodeFunction, EpisodeScorer
 from corerl.rollout.fleet import NoneLeft
-from corerl.rollout.front import Front
+from corerl.rollout.front import ChatRequest, Front
 from corerl.rollout.play import EpisodeSampler
 from corerl.rollout.rewards import Failure, Reward
 from corerl.rollout.sampler import Rollout, Sampler
+from corerl.rollout.table import Player, Table
 from corerl.rollout.transformers_engine import TransformersEngine
 from tests.rollout.models import TIED, context, hf_tensors, plain_logprobs, random_model, update
 
@@ -343,6 +345,73 @@ def test_an_episode_ends_where_its_tokens_are_used_up(play: Play) -> None:
     cut = play(lambda episode: reasons.append(once(episode)), samples=1)
     assert not cut.batch.rows["truncated"].any()  # by the function's own wish
     assert cut.batch.rows["response_length"].tolist() == [1, 1]
+
+
+def test_an_episode_whose_room_the_environment_has_filled_is_truncated_though_no_answer_was_cut(play: Play) -> None:
+    reasons: list[str] = []
+
+    def filled(episode: Episode) -> None:
+        messages = episode.messages
+        messages += [episode.chat(messages, max_tokens=1)["message"], {"role": "tool", "content": "0123456789012"}]
+        reasons.append(episode.chat(messages)["finish_reason"])
+
+    rollout = play(filled, samples=1)
+    assert reasons == ["length"] * 2
+    assert rollout.batch.rows["truncated"].tolist() == [True, True]
+    assert rollout.batch.rows["response_length"].tolist() == [1, 1]
+
+
+def test_an_answer_that_comes_once_its_episode_has_ended_is_no_part_of_it(play: Play) -> None:
+    drawing, refused, oracle = threading.Event(), threading.Event(), Oracle()
+
+    def generate(request: GenerateRequest) -> Generation:
+        if request.begun.any():  # a second turn
+            drawing.set()
+            assert refused.wait(60)
+        return oracle(request)
+
+    def leaves(episode: Episode) -> float:
+        messages = episode.messages
+        messages += [episode.chat(messages, max_tokens=1)["message"], {"role": "tool", "content": "9>"}]
+
+        def ask() -> None:
+            with pytest.raises(RuntimeError, match="the episode is over"):
+                episode.chat(messages)
+            refused.set()
+
+        threading.Thread(target=ask).start()
+        assert drawing.wait(60)
+        return 1.0
+
+    rollout = play(leaves, generate=generate, samples=1, prompts=PROMPTS[:1])
+    assert rollout.outcomes == [1.0]
+    assert (rollout.batch.rows["turns"].tolist(), rollout.batch.rows["response_length"].tolist()) == ([1], [1])
+
+
+def test_a_request_that_is_read_while_its_episode_ends_is_refused_and_waits_for_nothing(front: Front) -> None:
+    function = EpisodeFunction(name="mine:play", function=single)
+    table = Table(
+        front=front,
+        tokenizer=TOKENIZER,
+        params=PARAMS,
+        function=function,
+        config=EpisodesConfig(),
+        state=threading.Condition(),
+    )
+    player = Player(number=0, group=0, prompt=PROMPTS[0], key=0)
+    table.end([player])
+    told: list[str] = []
+
+    def ask() -> None:
+        try:
+            table._answer(player, ChatRequest(messages=[{"role": "user", "content": "21>"}]))
+        except Refused as refusal:
+            told.append(refusal.code)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert told == ["episode_over"]
 
 
 def test_a_token_that_the_tokenizer_does_not_know_is_told_without_a_text(play: Play) -> None:

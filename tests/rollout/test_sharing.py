@@ -86,6 +86,13 @@ def test_the_next_turn_goes_where_the_one_before_it_was_drawn_until_weights_chan
     assert shared(shares, turns, [0, 1]) == {0: [0, 1], 1: [2, 3]}
 
 
+def test_a_row_goes_to_who_has_read_the_longest_beginning_of_it() -> None:
+    shares = Shares()
+    for replica, response in enumerate([[5], [7]]):  # two answers to one prompt, which the second has read last
+        shares.drew(replica, request([[9, 1]]), answer([response]))
+    assert shared(shares, [[9, 1, 5, 2], [9, 1, 7, 2]], [0, 1]) == {0: [0], 1: [1]}
+
+
 def test_beginnings_are_forgotten_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "REMEMBERED", 4)
     shares = Shares()

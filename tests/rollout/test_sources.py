@@ -101,6 +101,18 @@ def test_failures_of_the_reward_travel_with_the_step_and_a_broken_reward_stops_i
     assert begun.position["rollout_step"] == 1
 
 
+def test_the_groups_that_are_taken_come_in_the_order_in_which_they_are_named_with_their_own_rewards(
+    sampler: Sampler,
+) -> None:
+    whole = next(source(sampler))
+    whole = evolve(whole, rewards=np.arange(6, dtype=np.float32))
+    taken = whole.take(np.array([2, 0]))
+    assert taken.rewards.tolist() == [4.0, 5.0, 0.0, 1.0]
+    assert taken.rollout.texts == [whole.rollout.texts[row] for row in (4, 5, 0, 1)]
+    assert taken.rollout.prompts == (whole.rollout.prompts[2], whole.rollout.prompts[0])
+    assert taken.rollout.batch.rows["group"].tolist() == [0, 0, 1, 1]
+
+
 def test_evaluation_is_greedy_scored_by_hand_and_counts_exact_answers_where_there_are_any() -> None:
     asked: list[GenerateRequest] = []
 
@@ -115,8 +127,9 @@ def test_evaluation_is_greedy_scored_by_hand_and_counts_exact_answers_where_ther
         )
 
     prompts = [Prompt(index=i, text=f"{i}>", answer=answer) for i, answer in enumerate(["12", "98", "5"])]
-    result = evaluate(Sampler(tokenizer=TOKENIZER, generate=generate, seed=0), prompts, REWARD, params=PARAMS, show=2)
-    assert asked[0].params.greedy and len(asked[0]) == 3
+    params = evolve(PARAMS, routed_experts=True)  # which are of no use to who trains on nothing
+    result = evaluate(Sampler(tokenizer=TOKENIZER, generate=generate, seed=0), prompts, REWARD, params=params, show=2)
+    assert asked[0].params == evolve(PARAMS, greedy=True) and len(asked[0]) == 3
     assert result.metrics == {
         "eval/reward": pytest.approx((1 + 0.5 + 1) / 3),
         "eval/exact_match": pytest.approx(2 / 3),
@@ -196,6 +209,11 @@ def test_a_prompt_that_is_drawn_again_in_one_step_draws_other_noise(sampler: Sam
     ]
     assert texts[0] != texts[1]
     assert texts[0] == sampler.sample(prompt, rollout_step=0, samples=2, params=PARAMS).texts
+    # Also where it comes twice in each attempt.
+    requests = [
+        sampler.request(prompt * 2, rollout_step=0, samples=2, params=PARAMS, attempt=attempt) for attempt in range(3)
+    ]
+    assert len({key for each in requests for key in each.noise_keys.tolist()}) == 3 * 2 * 2
 
 
 def test_a_refilled_run_resumes_where_it_stood(sampler: Sampler) -> None:

@@ -209,6 +209,8 @@ def test_a_run_needs_what_its_settings_use_and_no_more() -> None:
     assert needs(narrow, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK, Capability.FLOAT16, Capability.RECOMPUTE}
     assert needs(config, CUDA) == PLAIN_RUN | {Capability.MULTI_RANK, Capability.SLEEP}
     assert needs(penalised, CPU) == PLAIN_RUN | {Capability.CPU, Capability.SNAPSHOTS}
+    sampling = evolve(penalised, run=evolve(config.run, mode="rollout-only"))  # nothing is saved, and no KL measured
+    assert needs(sampling, CPU) == {Capability.UPDATE_IPC, Capability.CPU}
 
 
 @pytest.mark.parametrize("replay", ["recompute", "engine"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -174,6 +175,12 @@ def test_ranks_that_disagree_on_the_gradients_norm_are_an_error() -> None:
     with pytest.raises(ContractError, match=r"^actor: the ranks disagree on the gradient's norm, \[1.0, 7.0\]; "):
         group.train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
     assert processes.killed
+
+
+def test_norms_of_a_skipped_step_are_no_disagreement_though_none_is_a_number() -> None:
+    skipped = TrainResult(applied=False, metrics={}, grad_norm=math.nan, tokens=1)
+    found = group_with(train=[skipped, skipped])[0].train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
+    assert not found.applied and math.isnan(found.grad_norm)
 
 
 def test_ranks_that_disagree_whether_a_step_was_applied_are_an_error() -> None:

@@ -389,6 +389,7 @@ def test_engines_are_sent_the_weights_by_the_manifest_through_one_sender(
         receiving = engine.submit(receive, elsewhere, worker.manifest(), 3)
         worker.update_weights(elsewhere, 3)
         assert worker.sender is not sender
+        assert not list((tmp_path / "a").glob("v*"))  # the one before has closed
         assert receiving.result().keys() == weights.keys()
     with pytest.raises(WeightUpdateError, match=r"^weights version 3 was refused on actor rank 0, expected 4 or more"):
         worker.update_weights(elsewhere, 3)
@@ -448,6 +449,10 @@ def test_a_snapshot_answers_with_the_weights_that_it_was_made_of(worker: Worker,
     assert np.array_equal(logprobs(worker, batch, "model"), initial)
     assert np.array_equal(logprobs(worker, batch), now)
     worker.sleep({MemoryKind.PARAM})
+    with pytest.raises(NotResident, match="snapshot on actor rank 0 needs memory that sleeps: param"):
+        worker.create_snapshot("asleep")
+    with pytest.raises(NotResident, match="snapshot on actor rank 0 needs memory that sleeps: param"):
+        worker.load_snapshot("asleep", "")
     worker.drop_snapshot("trained")  # host memory: the device may sleep
     worker.wake_up({MemoryKind.PARAM})
     with pytest.raises(WrongState, match=r"no snapshot 'trained'; known: initial, model; "):

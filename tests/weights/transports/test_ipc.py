@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 import uuid
@@ -334,6 +335,22 @@ def test_memory_of_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(shared, "device_id", lambda: "GPU-1")
     with pytest.raises(WeightUpdateError, match="weights lie on the GPU GPU-0, and this process is on GPU-1: "):
         opened({"kind": "cuda", "device": "GPU-0", "parts": []}, [])
+
+
+def test_a_process_of_another_user_is_neither_heard_nor_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc, "_same_user", lambda connection: False)
+    address = address_of("e", timeout=0.3)
+    sender, receiver = IpcSender(address, 0), IpcReceiver(address, 0)
+    sender._listen()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(ipc._name(address, 0))
+        stranger.settimeout(0.3)
+        sender.begin(FOUR, 1)
+        assert stranger.recv(1) == b""  # closed
+    assert sender.commit() == {"e": "did not join the update to version 1 in 0.3 s"}
+    with pytest.raises(WeightUpdateError, match="^a process of another user listens in the trainer's place$"):
+        next(iter(receiver.buckets(FOUR, 2)))
+    sender.close()
 
 
 def test_a_sender_that_is_not_there_is_named_within_the_timeout() -> None:
