@@ -63,10 +63,13 @@ def _source(
     path = Path(source)
     if not source or (not os.path.exists(path) and path.suffix not in (".jsonl", ".parquet")):
         raise ConfigError(f"{setting}: unknown source {source!r}; known: {KNOWN}{did_you_mean(source, GENERATED)}")
+    answer_key = answer_key or data.answer_key
     return RowPrompts(
         open_rows(path),
         prompt_key=prompt_key or data.prompt_key,
-        answer_key=answer_key or data.answer_key,
+        answer_key=answer_key,
+        # A task may do without the default field, but not without one that its config names.
+        need_answers=answer_key != fields(type(data)).answer_key.default,
         held_out=data.held_out,
         seed=seed,
     )

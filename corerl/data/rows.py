@@ -198,14 +198,23 @@ class RowPrompts(PromptSource):
     Raises DataError, with file and line or row, for the first row that cannot be used.
     """
 
-    def __init__(self, rows: Rows, *, prompt_key: str, answer_key: str, held_out: int, seed: int) -> None:
+    def __init__(
+        self, rows: Rows, *, prompt_key: str, answer_key: str, held_out: int, seed: int, need_answers: bool = False
+    ) -> None:
+        """`need_answers`: raise DataError if no row has the field `answer_key`."""
         self._rows = rows
         self._prompt_key = prompt_key
         self._answer_key = answer_key
-        size = 0
+        size, answers = 0, False
         for where, row in rows.scan(prompt_key):
             self.chat |= bool(self._parse(row, index=size, where=where).messages)
+            answers = answers or answer_key in row
             size += 1
+        if need_answers and not answers and answer_key not in (first := rows[0]):
+            raise DataError(
+                f"{rows.name}: no row has the field {answer_key!r}; the first has: {', '.join(first)}"
+                f"{did_you_mean(answer_key, first)}; set data.answer_key"
+            )
         self.train, self.held_out = split(size, held_out=held_out, seed=seed, name=rows.name)
 
     def prompt(self, index: int) -> Prompt:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from corerl.checkpoint.commit import read_state
 from corerl.checkpoint.reader import CheckpointSource
@@ -39,15 +40,25 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", replace: b
         for name, shape in source.shapes.items():
             yield name, source.read(name, (0,) * len(shape), shape).to(dtype)
 
+    tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
     export_directory(
         directory,
-        config=hf_config(model),
-        tokenizer=load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path),
+        config=_with_special_tokens(hf_config(model), tokenizer),
+        tokenizer=tokenizer,
         tensors=tensors(),
         files=_kept(model.path),
         shard_bytes=SHARD_BYTES,
     )
     return directory
+
+
+def _with_special_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """Fill in the special tokens that the config leaves open. `generate` takes them from there, and would otherwise
+    never end a response."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(config, name, None) is None:
+            setattr(config, name, getattr(tokenizer, name))
+    return config
 
 
 def _kept(path: str) -> list[Path]:

@@ -23,7 +23,7 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency, residency_plan
 from corerl.driver.roles import Role
 from corerl.driver.run import REFERENCE, Run, answers_in, passes_of
-from corerl.driver.run_dir import lost_checkpoints, occupied, write_config
+from corerl.driver.run_dir import changed_settings, lost_checkpoints, occupied, write_config
 from corerl.driver.sampling import calls_of, start_scorer, start_source
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates, meeting_at
@@ -71,10 +71,8 @@ def _launched(prepared: Prepared) -> Iterator[Run]:
                 same_run=prepared.same_run,
             )
         )
-        for text in [*lost_checkpoints(config, prepared.run_dir), *notes(config), *missing_answers(prepared)]:
+        for text in _notices(prepared):
             progress.notice(text)
-        if prepared.too_long:
-            progress.notice(prepared.too_long)
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(StopRequest(progress.notice))
             run = _start(prepared, progress, stop, stack)
@@ -273,6 +271,18 @@ def make_role(plan: RolePlan, config: Config, group: TrainGroup, init: InitResul
         rollout_steps=config.run.steps,
         optimizer_step=init.optimizer_step,
     )
+
+
+def _notices(prepared: Prepared) -> Iterator[str]:
+    """What a user may want to know before the first step."""
+    config, state = prepared.config, prepared.state
+    yield from lost_checkpoints(config, prepared.run_dir)
+    if state and config.run.trains:
+        yield from changed_settings(state["config"], to_plain(config))
+    yield from notes(config)
+    yield from missing_answers(prepared)
+    if prepared.too_long:
+        yield prepared.too_long
 
 
 def missing_answers(prepared: Prepared, looked_at: int = 100) -> list[str]:

@@ -7,9 +7,10 @@ import fcntl
 import math
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from corerl.checkpoint.commit import latest, passed_over
 from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir
@@ -23,6 +24,9 @@ from corerl.observability.tracking import CONFIG_FILE
 from corerl.rollout.saved import ROLLOUTS
 
 EXPORT = "model"  # subdirectory for the final Hugging Face export
+EXPECTED_CHANGES = ("run.dir", "run.steps", "checkpoint.resume")  # settings that a resumed run is meant to change
+SHOWN_CHANGES = 8  # settings named in one line
+SHOWN_CHARACTERS = 40  # of a setting's value
 
 
 @contextmanager
@@ -101,6 +105,33 @@ def lost_checkpoints(config: Config, run_dir: Path) -> list[str]:
         f"checkpoint.resume: {path.name} is passed over, and the run goes back to an older checkpoint: {fault}"
         for path, fault in passed_over(run_dir).items()
     ]
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One line that names the settings in which a resumed run differs from its checkpoint's config, if there are any.
+    Both are plain data."""
+    changes = [
+        f"{path}={_short(value)} (was {_short(old)})" if old is not None and value is not None else path
+        for path, old, value in _differences(before, now)
+        if path not in EXPECTED_CHANGES
+    ]
+    more = [f"and {len(changes) - SHOWN_CHANGES} more"] if len(changes) > SHOWN_CHANGES else []
+    return [f"resumed with other settings: {', '.join(changes[:SHOWN_CHANGES] + more)}"] if changes else []
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def _differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted path, old and new value of each difference; of what is in one of them only, the outermost path."""
+    if not isinstance(before, Mapping) or not isinstance(now, Mapping):
+        if before != now:
+            yield path, before, now
+        return
+    for key in [*now, *(key for key in before if key not in now)]:
+        yield from _differences(before.get(key), now.get(key), f"{path}.{key}" if path else key)
 
 
 def lies_in(checkpoint: Path, run_dir: Path) -> bool:

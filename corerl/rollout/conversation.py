@@ -118,6 +118,20 @@ class Asked:
     tokens: IntArray  # [n] to append to the conversation's
 
 
+def continued(
+    conversation: Conversation, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> tuple[Message, ...]:
+    """The request's messages with text as content. Raises Refused if they do not continue the conversation."""
+    read = tuple(_read(number, message) for number, message in enumerate(messages))
+    if not read or read[-1]["role"] == "assistant":
+        raise Refused("messages: nothing is asked; the last message must be of another role than 'assistant'")
+    if conversation.turns:
+        _require_continued(conversation, read)
+        if list(tools) != list(conversation.tools):
+            raise Refused("tools: others than in the episode's first request, which the model has read; send those")
+    return read
+
+
 class Renderer:
     """Encode new messages with the tokenizer's chat template. Without a template, message texts are concatenated, and
     the first request gets the tokenizer's own special tokens."""
@@ -132,13 +146,7 @@ class Renderer:
     ) -> Asked:
         """What `messages` add to `conversation`. Raises Refused if they do not continue it or the template rejects
         them."""
-        read = tuple(_read(number, message) for number, message in enumerate(messages))
-        if not read or read[-1]["role"] == "assistant":
-            raise Refused("messages: nothing is asked; the last message must be of another role than 'assistant'")
-        if conversation.turns:
-            _require_continued(conversation, read)
-            if list(tools) != list(conversation.tools):
-                raise Refused("tools: others than in the episode's first request, which the model has read; send those")
+        read = continued(conversation, messages, tools)
         tokens = self._tokens(conversation, read, tools)
         if not len(tokens) and not conversation.turns:
             raise Refused("messages: they have no tokens; there is nothing to continue")

@@ -49,6 +49,7 @@ class ChatAnswer:
 
 
 Answering = Callable[[ChatRequest], ChatAnswer]  # called in any thread; raises Refused
+Refusing = Callable[[str], None]  # called with the message of each refused request
 
 
 class Front:
@@ -57,17 +58,17 @@ class Front:
     def __init__(self, *, temperature: float, top_p: float) -> None:
         """Requests may repeat these values and are refused any others."""
         self._sampling = {"temperature": temperature, "top_p": top_p}
-        self._open: dict[str, Answering] = {}
+        self._open: dict[str, tuple[Answering, Refusing]] = {}
         self._numbers = itertools.count()  # numbers the answers
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.front = self
         self.client = Client("127.0.0.1", self._server.server_port)
         threading.Thread(target=self._server.serve_forever, args=(CLOSING,), name="rollout front", daemon=True).start()
 
-    def open(self, answering: Answering) -> str:
+    def open(self, answering: Answering, refusing: Refusing = lambda message: None) -> str:
         """Return a new base URL; `answering` handles its requests until `shut`."""
         name = secrets.token_hex(16)
-        self._open[name] = answering
+        self._open[name] = answering, refusing
         return f"http://127.0.0.1:{self._server.server_port}/{name}/v1"
 
     def shut(self, base_url: str) -> None:
@@ -81,8 +82,8 @@ class Front:
 
     def answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
         """Handle one POST request; returns the HTTP status and the JSON content."""
+        answering, refusing = self._open.get(_name(path), (None, None))
         try:
-            answering = self._open.get(_name(path))
             if answering is None or not path.endswith(PATH):
                 raise Refused(
                     f"{path}: nothing is served there; an episode that is being played serves its base_url + {PATH!r}",
@@ -92,6 +93,8 @@ class Front:
             request = self._read(body)
             return 200, _completion(answering(request), number=next(self._numbers), told=request.logprobs)
         except Refused as refused:
+            if refusing is not None:
+                refusing(refused.message)
             kind = "invalid_request_error"
             return refused.status, {
                 "error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}

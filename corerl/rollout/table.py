@@ -59,6 +59,7 @@ class Player:
     base_url: str = ""
     turn: Turn | None = None  # the one waiting for an answer
     answered: Turn | None = None  # the last answered one
+    refusal: str = ""  # why its last request was refused, until another one is answered
     told_full: bool = False  # the function was told that no room is left
 
 
@@ -136,7 +137,7 @@ class Table:
                 return
             player.conversation = player.conversation.answered(turn.asked, answer, drawn)
             player.truncated = bool(drawn.truncated[0]) and player.conversation.begun >= self._params.max_tokens
-            player.turn, player.answered = None, turn
+            player.turn, player.answered, player.refusal = None, turn, ""
         turn.answer.set_result((answer, drawn))
 
     def end(self, players: Iterable[Player]) -> None:
@@ -158,7 +159,9 @@ class Table:
             if player.ended:
                 continue
             player.deadline = now + self._config.timeout
-            player.base_url = self._front.open(functools.partial(self._answer, player))
+            player.base_url = self._front.open(
+                functools.partial(self._answer, player), functools.partial(setattr, player, "refusal")
+            )
             self._playing[id(player)] = player
             threading.Thread(target=self._play, args=(player,), name="rollout episode", daemon=True).start()
 
@@ -197,6 +200,9 @@ class Table:
     def _play(self, player: Player) -> None:
         episode = Episode(prompt=player.prompt, base_url=player.base_url, client=self._front.client)
         outcome = self._function.play(episode, self._config.timeout)
+        # A client's own error seldom says more than the status.
+        if isinstance(outcome, Failure) and player.refusal and player.refusal not in outcome.message:
+            outcome = evolve(outcome, message=f"{outcome.message}; its last request was refused: {player.refusal}")
         with self._state:
             if not player.conversation.turns and not isinstance(outcome, Failure):
                 outcome = self._function.failure("silent", "asked the policy for nothing", player.prompt)

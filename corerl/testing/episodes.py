@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from attrs import field, frozen
 
 from corerl.data.prompts import Prompt
-from corerl.rollout.conversation import Refused
+from corerl.rollout.conversation import Answer, Conversation, Refused, continued
 from corerl.rollout.episodes import Episode
 from corerl.rollout.front import ChatAnswer, ChatRequest, Front
 from corerl.rollout.tool_calls import as_told, format_of
@@ -29,22 +29,33 @@ class Scripted:
 
 @contextmanager
 def scripted(prompt: Prompt, answers: Sequence[str], *, tool_calls: str = "hermes") -> Iterator[Scripted]:
-    """Give `answers` one after the other, and refuse further requests. If a request has tools, tool calls are parsed as
-    `rollout.episodes.tool_calls` says."""
+    """Give `answers` one after the other; as in a run, refuse a request that does not continue the conversation.
+
+    If a request has tools, tool calls are parsed as `rollout.episodes.tool_calls` says.
+    """
     front = Front(temperature=1.0, top_p=1.0)
     left = iter(answers)
     calling = format_of(tool_calls, "")
+    conversation = Conversation()
 
     def answer(request: ChatRequest) -> ChatAnswer:
+        nonlocal conversation
+        messages = continued(conversation, request.messages, request.tools)
         script.requests.append(request)
         text = next(left, None)
         if text is None:
             raise Refused(f"the script has {len(answers)} answers, and one more is asked for")
         read = calling.read(text) if calling is not None and request.tools else None
         content, calls = read if read is not None else (text, [])
+        said = Answer(text=text, content=content, calls=tuple(as_told(calls, number=len(messages))))
+        conversation = Conversation(
+            messages=(*messages, said.message),
+            answers=conversation.answers | {len(messages)},
+            tools=tuple(request.tools),
+        )
         return ChatAnswer(
             text=content,
-            tool_calls=as_told(calls, number=len(request.messages)),
+            tool_calls=said.calls,
             finish_reason="tool_calls" if calls else "stop",
             prompt_tokens=0,
             tokens=(),

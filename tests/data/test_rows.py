@@ -211,3 +211,23 @@ def test_several_splits_are_refused_with_their_names(tmp_path: Path) -> None:
     ):
         load(tmp_path / "both")
     assert load(tmp_path / "both" / "train").prompt(1).text == "y"
+
+
+def test_an_answer_key_that_the_config_names_must_be_a_field_of_some_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", '{"prompt": "1"}', '{"prompt": "2", "result": "3"}')
+    assert [load(path, held_out=0, answer_key="result").prompt(index).answer for index in (0, 1)] == ["", "3"]
+    assert load(path, held_out=0).prompt(1).answer == ""  # the default field may be missing
+    with pytest.raises(
+        DataError, match=r"p.jsonl: no row has the field 'reslt'; the first has: prompt; set data.answer"
+    ):
+        load(path, held_out=0, answer_key="reslt")
+
+
+def test_an_answer_key_must_be_a_column_of_a_parquet_file(tmp_path: Path) -> None:
+    path = tmp_path / "p.parquet"
+    pq.write_table(pa.table({"prompt": ["1", "2"], "result": ["2", "3"]}), path)
+    assert load(path, held_out=0, answer_key="result").prompt(1).answer == "3"
+    with pytest.raises(
+        DataError, match=r"no row has the field 'reslt'; .*did you mean 'result'\?; set data.answer_key"
+    ):
+        load(path, held_out=0, answer_key="reslt")

@@ -30,6 +30,18 @@ def test_transformers_loads_the_weights_and_the_tokenizer_bit_for_bit(tmp_path: 
     assert tokenizer("30>")["input_ids"] == [1, 7, 4, 14]
 
 
+def test_an_export_of_a_model_made_of_fields_ends_its_responses_as_the_run_did(tmp_path: Path) -> None:
+    config = make_config()  # whose fields name no special tokens
+    model = make_model(config, seed=1)
+    prompt = torch.tensor([[1, 7, 4, 14]])
+    with torch.no_grad():  # make <eos>, whose row is tied to the head's, the likeliest next token
+        model.get_input_embeddings().weight[2] *= 1000 * model(prompt).logits[0, -1, 2].sign()
+    written = export(save(tmp_path, config, model, step=2), tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(written, local_files_only=True)
+    assert (loaded.config.bos_token_id, loaded.config.eos_token_id, loaded.config.pad_token_id) == (1, 2, 0)
+    assert loaded.generate(prompt, do_sample=False, max_new_tokens=12)[0, 4:].tolist() == [2]
+
+
 def test_what_the_models_authors_say_of_sampling_comes_along(tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.config.load import load_config
+from corerl.config.load import load_config, to_plain
 from corerl.config.schema import CheckpointConfig, Config, RunConfig
 from corerl.driver.export import export
 from corerl.driver.prepare import prepare
-from corerl.driver.run_dir import lost_checkpoints, resume_from, write_config
+from corerl.driver.run_dir import changed_settings, lost_checkpoints, resume_from, write_config
 from corerl.errors import ConfigError, NothingLeft, UserError
 from tests.driver.saved import config_in, make_config, make_model, save
 
@@ -168,3 +168,33 @@ def test_a_run_whose_steps_are_done_does_not_start_again(tmp_path: Path) -> None
     assert refused(resumed(run, "auto", steps=4), NothingLeft) == f"{exported}run.steps to go on"
     os.utime(written / "config.json", (0, 0))
     assert prepare(resumed(run, "auto", steps=4)).first_step == 4
+
+
+# ---- a config that has changed ---------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_names_the_settings_that_have_changed() -> None:
+    config = make_config(train={"optimizer": {"lr": 1e-3}}, run={"dir": "a", "steps": 4})
+    before = to_plain(config)
+    assert changed_settings(before, before) == []
+    longer = evolve(config, run=evolve(config.run, dir="b", steps=8), checkpoint=CheckpointConfig(resume="auto"))
+    assert changed_settings(before, to_plain(longer)) == []
+    other = evolve(
+        longer,
+        train=evolve(config.train, optimizer=evolve(config.train.optimizer, lr=1e-4)),
+        data=evolve(config.data, source="x" * 60),
+        backends={"other": {"a": 1, "b": 2}},
+    )
+    (line,) = changed_settings(before, to_plain(other))
+    start, *changes = line.replace(": ", ", ", 1).split(", ")
+    assert start == "resumed with other settings"
+    assert sorted(changes) == [
+        "backends.other",
+        f"data.source={'x' * 60!r:.40}... (was 'sort-digits')",
+        "train.optimizer.lr=0.0001 (was 0.001)",
+    ]
+
+
+def test_many_changed_settings_are_counted() -> None:
+    (line,) = changed_settings({}, {f"key{n}": n for n in range(11)})
+    assert line == f"resumed with other settings: {', '.join(f'key{n}' for n in range(8))}, and 3 more"

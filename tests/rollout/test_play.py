@@ -303,6 +303,28 @@ def test_async_functions_share_an_event_loop_and_end_when_their_time_is_over(pla
     assert len(ended) == 4 and len(loops) == 1
 
 
+def test_a_failed_episode_says_why_its_request_was_refused(play: Play) -> None:
+    def opaque(episode: Episode) -> float:
+        messages = episode.messages
+        if episode.prompt.index == 40:  # a refused request is in the past once another one is answered
+            with pytest.raises(RuntimeError):
+                episode.chat(messages, temperature=0.3)
+        messages.append(episode.chat(messages, max_tokens=3)["message"])
+        if episode.prompt.index == 40:
+            raise ValueError("of my own")
+        messages[0] = {"role": "user", "content": "0"}
+        try:
+            episode.chat([*messages, {"role": "user", "content": "1"}])
+        except RuntimeError:
+            raise ValueError("status 400") from None
+        return 1.0
+
+    first, second = (each.message for each in play(opaque, samples=1).outcomes if isinstance(each, Failure))
+    assert "raised ValueError: of my own" in first and "refused" not in first
+    assert "raised ValueError: status 400" in second
+    assert "; its last request was refused: messages[0].content: got '0', and the episode has '5>' there" in second
+
+
 def test_a_first_request_that_leaves_no_room_for_a_response_fails_its_episode_alone(play: Play) -> None:
     def show(episode: Episode) -> float:
         messages = [{"role": "user", "content": "1" * (30 if episode.prompt.index == 40 else 8)}]
