@@ -316,8 +316,8 @@ def test_a_mode_that_could_do_nothing_is_refused() -> None:
     warm = AlgorithmConfig(name="ppo", critic=CriticConfig(warmup_steps=250))
     assert problems(evolve(PPO, algorithm=warm)) == [
         (
-            "algorithm.critic.warmup_steps: got 250, which leaves none of run.steps=250 to train the actor; set it below "
-            "run.steps"
+            "algorithm.critic.warmup_steps: got 250, which leaves none of run.steps=250 to train the actor; set it "
+            "below run.steps"
         )
     ]
 
