@@ -19,21 +19,27 @@ def problems(config: Config) -> list[str]:
 def _mode(config: Config) -> Iterator[str]:
     from_files = config.run.mode == "train-only"
     if from_files and not config.rollout.saved:
-        yield "rollout.saved: empty, and run.mode='train-only' trains from saved batches; give their directory"
+        yield "rollout.saved: empty, but run.mode='train-only' trains from saved batches; set it to their directory"
     if config.rollout.saved and not from_files:
-        yield f"rollout.saved: given, and run.mode={config.run.mode!r} samples; remove it, or set run.mode='train-only'"
+        yield (
+            f"rollout.saved: set, but run.mode={config.run.mode!r} does not read saved batches; remove it, or set "
+            "run.mode='train-only'"
+        )
     if config.run.mode == "eval" and not config.data.held_out:
-        yield "data.held_out: 0, and run.mode='eval' scores held-out prompts; hold some out"
+        yield "data.held_out: 0, but run.mode='eval' scores held-out prompts; set it to at least 1"
     warm = config.algorithm.critic.warmup_steps
     if warm and warm >= config.run.steps:
-        yield f"algorithm.critic.warmup_steps: {warm} of run.steps={config.run.steps} leave none to train the actor in"
+        yield (
+            f"algorithm.critic.warmup_steps: got {warm}, which leaves none of run.steps={config.run.steps} to train "
+            "the actor; set it below run.steps"
+        )
     if from_files and config.algorithm.dynamic_sampling:
-        yield "algorithm.dynamic_sampling: nothing is sampled with run.mode='train-only'; set it to 0"
+        yield "algorithm.dynamic_sampling: run.mode='train-only' samples nothing; set it to 0"
     sends = config.run.samples and config.run.trains
     if sends and config.weights.every > 1 and config.checkpoint.every % config.weights.every:
         yield (
-            f"checkpoint.every: {config.checkpoint.every} is no multiple of weights.every={config.weights.every}; a "
-            "resumed run begins with new weights in its engines, so save where they are new"
+            f"checkpoint.every: {config.checkpoint.every} is not a multiple of weights.every={config.weights.every}; "
+            "a resumed run starts with fresh weights in its engines, so save only at steps that update them"
         )
 
 
@@ -41,23 +47,23 @@ def _source(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.max_staleness != 1 and rollout.source != "asynchronous":
         yield (
-            f"rollout.max_staleness: {rollout.max_staleness}, and rollout.source={rollout.source!r} "
-            f"{'has none' if rollout.source == 'synchronous' else 'is always one update behind'}; remove it, or set "
-            "rollout.source='asynchronous'"
+            f"rollout.max_staleness: {rollout.max_staleness}, but rollout.source={rollout.source!r} "
+            f"{'has no staleness' if rollout.source == 'synchronous' else 'is always one update behind'}; remove it, "
+            "or set rollout.source='asynchronous'"
         )
     if rollout.episodes != EpisodesConfig() and not rollout.function:
-        yield "rollout.episodes: set, and rollout.function is empty; give a function, or remove the table"
+        yield "rollout.episodes: set, but rollout.function is empty; set a function, or remove the table"
     if rollout.source == "synchronous" or config.run.mode == "eval":
         return
     if config.run.mode != "train":
         yield (
-            f"rollout.source: {rollout.source!r} samples while something is trained, and run.mode={config.run.mode!r} "
+            f"rollout.source: {rollout.source!r} samples while the model trains, but run.mode={config.run.mode!r} "
             f"{'only samples' if config.run.samples else 'does not sample'}; set it to 'synchronous'"
         )
     if config.weights.every > 1:
         yield (
-            f"weights.every: {config.weights.every}, and with rollout.source={rollout.source!r} samples are older by "
-            "whole updates, one of which belongs to each step; set it to 1"
+            f"weights.every: {config.weights.every}, but rollout.source={rollout.source!r} counts staleness in "
+            "updates, one per step; set it to 1"
         )
 
 
@@ -65,28 +71,28 @@ def _model(config: Config) -> Iterator[str]:
     model = config.model
     critic = config.roles.critic.model if config.roles.critic else None
     if critic is not None and bool(critic.path) == bool(critic.config):
-        yield "roles.critic.model: wants either path or config, one of the two; remove the table to take [model]"
+        yield "roles.critic.model: needs exactly one of path and config; set one, or remove the table to use [model]"
     if critic is not None and critic.tokenizer:
         yield "roles.critic.model.tokenizer: the critic reads the actor's tokens; remove it"
     if not model.path and not model.config:
         yield (
-            "model.path: neither model.path nor model.config is given; "
-            "set model.path to a Hugging Face directory, or model.config to start from random weights"
+            "model.path: neither model.path nor model.config is set; set model.path to a Hugging Face directory, or "
+            "model.config to start from random weights"
         )
     if model.path and model.config:
         yield (
-            f"model.config: given beside model.path={model.path!r}; "
-            "keep model.path to train its weights, or model.config to start from random ones"
+            f"model.config: set together with model.path={model.path!r}; keep model.path to train its weights, or "
+            "model.config to start from random weights"
         )
     if model.config and "model_type" not in model.config:
-        yield "model.config.model_type: missing; name the architecture, such as 'qwen3'"
+        yield "model.config.model_type: missing; set it to the architecture, such as 'qwen3'"
     if model.config and not model.path and not model.tokenizer:
         yield (
-            "model.tokenizer: empty, and model.config brings no tokenizer; "
-            "set a tokenizer directory, or 'characters:ABC' for one token a character"
+            "model.tokenizer: empty, but model.config has no tokenizer; set a tokenizer directory, or "
+            "'characters:ABC' for one token per character"
         )
     if model.tokenizer == "characters:":
-        yield "model.tokenizer: 'characters:' lists no characters; write them behind it, as in 'characters:ABC'"
+        yield "model.tokenizer: 'characters:' lists no characters; append them, as in 'characters:ABC'"
 
 
 def _batch(config: Config) -> Iterator[str]:
@@ -99,7 +105,7 @@ def _batch_of(role: str, config: Config) -> Iterator[str]:
     prompts = config.rollout.prompts
     if prompts % train.mini_batches:
         yield (
-            f"rollout.prompts: {prompts} does not split into {table}.mini_batches={train.mini_batches} equal "
+            f"rollout.prompts: {prompts} does not split evenly into {table}.mini_batches={train.mini_batches} "
             f"optimizer steps; {_use_multiple(prompts, train.mini_batches)}"
         )
 
@@ -115,12 +121,12 @@ def uneven(role: str, config: Config, *, data_parallel: int) -> str:
     unit = train.mini_batches * data_parallel // math.gcd(data_parallel, samples)  # in prompts: groups stay whole
     over, other = f"roles.{role}.ranks={ranks}", f"a number of ranks that divides {step}"
     if data_parallel != ranks:
-        over = f"the {data_parallel} data-parallel groups that the backend makes of {over}"
-        other = f"ranks and a parallelism that make a number of groups that divides {step}"
+        over = f"the {data_parallel} data-parallel groups of {over}"
+        other = f"ranks and parallelism such that the number of groups divides {step}"
     return (
-        f"rollout.prompts: {prompts} x rollout.samples={samples} / {config.train_table_of(role)}.mini_batches="
-        f"{train.mini_batches} makes {step} samples an optimizer step, which does not divide over {over}; "
-        f"{_use_multiple(prompts, unit)}, or {other}"
+        f"rollout.prompts: {prompts} x rollout.samples={samples} / "
+        f"{config.train_table_of(role)}.mini_batches={train.mini_batches} makes {step} samples per optimizer step, "
+        f"which do not divide evenly over {over}; {_use_multiple(prompts, unit)}, or {other}"
     )
 
 
@@ -131,31 +137,34 @@ def _use_multiple(value: int, unit: int) -> str:
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm, critic = config.algorithm, config.roles.critic
     if algorithm.name == "ppo" and critic is None:
-        yield "roles.critic: missing, and algorithm.name='ppo' wants one; add it, such as roles.critic.ranks=1"
+        yield "roles.critic: missing, but algorithm.name='ppo' needs a critic; add one, such as roles.critic.ranks=1"
     if algorithm.name != "ppo" and critic is not None:
         yield (
-            f"roles.critic: given, and algorithm.name={algorithm.name!r} asks no critic; "
-            "remove it, or set algorithm.name='ppo'"
+            f"roles.critic: set, but algorithm.name={algorithm.name!r} uses no critic; remove it, or set "
+            "algorithm.name='ppo'"
         )
     if algorithm.name != "ppo" and algorithm.critic != CriticConfig():
-        yield f"algorithm.critic: set, and algorithm.name={algorithm.name!r} does not read it; remove it"
+        yield f"algorithm.critic: set, but algorithm.name={algorithm.name!r} does not use it; remove it"
     if algorithm.name == "grpo" and config.rollout.samples < 2:
         yield (
-            "rollout.samples: 1 leaves a sample nothing to compare with, so that every advantage is 0; "
-            "use at least 2, or algorithm.name='ppo'"
+            "rollout.samples: 1 gives a sample nothing to compare with, so every advantage is 0; use at least 2, or "
+            "algorithm.name='ppo'"
         )
     if algorithm.dynamic_sampling and config.rollout.samples < 2:
-        yield "algorithm.dynamic_sampling: a group of one sample has no spread; set rollout.samples to at least 2, or 0"
+        yield (
+            "algorithm.dynamic_sampling: the rewards of a single sample are always all equal; set rollout.samples to "
+            "at least 2, or this to 0"
+        )
     if algorithm.dynamic_sampling and (algorithm.name == "ppo" or algorithm.kl_in == "reward"):
         yield (
-            "algorithm.dynamic_sampling: drops groups of equal rewards, and those still teach with "
+            "algorithm.dynamic_sampling: drops groups of equal rewards, which still teach with "
             f"{'algorithm.name=' if algorithm.name == 'ppo' else 'algorithm.kl_in='}"
             f"{(algorithm.name if algorithm.name == 'ppo' else algorithm.kl_in)!r}; set it to 0"
         )
     if algorithm.kl_target and not algorithm.kl_coef:
-        yield "algorithm.kl_target: adapts algorithm.kl_coef, which is 0; set kl_coef to where it begins"
+        yield "algorithm.kl_target: adapts algorithm.kl_coef, which is 0; set kl_coef to its initial value"
     if algorithm.kl_in == "reward" and not algorithm.kl_coef:
-        yield "algorithm.kl_in: 'reward', and algorithm.kl_coef is 0; set kl_coef, or remove kl_in"
+        yield "algorithm.kl_in: 'reward', but algorithm.kl_coef is 0; set kl_coef, or remove kl_in"
     if algorithm.correction != "none" and algorithm.old_logprobs != "recompute":
         yield (
             f"algorithm.correction: {algorithm.correction!r} compares the engine's log-probs with the trainer's own; "
@@ -163,28 +172,28 @@ def _algorithm(config: Config) -> Iterator[str]:
         )
     if algorithm.routing_replay == "recompute" and algorithm.old_logprobs != "recompute":
         yield (
-            "algorithm.routing_replay: 'recompute' replays what routers choose where old_logprobs are recomputed; "
-            "set algorithm.old_logprobs='recompute'"
+            "algorithm.routing_replay: 'recompute' replays the experts chosen when old_logprobs are recomputed; set "
+            "algorithm.old_logprobs='recompute'"
         )
     penalised = algorithm.overlong == "penalty"
     if algorithm.kl_target and config.rollout.prompts * config.rollout.samples >= 5 * algorithm.kl_horizon:
         yield (
-            f"algorithm.kl_horizon: {algorithm.kl_horizon}, and a rollout step has "
-            f"{config.rollout.prompts * config.rollout.samples} samples, so that one step could turn kl_coef negative; "
-            "set it to more than a fifth of that"
+            f"algorithm.kl_horizon: {algorithm.kl_horizon}, but a rollout step has "
+            f"{config.rollout.prompts * config.rollout.samples} samples, so one step could make kl_coef negative; set "
+            "it to more than a fifth of that"
         )
     if penalised != bool(algorithm.overlong_buffer) or algorithm.overlong_buffer > config.rollout.max_tokens:
         yield (
             f"algorithm.overlong_buffer: {algorithm.overlong_buffer} with algorithm.overlong={algorithm.overlong!r}; "
-            f"'penalty' wants 1 to rollout.max_tokens={config.rollout.max_tokens}, the others 0"
+            f"'penalty' needs 1 to rollout.max_tokens={config.rollout.max_tokens}, the others 0"
         )
 
 
 def _cluster(config: Config) -> Iterator[str]:
     if config.cluster.resources and not config.cluster.address:
         yield (
-            f"cluster.resources: {', '.join(config.cluster.resources)} asked for, and Ray started on this machine has "
-            "CPUs and GPUs alone; give cluster.address, or remove it"
+            f"cluster.resources: {', '.join(config.cluster.resources)} requested, but a Ray started on this machine "
+            "has only CPUs and GPUs; set cluster.address, or remove it"
         )
 
 
@@ -192,16 +201,16 @@ def _extensions(config: Config) -> Iterator[str]:
     counts = Counter(extension.name for extension in config.extensions)
     for name, count in counts.items():
         if count > 1:
-            yield f"extensions: {name!r} stands there {count} times; keep one"
+            yield f"extensions: {name!r} is listed {count} times; keep one"
 
 
 def _files(config: Config) -> Iterator[str]:
     critic = config.roles.critic.model if config.roles.critic else None
     for table, model in (("model", config.model), ("roles.critic.model", critic)):
         if model is not None and model.path and not os.path.isdir(model.path):
-            yield f"{table}.path: no directory {model.path!r}; give a downloaded Hugging Face model directory"
+            yield f"{table}.path: no directory {model.path!r}; set it to a downloaded Hugging Face model directory"
     resume = config.checkpoint.resume
     if resume not in ("never", "auto") and not os.path.isdir(resume):
         beside = os.path.basename(resume).startswith("step-") and os.path.isdir(os.path.dirname(resume))
         kept = " (a run keeps only its newest checkpoints, checkpoint.keep)" if beside else ""
-        yield f"checkpoint.resume: no directory {resume!r}{kept}; give 'never', 'auto', or a checkpoint's directory"
+        yield f"checkpoint.resume: no directory {resume!r}{kept}; set 'never', 'auto', or a checkpoint's directory"

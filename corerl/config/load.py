@@ -30,13 +30,13 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     try:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # -sig: Windows editors may write a BOM
     except FileNotFoundError:
-        lines.append(f"{path}: no such file; give the path of a TOML file")
+        lines.append(f"{path}: no such file; pass the path of a TOML file")
     except OSError as error:
-        lines.append(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file")
+        lines.append(f"{path}: cannot be read ({error.strerror}); pass the path of a TOML file")
     except UnicodeDecodeError as error:
-        lines.append(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); give the path of a TOML file")
+        lines.append(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); pass the path of a TOML file")
     except tomllib.TOMLDecodeError as error:
-        lines.append(f"{path}: is not TOML: {error}")
+        lines.append(f"{path}: is not valid TOML: {error}")
     return _config(data, overrides, lines)
 
 
@@ -89,7 +89,7 @@ def _apply(text: str, data: dict[str, Any]) -> Keys:
     for depth, name in enumerate(keys[:-1], start=1):
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"override {text!r}: {'.'.join(keys[:depth])} is no table; override it whole")
+            raise ConfigError(f"override {text!r}: {'.'.join(keys[:depth])} is not a table; override it as a whole")
     table[keys[-1]] = parse_toml(value)
     return tuple(keys)
 

@@ -50,7 +50,7 @@ def finite(_: Any, attribute: Attribute[Any], value: Any) -> None:
 def between(low: float, high: float) -> Callable[[Any, Attribute[Any], Any], None]:
     def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
         if not low <= value <= high:
-            raise ValueError(f"must lie between {low} and {high}, got {value!r}")
+            raise ValueError(f"must be between {low} and {high}, got {value!r}")
 
     return check
 
@@ -62,36 +62,34 @@ def share(_: Any, attribute: Attribute[Any], value: Any) -> None:
 
 def decays(_: Any, attribute: Attribute[Any], value: Any) -> None:
     if not all(0 <= beta < 1 for beta in value):
-        raise ValueError(f"must each be at least 0 and below 1, got {list(value)}")
+        raise ValueError(f"each must be at least 0 and below 1, got {list(value)}")
 
 
 def custom_resources(_: Any, attribute: Attribute[Any], value: Mapping[str, float]) -> None:
     for name, amount in value.items():
         if name in ("CPU", "GPU", "memory", "object_store_memory"):
-            raise ValueError(f"must be custom resources of Ray, got {name!r}, which CoreRL reckons itself")
+            raise ValueError(f"must be custom Ray resources, got {name!r}, which CoreRL sets itself")
         if not 0 < amount < math.inf:
-            raise ValueError(f"must be finite amounts above 0, got {amount!r} of {name!r}")
+            raise ValueError(f"amounts must be finite and above 0, got {name!r} = {amount!r}")
 
 
 def variables(_: Any, attribute: Attribute[Any], value: Mapping[str, str]) -> None:
     for name, text in value.items():
         if not name or "=" in name or "\0" in name:
-            raise ValueError(f"must be environment variables, got {name!r} = {text!r}")
+            raise ValueError(f"must be valid environment variables, got {name!r} = {text!r}")
 
 
 @frozen(kw_only=True)
 class RunConfig:
-    dir: str = option(
-        "where everything the run writes goes; one directory a run", default="runs/default", validator=filled
-    )
+    dir: str = option("output directory of the run; one per run", default="runs/default", validator=filled)
     mode: Literal["train", "rollout-only", "train-only", "eval"] = option(
-        "train; or only sample, and save the batches; or only train, from batches that were saved, without engines; "
-        "or only score the held-out prompts",
+        "train; rollout-only: sample and save the batches; train-only: train from saved batches, without engines; "
+        "eval: score the held-out prompts",
         default="train",
     )
     steps: int = option("rollout steps to train for", default=250, validator=at_least(0))
     seed: int = option(
-        "seeds prompts' order, sampling noise and random weights", default=0, validator=between(0, 2**63 - 1)
+        "seed of prompt order, sampling noise and random weights", default=0, validator=between(0, 2**63 - 1)
     )
 
     @property
@@ -106,47 +104,48 @@ class RunConfig:
 
 @frozen(kw_only=True)
 class ClusterConfig:
-    address: str = option("of a running Ray cluster; empty starts one on this machine", default="")
+    address: str = option("address of a running Ray cluster; empty starts one on this machine", default="")
     device: Device = option(
-        "what ranks and engines run on; auto takes cuda where the driver's machine has one, also with an address",
+        "device of ranks and engines; auto uses cuda if the driver's machine has it, even when address is set",
         default="auto",
     )
     placement: Literal["colocated", "disaggregated"] = option(
-        "colocated: engines share the ranks' devices and take turns; disaggregated: engines have their own",
+        "colocated: engines and ranks take turns on the same devices; disaggregated: engines have their own",
         default="colocated",
     )
     offload: Literal["auto", "always", "never"] = option(
-        "whether ranks that share a device with engines sleep while these sample; auto: on cuda", default="auto"
+        "whether ranks that share a device with engines sleep while the engines sample; auto: only on cuda",
+        default="auto",
     )
     max_residual_gib: float = option(
-        "device memory that a rank may still hold while all of it sleeps, its CUDA context included; more ends the run "
-        "and says what holds it. Where the driver does not tell processes apart (some containers) the engines on the "
-        "device count too; 0 is no bound",
+        "device memory that a fully asleep rank may hold, its CUDA context included; above it the run fails and "
+        "reports what holds the memory. If the driver cannot tell processes apart (some containers), engines on the "
+        "device count too; 0 sets no limit",
         default=0.0,
         validator=at_least(0),
     )
     suspend_communicators: bool = option(
-        "give the device memory of NCCL's communicators back too while all of a rank sleeps, with torch 2.12 and NCCL "
-        "2.29.7 or later; with older ones the run says once that it stays. Not tried on GPUs yet",
+        "also release the device memory of NCCL communicators while a rank is fully asleep; needs torch 2.12 and NCCL "
+        "2.29.7, older versions keep it and the run notes that once. Not yet tested on GPUs",
         default=False,
     )
     timeout: float = option(
-        "seconds that ranks wait for each other in one collective before they fail",
+        "seconds that ranks wait for each other in a collective before they fail",
         default=600.0,
         validator=[above(0), finite],
     )
     watchdog: float = option(
-        "seconds after which the user is told which ranks a call still waits for, and where they are; 0 never",
+        "seconds after which a call reports which ranks it still waits for, and where they are; 0 never reports",
         default=60.0,
         validator=[at_least(0), finite],
     )
     resources: Mapping[str, float] = option(
-        "custom resources of Ray that each bundle asks of a node besides CPUs and GPUs, such as {h200 = 1}",
+        "custom Ray resources that each bundle requests besides CPUs and GPUs, such as {h200 = 1}",
         factory=dict,
         validator=custom_resources,
     )
     environment: Mapping[str, str] = option(
-        "environment variables that every rank and engine is given before it starts",
+        "environment variables set for every rank and engine before it starts",
         factory=dict,
         validator=variables,
     )
@@ -156,10 +155,10 @@ class ClusterConfig:
 class ModelConfig:
     path: str = option("a Hugging Face model directory: config.json, safetensors, tokenizer", default="")
     config: Mapping[str, Any] = option(
-        "instead of a path: fields of a Hugging Face config (model_type first); weights start random", factory=dict
+        "alternative to path: fields of a Hugging Face config, model_type included; weights start random", factory=dict
     )
     tokenizer: str = option(
-        "a tokenizer directory, or 'characters:ABC' for one token a character; empty takes the one in path", default=""
+        "a tokenizer directory, or 'characters:ABC' for one token per character; empty uses the one in path", default=""
     )
 
 
@@ -168,42 +167,45 @@ class OptimizerConfig:
     """AdamW (Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization")."""
 
     lr: float = option("peak learning rate", default=1e-6, validator=[at_least(0), finite])
-    betas: tuple[float, float] = option("decay of the two moments", default=(0.9, 0.95), validator=decays)
+    betas: tuple[float, float] = option("decay rates of the two moments", default=(0.9, 0.95), validator=decays)
     eps: float = option("added to the root of the second moment", default=1e-8, validator=[above(0), finite])
     weight_decay: float = option(
-        "decoupled decay of matrices; never of norms and biases", default=0.0, validator=[at_least(0), finite]
+        "decoupled weight decay of matrices; norms and biases are never decayed",
+        default=0.0,
+        validator=[at_least(0), finite],
     )
-    clip_norm: float = option("global gradient norm to clip to; 0 does not clip", default=1.0, validator=at_least(0))
+    clip_norm: float = option(
+        "global gradient norm to clip to; 0 disables clipping", default=1.0, validator=at_least(0)
+    )
 
 
 @frozen(kw_only=True)
 class ScheduleConfig:
     warmup_steps: int = option("optimizer steps of linear warm-up from 0", default=0, validator=at_least(0))
-    decay: Literal["constant", "linear", "cosine"] = option("shape after the warm-up", default="constant")
+    decay: Literal["constant", "linear", "cosine"] = option("learning-rate schedule after warm-up", default="constant")
     final_ratio: float = option(
-        "share of the peak that is left at the last optimizer step", default=0.1, validator=between(0, 1)
+        "learning rate at the last optimizer step, as a fraction of the peak", default=0.1, validator=between(0, 1)
     )
 
 
 @frozen(kw_only=True)
 class TrainConfig:
-    mini_batches: int = option("optimizer steps that one rollout batch is split into", default=1, validator=at_least(1))
-    epochs: int = option("times that one rollout batch is gone through", default=1, validator=at_least(1))
+    mini_batches: int = option("optimizer steps per pass over a rollout batch", default=1, validator=at_least(1))
+    epochs: int = option("passes over each rollout batch", default=1, validator=at_least(1))
     tokens_per_micro_batch: int = option(
-        "packed tokens that one dp rank passes through the model at once", default=16384, validator=at_least(1)
+        "packed tokens per forward pass of one dp rank", default=16384, validator=at_least(1)
     )
     precision: Precision = option(
-        "of the forward and backward pass; weights and moments are kept in float32. float16 comes with a loss scale, "
-        "and loses a step now and then to find it",
+        "precision of the forward and backward passes; weights and moments stay in float32. float16 uses a dynamic "
+        "loss scale, which skips an occasional step",
         default="float32",
     )
     recompute: Literal["none", "full"] = option(
-        "activations that are not kept for the backward pass, but computed again in it: full, those inside of each "
-        "decoder layer",
+        "activations to recompute in the backward pass instead of keeping them; full: those inside each decoder layer",
         default="none",
     )
     optimizer: OptimizerConfig = option("AdamW", factory=OptimizerConfig)
-    schedule: ScheduleConfig = option("learning rate over optimizer steps", factory=ScheduleConfig)
+    schedule: ScheduleConfig = option("learning-rate schedule over optimizer steps", factory=ScheduleConfig)
 
 
 @frozen(kw_only=True)
@@ -213,48 +215,55 @@ class BackendChoice:
 
 @frozen(kw_only=True)
 class RoleChoice:
-    ranks: int = option("worker processes of this role, one a device", default=1, validator=at_least(1))
-    backend: str = option("a backend for this role alone; empty takes backend.name", default="")
+    ranks: int = option("worker processes of this role, one per device", default=1, validator=at_least(1))
+    backend: str = option("backend of this role only; empty uses backend.name", default="")
     options: Mapping[str, Any] | None = option(
-        "a table of the backend's own options for this role alone, whole; unset takes [backends.NAME]", default=None
+        "backend options of this role only, replacing [backends.NAME] entirely; unset uses [backends.NAME]",
+        default=None,
     )
-    train: TrainConfig | None = option("a [train] for this role alone, whole", default=None)
+    train: TrainConfig | None = option(
+        "[train] settings of this role only, replacing [train] entirely; unset uses [train]", default=None
+    )
 
 
 @frozen(kw_only=True)
 class CriticChoice(RoleChoice):
     devices: Literal["shared", "own"] = option(
-        "shared: the actor's devices, and their memory too; own: devices that only the critic is on", default="shared"
+        "shared: the critic runs on the actor's devices and shares their memory; own: it has devices of its own",
+        default="shared",
     )
     model: ModelConfig | None = option(
-        "a [model] for the critic alone, whole, but for the tokenizer; unset takes the actor's, with a value head",
+        "[model] settings of the critic only, replacing [model] except for its tokenizer; unset uses the actor's "
+        "model with a value head",
         default=None,
     )
 
 
 @frozen(kw_only=True)
 class RolesConfig:
-    actor: RoleChoice = option("the policy that is trained", factory=RoleChoice)
-    critic: CriticChoice | None = option("the value function, which algorithm.name = 'ppo' wants", default=None)
+    actor: RoleChoice = option("the policy being trained", factory=RoleChoice)
+    critic: CriticChoice | None = option("the value function, required by algorithm.name = 'ppo'", default=None)
 
 
 @frozen(kw_only=True)
 class CriticConfig:
     """Generalized advantage estimation (Schulman et al. 2016) and the critic's loss, for algorithm.name = 'ppo'."""
 
-    gamma: float = option("discount of a token's reward for each token before it", default=1.0, validator=between(0, 1))
+    gamma: float = option("discount factor per token", default=1.0, validator=between(0, 1))
     gae_lambda: float = option(
-        "1 compares whole returns with values; lower trusts the values more", default=1.0, validator=between(0, 1)
+        "lambda of generalized advantage estimation; 1 uses full returns, lower values trust the critic more",
+        default=1.0,
+        validator=between(0, 1),
     )
-    whiten: bool = option("advantages of a rollout batch to mean 0 and standard deviation 1", default=True)
+    whiten: bool = option(
+        "normalize the advantages of a rollout batch to mean 0 and standard deviation 1", default=True
+    )
     value_clip: float = option(
-        "a value counts as moved by no more than this from the one before the update; 0 does not clip",
+        "clip the change of a value from its value before the update to this much; 0 disables clipping",
         default=0.2,
         validator=at_least(0),
     )
-    warmup_steps: int = option(
-        "rollout steps at the start in which the critic alone is trained", default=0, validator=at_least(0)
-    )
+    warmup_steps: int = option("initial rollout steps that train only the critic", default=0, validator=at_least(0))
 
 
 @frozen(kw_only=True)
@@ -267,61 +276,65 @@ class AlgorithmConfig:
         default="grpo",
     )
     normalize_std: bool = option(
-        "grpo: divide a group's centred rewards by their standard deviation; false is Dr.GRPO", default=True
+        "grpo: divide a group's centered rewards by their standard deviation; false is Dr.GRPO", default=True
     )
-    critic: CriticConfig = option("ppo: what is asked of the critic", factory=CriticConfig)
+    critic: CriticConfig = option("ppo: advantage estimation and the critic's loss", factory=CriticConfig)
     loss: str = option("the policy loss: a registered name, or 'module:function'", default="clipped")
     clip_low: float = option("the ratio is clipped below 1 - clip_low", default=0.2, validator=between(0, 1))
     clip_high: float = option("the ratio is clipped above 1 + clip_high", default=0.2, validator=at_least(0))
     entropy_coef: float = option("weight of the entropy bonus", default=0.0, validator=[at_least(0), finite])
     kl_coef: float = option(
-        "weight of the KL penalty to the reference policy; 0 keeps none", default=0.0, validator=[at_least(0), finite]
+        "weight of the KL penalty to the reference policy; 0 keeps no reference policy",
+        default=0.0,
+        validator=[at_least(0), finite],
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = option("of the KL (Schulman 2020)", default="k3")
+    kl_estimator: Literal["k1", "k2", "k3"] = option("estimator of the KL (Schulman 2020)", default="k3")
     kl_in: Literal["loss", "reward"] = option(
-        "where the KL penalty goes: into the loss, or off each token's reward", default="loss"
+        "apply the KL penalty in the loss, or subtract it from each token's reward", default="loss"
     )
     kl_target: float = option(
-        "the KL per token that kl_coef is adapted towards (Ziegler et al. 2019); 0 leaves it as it is",
+        "target KL per token, to which kl_coef adapts (Ziegler et al. 2019); 0 keeps kl_coef fixed",
         default=0.0,
         validator=[at_least(0), finite],
     )
     kl_horizon: int = option(
-        "samples in which an adapted kl_coef can change by a fifth", default=10_000, validator=at_least(1)
+        "samples over which an adaptive kl_coef can change by at most a fifth", default=10_000, validator=at_least(1)
     )
     aggregation: Literal["token-mean", "sequence-mean", "constant-length"] = option(
-        "what one token weighs in a step: equal tokens, equal sequences, or 1 / rollout.max_tokens (Dr.GRPO)",
+        "how token losses are weighted in a step: all tokens equally, all sequences equally, or by 1 / "
+        "rollout.max_tokens (Dr.GRPO)",
         default="token-mean",
     )
     old_logprobs: Literal["rollout", "recompute"] = option(
-        "the ratio's denominator: the engine's log-probs, or the trainer's own before the first step", default="rollout"
+        "log-probs in the ratio's denominator: the engine's, or the trainer's recomputed before the first step",
+        default="rollout",
     )
     correction: Literal["none", "token", "sequence"] = option(
-        "importance weights for the engine's log-probs against the trainer's, per token or per sample, truncated at "
-        "correction_cap (Yao et al. 2025; Liu et al. 2025); wants old_logprobs = 'recompute'",
+        "importance weights that correct for the mismatch of engine and trainer log-probs, per token or per sequence, "
+        "truncated at correction_cap (Yao et al. 2025; Liu et al. 2025); needs old_logprobs = 'recompute'",
         default="none",
     )
     correction_cap: float = option("the largest importance weight", default=2.0, validator=above(0))
     routing_replay: Literal["none", "recompute", "engine"] = option(
-        "a model of experts, and which experts each token is trained through: those that its routers choose by now; "
-        "recompute: those that they chose when old_logprobs were recomputed (R2); engine: those that the engine chose "
-        'as it sampled (R3). Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and '
+        "for MoE models: the experts that each token is trained through; none: those its routers choose in the "
+        "training pass; recompute: those chosen when old_logprobs were recomputed (R2); engine: those the engine "
+        'chose while sampling (R3). Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and '
         'Inference Routers"; Zheng et al. 2025, "Stabilizing Reinforcement Learning with LLMs"',
         default="none",
     )
     dynamic_sampling: int = option(
-        "times at most that groups whose rewards are all equal are dropped and other prompts sampled in their place "
-        '(Yu et al. 2025, "DAPO"); 0 keeps them',
+        "maximum number of times that groups whose rewards are all equal are dropped and other prompts sampled "
+        'instead (Yu et al. 2025, "DAPO"); 0 keeps such groups',
         default=0,
         validator=at_least(0),
     )
     overlong: Literal["keep", "mask", "penalty"] = option(
-        "samples that reach, or come near, rollout.max_tokens: train on them as they are, leave out those that were "
-        "cut off, or take up to 1 off their reward over the last overlong_buffer tokens (DAPO)",
+        "what to do with samples at or near rollout.max_tokens; keep: train on them unchanged; mask: leave out "
+        "truncated ones; penalty: reduce the reward by up to 1 over the last overlong_buffer tokens (DAPO)",
         default="keep",
     )
     overlong_buffer: int = option(
-        "tokens before rollout.max_tokens in which the penalty grows from 0 to 1", default=0, validator=at_least(0)
+        "tokens before rollout.max_tokens over which the penalty grows from 0 to 1", default=0, validator=at_least(0)
     )
 
 
@@ -329,29 +342,29 @@ class AlgorithmConfig:
 class DataSource:
     """One of several sources of prompts."""
 
-    source: str = option("as data.source")
-    name: str = option("what `Prompt.source` and metrics call it; empty takes the file's name", default="")
+    source: str = option("source of prompts, as in data.source")
+    name: str = option("name in `Prompt.source` and in metrics; empty uses the file's name", default="")
     weight: float = option(
-        "its share of the prompts, relative to the others'", default=1.0, validator=[above(0), finite]
+        "share of the prompts, relative to the other sources", default=1.0, validator=[above(0), finite]
     )
-    prompt_key: str = option("empty takes data.prompt_key", default="")
-    answer_key: str = option("empty takes data.answer_key", default="")
+    prompt_key: str = option("field that holds the prompt; empty uses data.prompt_key", default="")
+    answer_key: str = option("field that holds the answer; empty uses data.answer_key", default="")
 
 
 @frozen(kw_only=True)
 class DataConfig:
     source: str = option(
-        "a generated task (sort-digits), a .jsonl or .parquet file, a directory of .parquet files, or one that the "
-        "`datasets` library saved",
+        "a generated task (sort-digits), a .jsonl or .parquet file, a directory of .parquet files, or a directory "
+        "saved by the `datasets` library",
         default="sort-digits",
     )
-    sources: tuple[DataSource, ...] = option("instead of source: several, mixed by weight", default=())
-    prompt_key: str = option("the field that holds the prompt: a text, or a list of messages", default="prompt")
-    answer_key: str = option("the field that holds the answer; missing is allowed", default="answer")
-    chat: bool = option("make a text prompt the user's message in the tokenizer's chat template", default=False)
-    system: str = option("with chat: what begins a chat that has no system message of its own", default="")
+    sources: tuple[DataSource, ...] = option("alternative to source: several sources, mixed by weight", default=())
+    prompt_key: str = option("field that holds the prompt: a string, or a list of messages", default="prompt")
+    answer_key: str = option("field that holds the answer; may be missing", default="answer")
+    chat: bool = option("wrap string prompts as a user message in the tokenizer's chat template", default=False)
+    system: str = option("with chat: the system message of chats that have none", default="")
     held_out: int = option(
-        "prompts, of each source, kept for evaluation and never trained on", default=256, validator=at_least(0)
+        "prompts of each source held out for evaluation and never trained on", default=256, validator=at_least(0)
     )
 
 
@@ -360,13 +373,13 @@ class RewardConfig:
     name: str = option("a built-in reward, or 'module:function'", default="position-match")
     options: Mapping[str, Any] = option("keyword arguments of the reward function", factory=dict)
     processes: int = option(
-        "in which samples are scored side by side; 0 scores them in the driver, without a time limit",
+        "processes that score samples in parallel; 0 scores them in the driver, without a time limit",
         default=2,
         validator=at_least(0),
     )
-    timeout: float = option("seconds for one sample", default=30.0, validator=[above(0), finite])
+    timeout: float = option("time limit for one sample, in seconds", default=30.0, validator=[above(0), finite])
     failed_value: float = option(
-        "the reward of a sample whose own raises, is no finite number, takes too long or ends its process",
+        "reward of a sample whose reward function raises, returns no finite number, times out or ends its process",
         default=0.0,
         validator=between(-1e9, 1e9),
     )
@@ -378,17 +391,17 @@ class EpisodesConfig:
 
     options: Mapping[str, Any] = option("keyword arguments of the function", factory=dict)
     concurrency: int = option(
-        "episodes that are played side by side; each takes two threads and two open files of the driver",
+        "episodes played in parallel; each takes two threads and two open files in the driver",
         default=256,
         validator=at_least(1),
     )
     tool_calls: Literal["auto", "hermes", "llama-json", "none"] = option(
-        "how the policy writes calls of a request's tools, to be read out of its answers: hermes as Qwen 2.5 and 3 do, "
-        "llama-json as Llama 3.1; auto: as the chat template teaches; none: they stay text",
+        "format of the policy's tool calls, which are parsed from its answers: hermes (Qwen 2.5 and 3), llama-json "
+        "(Llama 3.1); auto: detected from the chat template; none: left as text",
         default="auto",
     )
     timeout: float = option(
-        "seconds for one episode; one that takes longer gets reward.failed_value",
+        "time limit for one episode, in seconds; one that exceeds it gets reward.failed_value",
         default=600.0,
         validator=[above(0), finite],
     )
@@ -397,88 +410,94 @@ class EpisodesConfig:
 @frozen(kw_only=True)
 class RolloutConfig:
     engine: str = option("an installed rollout engine", default="transformers")
-    replicas: int = option("engines that share the prompts", default=1, validator=at_least(1))
+    replicas: int = option("number of engines; they share the prompts", default=1, validator=at_least(1))
     restarts: int = option(
-        "times in a row, without a step completed in between, that an engine which died or failed is started anew",
+        "times in a row, with no completed step in between, that an engine that died or failed is restarted",
         default=3,
         validator=at_least(0),
     )
-    prompts: int = option("prompts of one rollout step", default=64, validator=at_least(1))
-    samples: int = option("samples drawn for each prompt: a group", default=8, validator=at_least(1))
-    temperature: float = option("divides the logits", default=1.0, validator=[above(0), finite])
-    top_p: float = option("keep the likeliest tokens that hold this share of probability", default=1.0, validator=share)
+    prompts: int = option("prompts per rollout step", default=64, validator=at_least(1))
+    samples: int = option("samples per prompt (the group size)", default=8, validator=at_least(1))
+    temperature: float = option("sampling temperature; divides the logits", default=1.0, validator=[above(0), finite])
+    top_p: float = option(
+        "sample only from the likeliest tokens that together have this probability", default=1.0, validator=share
+    )
     max_tokens: int = option(
-        "new tokens at most, of an episode all that follow its first request; a sample cut there is marked truncated",
+        "maximum new tokens per sample, in an episode all tokens after its first request; a sample cut off there is "
+        "marked truncated",
         default=256,
         validator=at_least(1),
     )
     context_length: int = option(
-        "tokens of a prompt and its response at most: prompts that leave no room for max_tokens are left out; 0 takes "
-        "the model's max_position_embeddings",
+        "maximum tokens of prompt and response together; prompts that leave no room for max_tokens are skipped; 0 "
+        "uses the model's max_position_embeddings",
         default=0,
         validator=at_least(0),
     )
     stop: tuple[str, ...] = option(
-        "tokens that end a sample, besides those of the tokenizer and of the model's generation_config.json; the text "
-        "that is scored is without it",
+        "tokens that end a sample, besides those of the tokenizer and the model's generation_config.json; they are "
+        "stripped from the text before scoring",
         default=(),
     )
     function: str = option(
-        "'module:function' that plays each sample as an episode: it asks the policy over several turns, with tools "
-        "between them, at an OpenAI-compatible base URL; empty: a sample is one response",
+        "'module:function' that plays each sample as an episode: it queries the policy over several turns, with tools "
+        "in between, at an OpenAI-compatible base URL; empty: a sample is one response",
         default="",
     )
     episodes: EpisodesConfig = option("how function is called", factory=EpisodesConfig)
     source: Literal["synchronous", "one-step-off", "asynchronous"] = option(
-        "when engines sample: while nothing is trained; or each batch while the one before it is trained on; or all "
-        "the time, interrupted by weight updates and continued with the new weights",
+        "when engines sample; synchronous: while nothing trains; one-step-off: each batch while the previous one "
+        "trains; asynchronous: all the time, paused for weight updates and continued with the new weights",
         default="synchronous",
     )
     max_staleness: int = option(
-        "asynchronous: weight updates that a sample's oldest token may be behind what is trained; older samples are "
-        "dropped, and their prompts drawn again",
+        "asynchronous: weight updates by which a sample's oldest token may lag behind the trainer; older samples are "
+        "dropped and their prompts resampled",
         default=1,
         validator=at_least(1),
     )
     postprocess: str = option(
-        "'module:function' from one scored batch to another, called before advantages are made of it", default=""
+        "'module:function' that maps a scored batch to another before advantages are computed", default=""
     )
-    save: bool = option("keep every batch under run.dir/rollouts; rollout-only always does", default=False)
-    saved: str = option("train-only: the directory of batches to train from", default="")
+    save: bool = option("save every batch under run.dir/rollouts; rollout-only always does", default=False)
+    saved: str = option("train-only: directory of saved batches to train from", default="")
 
 
 @frozen(kw_only=True)
 class WeightsConfig:
     transport: str = option(
-        "how weights reach engines: ipc, collective, disk or delta; auto takes ipc where every engine is on a rank's "
-        "device, else collective. delta writes to disk what has changed, and keeps a copy of the weights in host "
-        "memory on the first rank and at each of the engines' receivers",
+        "how weights reach engines: ipc, collective, disk or delta; auto uses ipc if every engine is on a rank's "
+        "device, else collective. delta writes only changes to disk, and keeps a copy of the weights in host memory "
+        "on the first rank and at every engine receiver",
         default="auto",
     )
     every: int = option(
-        "rollout steps between updates; engines sample from weights that are up to this much older",
+        "rollout steps between weight updates; engines sample from weights up to this many steps old",
         default=1,
         validator=at_least(1),
     )
     bucket_bytes: int = option(
-        "weights sent at once, for which each rank takes memory twice; 0 is a sixteenth of all, from 256 MiB to 1 GiB",
+        "bytes of weights sent at once; each rank allocates twice this. 0 uses a sixteenth of the weights, between "
+        "256 MiB and 1 GiB",
         default=0,
         validator=at_least(0),
     )
-    dtype: Precision | Literal["model"] = option("sent as; model takes train.precision", default="model")
+    dtype: Precision | Literal["model"] = option(
+        "precision in which weights are sent; model uses train.precision", default="model"
+    )
     quantize: Literal["none", "fp8"] = option(
-        "fp8 sends the matrices of layers in 8 bits with a float32 scale for each block of 128 x 128, to an engine "
-        "that computes in them",
+        "fp8 sends layer matrices in 8 bits with a float32 scale per 128 x 128 block, to an engine that computes in "
+        "fp8",
         default="none",
     )
     unquantized: tuple[str, ...] = option(
-        "parts of names of weights that are not quantised, besides embeddings, head, norms and routers; the engine "
-        "must leave out the same",
+        "substrings of the names of weights to leave unquantized, besides embeddings, head, norms and routers; the "
+        "engine must leave out the same",
         default=(),
     )
     verify_every: int = option(
-        "updates from one to the next after which what engines hold is compared with what was sent, tensor by tensor; "
-        "the first is one of them; 0 never",
+        "weight updates between checks that compare what engines hold with what was sent, tensor by tensor, starting "
+        "with the first; 0 never checks",
         default=10,
         validator=at_least(0),
     )
@@ -487,24 +506,28 @@ class WeightsConfig:
 @frozen(kw_only=True)
 class EvalConfig:
     every: int = option(
-        "rollout steps between evaluations on held-out prompts; 0 never", default=25, validator=at_least(0)
+        "rollout steps between evaluations on held-out prompts; 0 disables them", default=25, validator=at_least(0)
     )
-    at_start: bool = option("also before the first step", default=True)
+    at_start: bool = option("also evaluate before the first step", default=True)
 
 
 @frozen(kw_only=True)
 class CheckpointConfig:
     every: int = option("rollout steps between checkpoints; 0 saves only at the end", default=50, validator=at_least(0))
-    keep: int = option("complete checkpoints to keep, newest first; 0 keeps all", default=2, validator=at_least(0))
-    background: bool = option("write while training goes on", default=True)
-    resume: str = option("never, auto (the newest complete one in run.dir), or a checkpoint's path", default="never")
-    export: bool = option("write a Hugging Face directory at the end", default=True)
+    keep: int = option(
+        "number of complete checkpoints to keep, the newest; 0 keeps all", default=2, validator=at_least(0)
+    )
+    background: bool = option("write checkpoints while training continues", default=True)
+    resume: str = option(
+        "never, auto (the newest complete checkpoint in run.dir), or a checkpoint's path", default="never"
+    )
+    export: bool = option("export a Hugging Face model directory at the end", default=True)
 
 
 @frozen(kw_only=True)
 class ExtensionChoice:
     name: str = option("an installed extension")
-    options: Mapping[str, Any] = option("its own settings", factory=dict)
+    options: Mapping[str, Any] = option("the extension's own settings", factory=dict)
 
 
 DEFAULT_EXTENSIONS = tuple(ExtensionChoice(name=name) for name in ("console", "jsonl", "tensorboard", "curves"))
@@ -514,23 +537,23 @@ DEFAULT_EXTENSIONS = tuple(ExtensionChoice(name=name) for name in ("console", "j
 class Config:
     """The complete configuration of a run; also written next to its results, as a file that can be loaded again."""
 
-    run: RunConfig = option("where, how long, which seed", factory=RunConfig)
+    run: RunConfig = option("output directory, mode, length and seed", factory=RunConfig)
     cluster: ClusterConfig = option("machines and devices", factory=ClusterConfig)
-    model: ModelConfig = option("what is trained", factory=ModelConfig)
-    backend: BackendChoice = option("which backend trains")
-    backends: Mapping[str, Any] = option("options that only one backend knows, a table each", factory=dict)
-    engines: Mapping[str, Any] = option("options that only one engine knows, a table each", factory=dict)
+    model: ModelConfig = option("the model to train", factory=ModelConfig)
+    backend: BackendChoice = option("the training backend")
+    backends: Mapping[str, Any] = option("backend-specific options, one table per backend", factory=dict)
+    engines: Mapping[str, Any] = option("engine-specific options, one table per engine", factory=dict)
     roles: RolesConfig = option("groups of workers", factory=RolesConfig)
-    train: TrainConfig = option("what is common to all backends", factory=TrainConfig)
-    algorithm: AlgorithmConfig = option("from rewards to a loss", factory=AlgorithmConfig)
+    train: TrainConfig = option("training settings common to all backends", factory=TrainConfig)
+    algorithm: AlgorithmConfig = option("from rewards to the loss", factory=AlgorithmConfig)
     data: DataConfig = option("prompts", factory=DataConfig)
-    reward: RewardConfig = option("what a sample is worth", factory=RewardConfig)
+    reward: RewardConfig = option("scoring of samples", factory=RewardConfig)
     rollout: RolloutConfig = option("sampling", factory=RolloutConfig)
-    weights: WeightsConfig = option("from trainer to engines", factory=WeightsConfig)
-    eval: EvalConfig = option("held-out scores", factory=EvalConfig)
+    weights: WeightsConfig = option("weight updates from trainer to engines", factory=WeightsConfig)
+    eval: EvalConfig = option("evaluation on held-out prompts", factory=EvalConfig)
     checkpoint: CheckpointConfig = option("saving and resuming", factory=CheckpointConfig)
     extensions: tuple[ExtensionChoice, ...] = option(
-        "observers and wrappers, in order: the first is outermost", default=DEFAULT_EXTENSIONS
+        "observers and wrappers in order, the first outermost", default=DEFAULT_EXTENSIONS
     )
 
     @property

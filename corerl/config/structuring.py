@@ -241,7 +241,7 @@ def _missing(field: attrs.Attribute[Any], keys: Keys) -> Iterator[Problem]:
         yield from _missing(part, here)
     if not required:
         help_text = field.metadata.get("help", "")
-        yield Problem(here, f"required and missing; give {spell(kind)}" + (f": {help_text}" * bool(help_text)))
+        yield Problem(here, f"required but missing; set {spell(kind)}" + (f": {help_text}" * bool(help_text)))
 
 
 def _unknown(error: ForbiddenExtraKeysError, keys: Keys) -> Iterator[Problem]:
@@ -279,5 +279,5 @@ def _mismatch(value: Any, kind: Any) -> str:
     elif isinstance(value, str):
         parsed = type(parse_toml(value))
         if parsed is kind or (kind is float and parsed is int):
-            hint = "; leave out the quotes"
+            hint = "; remove the quotes"
     return f"expected {spell(kind)}, got {spell_value(value)}{hint}"

@@ -18,25 +18,25 @@ from corerl.plugin.spec import ExtensionSpec, Problem, Process
 @frozen(kw_only=True)
 class ConsoleOptions:
     every: int = option(
-        "rollout steps between lines where the output is no terminal", default=10, validator=at_least(1)
+        "rollout steps between lines when the output is not a terminal", default=10, validator=at_least(1)
     )
 
 
 @frozen(kw_only=True)
 class JsonlOptions:
-    samples: bool = option("also write the answers that are shown to samples.jsonl", default=True)
+    samples: bool = option("also write the shown answers to samples.jsonl", default=True)
 
 
 @frozen(kw_only=True)
 class TensorboardOptions:
     samples_every: int = option(
-        "rollout steps between sampled answers as text; 0 only held-out ones", default=25, validator=at_least(0)
+        "rollout steps between sampled answers as text; 0 writes only held-out ones", default=25, validator=at_least(0)
     )
 
 
 @frozen(kw_only=True)
 class CurvesOptions:
-    every: int = option("rollout steps between drawings; 0 draws only at the end", default=100, validator=at_least(0))
+    every: int = option("rollout steps between plots; 0 plots only at the end", default=100, validator=at_least(0))
 
 
 @frozen(kw_only=True)
@@ -51,75 +51,74 @@ def _steps(_: Any, attribute: Attribute[Any], value: str) -> None:
 @frozen(kw_only=True)
 class ProfilerOptions:
     steps: str = option(
-        "optimizer steps to profile: some of them as '3' or '3,20', or 'FIRST:LAST:EVERY', LAST included and ':EVERY' "
-        "left out for each",
+        "optimizer steps to profile: '3', '3,20', or 'FIRST:LAST:EVERY' (LAST included, ':EVERY' optional)",
         default="2:3",
         validator=_steps,
     )
-    ranks: tuple[int, ...] = option("of each role, that profile; [] all", default=(0,))
-    with_stack: bool = option("note where in the source each operation was called", default=False)
-    record_shapes: bool = option("note the shapes of each operation's inputs", default=False)
-    profile_memory: bool = option("note what each operation allocates", default=False)
-    rows: int = option("lines of the table beside each trace", default=25, validator=at_least(1))
+    ranks: tuple[int, ...] = option("ranks of each role to profile; [] means all", default=(0,))
+    with_stack: bool = option("record the source location of each operation", default=False)
+    record_shapes: bool = option("record the input shapes of each operation", default=False)
+    profile_memory: bool = option("record the memory that each operation allocates", default=False)
+    rows: int = option("rows of the table written with each trace", default=25, validator=at_least(1))
 
 
 @frozen(kw_only=True)
 class MemoryOptions:
-    ranks: tuple[int, ...] = option("of each role, that write their peaks; [] all", default=())
+    ranks: tuple[int, ...] = option("ranks of each role that write their peaks; [] means all", default=())
     snapshots: str = option(
-        "optimizer steps whose allocations on a CUDA device are recorded, written as the profiler's `steps`; '' none",
+        "optimizer steps whose CUDA allocations are recorded, in the format of the profiler's `steps`; '' records none",
         default="",
         validator=_steps,
     )
     on_out_of_memory: bool = option(
-        "record all allocations on a CUDA device, and write them when it has no memory left", default=False
+        "record all CUDA allocations, and write them when the device runs out of memory", default=False
     )
     max_entries: int = option(
-        "allocations and releases that a record holds, newest kept", default=100_000, validator=at_least(1)
+        "allocations and releases that a record holds, the newest", default=100_000, validator=at_least(1)
     )
 
 
 @frozen(kw_only=True)
 class NanGuardOptions:
     action: Literal["raise", "log"] = option(
-        "raise: end the run, with what was found first; log: count it in the metric `nonfinite`, and go on",
+        "raise: end the run at the first finding; log: count findings in the metric `nonfinite` and continue",
         default="raise",
     )
-    inputs: bool = option("look at each column of the batch; it is packed once more for that", default=True)
+    inputs: bool = option("check each column of the batch, which is packed once more for this", default=True)
     parameters: bool = option(
-        "also look at the parameters, after each optimizer step; takes as long as reading them all",
+        "also check the parameters after each optimizer step; takes one read of all of them",
         default=False,
     )
 
 
 @frozen(kw_only=True)
 class WandbOptions:
-    project: str = option("empty leaves it to WANDB_PROJECT, then to W&B", default="")
-    entity: str = option("team or user; empty leaves it to WANDB_ENTITY, then to W&B", default="")
-    name: str = option("of the run; empty takes its directory's", default="")
-    group: str = option("of runs that belong together", default="")
-    tags: tuple[str, ...] = option("of the run", default=())
+    project: str = option("project; empty uses WANDB_PROJECT, then W&B's default", default="")
+    entity: str = option("team or user; empty uses WANDB_ENTITY, then W&B's default", default="")
+    name: str = option("name of the run; empty uses the name of its directory", default="")
+    group: str = option("group of related runs", default="")
+    tags: tuple[str, ...] = option("tags of the run", default=())
     mode: Literal["", "online", "offline", "disabled"] = option(
-        "offline writes below the run's directory, for `wandb sync`; empty leaves it to WANDB_MODE, then to online",
+        "offline writes to the run's directory, for `wandb sync`; empty uses WANDB_MODE, then online",
         default="",
     )
     samples_every: int = option(
-        "rollout steps between tables of sampled answers; 0 only held-out ones", default=25, validator=at_least(0)
+        "rollout steps between tables of sampled answers; 0 logs only held-out ones", default=25, validator=at_least(0)
     )
 
 
 @frozen(kw_only=True)
 class MlflowOptions:
     tracking_uri: str = option(
-        "such as http://host:5000, or file:/a/directory; empty leaves it to MLFLOW_TRACKING_URI, then takes "
-        "mlruns in the run's directory",
+        "tracking server, such as http://host:5000 or file:/a/directory; empty uses MLFLOW_TRACKING_URI, then mlruns "
+        "in the run's directory",
         default="",
     )
-    experiment: str = option("is made where it does not exist", default="corerl", validator=min_len(1))
-    name: str = option("of the run; empty takes its directory's", default="")
-    tags: Mapping[str, str] = option("of the run", factory=dict)
+    experiment: str = option("experiment; created if it does not exist", default="corerl", validator=min_len(1))
+    name: str = option("name of the run; empty uses the name of its directory", default="")
+    tags: Mapping[str, str] = option("tags of the run", factory=dict)
     samples_every: int = option(
-        "rollout steps between artifacts of sampled answers; 0 only held-out ones",
+        "rollout steps between artifacts of sampled answers; 0 logs only held-out ones",
         default=25,
         validator=at_least(0),
     )
@@ -150,7 +149,7 @@ CURVES = _spec("curves:Curves", CurvesOptions, "curves.png in the run directory"
 TRACE = _spec(
     "trace:Trace",
     TraceOptions,
-    "trace.json in the run directory: what every process does when, for Perfetto",
+    "trace.json in the run directory: timeline of every process, for Perfetto",
     traces=True,
 )
 PROFILER = _spec(
@@ -168,7 +167,7 @@ MEMORY = _spec(
 NAN_GUARD = _spec(
     "nan_guard:NanGuard",
     NanGuardOptions,
-    "says where the first number that is not finite comes in, and ends the run",
+    "reports where the first non-finite number appears, and ends the run",
     process=Process.WORKER,
 )
 WANDB = _spec(

@@ -12,9 +12,9 @@ from corerl.plugin.spec import EngineSpec
 
 @frozen(kw_only=True)
 class TransformersConfig:
-    batch_size: int = option("rows that are generated at once", default=512, validator=at_least(1))
+    batch_size: int = option("rows generated at once", default=512, validator=at_least(1))
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option(
-        "transformers' implementation of attention", default="sdpa"
+        "attention implementation of transformers", default="sdpa"
     )
 
 
@@ -27,11 +27,11 @@ TRANSFORMERS = EngineSpec(
     implementation="corerl.rollout.transformers_engine:TransformersEngine",
     config=TransformersConfig,
     api=(1, 0),
-    summary="transformers' own generate, on a CPU or a GPU",
+    summary="transformers' own generate(), on CPU or GPU",
 )
 FAKE = EngineSpec(
     implementation="corerl.rollout.fake_engine:FakeEngine",
     config=FakeConfig,
     api=(1, 0),
-    summary="no model: tokens that are a function of prompt, noise and weights version, for tests",
+    summary="no model: tokens are a function of prompt, noise and weights version; for tests",
 )

@@ -56,8 +56,8 @@ def test_check_reports_contradictions_and_plugin_tables_together(
     first, second = err.splitlines()
     assert out == ""
     assert first == (
-        "corerl: error: rollout.prompts: 64 does not split into train.mini_batches=7 equal optimizer steps; "
-        "use a multiple of 7, such as 70"
+        "corerl: error: rollout.prompts: 64 does not split evenly into train.mini_batches=7 optimizer steps; use a "
+        "multiple of 7, such as 70"
     )
     assert second.startswith("corerl: error: backends.plain.no_such_option: unknown key; ")
 

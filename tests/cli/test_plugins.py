@@ -135,7 +135,7 @@ def test_engines_are_listed_with_their_state_and_no_other_plugins(capsys: pytest
     lines = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
     rows = {line[0]: line[1:] for line in lines[1:]}
     version = corerl.__version__
-    assert rows["transformers"] == ["corerl", version, "1.0", "ok: transformers' own generate, on a CPU or a GPU"]
+    assert rows["transformers"] == ["corerl", version, "1.0", "ok: transformers' own generate(), on CPU or GPU"]
     assert rows["no_engine"] == [
         "corerl-no_engine",
         "0.3.1",

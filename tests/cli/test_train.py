@@ -47,7 +47,7 @@ def test_a_file_that_is_not_there_is_one_line_and_status_2(
     trained: list[Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "no.toml"]) == 2
-    assert capsys.readouterr() == ("", "corerl: error: no.toml: no such file; give the path of a TOML file\n")
+    assert capsys.readouterr() == ("", "corerl: error: no.toml: no such file; pass the path of a TOML file\n")
     assert trained == []
 
 

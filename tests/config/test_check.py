@@ -54,35 +54,35 @@ def test_a_sound_configuration_has_no_problems(tmp_path: Path) -> None:
         (
             ModelConfig(),
             (
-                "model.path: neither model.path nor model.config is given; set model.path to a Hugging Face directory, "
+                "model.path: neither model.path nor model.config is set; set model.path to a Hugging Face directory, "
                 "or model.config to start from random weights"
             ),
         ),
         (
             ModelConfig(path=".", config={"model_type": "qwen3"}),
             (
-                "model.config: given beside model.path='.'; keep model.path to train its weights, or model.config to "
-                "start from random ones"
+                "model.config: set together with model.path='.'; keep model.path to train its weights, or "
+                "model.config to start from random weights"
             ),
         ),
         (
             ModelConfig(config={"hidden_size": 8}, tokenizer="characters:ab"),
-            "model.config.model_type: missing; name the architecture, such as 'qwen3'",
+            "model.config.model_type: missing; set it to the architecture, such as 'qwen3'",
         ),
         (
             ModelConfig(config={"model_type": "qwen3"}),
             (
-                "model.tokenizer: empty, and model.config brings no tokenizer; set a tokenizer directory, or "
-                "'characters:ABC' for one token a character"
+                "model.tokenizer: empty, but model.config has no tokenizer; set a tokenizer directory, or "
+                "'characters:ABC' for one token per character"
             ),
         ),
         (
             ModelConfig(config={"model_type": "qwen3"}, tokenizer="characters:"),
-            "model.tokenizer: 'characters:' lists no characters; write them behind it, as in 'characters:ABC'",
+            "model.tokenizer: 'characters:' lists no characters; append them, as in 'characters:ABC'",
         ),
         (
             ModelConfig(path="/no/such/model"),
-            "model.path: no directory '/no/such/model'; give a downloaded Hugging Face model directory",
+            "model.path: no directory '/no/such/model'; set it to a downloaded Hugging Face model directory",
         ),
     ],
 )
@@ -102,8 +102,8 @@ def batch(prompts: int, samples: int, mini_batches: int, ranks: int) -> Config:
 def test_prompts_make_equal_optimizer_steps() -> None:
     (line,) = problems(batch(10, 4, 4, 1))
     assert line == (
-        "rollout.prompts: 10 does not split into train.mini_batches=4 equal optimizer steps; "
-        "use a multiple of 4, such as 12"
+        "rollout.prompts: 10 does not split evenly into train.mini_batches=4 optimizer steps; use a multiple of 4, "
+        "such as 12"
     )
     assert problems(batch(12, 4, 4, 1)) == []
     assert uneven("actor", batch(10, 4, 4, 3), data_parallel=3) == ""  # it is said already
@@ -120,9 +120,9 @@ def test_prompts_make_equal_optimizer_steps() -> None:
             2,
             2,
             (
-                "rollout.prompts: 5 x rollout.samples=3 / train.mini_batches=1 makes 15 samples an optimizer step, "
-                "which does not divide over roles.actor.ranks=2; use a multiple of 2, such as 6, or a number of ranks "
-                "that divides 15"
+                "rollout.prompts: 5 x rollout.samples=3 / train.mini_batches=1 makes 15 samples per optimizer step, "
+                "which do not divide evenly over roles.actor.ranks=2; use a multiple of 2, such as 6, or a number of "
+                "ranks that divides 15"
             ),
         ),
         (
@@ -133,9 +133,9 @@ def test_prompts_make_equal_optimizer_steps() -> None:
             8,
             8,
             (
-                "rollout.prompts: 6 x rollout.samples=4 / train.mini_batches=2 makes 12 samples an optimizer step, "
-                "which does not divide over roles.actor.ranks=8; use a multiple of 4, such as 8, or a number of ranks "
-                "that divides 12"
+                "rollout.prompts: 6 x rollout.samples=4 / train.mini_batches=2 makes 12 samples per optimizer step, "
+                "which do not divide evenly over roles.actor.ranks=8; use a multiple of 4, such as 8, or a number of "
+                "ranks that divides 12"
             ),
         ),
         (
@@ -146,10 +146,9 @@ def test_prompts_make_equal_optimizer_steps() -> None:
             16,
             8,
             (
-                "rollout.prompts: 6 x rollout.samples=4 / train.mini_batches=2 makes 12 samples an optimizer step, "
-                "which does not divide over the 8 data-parallel groups that the backend makes of roles.actor.ranks=16; "
-                "use a multiple of 4, such as 8, or ranks and a parallelism that make a number of groups that "
-                "divides 12"
+                "rollout.prompts: 6 x rollout.samples=4 / train.mini_batches=2 makes 12 samples per optimizer step, "
+                "which do not divide evenly over the 8 data-parallel groups of roles.actor.ranks=16; use a multiple "
+                "of 4, such as 8, or ranks and parallelism such that the number of groups divides 12"
             ),
         ),
     ],
@@ -174,8 +173,8 @@ def test_a_roles_own_train_table_is_the_one_that_counts() -> None:
     config = evolve(VALID, train=TrainConfig(mini_batches=7), roles=actor(1, TrainConfig(mini_batches=3)))
     assert problems(config) == [
         (
-            "rollout.prompts: 64 does not split into roles.actor.train.mini_batches=3 equal optimizer steps; "
-            "use a multiple of 3, such as 66"
+            "rollout.prompts: 64 does not split evenly into roles.actor.train.mini_batches=3 optimizer steps; use a "
+            "multiple of 3, such as 66"
         )
     ]
 
@@ -183,8 +182,8 @@ def test_a_roles_own_train_table_is_the_one_that_counts() -> None:
 def test_a_group_of_one_teaches_nothing() -> None:
     assert problems(evolve(VALID, rollout=RolloutConfig(samples=1))) == [
         (
-            "rollout.samples: 1 leaves a sample nothing to compare with, so that every advantage is 0; "
-            "use at least 2, or algorithm.name='ppo'"
+            "rollout.samples: 1 gives a sample nothing to compare with, so every advantage is 0; use at least 2, or "
+            "algorithm.name='ppo'"
         )
     ]
 
@@ -200,8 +199,8 @@ def test_all_contradictions_are_found_together() -> None:
     assert problems(config) == [
         *problems(evolve(VALID, model=ModelConfig())),
         *problems(evolve(VALID, rollout=RolloutConfig(samples=1))),
-        "extensions: 'jsonl' stands there 2 times; keep one",
-        "checkpoint.resume: no directory 'nver'; give 'never', 'auto', or a checkpoint's directory",
+        "extensions: 'jsonl' is listed 2 times; keep one",
+        "checkpoint.resume: no directory 'nver'; set 'never', 'auto', or a checkpoint's directory",
     ]
 
 
@@ -221,19 +220,19 @@ def test_ppo_is_content_with_one_sample_and_a_critic() -> None:
 
 def test_a_critic_is_given_where_it_is_asked_and_only_there() -> None:
     assert problems(evolve(PPO, roles=RolesConfig())) == [
-        "roles.critic: missing, and algorithm.name='ppo' wants one; add it, such as roles.critic.ranks=1"
+        "roles.critic: missing, but algorithm.name='ppo' needs a critic; add one, such as roles.critic.ranks=1"
     ]
     assert problems(evolve(VALID, roles=PPO.roles)) == [
-        "roles.critic: given, and algorithm.name='grpo' asks no critic; remove it, or set algorithm.name='ppo'"
+        "roles.critic: set, but algorithm.name='grpo' uses no critic; remove it, or set algorithm.name='ppo'"
     ]
     read_by_none = evolve(VALID, algorithm=AlgorithmConfig(critic=CriticConfig(gamma=0.9)))
-    assert problems(read_by_none) == ["algorithm.critic: set, and algorithm.name='grpo' does not read it; remove it"]
+    assert problems(read_by_none) == ["algorithm.critic: set, but algorithm.name='grpo' does not use it; remove it"]
 
 
 def test_a_critics_batch_is_its_own() -> None:
     critic = CriticChoice(ranks=2, train=TrainConfig(mini_batches=3))
     (line,) = problems(evolve(PPO, roles=RolesConfig(critic=critic)))
-    assert line.startswith("rollout.prompts: 64 does not split into roles.critic.train.mini_batches=3 equal")
+    assert line.startswith("rollout.prompts: 64 does not split evenly into roles.critic.train.mini_batches=3 ")
 
 
 def test_a_critics_own_model_is_one_and_has_no_tokens_of_its_own(tmp_path: Path) -> None:
@@ -242,13 +241,13 @@ def test_a_critics_own_model_is_one_and_has_no_tokens_of_its_own(tmp_path: Path)
 
     assert lines(path=str(tmp_path)) == []
     assert lines() == [
-        "roles.critic.model: wants either path or config, one of the two; remove the table to take [model]"
+        "roles.critic.model: needs exactly one of path and config; set one, or remove the table to use [model]"
     ]
     assert lines(path=str(tmp_path), tokenizer="characters:ab") == [
         "roles.critic.model.tokenizer: the critic reads the actor's tokens; remove it"
     ]
     assert lines(path="/none") == [
-        "roles.critic.model.path: no directory '/none'; give a downloaded Hugging Face model directory"
+        "roles.critic.model.path: no directory '/none'; set it to a downloaded Hugging Face model directory"
     ]
 
 
@@ -256,9 +255,9 @@ def test_a_critics_own_model_is_one_and_has_no_tokens_of_its_own(tmp_path: Path)
     ("algorithm", "start"),
     [
         ({"kl_target": 0.1}, "algorithm.kl_target: adapts algorithm.kl_coef, which is 0"),
-        ({"kl_in": "reward"}, "algorithm.kl_in: 'reward', and algorithm.kl_coef is 0"),
+        ({"kl_in": "reward"}, "algorithm.kl_in: 'reward', but algorithm.kl_coef is 0"),
         ({"correction": "token"}, "algorithm.correction: 'token' compares the engine's log-probs"),
-        ({"routing_replay": "recompute"}, "algorithm.routing_replay: 'recompute' replays what routers choose where"),
+        ({"routing_replay": "recompute"}, "algorithm.routing_replay: 'recompute' replays the experts chosen when"),
         ({"overlong": "penalty"}, "algorithm.overlong_buffer: 0 with algorithm.overlong='penalty'"),
         ({"overlong": "penalty", "overlong_buffer": 257}, "algorithm.overlong_buffer: 257 with"),
         ({"overlong_buffer": 5}, "algorithm.overlong_buffer: 5 with algorithm.overlong='keep'"),
@@ -299,7 +298,10 @@ def test_experts_can_be_replayed_from_where_they_are_recorded() -> None:
 def test_groups_of_one_have_no_spread_to_sample_for() -> None:
     alone = evolve(VALID, rollout=evolve(VALID.rollout, samples=1))
     lines = problems(evolve(alone, algorithm=AlgorithmConfig(dynamic_sampling=2)))
-    assert any(line.startswith("algorithm.dynamic_sampling: a group of one sample has no spread") for line in lines)
+    assert any(
+        line.startswith("algorithm.dynamic_sampling: the rewards of a single sample are always all equal")
+        for line in lines
+    )
 
 
 @pytest.mark.parametrize(
@@ -316,22 +318,25 @@ def test_groups_of_equal_rewards_are_not_left_out_where_they_teach(
     assert problems(evolve(several, algorithm=AlgorithmConfig(**algorithm))) == []
     (line,) = problems(evolve(several, algorithm=AlgorithmConfig(**algorithm, dynamic_sampling=2)))
     assert line == (
-        f"algorithm.dynamic_sampling: drops groups of equal rewards, and those still teach with {setting}; set it to 0"
+        f"algorithm.dynamic_sampling: drops groups of equal rewards, which still teach with {setting}; set it to 0"
     )
 
 
 def test_a_mode_that_could_do_nothing_is_refused() -> None:
     nothing_held_out = evolve(VALID, run=RunConfig(mode="eval"), data=DataConfig(held_out=0))
     assert problems(nothing_held_out) == [
-        "data.held_out: 0, and run.mode='eval' scores held-out prompts; hold some out"
+        "data.held_out: 0, but run.mode='eval' scores held-out prompts; set it to at least 1"
     ]
     (line,) = problems(evolve(VALID, run=RunConfig(mode="train-only")))
-    assert line.startswith("rollout.saved: empty, and run.mode='train-only'")
+    assert line.startswith("rollout.saved: empty, but run.mode='train-only'")
     (line,) = problems(evolve(VALID, rollout=RolloutConfig(saved="runs/a/rollouts")))
-    assert line.startswith("rollout.saved: given, and run.mode='train' samples")
+    assert line.startswith("rollout.saved: set, but run.mode='train' does not read saved batches")
     warm = AlgorithmConfig(name="ppo", critic=CriticConfig(warmup_steps=250))
     assert problems(evolve(PPO, algorithm=warm)) == [
-        "algorithm.critic.warmup_steps: 250 of run.steps=250 leave none to train the actor in"
+        (
+            "algorithm.critic.warmup_steps: got 250, which leaves none of run.steps=250 to train the actor; set it "
+            "below run.steps"
+        )
     ]
 
 
@@ -339,12 +344,12 @@ def test_checkpoints_are_where_weights_are_new() -> None:
     apart = evolve(VALID, weights=WeightsConfig(every=3))
     assert problems(evolve(apart, run=evolve(VALID.run, mode="rollout-only"))) == []  # nothing is sent
     (line,) = problems(apart)
-    assert line.startswith("checkpoint.every: 50 is no multiple of weights.every=3")
+    assert line.startswith("checkpoint.every: 50 is not a multiple of weights.every=3")
 
 
 def test_resources_that_no_machine_of_its_own_has_want_an_address() -> None:
     (line,) = problems(evolve(VALID, cluster=ClusterConfig(resources={"h200": 1.0})))
-    assert line.startswith("cluster.resources: h200 asked for")
+    assert line.startswith("cluster.resources: h200 requested")
 
 
 def test_episodes_are_played_by_a_function_from_any_source() -> None:
@@ -353,7 +358,7 @@ def test_episodes_are_played_by_a_function_from_any_source() -> None:
     assert problems(evolve(VALID, rollout=evolve(play, source="one-step-off"))) == []
     assert problems(evolve(VALID, rollout=evolve(play, source="asynchronous"))) == []
     assert problems(evolve(VALID, rollout=evolve(play, function=""))) == [
-        "rollout.episodes: set, and rollout.function is empty; give a function, or remove the table"
+        "rollout.episodes: set, but rollout.function is empty; set a function, or remove the table"
     ]
 
 
@@ -365,25 +370,22 @@ def test_a_source_that_overlaps_with_training_wants_training_and_fresh_weights()
     assert of(rollout=ahead) == of(rollout=racing) == of(rollout=racing, run=RunConfig(mode="eval")) == []
     assert of(rollout=RolloutConfig(max_staleness=2)) == [
         (
-            "rollout.max_staleness: 2, and rollout.source='synchronous' has none; remove it, or set "
+            "rollout.max_staleness: 2, but rollout.source='synchronous' has no staleness; remove it, or set "
             "rollout.source='asynchronous'"
         )
     ]
     assert of(rollout=evolve(ahead, max_staleness=3)) == [
         (
-            "rollout.max_staleness: 3, and rollout.source='one-step-off' is always one update behind; remove it, or "
+            "rollout.max_staleness: 3, but rollout.source='one-step-off' is always one update behind; remove it, or "
             "set rollout.source='asynchronous'"
         )
     ]
     assert of(rollout=ahead, run=RunConfig(mode="rollout-only")) == [
         (
-            "rollout.source: 'one-step-off' samples while something is trained, and run.mode='rollout-only' only "
-            "samples; set it to 'synchronous'"
+            "rollout.source: 'one-step-off' samples while the model trains, but run.mode='rollout-only' only samples; "
+            "set it to 'synchronous'"
         )
     ]
     assert of(rollout=racing, weights=WeightsConfig(every=2), checkpoint=CheckpointConfig(every=4)) == [
-        (
-            "weights.every: 2, and with rollout.source='asynchronous' samples are older by whole updates, one of which "
-            "belongs to each step; set it to 1"
-        )
+        ("weights.every: 2, but rollout.source='asynchronous' counts staleness in updates, one per step; set it to 1")
     ]

@@ -24,9 +24,9 @@ def test_resources_and_environment_are_tables() -> None:
     [
         (
             {"resources": {"GPU": 8}},
-            "cluster.resources: must be custom resources of Ray, got 'GPU', which CoreRL reckons",
+            "cluster.resources: must be custom Ray resources, got 'GPU', which CoreRL sets itself",
         ),
-        ({"resources": {"h200": 0}}, "cluster.resources: must be finite amounts above 0, got 0.0 of 'h200'"),
+        ({"resources": {"h200": 0}}, "cluster.resources: amounts must be finite and above 0, got 'h200' = 0.0"),
         ({"resources": {"h200": "one"}}, "cluster.resources"),
         ({"environment": {"NCCL_DEBUG": 1}}, "cluster.environment"),
         ({"watchdog": -1}, "cluster.watchdog: must be at least 0"),

@@ -121,10 +121,10 @@ def test_the_last_override_of_a_value_counts_and_its_neighbours_stay(tmp_path: P
         ("[train]\nlr = 1e-3", "train.lr: unknown key; did you mean 'optimizer.lr'?"),
         ("temperature = 0.7", "temperature: unknown key; did you mean 'rollout.temperature'?"),
         ("run = 3", "run: expected table, got integer 3"),
-        ("[run]\nsteps = '10'", "run.steps: expected integer, got string '10'; leave out the quotes"),
+        ("[run]\nsteps = '10'", "run.steps: expected integer, got string '10'; remove the quotes"),
         ("[run]\nsteps = 1.9", "run.steps: expected integer, got number 1.9"),
         ("[run]\nsteps = true", "run.steps: expected integer, got true"),
-        ("[run]\nseed = -1", "run.seed: must lie between 0 and 9223372036854775807, got -1"),
+        ("[run]\nseed = -1", "run.seed: must be between 0 and 9223372036854775807, got -1"),
         ("[run]\ndir = ''", "run.dir: must not be empty"),
         (
             "[model]\npath = 'a\\u0000b'".replace("'", '"'),
@@ -133,16 +133,16 @@ def test_the_last_override_of_a_value_counts_and_its_neighbours_stay(tmp_path: P
         ("[run]\ndir = 2024-05-01", "run.dir: expected string, got date 2024-05-01; put it in quotes"),
         (
             "[checkpoint]\nexport = 'false'",
-            "checkpoint.export: expected true or false, got string 'false'; leave out the quotes",
+            "checkpoint.export: expected true or false, got string 'false'; remove the quotes",
         ),
         (
             "[train.optimizer]\nlr = '1e-5'",
-            "train.optimizer.lr: expected number, got string '1e-5'; leave out the quotes",
+            "train.optimizer.lr: expected number, got string '1e-5'; remove the quotes",
         ),
         ("[train.optimizer]\nbetas = [0.9]", "train.optimizer.betas: expected array of 2, got 1"),
         (
             "[train.optimizer]\nbetas = [0.9, 1]",
-            "train.optimizer.betas: must each be at least 0 and below 1, got [0.9, 1.0]",
+            "train.optimizer.betas: each must be at least 0 and below 1, got [0.9, 1.0]",
         ),
         ("[rollout]\nstop = 'ab'", "rollout.stop: expected array of strings, got string 'ab'"),
         ("[rollout]\ntop_p = 0.0", "rollout.top_p: must be above 0 and at most 1, got 0.0"),
@@ -153,9 +153,12 @@ def test_the_last_override_of_a_value_counts_and_its_neighbours_stay(tmp_path: P
         ("[rollout]\ntemperature = inf", "rollout.temperature: must be finite, got inf"),
         (
             "[cluster]\nenvironment = {'A=B' = 'c'}",
-            "cluster.environment: must be environment variables, got 'A=B' = 'c'",
+            "cluster.environment: must be valid environment variables, got 'A=B' = 'c'",
         ),
-        ("[cluster]\nenvironment = {'' = 'c'}", "cluster.environment: must be environment variables, got '' = 'c'"),
+        (
+            "[cluster]\nenvironment = {'' = 'c'}",
+            "cluster.environment: must be valid environment variables, got '' = 'c'",
+        ),
         ("[cluster]\ntimeout = 0", "cluster.timeout: must be above 0, got 0.0"),
         ("[algorithm]\nkl_coef = -0.1", "algorithm.kl_coef: must be at least 0, got -0.1"),
         (
@@ -172,7 +175,7 @@ def test_the_last_override_of_a_value_counts_and_its_neighbours_stay(tmp_path: P
         ("[[extensions]]\nname = 'a'\noption = {}", "extensions[0].option: unknown key; did you mean 'options'?"),
         (
             "[[extensions]]\noptions = {}",
-            "extensions[0].name: required and missing; give string: an installed extension",
+            "extensions[0].name: required but missing; set string: an installed extension",
         ),
     ],
 )
@@ -184,8 +187,8 @@ def test_each_kind_of_mistake_has_its_line(tmp_path: Path, text: str, line: str)
 def test_a_missing_backend_is_asked_for_by_its_full_path(tmp_path: Path) -> None:
     assert problems_of(write(tmp_path, "")) == [
         (
-            "backend.name: required and missing; give string: an installed training backend, 'distribution:name', "
-            "or 'package.module:SPEC'"
+            "backend.name: required but missing; set string: an installed training backend, 'distribution:name', or "
+            "'package.module:SPEC'"
         )
     ]
 
@@ -196,8 +199,8 @@ def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path)
         "override 'steps': expected KEY=VALUE with a dotted key, such as run.steps=10",
         "run.steps: expected integer, got string 'many' (override run.steps=many)",
         (
-            "backend.name: required and missing; give string: an installed training backend, 'distribution:name', "
-            "or 'package.module:SPEC'"
+            "backend.name: required but missing; set string: an installed training backend, 'distribution:name', or "
+            "'package.module:SPEC'"
         ),
         "backend.nmae: unknown key; did you mean 'name'?",
         "train.mini_batches: must be at least 1, got 0",
@@ -212,7 +215,7 @@ def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path)
         ("", "override '': expected KEY=VALUE with a dotted key, such as run.steps=10"),
         ("=3", "override '=3': expected KEY=VALUE with a dotted key, such as run.steps=10"),
         ("run..steps=3", "override 'run..steps=3': expected KEY=VALUE with a dotted key, such as run.steps=10"),
-        ("backend.name.x=3", "override 'backend.name.x=3': backend.name is no table; override it whole"),
+        ("backend.name.x=3", "override 'backend.name.x=3': backend.name is not a table; override it as a whole"),
         ("run.dir.x=3", "run.dir: expected string, got a table (override run.dir.x=3)"),
         ("run.dir=a\udcff", "override 'run.dir=a\\udcff': is not UTF-8 text"),
         ("rollout=3", "rollout: expected table, got integer 3 (override rollout=3)"),
@@ -224,10 +227,10 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, line: str) -> 
 
 
 def test_a_file_that_is_missing_or_no_toml_is_named_with_the_line(tmp_path: Path) -> None:
-    assert problems_of(tmp_path / "no.toml") == [f"{tmp_path}/no.toml: no such file; give the path of a TOML file"]
-    assert problems_of(tmp_path) == [f"{tmp_path}: cannot be read (Is a directory); give the path of a TOML file"]
+    assert problems_of(tmp_path / "no.toml") == [f"{tmp_path}/no.toml: no such file; pass the path of a TOML file"]
+    assert problems_of(tmp_path) == [f"{tmp_path}: cannot be read (Is a directory); pass the path of a TOML file"]
     (broken,) = problems_of(write(tmp_path, "[run]\nsteps 3\n"))
-    assert broken.startswith(f"{tmp_path}/run.toml: is not TOML: ") and "line 2" in broken
+    assert broken.startswith(f"{tmp_path}/run.toml: is not valid TOML: ") and "line 2" in broken
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"a = '\xff'")
     (unreadable,) = problems_of(binary, "nonsense")[:1]

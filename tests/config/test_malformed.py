@@ -135,4 +135,4 @@ def test_an_example_without_its_backend_is_told_what_it_lacks(
     data = example("quickstart.toml")
     del data["backend"]
     (line,) = check(tmp_path, data, capsys)
-    assert "backend" in line and "required and missing" in line
+    assert "backend" in line and "required but missing" in line

@@ -63,7 +63,7 @@ def test_samples_are_split_over_the_groups_that_the_backend_makes_of_its_ranks(t
     assert caught.value.message.startswith("rollout.prompts: 9 x rollout.samples=4 / train.mini_batches=1 makes 36 ")
     with pytest.raises(ConfigError) as caught:
         prepare(given(16, 2))
-    assert "over the 8 data-parallel groups that the backend makes of roles.actor.ranks=16;" in caught.value.message
+    assert "over the 8 data-parallel groups of roles.actor.ranks=16;" in caught.value.message
     with pytest.raises(ConfigError) as caught:  # no groups, and so nothing to be said of them
         prepare(given(8, 3))
     assert caught.value.message == f'backends."{name}".shards: 3 does not divide 8 ranks; use a divisor'

@@ -48,18 +48,18 @@ def copy_of(uninterrupted: Finished, tmp_path: Path, *steps: int) -> Path:
         (
             "roles.actor.ranks=3",
             (
-                "rollout.prompts: 8 x rollout.samples=4 / train.mini_batches=2 makes 16 samples an optimizer step, "
-                "which does not divide over roles.actor.ranks=3; use a multiple of 6, such as 12, or a number of ranks "
-                "that divides 16"
+                "rollout.prompts: 8 x rollout.samples=4 / train.mini_batches=2 makes 16 samples per optimizer step, "
+                "which do not divide evenly over roles.actor.ranks=3; use a multiple of 6, such as 12, or a number of "
+                "ranks that divides 16"
             ),
         ),
         (
             "model={path='/no/model'}",
-            "model.path: no directory '/no/model'; give a downloaded Hugging Face model directory",
+            "model.path: no directory '/no/model'; set it to a downloaded Hugging Face model directory",
         ),
         (
             "checkpoint.resume=/no/checkpoint",
-            "checkpoint.resume: no directory '/no/checkpoint'; give 'never', 'auto', or a checkpoint's directory",
+            "checkpoint.resume: no directory '/no/checkpoint'; set 'never', 'auto', or a checkpoint's directory",
         ),
         (
             "data.source=no.jsonl",

@@ -76,8 +76,8 @@ def test_nvme_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError) as raised:
         structure({"offload": "nvme"}, DeepSpeedConfig, path="backends.deepspeed")
     assert str(raised.value) == (
-        "backends.deepspeed.offload: 'nvme' is not supported, since neither sleep nor a checkpoint would find masters, "
-        "moments or weights in DeepSpeed's files; set 'optimizer' or 'parameters', which is host memory"
+        "backends.deepspeed.offload: 'nvme' is not supported, since sleep and checkpoints cannot reach masters, "
+        "moments or weights in DeepSpeed's files; set 'optimizer' or 'parameters' to offload to host memory"
     )
 
 

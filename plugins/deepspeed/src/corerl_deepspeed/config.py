@@ -17,45 +17,46 @@ BUCKET = 3 * 2**24
 def not_nvme(_: Any, attribute: Attribute[Any], value: str) -> None:
     if value == "nvme":
         raise ValueError(
-            "'nvme' is not supported, since neither sleep nor a checkpoint would find masters, moments or weights in "
-            "DeepSpeed's files; set 'optimizer' or 'parameters', which is host memory"
+            "'nvme' is not supported, since sleep and checkpoints cannot reach masters, moments or weights in "
+            "DeepSpeed's files; set 'optimizer' or 'parameters' to offload to host memory"
         )
 
 
 @frozen(kw_only=True)
 class DeepSpeedConfig:
     stage: Literal[1, 2, 3] = option(
-        "what ZeRO shards over all ranks: 1 masters and moments, 2 gradients too, 3 parameters too", default=3
+        "what ZeRO shards over all ranks: 1 float32 master weights and moments, 2 also gradients, 3 also parameters",
+        default=3,
     )
     offload: Literal["none", "optimizer", "parameters", "nvme"] = option(
-        "what stays in host memory: masters and moments, with the optimizer's step on the host; or parameters too, of "
-        "which each module's are copied to the device when it is its turn (stage 3); nvme is refused with the reason",
+        "what to keep in host memory; optimizer: master weights and moments, with the optimizer step on the host; "
+        "parameters: also parameters, copied to the device one module at a time (stage 3); nvme is not supported",
         default="none",
         validator=not_nvme,
     )
     node_shard_size: int = option(
-        "ranks, those of one node, that hold a second copy of the parameters between them, so that backward passes "
-        "gather inside the node (ZeRO++ hpZ, stage 3); 1 makes no second copy",
+        "ranks, usually those of one node, that together hold a second copy of the parameters, so backward passes "
+        "gather within the node (ZeRO++ hpZ, stage 3); 1 makes no second copy",
         default=1,
         validator=at_least(1),
     )
     reduce_bucket: int = option(
-        "elements of gradients that are reduced together; no more memory is taken than the model has parameters",
+        "gradient elements to reduce at once; the buffer never exceeds the size of the model",
         default=BUCKET,
         validator=at_least(1),
     )
     gather_bucket: int = option(
-        "elements of parameters that are gathered together: ahead of their turn in stage 3, after a step in 1 and 2",
+        "parameter elements to gather at once: prefetched in stage 3, after each step in stages 1 and 2",
         default=BUCKET,
         validator=at_least(2),
     )
     native_checkpoint: bool = option(
-        "write DeepSpeed's own checkpoint too, as `deepspeed` in the role's directory of each checkpoint; training "
-        "waits until it is written, and CoreRL resumes from its own",
+        "also write DeepSpeed's own checkpoint, as `deepspeed` in the role's directory of each checkpoint; training "
+        "waits for it, and CoreRL still resumes from its own",
         default=False,
     )
     raw: Mapping[str, Any] = option(
-        "more of DeepSpeed's own configuration, as its JSON has it, with tables inside: {zero_optimization = "
-        "{overlap_comm = false}}; what [train] or the options above say is refused, and what DeepSpeed does not know",
+        "further DeepSpeed configuration, nested as in its JSON: {zero_optimization = {overlap_comm = false}}; "
+        "settings that [train] or the options above control are rejected, as are unknown ones",
         factory=dict,
     )

@@ -12,28 +12,28 @@ from corerl.config.schema import at_least, option
 @frozen(kw_only=True)
 class FsdpConfig:
     reshard_after_forward: bool = option(
-        "free a layer's gathered weights after its forward pass and gather them again for backward: less memory, "
-        "one more all-gather a layer",
+        "free a layer's gathered weights after its forward pass and gather them again for backward: less memory, one "
+        "more all-gather per layer",
         default=True,
     )
     shard_size: int = option(
-        "ranks that one copy of weights, gradients and moments is sharded over; groups of so many ranks are replicas "
-        "of each other, which exchange gradients once a step (HSDP); 0 takes all ranks",
+        "ranks over which one copy of weights, gradients and moments is sharded; groups of this size are replicas "
+        "that all-reduce gradients once per step (HSDP); 0 shards over all ranks",
         default=0,
         validator=at_least(0),
     )
     sync: Literal["every", "last"] = option(
-        "the micro-batches after which gradients are reduced: every one; or the last one alone, with fewer transfers "
-        "and a whole float32 gradient on each rank",
+        "micro-batches after which gradients are reduced: every one; or only the last, with fewer transfers but a "
+        "full float32 gradient on each rank",
         default="every",
     )
     offload: Literal["none", "optimizer", "parameters"] = option(
-        "what stays in host memory: moments, with the optimizer's step on the host; or parameters too, of which each "
-        "layer's are copied to the device when it is its turn",
+        "what to keep in host memory; optimizer: moments, with the optimizer step on the host; parameters: also "
+        "parameters, copied to the device one layer at a time",
         default="none",
     )
     compile: bool = option(
-        "decoder layers through torch.compile, for any length of micro-batch; a C++ compiler (Triton on a GPU) is "
-        "needed, and minutes at the start",
+        "run decoder layers through torch.compile, with dynamic micro-batch lengths; needs a C++ compiler (Triton on "
+        "a GPU) and minutes at startup",
         default=False,
     )

@@ -16,50 +16,52 @@ CALLS = 16
 @frozen(kw_only=True)
 class SglangConfig:
     tensor_parallel: int = option(
-        "devices, of one machine, that each replica's model is split over", default=1, validator=at_least(1)
+        "devices of one machine over which each replica's model is split", default=1, validator=at_least(1)
     )
     data_parallel: int = option(
-        "parts into which these devices are divided for attention, each with requests of its own (SGLang's DP "
-        "attention); whole copies of the model are rollout.replicas",
+        "groups into which these devices are divided for attention, each with its own requests (SGLang's DP "
+        "attention); for whole copies of the model use rollout.replicas",
         default=1,
         validator=at_least(1),
     )
     expert_parallel: int = option(
-        "parts into which these devices are divided for experts, each with experts of its own",
+        "groups into which these devices are divided for experts, each with its own experts",
         default=1,
         validator=at_least(1),
     )
     memory: float = option(
-        "share of each device's memory for weights and KV cache; 0 leaves it to SGLang, which takes most of it",
+        "fraction of each device's memory for weights and KV cache; 0 leaves it to SGLang, which takes most of it",
         default=0.0,
         validator=between(0, 1),
     )
-    attention_backend: str = option("fa3, flashinfer, triton, ...; empty leaves it to SGLang", default="")
+    attention_backend: str = option(
+        "attention backend: fa3, flashinfer, triton, ...; empty leaves it to SGLang", default=""
+    )
     deterministic: bool = option(
-        "what is drawn for a sample is a function of its noise key, its tokens and the weights, whatever it is batched "
-        "with; slower",
+        "make each sample a function of its noise key, its tokens and the weights only, independent of the batch; "
+        "slower",
         default=False,
     )
     routed_experts: bool = option(
-        "tell through which experts each token went, for algorithm.routing_replay = 'engine'", default=False
+        "return the experts that each token was routed to, for algorithm.routing_replay = 'engine'", default=False
     )
     requests: int = option(
-        "requests that a rollout step is divided into; all are sent at once", default=8, validator=at_least(1)
+        "requests into which a rollout step is split; all are sent at once", default=8, validator=at_least(1)
     )
-    start_timeout: float = option("seconds that a server has to start", default=900.0, validator=above(0))
+    start_timeout: float = option("seconds allowed for the server to start", default=900.0, validator=above(0))
     health_timeout: float = option(
-        "seconds in which a server that owes an answer may say nothing at all, not even that it is there, before it is "
+        "seconds that a server with a pending request may be completely silent, health checks included, before it is "
         "ended and replaced",
         default=120.0,
         validator=above(0),
     )
     launcher: str = option(
-        "the module that starts the server, run with -m: one of your own may register a model before it calls "
+        "module that starts the server, run with -m; your own may register a model before it calls "
         "corerl_sglang.launch.main",
         default="corerl_sglang.launch",
     )
     server: Mapping[str, Any] = option(
-        "more arguments of SGLang's server, by the names of its ServerArgs: {chunked_prefill_size = 8192}; what the "
-        "options above or other tables say is refused",
+        "further arguments of SGLang's server, by the names of its ServerArgs: {chunked_prefill_size = 8192}; those "
+        "that the options above or other tables control are rejected",
         factory=dict,
     )

@@ -10,7 +10,7 @@ from corerl.config.schema import at_least, option
 @frozen(kw_only=True)
 class MineConfig:
     bucket_mib: int = option(
-        "gradients that ranks exchange at a time, in MiB; more means fewer transfers and more memory while they last",
+        "gradients that ranks exchange at once, in MiB; larger means fewer transfers and more temporary memory",
         default=16,
         validator=at_least(1),
     )
