@@ -105,7 +105,7 @@ def test_what_builds_on_a_setting_that_is_wrong_is_left_out(tmp_path: Path) -> N
         )
     beginnings = [line[:40] for line in caught.value.message.splitlines()]
     assert beginnings == [
-        "model.path: no directory 'no/model'; giv",
+        "model.path: no directory 'no/model'; set",
         "checkpoint.resume: no directory '" + checkpoint[:7],
         "reward.name: unknown reward 'exakt-match",
         "weights.transport: unknown weight transp",
