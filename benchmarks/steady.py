@@ -32,7 +32,7 @@ MIB = 2**20
 LOOK_MS = 20
 WARM = 10  # steps, or a third of them where there are few
 TARGET = 1.0  # MiB a step
-UNTOLD = "cannot tell what it has loaded"
+UNTOLD = "cannot report what it has loaded"
 
 # The quickstart's model in a size that SGLang's kernels take; in half precision.
 SHAPE = [

@@ -86,7 +86,9 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
             try:
                 merged[name] = merged[name].merge(metric) if name in merged else metric
             except ContractError as error:
-                raise ContractError(f"metric {name!r}: {error.message}; report it alike on all ranks") from None
+                raise ContractError(
+                    f"metric {name!r}: {error.message}; report it with the same reduction on all ranks"
+                ) from None
     return merged
 
 

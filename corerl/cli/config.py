@@ -10,7 +10,7 @@ from typing import Any
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("config", help="check a configuration, or show it with everything filled in")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    check = actions.add_parser("check", help="report every problem; exit status 2 where there is one")
+    check = actions.add_parser("check", help="report every problem; exit status 2 if there are any")
     show = actions.add_parser("show", help="print the resolved configuration as TOML, itself a valid input")
     show.add_argument("--help-texts", action="store_true", help="with each setting's help as a comment above it")
     for action in (check, show):

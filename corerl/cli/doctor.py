@@ -11,12 +11,16 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("doctor", help="say what is amiss with the installation, a plugin or a run")
-    parser.add_argument("name", metavar="NAME", nargs="?", default="", help="a plugin, and all that it needs")
+    parser = subparsers.add_parser("doctor", help="diagnose the installation, a plugin or a run")
+    parser.add_argument("name", metavar="NAME", nargs="?", default="", help="a plugin, with everything it needs")
     parser.add_argument(
-        "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="of --config, such as cluster.address=auto"
+        "overrides",
+        metavar="KEY=VALUE",
+        nargs="*",
+        default=[],
+        help="override of --config, such as cluster.address=auto",
     )
-    parser.add_argument("--config", metavar="FILE", default="", help="a TOML file, with all plugins that it selects")
+    parser.add_argument("--config", metavar="FILE", default="", help="a TOML file, with all plugins it selects")
     parser.add_argument("--nodes", action="store_true", help="also ask every node of the config's cluster.address")
     parser.add_argument("--json", action="store_true", help="as a JSON array, for programs")
     parser.set_defaults(run=run)
@@ -32,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
     if "=" in name:
         name, overrides = "", [name, *overrides]
     if overrides and not args.config:
-        raise ConfigError(f"{overrides[0]!r} overrides a config, and there is none; give --config FILE")
+        raise ConfigError(f"{overrides[0]!r} is an override, but there is no config; pass --config FILE")
     if args.nodes and not _address(args.config, overrides):
-        raise ConfigError("--nodes asks the nodes of a cluster; give --config FILE with cluster.address")
+        raise ConfigError("--nodes needs a cluster; pass --config FILE with cluster.address")
     findings = []
     for finding in examine(name, file=args.config, overrides=overrides, nodes=args.nodes):
         findings.append(finding)
@@ -55,14 +59,14 @@ def _lines(finding: Finding) -> list[str]:
     if finding.why:
         lines.append(f"{'':<8}   why: {finding.why}")
     if finding.mend:
-        lines.append(f"{'':<8}   mend: {finding.mend}")
+        lines.append(f"{'':<8}   fix: {finding.mend}")
     return lines
 
 
 def _summary(findings: Sequence[Finding]) -> str:
     counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning")}
     words = [f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items() if count]
-    return ", ".join(words) or "nothing is amiss"
+    return ", ".join(words) or "no problems found"
 
 
 def _json(findings: Sequence[Finding]) -> str:

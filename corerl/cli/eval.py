@@ -9,16 +9,18 @@ from typing import Any
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("eval", help="score weights on the held-out prompts")
     parser.add_argument(
-        "what", metavar="WHAT", help="a directory of a checkpoint or of a run (its newest one), or a TOML file"
+        "what",
+        metavar="WHAT",
+        help="a checkpoint's directory, a run's directory (for its newest checkpoint), or a TOML file",
     )
     parser.add_argument(
         "overrides",
         metavar="KEY=VALUE",
         nargs="*",
         default=[],
-        help="such as data.source=other.jsonl; what is found goes to run.dir/eval, by default of WHAT's own run",
+        help="such as data.source=other.jsonl; results go to run.dir/eval, by default of WHAT's own run",
     )
-    parser.add_argument("--json", action="store_true", help="print the scores alone, as JSON")
+    parser.add_argument("--json", action="store_true", help="print only the scores, as JSON")
     parser.set_defaults(run=run)
 
 

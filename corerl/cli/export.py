@@ -8,8 +8,10 @@ from typing import Any
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("export", help="write a checkpoint's weights as a Hugging Face model directory")
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint's directory, or a run's: its newest one")
-    parser.add_argument("directory", metavar="DIRECTORY", help="to write to; must not exist")
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a checkpoint's directory, or a run's (for its newest checkpoint)"
+    )
+    parser.add_argument("directory", metavar="DIRECTORY", help="directory to write to; must not exist")
     parser.add_argument("--role", default="actor", help="whose weights: actor (the default) or critic")
     parser.set_defaults(run=run)
 

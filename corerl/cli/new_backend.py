@@ -13,9 +13,11 @@ LONGEST = 24  # characters, so that no line of the template exceeds the line len
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("new-backend", help="write a package with a training backend that works")
-    parser.add_argument("name", metavar="NAME", help="what a run's backend.name will say: a-z, 0-9 and hyphens")
-    parser.add_argument("directory", metavar="DIR", nargs="?", help="new or empty; NAME where it is not given")
+    parser = subparsers.add_parser("new-backend", help="generate a package with a working training backend")
+    parser.add_argument(
+        "name", metavar="NAME", help="the backend's name, for backend.name of a run: a-z, 0-9 and hyphens"
+    )
+    parser.add_argument("directory", metavar="DIR", nargs="?", help="a new or empty directory; default: NAME")
     parser.set_defaults(run=run)
 
 
@@ -39,17 +41,19 @@ def check_name(name: str) -> None:
 
     if not re.fullmatch("[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise UserError(
-            f"a backend cannot be called {name!r}; use lower case letters, digits and single hyphens, a letter first"
+            f"invalid backend name {name!r}; use lower-case letters, digits and single hyphens, a letter first"
         )
     if len(name) > LONGEST:
         raise UserError(f"the name {name!r} is {len(name)} characters long; use {LONGEST} at most")
     for entry in scan(Kind.BACKENDS):
         if entry.name == name:
             raise UserError(
-                f"there is a backend {name!r} already, of {entry.distribution} {entry.version}; choose another name"
+                f"a backend {name!r} already exists, in {entry.distribution} {entry.version}; choose another name"
             )
     if name in INSTALL_HINTS[Kind.BACKENDS]:
-        raise UserError(f"{name!r} is the name of a backend of CoreRL's own, not installed here; choose another name")
+        raise UserError(
+            f"{name!r} is the name of one of CoreRL's own backends, not installed here; choose another name"
+        )
 
 
 def generate(name: str, directory: Path) -> list[Path]:
@@ -58,7 +62,7 @@ def generate(name: str, directory: Path) -> list[Path]:
 
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise UserError(f"{directory} exists and is not an empty directory; name another one")
+            raise UserError(f"{directory} exists and is not an empty directory; choose another one")
         written = []
         for source in sorted(TEMPLATE.rglob("*")):
             if source.is_dir() or "__pycache__" in source.parts:  # pip compiles the template too
@@ -68,7 +72,7 @@ def generate(name: str, directory: Path) -> list[Path]:
             target.write_text(renamed(source.read_text(encoding="utf-8"), name), encoding="utf-8")
             written.append(target)
     except OSError as error:
-        raise UserError(f"cannot write to {directory}: {error.strerror}; name another directory") from error
+        raise UserError(f"cannot write to {directory}: {error.strerror}; choose another directory") from error
     return written
 
 

@@ -14,5 +14,5 @@ def checkpoint_of(what: Path) -> Path:
     if newest is None:
         return what
     for path, fault in passed_over(what).items():
-        print(f"corerl: {path.name} is passed over, {newest.name} is taken: {fault}", file=sys.stderr)
+        print(f"corerl: skipping {path.name}, using {newest.name}: {fault}", file=sys.stderr)
     return newest

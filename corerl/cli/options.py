@@ -9,7 +9,9 @@ from typing import Any
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("options", help="print a plugin's settings as TOML, each with its default")
     parser.add_argument("name", metavar="NAME", help="a backend, an engine or an extension")
-    parser.add_argument("--kind", choices=("backend", "engine", "extension"), help="where several have this name")
+    parser.add_argument(
+        "--kind", choices=("backend", "engine", "extension"), help="needed if several plugins have this name"
+    )
     parser.set_defaults(run=run)
 
 

@@ -16,7 +16,7 @@ KINDS = {"backends": "training backends", "engines": "rollout engines", "extensi
 
 def add_parser(subparsers: Any) -> None:
     for kind, what in KINDS.items():
-        parser = subparsers.add_parser(kind, help=f"list the {what} that are installed, and their state")
+        parser = subparsers.add_parser(kind, help=f"list the installed {what} and their state")
         parser.add_argument("--json", action="store_true", help="as a JSON array, for programs")
         parser.set_defaults(run=run)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("train", help="train as a configuration says")
+    parser = subparsers.add_parser("train", help="train as a configuration specifies")
     parser.add_argument("file", metavar="FILE", help="a TOML file")
     parser.add_argument(
         "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="such as algorithm.clip_high=0.28"

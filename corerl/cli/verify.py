@@ -13,21 +13,21 @@ TIMEOUT_SECONDS = 300  # for one check
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("verify", help="check that a training backend keeps the contract")
+    parser = subparsers.add_parser("verify", help="check that a training backend meets the contract")
     parser.add_argument("name", metavar="NAME", help="its name, distribution:name, or package.module:SPEC")
     parser.add_argument(
         "--level",
         type=int,
         choices=LEVELS,
         default=2,
-        help="0 its spec alone, 1 one process, 2 two ranks (the default), 3 GPUs, 4 under Ray; with all below",
+        help="0 spec only, 1 one process, 2 two ranks (the default), 3 GPUs, 4 under Ray; includes all lower levels",
     )
     parser.add_argument(
         "--expected-failures",
         metavar="FILE",
-        help="TOML with a line for each check that may fail: C20 = 'reason, link'",
+        help="TOML file with one line per check that may fail: C20 = 'reason, link'",
     )
-    parser.add_argument("--report", metavar="FILE", help="write what each check found as JSON")
+    parser.add_argument("--report", metavar="FILE", help="write the result of each check as JSON")
     parser.set_defaults(run=run)
 
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         if not torch.cuda.is_available():
-            raise UserError("level 3 needs a GPU, and torch sees none here; take --level 2, or 4 to leave level 3 out")
+            raise UserError("level 3 needs a GPU, but torch sees none here; use --level 2, or 4 to skip level 3")
     command = [sys.executable, "-m", "pytest", "--pyargs", "corerl.testing.suite", "-p", "corerl.testing.plugin"]
     # Neither the current directory nor other pytest plugins may influence how the suite runs.
     command += ["-c", os.devnull, "--rootdir", ".", "--import-mode=importlib", "-p", "no:cacheprovider", "--tb=short"]

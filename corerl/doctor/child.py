@@ -87,7 +87,7 @@ def _look(target: str, *args: Any) -> tuple[list[Finding], bool]:
             Finding(
                 level=Level.ERROR,
                 what=f"{begun.what} {how}",
-                why="no error can be caught there: a worker would be gone without a word",
+                why="nothing can catch an error there: a worker would die silently",
                 mend=begun.mend,
             )
         )
@@ -106,7 +106,7 @@ def main(words: list[str]) -> None:
 
 def _told_by(target: str, arguments: Sequence[Any]) -> Iterator[Told]:
     module, _, function = target.partition(":")
-    yield Begins(f"importing {module}", f"mend what this shows: {sys.executable} -c 'import {module}'")
+    yield Begins(f"importing {module}", f"fix what this shows: {sys.executable} -c 'import {module}'")
     yield from getattr(importlib.import_module(module), function)(*arguments)
 
 
@@ -130,4 +130,4 @@ def _how(status: int, stderr: str) -> str:
         return f"ended its process with status {status}"
     place = re.search(r'File "(.+?)", line (\d+)', stderr.partition("Fatal Python error")[2])
     where = f" at {place[1]}:{place[2]}" if place else ""
-    return f"ended its process by {signal.Signals(-status).name}{where}"
+    return f"killed its process with {signal.Signals(-status).name}{where}"

@@ -32,7 +32,7 @@ def interpreter() -> Iterator[Finding]:
             yield Finding(
                 level=Level.ERROR,
                 what=f"{name} is not installed in this environment",
-                why="no run starts without it",
+                why="no run can start without it",
                 mend=f"{PIP} install {name}",
             )
 
@@ -47,7 +47,7 @@ def duplicates(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
         yield Finding(
             level=Level.WARNING,
             what=text,
-            why="version and entry points are read from the first, and code may come from another",
+            why="version and entry points come from the first, but code may come from another",
             mend=f"{PIP} uninstall -y {entry.distribution}, until nothing is left of it (delete "
             f"{copies(entry)[-1].path} where pip does not); then install it once",
         )
@@ -58,9 +58,9 @@ def duplicates(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
         if len(rivals) > 1:
             yield Finding(
                 level=Level.WARNING,
-                what=f"{kind.noun} {name!r} is offered by "
+                what=f"{kind.noun} {name!r} is provided by "
                 + " and ".join(f"{entry.distribution} {entry.version}" for entry in rivals.values()),
-                why=f"a config that says {name!r} alone is refused",
+                why=f"a config that names only {name!r} is rejected",
                 mend=f"{PIP} uninstall {sorted(rivals)[-1]}; or write '{sorted(rivals)[0]}:{name}' in the config",
             )
 
@@ -91,7 +91,7 @@ def driver() -> Iterator[Finding]:
     """What NVIDIA's driver reports about this machine, without torch."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        yield ok("no NVIDIA driver on this machine: runs take the CPU")
+        yield ok("no NVIDIA driver on this machine: runs use the CPU")
         return
     query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
@@ -108,15 +108,18 @@ def driver() -> Iterator[Finding]:
             yield Finding(
                 level=Level.WARNING,
                 what=reason,
-                why="log-probs on GPUs take torch's operators, 1.4 to 2.7 times the kernels' time, and more memory",
-                mend=f"{PIP} install triton" if "installed" in reason else "the system's package of gcc",
+                why=(
+                    "log-probs on GPUs fall back to torch operators, with 1.4 to 2.7 times the kernels' time and more "
+                    "memory"
+                ),
+                mend=f"{PIP} install triton" if "installed" in reason else "the system's gcc package",
             )
     else:
         yield Finding(
             level=Level.WARNING,
             what=f"nvidia-smi shows no GPU: {reason}",
-            why="runs take the CPU here, unless this machine only drives a cluster",
-            mend="nvidia-smi, and what it asks for (often a reboot after the driver was updated)",
+            why="runs use the CPU here, unless this machine only drives a cluster",
+            mend="run nvidia-smi and follow its output (often a reboot after a driver update)",
         )
 
 

@@ -39,7 +39,7 @@ def look_deep(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
 
 def look_named(name: str) -> Iterator[Told]:
     """`look_deep` at every plugin of this name, whatever its kind."""
-    yield Begins(f"importing {name}", f"mend {name}")  # 'package.module:SPEC' is imported to find its kind
+    yield Begins(f"importing {name}", f"fix {name}")  # 'package.module:SPEC' is imported to find its kind
     try:
         kinds = kinds_of(name)
         if not kinds:
@@ -76,10 +76,10 @@ def _look_at(kind: Kind, name: str, *, deep: bool) -> Iterator[Told]:
         return
     yield ok(f"{kind.noun} {loaded}: {code} can be imported")
     if kind is Kind.BACKENDS:
-        yield Begins(f"making an instance of {code}", f"mend {code}")
+        yield Begins(f"making an instance of {code}", f"fix {code}")
         yield from _hooks(loaded, implementation)
     if kind is not Kind.EXTENSIONS:
-        yield Begins(f"the probe of {kind.noun} {loaded}", f"mend the probe of {loaded.value}")
+        yield Begins(f"the probe of {kind.noun} {loaded}", f"fix the probe of {loaded.value}")
         yield from loaded.spec.probe()
     if kind is Kind.BACKENDS:
         yield from _environment(loaded)
@@ -97,11 +97,11 @@ def _hooks(loaded: Loaded, implementation: Any) -> Iterator[Finding]:
         yield Finding(
             level=Level.ERROR,
             what=error.message,
-            why="no worker takes a plugin that does not keep the contract of hooks",
-            mend=f"mend {loaded.spec.implementation}, then: corerl doctor {loaded.name}",
+            why="workers reject a plugin that does not meet the hook contract",
+            mend=f"fix {loaded.spec.implementation}, then: corerl doctor {loaded.name}",
         )
     else:
-        yield ok(f"backend {loaded}: its hooks keep the contract")
+        yield ok(f"backend {loaded}: its hooks meet the contract")
 
 
 def _environment(loaded: Loaded) -> Iterator[Finding]:
@@ -114,7 +114,7 @@ def _environment(loaded: Loaded) -> Iterator[Finding]:
     )
     if wanted:
         shown = " ".join(f"{variable}={value}" for variable, value in wanted.items())
-        yield ok(f"backend {loaded}: by default its processes are given {shown}")
+        yield ok(f"backend {loaded}: by default its processes get {shown}")
 
 
 def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = None) -> Finding:
@@ -124,18 +124,18 @@ def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = 
     if isinstance(error, PluginNotFound):
         mend = error.install or mend
     elif isinstance(error, PluginConflict):
-        why = "CoreRL does not choose between them: which one would train would depend on sys.path"
-        mend = f"{PIP} uninstall, of the one that you do not want; or write the longer name in the config"
+        why = "CoreRL does not choose between them, since the choice would depend on sys.path"
+        mend = f"{PIP} uninstall the one you do not want, or use the longer name in the config"
     elif isinstance(error, PluginIncompatible):
-        why = "it would be called with arguments, or asked for results, that it was not written for"
+        why = "it would get arguments, or be asked for results, that it was not written for"
         mend = f"{PIP} install --upgrade {'corerl' if error.api > API or entry is None else entry.distribution or 'it'}"
     elif isinstance(error, PluginBroken):
         why = "a run that selects it does not start"
-        mend = reinstall(entry) if entry is not None else f"mend {name}"
+        mend = reinstall(entry) if entry is not None else f"fix {name}"
     return Finding(level=Level.ERROR, what=error.message, why=why, mend=mend)
 
 
 def reinstall(entry: Entry) -> str:
     if not entry.distribution:
-        return f"mend {entry.value}; it was looked for in {sys.path[0] or 'the working directory'} first"
+        return f"fix {entry.value}, searched first in {sys.path[0] or 'the working directory'}"
     return f"{PIP} install --force-reinstall {entry.distribution}"

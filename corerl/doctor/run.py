@@ -23,7 +23,7 @@ ANSWER_WITHIN = 120.0  # seconds for all nodes together: each starts a process a
 
 def devices() -> Iterator[Told]:
     """The devices that torch sees on this machine."""
-    yield Begins("asking torch for its devices", "python -m pip install --force-reinstall torch")
+    yield Begins("querying torch's devices", "python -m pip install --force-reinstall torch")
     if torch.cuda.is_available():
         names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -43,7 +43,7 @@ def run(file: str, overrides: Sequence[str], nodes: bool) -> Iterator[Told]:
         yield Finding(
             level=Level.WARNING,
             what=note,
-            why="what stands there changes nothing",
+            why="its settings have no effect",
             mend=f"remove the table from {file}, or install its plugin",
         )
     yield Begins(f"checking {file}", f"corerl config check {file}")
@@ -55,9 +55,9 @@ def run(file: str, overrides: Sequence[str], nodes: bool) -> Iterator[Told]:
         if nodes:
             yield Finding(
                 level=Level.WARNING,
-                what="the nodes were not asked",
-                why="what a run starts there depends on a config that can run",
-                mend=f"mend {file} first",
+                what="the nodes were not checked",
+                why="what a run starts there depends on a valid config",
+                mend=f"fix {file} first",
             )
         return
     yield ok(
@@ -65,7 +65,7 @@ def run(file: str, overrides: Sequence[str], nodes: bool) -> Iterator[Told]:
     )
     yield from _environments(prepared, file)
     if nodes:
-        yield Begins(f"asking the nodes of {config.cluster.address}", "ray status")
+        yield Begins(f"checking the nodes of {config.cluster.address}", "ray status")
         yield from _nodes(prepared)
 
 
@@ -82,7 +82,7 @@ def _environments(prepared: Prepared, file: str) -> Iterator[Finding]:
         except UserError as error:
             yield _problem(error.message, file)
         else:
-            yield ok(f"{who} are given {' '.join(f'{name}={value}' for name, value in given.items())}")
+            yield ok(f"{who} get {' '.join(f'{name}={value}' for name, value in given.items())}")
 
 
 def _nodes(prepared: Prepared) -> Iterator[Finding]:
@@ -111,7 +111,7 @@ def _nodes(prepared: Prepared) -> Iterator[Finding]:
         if answer.error:
             yield Finding(
                 level=Level.ERROR,
-                what=f"node {answer.node} cannot say what it has: {answer.error}",
+                what=f"node {answer.node} cannot report what is installed: {answer.error}",
                 why="a rank or an engine there could not start",
                 mend=f"there: python -m pip install {' '.join(each.requirement for each in wanted)}",
             )
@@ -125,8 +125,8 @@ def _compared(node: str, wanted: Sequence[Origin], found: Sequence[Origin]) -> F
         return ok(f"node {node} has what the driver has: {', '.join(map(str, wanted))}")
     return Finding(
         level=Level.ERROR,
-        what=f"node {node} has not what the driver has: {'; '.join(amiss.values())}",
-        why="a rank or an engine there would be refused, or run other code than its neighbours",
+        what=f"node {node} does not have what the driver has: {'; '.join(amiss.values())}",
+        why="a rank or an engine there would be rejected, or run different code than its neighbors",
         mend=f"there: python -m pip install {' '.join(dict.fromkeys(each.requirement for each in amiss))}",
     )
 

@@ -76,5 +76,5 @@ class Checkpoints:
         self.newest = commit(partial, state, ranks=ranks)
         self._pending = None
         for line in retain(self.run_dir, self.config.keep, committed=self.newest):
-            self.progress.notice(f"a checkpoint that is not kept: {line}")
+            self.progress.notice(f"old checkpoints: {line}")
         self.progress.tell(CheckpointSaved(step=state["rollout_step"], path=str(self.newest)))

@@ -28,7 +28,7 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", replace: b
     Raises ModelError if `directory` exists and `replace` is not set.
     """
     if directory.exists() and not replace:
-        raise ModelError(f"{directory} exists already; remove it, or name another directory")
+        raise ModelError(f"{directory} already exists; remove it, or choose another directory")
     config = structure(read_state(checkpoint)["config"], Config, path="")
     if role not in config.chosen_roles:
         raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(config.chosen_roles)}")

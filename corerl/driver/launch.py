@@ -108,7 +108,7 @@ def _rescuing(run: Run) -> Iterator[None]:
         try:
             run.checkpoints.rescue()
         except Exception as error:
-            run.progress.notice(f"the checkpoint that was being written is lost: {one_line(error)}")
+            run.progress.notice(f"the checkpoint being written is lost: {one_line(error)}")
         raise
 
 

@@ -152,9 +152,7 @@ def _models(config: Config, problems: Problems) -> tuple[dict[str, PreTrainedCon
                 require_room_for_tokens(hf, tokenizer, own, table=table)
     replay = config.algorithm.routing_replay
     if replay != "none" and ACTOR in models and experts(models[ACTOR]) == 1:
-        problems.add(
-            f"algorithm.routing_replay: {replay!r}, and the model has no experts to choose from; set it to 'none'"
-        )
+        problems.add(f"algorithm.routing_replay: {replay!r}, but the model has no experts; set it to 'none'")
     return models, tokenizer
 
 
@@ -218,15 +216,15 @@ def _leave_out_long(
     bound = f"{of}={context}"
     longest = context - rollout.max_tokens
     if longest < 1:
-        problems.add(f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt, {bound}; set it lower")
+        problems.add(f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt, {bound}; lower it")
     if longest < 1 or prompts is None or tokenizer is None or not problems.none_in("data"):
         return ""
     too_long = ""
     with problems.stage("data", path="data.source"):
         if lengths := longer_than(longest, prompts, tokenizer):
             too_long = (
-                f"data: {len(lengths)} of {len(prompts)} prompts are left out; they have up to {max(lengths.values())} "
-                f"tokens, and {longest} is the most with rollout.max_tokens={rollout.max_tokens} ({bound})"
+                f"data: {len(lengths)} of {len(prompts)} prompts are skipped; they have up to {max(lengths.values())} "
+                f"tokens, but at most {longest} fit with rollout.max_tokens={rollout.max_tokens} ({bound})"
             )
             try:
                 prompts.leave_out(frozenset(lengths))
@@ -292,14 +290,14 @@ def _taking_turns(config: Config, device: str) -> Iterator[str]:
         return
     if config.weights.every > 1:
         yield (
-            f"weights.every: {config.weights.every}, and engines that take turns in memory with the ranks get fresh "
-            "weights at every step; set it to 1, or cluster.offload='never', or cluster.placement='disaggregated'"
+            f"weights.every: {config.weights.every}, but engines that share memory with the ranks in turns get new "
+            "weights every step; set it to 1, or cluster.offload='never', or cluster.placement='disaggregated'"
         )
     if config.rollout.source != "synchronous" and config.run.mode == "train":
         yield (
-            f"rollout.source: {config.rollout.source!r} has engines sample while ranks train, and here they take turns "
-            "in memory; set cluster.placement='disaggregated', or rollout.source='synchronous', or, where both fit, "
-            "cluster.offload='never'"
+            f"rollout.source: {config.rollout.source!r} samples while ranks train, but here engines and ranks take "
+            "turns in memory; set cluster.placement='disaggregated', or rollout.source='synchronous', or, if both fit "
+            "in memory, cluster.offload='never'"
         )
 
 
@@ -348,7 +346,7 @@ def resolve_device(device: str, *, address: str = "") -> str:
         return device
     there = torch.cuda.is_available()
     if device == "cuda" and not there:
-        raise ConfigError("cluster.device: 'cuda', and torch sees no CUDA device here; use 'cpu' or 'auto'")
+        raise ConfigError("cluster.device: 'cuda', but torch sees no CUDA device here; use 'cpu' or 'auto'")
     return "cuda" if there and device != "cpu" else "cpu"
 
 
@@ -357,8 +355,8 @@ def require_same_source(state: Mapping[str, Any], config: Config, checkpoint: st
     sampled = "prompts" in state["source"]
     if sampled != config.run.samples:
         raise CheckpointError(
-            f"{checkpoint} is of a run that {'sampled its batches' if sampled else 'read saved batches'}, and "
-            f"run.mode={config.run.mode!r} does not; resume with the run.mode that it was trained with"
+            f"{checkpoint} is of a run that {'sampled its batches' if sampled else 'read saved batches'}, but "
+            f"run.mode={config.run.mode!r} does not; resume with the run.mode it was trained with"
         )
 
 

@@ -113,8 +113,7 @@ def require_form(config: Config, engine: Loaded, cluster: ClusterInfo) -> None:
     sent, taken = config.weights.quantize, engine.spec.quantized(config.engines[engine.name], cluster)
     if config.run.samples and sent != taken:
         raise ConfigError(
-            f"weights.quantize: {sent!r}, and the engine {engine.name!r}, as it is configured, takes {taken!r}; "
-            "make them equal"
+            f"weights.quantize: {sent!r}, but the engine {engine.name!r} is configured for {taken!r}; make them equal"
         )
 
 

@@ -26,11 +26,11 @@ def routed(samples: SampleBatch, config: Config) -> SampleBatch:
     if column is None:
         raise DataError(
             f"algorithm.routing_replay: 'engine', and {source} came without {COLUMN!r}; set it to 'recompute' (with "
-            "old_logprobs='recompute') or 'none', or take an engine that tells the experts of a token"
+            "old_logprobs='recompute') or 'none', or use an engine that reports the experts of each token"
         )
     if column.ndim != 3 or not np.issubdtype(column.dtype, np.integer):
         raise DataError(
-            f"algorithm.routing_replay: {COLUMN!r} of {source} is {column.dtype} {list(column.shape)}, wanted integers "
-            f"[{len(samples.tokens)}, layers of experts, experts of a token]"
+            f"algorithm.routing_replay: {COLUMN!r} of {source} is {column.dtype} {list(column.shape)}, wanted "
+            f"integers [{len(samples.tokens)}, expert layers, experts per token]"
         )
     return samples

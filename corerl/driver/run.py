@@ -180,7 +180,7 @@ class Run:
         train concurrently, unless they take turns in device memory."""
         samples = stamped.samples
         if not samples.columns["loss_mask"].any():
-            self.progress.notice(f"step {self.progress.step} is passed over: none of its samples has a loss token")
+            self.progress.notice(f"step {self.progress.step} is skipped: none of its samples has a loss token")
             return {}
         shared = share(samples)
         training = [name for name, role in self.roles.items() if self.progress.step >= role.first_step]
@@ -203,11 +203,11 @@ class Run:
             plans = role.plan(stamped.samples, self.progress.step)
             started = role.start(shared, plans, self.progress.step, self._loss(role, stamped.kl_coef))
             for left_out, why in (
-                (role.steps_of_batch - len(plans), "the batch has fewer groups, which are not split"),
-                (len(plans) - len(started), "no sample in them has a loss token"),
+                (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
+                (len(plans) - len(started), "their samples have no loss tokens"),
             ):
                 if left_out:
-                    text = f"step {self.progress.step}: {left_out} optimizer steps of {name} are left out: {why}"
+                    text = f"step {self.progress.step}: {left_out} optimizer steps of {name} are skipped: {why}"
                     self.progress.notice(text)
             calls |= {(name, index): call for index, call in enumerate(started)}
         return calls
@@ -288,7 +288,7 @@ class Run:
         if self._constant == CONSTANT_STEPS:
             self.progress.notice(
                 f"every sample of the last {CONSTANT_STEPS} steps had the reward {rewards[0]:g}: nothing is learned "
-                "from that; look at reward.name, data.answer_key, and what is sampled"
+                "from that; check reward.name, data.answer_key and the samples"
             )
 
     def evaluate(self, *, always: bool = False) -> None:

@@ -42,7 +42,7 @@ def occupied(run_dir: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system however the process ends
         except BlockingIOError as error:
             raise ConfigError(
-                f"run.dir: another run is writing to {run_dir}; give another directory, or wait until that one ends"
+                f"run.dir: another run is writing to {run_dir}; set another directory, or wait for it to end"
             ) from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
@@ -66,7 +66,7 @@ def write_config(run_dir: Path, config: Config) -> None:
 
 
 def _unwritable(run_dir: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"run.dir: cannot write to {run_dir} ({error.strerror}); give another directory")
+    return ConfigError(f"run.dir: cannot write to {run_dir} ({error.strerror}); set another directory")
 
 
 def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None:
@@ -76,14 +76,14 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None
     if starting and newest is not None and not config.run.trains:
         advice = f", or use: corerl eval {shlex.quote(str(run_dir))}" if config.run.mode == "eval" else ""
         raise ConfigError(
-            f"run.dir: {run_dir} already holds a run ({newest.name}), whose numbers run.mode={config.run.mode!r} would "
-            f"write over; give another run.dir{advice}"
+            f"run.dir: {run_dir} already holds a run ({newest.name}), whose results run.mode={config.run.mode!r} "
+            f"would overwrite; set another run.dir{advice}"
         )
     if starting and newest is None and (damaged := passed_over(run_dir)):
         fault = next(iter(damaged.values()))
         raise ConfigError(
-            f"run.dir: {run_dir} already holds a run, and none of its checkpoints can be resumed: {fault}; give "
-            f"another run.dir, or, to begin anew here, remove {checkpoints_dir(run_dir)}"
+            f"run.dir: {run_dir} already holds a run, but none of its checkpoints can be resumed: {fault}; set "
+            f"another run.dir, or, to start over here, remove {checkpoints_dir(run_dir)}"
         )
     if resume == "auto":
         return newest
@@ -91,8 +91,8 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None
     # Retention would treat the existing checkpoints as this run's, and the next resume would take whichever is newest.
     if starting and newest is not None and (chosen is None or chosen.resolve() != newest.resolve()):
         raise ConfigError(
-            f"run.dir: {run_dir} already holds a run ({newest.name}); go on with it by checkpoint.resume=auto, "
-            "or give another run.dir"
+            f"run.dir: {run_dir} already holds a run ({newest.name}); continue it with checkpoint.resume=auto, or set "
+            "another run.dir"
         )
     return chosen
 
@@ -102,7 +102,7 @@ def lost_checkpoints(config: Config, run_dir: Path) -> list[str]:
     if config.checkpoint.resume != "auto":
         return []
     return [
-        f"checkpoint.resume: {path.name} is passed over, and the run goes back to an older checkpoint: {fault}"
+        f"checkpoint.resume: skipping {path.name}, the run falls back to an older checkpoint: {fault}"
         for path, fault in passed_over(run_dir).items()
     ]
 
@@ -151,12 +151,12 @@ def in_the_way(config: Config, run_dir: Path, resume: Path | None) -> Iterator[s
                 yield f"run.dir: {error.message}"
     keeps = config.run.mode == "rollout-only" or (config.rollout.save and config.run.samples)
     if keeps and not (goes_on and config.run.trains) and os.path.isdir(run_dir / ROLLOUTS):
-        yield f"run.dir: {run_dir} holds rollouts already, which would be mixed with new ones; give another run.dir"
+        yield f"run.dir: {run_dir} already holds rollouts, which would be mixed with new ones; set another run.dir"
     exports = config.run.trains and config.checkpoint.export
     if exports and os.path.lexists(run_dir / EXPORT) and latest(run_dir) is None:
         yield (
-            f"run.dir: {run_dir / EXPORT} is there already, and the run would put its export in its place; give "
-            "another run.dir, or set checkpoint.export=false"
+            f"run.dir: {run_dir / EXPORT} already exists, and the run would replace it with its export; set another "
+            "run.dir, or checkpoint.export=false"
         )
 
 
@@ -165,11 +165,14 @@ def require_steps_left(config: Config, run_dir: Path, resume: Path, *, done: int
     scheduler restarted it, otherwise ConfigError. A run killed before exporting its last checkpoint may still start."""
     steps, exports = config.run.steps, config.checkpoint.export
     if done > steps or (done == steps and not lies_in(resume, run_dir)):
-        raise ConfigError(f"run.steps: {steps}, and the checkpoint {resume} has done {done}; raise run.steps to go on")
+        raise ConfigError(
+            f"run.steps: {steps}, but the checkpoint {resume} has already done {done}; raise run.steps to continue"
+        )
     if done == steps and (not exports or _exported(resume, run_dir)):
         found = f" and {run_dir / EXPORT} is its export" if exports else ""
         raise NothingLeft(
-            f"run.steps: {steps}, which {run_dir} has done{found}: nothing is left to do; raise run.steps to go on"
+            f"run.steps: {steps}, which {run_dir} has already done{found}: nothing is left to do; raise run.steps to "
+            "continue"
         )
 
 

@@ -44,7 +44,7 @@ class StopRequest:
             raise KeyboardInterrupt
         self.requested = True
         name = signal.Signals(number).name
-        self._texts.put(f"{name}: finishing this step, then saving; once more stops at once and saves nothing")
+        self._texts.put(f"{name}: finishing this step, then saving; repeat to stop at once without saving")
 
     def _tell(self) -> None:
         while (text := self._texts.get()) is not None:

@@ -32,8 +32,8 @@ def choose_transport(
         return "ipc" if by_handle and senders and config.cluster.placement == "colocated" else "collective"
     if transport == "ipc" and config.run.samples and not senders:
         raise ConfigError(
-            "weights.transport: 'ipc' hands over memory within one device, and an engine is on one that no rank of "
-            f"the {ACTOR} is on (its ranks have the bundles {list(places[ACTOR])}); take 'auto', or colocated engines, "
-            "no more than ranks"
+            f"weights.transport: 'ipc' shares memory within one device, but an engine is on a device without {ACTOR} "
+            f"ranks (they have the bundles {list(places[ACTOR])}); use 'auto', or colocated engines, at most one per "
+            "rank"
         )
     return transport

@@ -121,13 +121,14 @@ class WeightUpdates:
             if loaded is None:
                 if name not in self._unverified:
                     self.progress.notice(
-                        f"{name} cannot tell what it has loaded (Engine.weight_sums): it is not compared with what was "
-                        "sent; weights.verify_every=0 asks no more"
+                        f"{name} cannot report what it has loaded (Engine.weight_sums), so it is not compared with "
+                        "what was sent; set weights.verify_every=0 to stop checking"
                     )
                 self._unverified.add(name)
             elif wrong := difference(sums, loaded):
                 raise WeightUpdateError(
-                    f"{name} holds other weights than it was sent as version {version}: {wrong}; it loads them wrongly"
+                    f"{name} holds different weights than it was sent as version {version}: {wrong}; it loads them "
+                    "incorrectly"
                 )
 
     def _evict(self, missed: Mapping[str, Missed]) -> None:

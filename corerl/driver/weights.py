@@ -24,8 +24,8 @@ def require_same_model(checkpoint: Path, role: str, model: PreTrainedConfig) -> 
     if not (checkpoint / role).is_dir():
         raise unusable(
             checkpoint,
-            f"{checkpoint} holds no {role}, which this run has; resume with the [algorithm] and [roles] that it was "
-            "trained with, or start a new run from its export",
+            f"{checkpoint} has no {role}, but this run does; resume with the [algorithm] and [roles] it was trained "
+            "with, or start a new run from its export",
         )
     held = CheckpointSource(checkpoint / role, "master").shapes
     for name, shape in shapes_of(role, model).items():
@@ -33,8 +33,8 @@ def require_same_model(checkpoint: Path, role: str, model: PreTrainedConfig) -> 
         if found != shape:
             what = "lacks" if found is None else f"has {list(found)} for"
             raise CheckpointError(
-                f"{checkpoint} {what} {name!r}, this run's {role} wants {list(shape)}; "
-                "resume with the [model] that it was trained with, or give another run.dir and start anew"
+                f"{checkpoint} {what} {name!r}, this run's {role} needs {list(shape)}; resume with the [model] it was "
+                "trained with, or start a new run in another run.dir"
             )
 
 
@@ -49,8 +49,8 @@ def require_weights(directory: str, role: str, model: PreTrainedConfig) -> None:
         if found != shape:
             what = "lacks" if found is None else f"has {list(found)} for"
             raise ModelError(
-                f"{files.where(name)} {what} {name!r}, and its config.json wants {list(shape)}: they are of different "
-                "models, or the file is not whole; download or save them again"
+                f"{files.where(name)} {what} {name!r}, but its config.json needs {list(shape)}: they belong to "
+                "different models, or the file is incomplete; download or save them again"
             )
 
 

@@ -27,7 +27,7 @@ def beside(error: BaseException) -> Iterator[None]:
     try:
         yield
     except Exception as failed:
-        error.add_note(f"besides, what goes with it was not written: {failed}")
+        error.add_note(f"additionally, writing what goes with it failed: {failed}")
 
 
 def reopen(path: Path, *, before: float) -> IO[str]:
@@ -61,7 +61,7 @@ def read_lines(path: Path, *, before: float) -> Iterator[tuple[str, dict[str, An
             except (ValueError, TypeError, KeyError, OverflowError) as error:
                 shown = raw.decode(errors="replace").strip()[:60]
                 raise DataError(
-                    f"{path}:{number}: {shown!r} is no object with a step; mend or delete the line"
+                    f"{path}:{number}: {shown!r} is not an object with a step; fix or delete the line"
                 ) from error
             if step < before:
                 yield line, record

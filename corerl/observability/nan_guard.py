@@ -80,7 +80,7 @@ class NanGuard:
 
     def _error(self, found: list[str], step: Step | None) -> HookFailed:
         more = f"; {len(found) - 1} more in {self._path}" if len(found) > 1 else ""
-        failed = HookFailed(f"extension:nan-guard found a number that is not finite: {found[0]}{more}")
+        failed = HookFailed(f"extension:nan-guard found a non-finite number: {found[0]}{more}")
         failed.hook, failed.rank = ("train" if step else "forward"), self._rank
         return failed
 
@@ -136,7 +136,7 @@ def in_result(result: TrainResult, *, scales_loss: bool) -> list[str]:
         f"metric {name}: {metric.total}" for name, metric in result.metrics.items() if not math.isfinite(metric.total)
     ]
     if not math.isfinite(result.grad_norm) and (result.applied or not scales_loss):
-        done = "applied all the same" if result.applied else "skipped"
+        done = "applied anyway" if result.applied else "skipped"
         found.append(f"gradient norm: {result.grad_norm}; the step was {done}")
     return found
 
@@ -148,7 +148,7 @@ def in_parameters(model: torch.nn.Module) -> list[str]:
         local = values.to_local() if hasattr(values, "to_local") else values
         if local.numel() and not torch.isfinite(local).all().item():
             bad = int((~torch.isfinite(local)).sum().item())
-            return [f"parameter {name}: {bad} of the {local.numel()} numbers that this rank holds"]
+            return [f"parameter {name}: {bad} of the {local.numel()} values on this rank"]
     return []
 
 

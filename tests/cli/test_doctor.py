@@ -39,13 +39,13 @@ def test_each_finding_says_what_why_and_how_to_mend_it(
         "ok       Python 3\n"
         "warning  torch is old\n"
         "           why: it is slow\n"
-        "           mend: pip install torch\n"
+        "           fix: pip install torch\n"
         "error    no library\n"
         "           why: nothing runs\n"
-        "           mend: pip install library\n"
+        "           fix: pip install library\n"
         "error    no library\n"
         "           why: nothing runs\n"
-        "           mend: pip install library\n"
+        "           fix: pip install library\n"
         "2 errors, 1 warning\n"
     )
 
@@ -56,7 +56,7 @@ def test_warnings_alone_end_with_0(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert capsys.readouterr().out.endswith("\n1 warning\n")
     finding(monkeypatch, OK)
     assert main(["doctor"]) == 0
-    assert capsys.readouterr().out == "ok       Python 3\nnothing is amiss\n"
+    assert capsys.readouterr().out == "ok       Python 3\nno problems found\n"
 
 
 def test_json_holds_the_same_for_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,8 +77,8 @@ def test_overrides_and_nodes_are_of_a_config(
     assert main(["doctor", "run.steps=1"]) == 2
     assert main(["doctor", "--nodes"]) == main(["doctor", "--config", str(file), "--nodes"]) == 2
     assert capsys.readouterr().err == (
-        "corerl: error: 'run.steps=1' overrides a config, and there is none; give --config FILE\n"
-        + 2 * "corerl: error: --nodes asks the nodes of a cluster; give --config FILE with cluster.address\n"
+        "corerl: error: 'run.steps=1' is an override, but there is no config; pass --config FILE\n"
+        + 2 * "corerl: error: --nodes needs a cluster; pass --config FILE with cluster.address\n"
     )
     assert main(["doctor", "--config", str(file), "--nodes", "cluster.address=auto"]) == 0
     assert asked == [(("",), {"file": str(file), "overrides": ["cluster.address=auto"], "nodes": True})]

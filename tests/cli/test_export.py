@@ -36,7 +36,7 @@ def test_a_newer_checkpoint_that_is_damaged_is_told_of(tmp_path: Path, capsys: p
     assert main(["export", str(tmp_path), str(tmp_path / "model")]) == 0
     out, err = capsys.readouterr()
     assert out == f"wrote {tmp_path}/model\n"
-    line = "corerl: step-00000010 is passed over, step-00000002 is taken: "
+    line = "corerl: skipping step-00000010, using step-00000002: "
     assert err.startswith(f"{line}{damaged}/actor/rank-00001.json is missing")
 
 
@@ -50,7 +50,7 @@ def test_what_cannot_be_exported_is_one_line_and_status_2(tmp_path: Path, capsys
     out, err = capsys.readouterr()
     taken, nothing, no_run = err.splitlines()
     assert out == ""
-    assert taken == f"corerl: error: {tmp_path}/taken exists already; remove it, or name another directory"
+    assert taken == f"corerl: error: {tmp_path}/taken already exists; remove it, or choose another directory"
     assert nothing.startswith(f"corerl: error: no checkpoint at {tmp_path}/nothing: give the directory of one")
     assert no_run.startswith(f"corerl: error: {tmp_path}/taken is no checkpoint: give the directory of one, ")
     assert not (tmp_path / "model").exists()

@@ -45,8 +45,8 @@ def run_failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 def test_that_nothing_is_left_to_do_is_told_and_no_failure(
     run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_failing(NothingLeft("run.steps: 4, which runs/x has done")) == 0
-    assert capsys.readouterr() == ("", "corerl: run.steps: 4, which runs/x has done\n")
+    assert run_failing(NothingLeft("run.steps: 4, which runs/x has already done")) == 0
+    assert capsys.readouterr() == ("", "corerl: run.steps: 4, which runs/x has already done\n")
 
 
 def hook_failed() -> HookFailed:

@@ -167,20 +167,20 @@ def test_it_passes_mypy_with_our_rules(tmp_path: Path) -> None:
     [
         (
             "Mine",
-            "a backend cannot be called 'Mine'; use lower case letters, digits and single hyphens, a letter first",
+            "invalid backend name 'Mine'; use lower-case letters, digits and single hyphens, a letter first",
         ),
-        ("2nd", "a backend cannot be called '2nd'; use lower case letters, digits and single hyphens, a letter first"),
+        ("2nd", "invalid backend name '2nd'; use lower-case letters, digits and single hyphens, a letter first"),
         (
             "a--b",
-            "a backend cannot be called 'a--b'; use lower case letters, digits and single hyphens, a letter first",
+            "invalid backend name 'a--b'; use lower-case letters, digits and single hyphens, a letter first",
         ),
-        ("a_b", "a backend cannot be called 'a_b'; use lower case letters, digits and single hyphens, a letter first"),
+        ("a_b", "invalid backend name 'a_b'; use lower-case letters, digits and single hyphens, a letter first"),
         ("x" * 25, f"the name '{'x' * 25}' is 25 characters long; use 24 at most"),
         (
             "plain",
-            f"there is a backend 'plain' already, of corerl {corerl.__version__}; choose another name",
+            f"a backend 'plain' already exists, in corerl {corerl.__version__}; choose another name",
         ),
-        ("someday", "'someday' is the name of a backend of CoreRL's own, not installed here; choose another name"),
+        ("someday", "'someday' is the name of one of CoreRL's own backends, not installed here; choose another name"),
     ],
 )
 def test_a_name_that_cannot_be_taken_is_told_in_one_line(
@@ -198,13 +198,13 @@ def test_a_directory_with_something_in_it_is_left_as_it_is(tmp_path: Path, capsy
         assert main(["new-backend", "mine", str(taken)]) == 2
         assert capsys.readouterr() == (
             "",
-            f"corerl: error: {taken} exists and is not an empty directory; name another one\n",
+            f"corerl: error: {taken} exists and is not an empty directory; choose another one\n",
         )
     below = tmp_path / "notes.txt/mine"
     assert main(["new-backend", "mine", str(below)]) == 2
     assert capsys.readouterr() == (
         "",
-        f"corerl: error: cannot write to {below}: Not a directory; name another directory\n",
+        f"corerl: error: cannot write to {below}: Not a directory; choose another directory\n",
     )
     assert texts(tmp_path) == {"notes.txt": "keep me"}
 

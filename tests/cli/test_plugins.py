@@ -98,7 +98,7 @@ def test_names_that_two_packages_offer_are_conflicts_and_stale_metadata_are_told
     assert main(["backends"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rivals = [line.split(maxsplit=4)[1:] for line in lines if line.startswith("good ")]
-    reason = "conflict: offered by {} and {}; choose one by writing '{}:good' or '{}:good' (corerl doctor good)"
+    reason = "conflict: provided by {} and {}; choose one by writing '{}:good' or '{}:good' (corerl doctor good)"
     assert rivals == [
         ["corerl-good", "0.3.1", "1.0", reason.format("corerl-good 0.3.1", "other 2.0", "corerl-good", "other")],
         ["other", "2.0", "1.0", reason.format("other 2.0", "corerl-good 0.3.1", "other", "corerl-good")],

@@ -71,7 +71,7 @@ def test_expected_failures_are_strict(tmp_path: Path) -> None:
         (["plian"], "unknown backend 'plian'; installed: "),
         (
             ["plain", "--level", "3"],
-            "level 3 needs a GPU, and torch sees none here; take --level 2, or 4 to leave level",
+            "level 3 needs a GPU, but torch sees none here; use --level 2, or 4 to skip level",
         ),
     ],
 )

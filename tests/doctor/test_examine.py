@@ -20,7 +20,7 @@ from corerl.plugin.spec import Finding, Level
 from tests.doctor.sites import distribution, spec
 from tests.end_to_end.command import write_small
 
-DYING = "a worker would be gone without a word"
+DYING = "a worker would die silently"
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def test_a_spec_that_aborts_its_process_is_found_with_its_line_and_the_others_ar
     aborts, leaves = amiss(findings)
     assert aborts.level is leaves.level is Level.ERROR
     assert aborts.what == (
-        "importing aborts_spec:SPEC, the spec of backend 'aborts' (corerl-aborts 0.1), "
-        f"ended its process by SIGABRT at {site}/aborts_spec.py:2"
+        "importing aborts_spec:SPEC, the spec of backend 'aborts' (corerl-aborts 0.1), killed its process with "
+        f"SIGABRT at {site}/aborts_spec.py:2"
     )
     assert aborts.why.endswith(DYING)
     assert aborts.mend == "python -m pip install --force-reinstall corerl-aborts"
@@ -81,8 +81,8 @@ def test_an_implementation_that_aborts_is_found_by_name(site: Path) -> None:
     )
     (finding,) = amiss(list(examine("native")))
     assert finding.what == (
-        "importing native_code:Backend, the implementation of backend 'native' (corerl-native 0.1), "
-        f"ended its process by SIGABRT at {site}/native_code.py:2"
+        "importing native_code:Backend, the implementation of backend 'native' (corerl-native 0.1), killed its "
+        f"process with SIGABRT at {site}/native_code.py:2"
     )
 
 
@@ -96,8 +96,8 @@ def test_by_name_a_backend_is_imported_its_hooks_are_checked_and_its_probe_is_as
     assert [text.removeprefix(mine) for text in told if text.startswith(mine)] == [
         "mine_spec:SPEC loads, written for API 1.0",
         "corerl.testing.plain.backend:PlainBackend can be imported",
-        "its hooks keep the contract",
-        "by default its processes are given MINE_RANKS=1",
+        "its hooks meet the contract",
+        "by default its processes get MINE_RANKS=1",
     ]
     assert any(text.startswith("torch ") for text in told)
 
@@ -132,7 +132,9 @@ def test_names_that_are_unknown_broken_twofold_or_of_another_api_come_with_what_
     ]
     offered, refused = amiss(list(examine("both")))
     assert (offered.level, refused.level) == (Level.WARNING, Level.ERROR)
-    assert refused.what.startswith("backend 'both' is offered by one 0.1 and two 0.1; choose one by writing 'one:both'")
+    assert refused.what.startswith(
+        "backend 'both' is provided by one 0.1 and two 0.1; choose one by writing 'one:both'"
+    )
     (unknown,) = amiss(list(examine("latter")))
     assert unknown.what.startswith("unknown plugin 'latter'; installed backends: bad, ")
     assert unknown.what.endswith("; did you mean 'later'?")
@@ -192,7 +194,7 @@ def test_a_library_that_cannot_be_imported_is_named(site: Path) -> None:
     assert finding.mend.endswith(" -c 'import corerl.doctor.run'")
     (site / "torch.py").write_text("import os\nos.abort()\n")
     (finding,) = look("corerl.doctor.run:devices")
-    assert finding.what == f"importing corerl.doctor.run ended its process by SIGABRT at {site}/torch.py:2"
+    assert finding.what == f"importing corerl.doctor.run killed its process with SIGABRT at {site}/torch.py:2"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_a_config_is_checked_and_what_its_processes_are_given_is_shown(tmp_path:
     chosen = ["backend.name=mine", "roles.actor.ranks=1", f"run.dir={tmp_path}/run"]
     findings = list(examine(file=str(file), overrides=chosen))
     assert amiss(findings) == []
-    (ranks,) = [finding.what for finding in findings if finding.what.startswith("actor ranks are given ")]
+    (ranks,) = [finding.what for finding in findings if finding.what.startswith("actor ranks get ")]
     assert {"MINE_RANKS=1", "OMP_NUM_THREADS=1"} <= set(ranks.split())
     assert f"{file} can run: 1 role on cpu" in [finding.what for finding in findings]
 

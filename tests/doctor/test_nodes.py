@@ -95,15 +95,15 @@ def test_the_doctor_has_a_line_for_each_node(nodes: Nodes, tmp_path: Path) -> No
     assert head.startswith(f"ok       node {host} (head, id ")
     assert head.endswith(f") has what the driver has: {ours}")
     assert lacking.startswith(f"error    node {host} (lacking, id ")
-    assert lacking.endswith(f") has not what the driver has: unknown backend 'mine'; installed: {KNOWN}")
+    assert lacking.endswith(f") does not have what the driver has: unknown backend 'mine'; installed: {KNOWN}")
     assert older.startswith(f"error    node {host} (older, id ")
     assert older.endswith(
-        ") has not what the driver has: backend 'mine' is corerl-mine 0.1, the driver's is corerl-mine 0.2"
+        ") does not have what the driver has: backend 'mine' is corerl-mine 0.1, the driver's is corerl-mine 0.2"
     )
     assert bare.startswith(f"error    node {host} (bare, id ")
-    assert bare.endswith(") cannot say what it has: ModuleNotFoundError: No module named 'corerl'")
+    assert bare.endswith(") cannot report what is installed: ModuleNotFoundError: No module named 'corerl'")
     for name in ("lacking", "older"):
-        assert lines[told[name] + 2].strip() == "mend: there: python -m pip install corerl-mine==0.2"
+        assert lines[told[name] + 2].strip() == "fix: there: python -m pip install corerl-mine==0.2"
     assert (done.returncode, lines[-1]) == (1, "3 errors")
 
 

@@ -79,7 +79,7 @@ def test_another_model_is_replaced_only_where_that_is_allowed(tmp_path: Path) ->
     old, new = make_model(config, seed=1), make_model(config, seed=2)
     export(save(tmp_path, config, old, step=2), tmp_path / "model")
     checkpoint = save(tmp_path, config, new, step=4)
-    with pytest.raises(ModelError, match=f"^{tmp_path}/model exists already; remove it, or name another directory$"):
+    with pytest.raises(ModelError, match=f"^{tmp_path}/model already exists; remove it, or choose another directory$"):
         export(checkpoint, tmp_path / "model")
     assert_holds(tmp_path / "model", old, torch.float32)
     export(checkpoint, tmp_path / "model", replace=True)

@@ -133,7 +133,7 @@ def test_a_failure_stays_the_error_where_the_checkpoint_is_lost_too(
 ) -> None:
     run = FakeRun(WorkerDied("the ranks have ended"))
     fail_with(ValueError("a fault"), run, tmp_path / "run", monkeypatch)
-    assert told(run.ears) == ["the checkpoint that was being written is lost: WorkerDied: the ranks have ended"]
+    assert told(run.ears) == ["the checkpoint being written is lost: WorkerDied: the ranks have ended"]
 
 
 @pytest.mark.parametrize("failure", [SaveFailed("a fault"), KeyboardInterrupt("a fault")])

@@ -71,7 +71,7 @@ def test_prompts_that_leave_no_room_for_a_response_are_left_out_and_told(tmp_pat
     assert prepared.longest_prompt == 10
     assert {prompt.index for prompt in PromptStream(prepared.prompts, 0).take(4)} == {0, 2}
     assert prepared.too_long == (
-        "data: 2 of 4 prompts are left out; they have up to 16 tokens, and 10 is the most with rollout.max_tokens=20 "
+        "data: 2 of 4 prompts are skipped; they have up to 16 tokens, but at most 10 fit with rollout.max_tokens=20 "
         "(the model has max_position_embeddings=30)"
     )
     more = prepare(config_in(tmp_path / "run", model=model, data=data, rollout={**rollout, "context_length": 36}))
@@ -194,8 +194,8 @@ def test_a_critics_own_model_must_know_the_actors_tokens(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("source", "mode", "line"),
     [
-        ({"prompts": {}}, "train-only", "sampled its batches, and run.mode='train-only' does not"),
-        ({"files": 3}, "train", "read saved batches, and run.mode='train' does not"),
+        ({"prompts": {}}, "train-only", "sampled its batches, but run.mode='train-only' does not"),
+        ({"files": 3}, "train", "read saved batches, but run.mode='train' does not"),
     ],
 )
 def test_a_run_that_samples_goes_on_from_one_that_sampled(source: dict[str, Any], mode: str, line: str) -> None:
@@ -208,7 +208,7 @@ def test_a_run_that_samples_goes_on_from_one_that_sampled(source: dict[str, Any]
 def test_older_weights_are_refused_where_engines_get_fresh_ones_anyway(tmp_path: Path) -> None:
     tables = {"weights": {"every": 2}, "cluster": {"offload": "always"}, "checkpoint": {"every": 4}}
     config = evolve(make_config(**tables), run=RunConfig(dir=str(tmp_path / "run")))
-    with pytest.raises(ConfigError, match=r"^weights.every: 2, and engines that take turns in memory with the ranks"):
+    with pytest.raises(ConfigError, match=r"^weights.every: 2, but engines that share memory with the ranks in turns"):
         prepare(config)
     prepare(evolve(config, cluster=evolve(config.cluster, offload="never")))
 
@@ -219,8 +219,8 @@ def test_engines_that_take_turns_in_memory_cannot_sample_while_ranks_train(tmp_p
     config = evolve(make_config(**tables), run=RunConfig(dir=str(tmp_path / "run")))
     turns = evolve(config, cluster=evolve(config.cluster, offload="always"))
     wanted = (
-        f"rollout.source: {source!r} has engines sample while ranks train, and here they take turns in memory; "
-        "set cluster.placement='disaggregated', or rollout.source='synchronous', or, where both fit, "
+        f"rollout.source: {source!r} samples while ranks train, but here engines and ranks take turns in memory; set "
+        "cluster.placement='disaggregated', or rollout.source='synchronous', or, if both fit in memory, "
         "cluster.offload='never'"
     )
     with pytest.raises(ConfigError) as caught:
@@ -235,7 +235,7 @@ def test_experts_are_replayed_of_a_model_that_has_some(tmp_path: Path) -> None:
     config = config_in(tmp_path, algorithm={"routing_replay": "engine"})
     with pytest.raises(ConfigError) as caught:
         prepare(evolve(config, run=evolve(config.run, mode="rollout-only")))
-    wanted = "algorithm.routing_replay: 'engine', and the model has no experts to choose from; set it to 'none'"
+    wanted = "algorithm.routing_replay: 'engine', but the model has no experts; set it to 'none'"
     assert caught.value.message == wanted
     experts = evolve(config, model=evolve(config.model, config=tiny_fields("qwen3-moe")))
     assert prepare(experts).params.routed_experts

@@ -18,7 +18,7 @@ def test_weights_that_the_engine_does_not_take_as_they_travel_are_refused(tmp_pa
     config = evolve(config_in(tmp_path), weights=WeightsConfig(quantize="fp8"))
     with pytest.raises(
         ConfigError,
-        match=r"^weights.quantize: 'fp8', and the engine '\w+', as it is configured, takes 'none'; make them equal$",
+        match=r"^weights.quantize: 'fp8', but the engine '\w+' is configured for 'none'; make them equal$",
     ):
         prepare(config)
     engine = load(Kind.ENGINES, config.rollout.engine)

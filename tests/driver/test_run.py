@@ -178,10 +178,10 @@ def test_samples_without_the_engines_experts_end_the_run_in_one_line(
         run.with_advantages(scored())
     assert caught.value.message == (
         f"algorithm.routing_replay: 'engine', and {source} came without 'routed_experts'; set it to 'recompute' (with "
-        "old_logprobs='recompute') or 'none', or take an engine that tells the experts of a token"
+        "old_logprobs='recompute') or 'none', or use an engine that reports the experts of each token"
     )
     flat = batch().with_columns(**{EXPERTS: CHOSEN[:, 0]})
-    with pytest.raises(DataError, match=r"'routed_experts' of .* is int16 \[5, 2\], wanted integers \[5, layers"):
+    with pytest.raises(DataError, match=r"'routed_experts' of .* is int16 \[5, 2\], wanted integers \[5, expert"):
         run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=flat)))
 
 
@@ -234,7 +234,7 @@ def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]
     cut = batch().with_rows(truncated=np.array([True, True]))
     stamped = run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=cut)))
     assert run.optimize(stamped) == {} and actor.losses == []
-    assert told(ears) == ["step 0 is passed over: none of its samples has a loss token"]
+    assert told(ears) == ["step 0 is skipped: none of its samples has a loss token"]
 
 
 def test_a_mini_batch_without_a_loss_token_moves_nothing_and_is_told(make_run: Callable[..., Run]) -> None:
@@ -245,7 +245,7 @@ def test_a_mini_batch_without_a_loss_token_moves_nothing_and_is_told(make_run: C
     results = run.optimize(run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=cut))))
     assert [each.grad_norm for each in results["actor"]] == [0.0, 1.0, 2.0]  # the numbers of the steps that were done
     assert actor.optimizer_step == 3
-    assert told(ears) == ["step 0: 3 optimizer steps of actor are left out: no sample in them has a loss token"]
+    assert told(ears) == ["step 0: 3 optimizer steps of actor are skipped: their samples have no loss tokens"]
 
 
 def test_fewer_groups_than_mini_batches_are_fewer_steps_and_told(make_run: Callable[..., Run]) -> None:
@@ -256,7 +256,7 @@ def test_fewer_groups_than_mini_batches_are_fewer_steps_and_told(make_run: Calla
     results = run.optimize(run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=two))))
     assert len(results["actor"]) == actor.optimizer_step == 4
     assert told(ears) == [
-        "step 0: 4 optimizer steps of actor are left out: the batch has fewer groups, which are not split"
+        "step 0: 4 optimizer steps of actor are skipped: the batch has fewer groups than that, and groups are not split"
     ]
 
 
@@ -307,8 +307,8 @@ def test_a_reward_that_never_differs_is_told_once_until_it_does(make_run: Callab
     run = make_run(make_config(), ears=ears)
     same = evolve(scored(), rewards=np.array([0.25, 0.25], np.float32))
     line = (
-        "every sample of the last 3 steps had the reward 0.25: nothing is learned from that; "
-        "look at reward.name, data.answer_key, and what is sampled"
+        "every sample of the last 3 steps had the reward 0.25: nothing is learned from that; check reward.name, "
+        "data.answer_key and the samples"
     )
     for expected in (0, 0, 1, 1):
         run.report(same, None, {})

@@ -48,7 +48,7 @@ def test_a_resumed_run_tells_which_checkpoints_it_passes_over(tmp_path: Path) ->
     assert lost_checkpoints(config_in(tmp_path, "auto"), tmp_path) == []
     (newest / "actor/rank-00001.json").unlink()
     assert resume_from(config_in(tmp_path, "auto"), tmp_path, starting=True) == older
-    line = "checkpoint.resume: step-00000004 is passed over, and the run goes back to an older checkpoint: "
+    line = "checkpoint.resume: skipping step-00000004, the run falls back to an older checkpoint: "
     (told,) = lost_checkpoints(config_in(tmp_path, "auto"), tmp_path)
     assert told.startswith(f"{line}{newest}/actor/rank-00001.json is missing")
     assert lost_checkpoints(config_in(tmp_path, str(older)), tmp_path) == []  # chosen by hand
@@ -62,9 +62,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path: Pat
     chosen = config_in(tmp_path / "run", str(elsewhere) if resume == "elsewhere" else resume)
     with pytest.raises(ConfigError) as caught:
         resume_from(chosen, tmp_path / "run", starting=True)
-    line = f"run.dir: {tmp_path}/run already holds a run, and none of its checkpoints can be resumed: "
+    line = f"run.dir: {tmp_path}/run already holds a run, but none of its checkpoints can be resumed: "
     assert caught.value.message.startswith(f"{line}{only}/actor/rank-00001.json is missing")
-    assert caught.value.message.endswith(f"to begin anew here, remove {only.parent}")
+    assert caught.value.message.endswith(f"to start over here, remove {only.parent}")
     begun = resume_from(chosen, tmp_path / "run", starting=False)
     assert begun == (elsewhere if resume == "elsewhere" else None)
 
@@ -72,7 +72,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path: Pat
 @pytest.mark.parametrize("resume", ["never", "auto", "newest"])
 @pytest.mark.parametrize(
     ("mode", "advice"),
-    [("eval", "give another run.dir, or use: corerl eval "), ("rollout-only", "give another run.dir")],
+    [("eval", "set another run.dir, or use: corerl eval "), ("rollout-only", "set another run.dir")],
 )
 def test_what_only_samples_or_scores_does_not_write_over_a_trained_run(
     tmp_path: Path, mode: Any, advice: str, resume: str
@@ -83,7 +83,7 @@ def test_what_only_samples_or_scores_does_not_write_over_a_trained_run(
     config = evolve(config, run=evolve(config.run, mode=mode))
     with pytest.raises(ConfigError) as caught:
         prepare(config)
-    line = f"run.dir: {tmp_path} already holds a run (step-00000004), whose numbers run.mode={mode!r} would write over"
+    line = f"run.dir: {tmp_path} already holds a run (step-00000004), whose results run.mode={mode!r} would overwrite"
     assert caught.value.message.startswith(f"{line}; {advice}")
     assert prepare(config, starting=False).first_step == (0 if resume == "never" or mode == "rollout-only" else 4)
 
@@ -95,7 +95,7 @@ def test_rollouts_of_two_runs_are_not_mixed(kept: dict[str, Any], tmp_path: Path
     config = evolve(config, run=evolve(config.run, dir=str(tmp_path / "run")))
     checkpoint = save(tmp_path / "other", config, make_model(config, seed=1), step=4)
     for resume in ("never", "auto", str(checkpoint)):
-        with pytest.raises(ConfigError, match=r"^run.dir: .* holds rollouts already, which would be mixed with new"):
+        with pytest.raises(ConfigError, match=r"^run.dir: .* already holds rollouts, which would be mixed with new"):
             prepare(evolve(config, checkpoint=CheckpointConfig(resume=resume)))
 
 
@@ -118,14 +118,14 @@ def test_a_run_goes_on_with_the_numbers_of_its_own_directory_and_with_whole_ones
     where = f"{tmp_path}/own/metrics.jsonl:2"
     assert (
         caught.value.message
-        == f'run.dir: {where}: \'{{"step": 1, "a"\' is no object with a step; mend or delete the line'
+        == f'run.dir: {where}: \'{{"step": 1, "a"\' is not an object with a step; fix or delete the line'
     )
 
 
 def test_a_model_that_a_run_has_not_written_is_not_replaced_by_its_export(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(
-        ConfigError, match=r"^run.dir: .*/model is there already, and the run would put its export in its"
+        ConfigError, match=r"^run.dir: .*/model already exists, and the run would replace it with its export"
     ):
         prepare(config_in(tmp_path))
     config = config_in(tmp_path)
@@ -153,19 +153,21 @@ def test_a_run_whose_steps_are_done_does_not_start_again(tmp_path: Path) -> None
         assert type(caught.value) is error
         return caught.value.message
 
-    before = f"run.steps: 3, and the checkpoint {checkpoint} has done 4; raise run.steps to go on"
+    before = f"run.steps: 3, but the checkpoint {checkpoint} has already done 4; raise run.steps to continue"
     assert refused(resumed(run, "auto", steps=3)) == before
     assert prepare(resumed(run, "auto", steps=3), starting=False).first_step == 4  # what only looks at it may
-    others = f"run.steps: 4, and the checkpoint {checkpoint} has done 4; raise run.steps to go on"
+    others = f"run.steps: 4, but the checkpoint {checkpoint} has already done 4; raise run.steps to continue"
     assert refused(resumed(tmp_path / "new", str(checkpoint), steps=4)) == others
-    done = f"run.steps: 4, which {run} has done: nothing is left to do; raise run.steps to go on"
+    done = f"run.steps: 4, which {run} has already done: nothing is left to do; raise run.steps to continue"
     assert refused(resumed(run, "auto", steps=4, export=False), NothingLeft) == done
 
     # It was killed before it had exported its last checkpoint: that is left to do, also over an earlier export.
     assert prepare(resumed(run, "auto", steps=4)).first_step == 4
     written = export(checkpoint, run / "model")
-    exported = f"run.steps: 4, which {run} has done and {run}/model is its export: nothing is left to do; raise "
-    assert refused(resumed(run, "auto", steps=4), NothingLeft) == f"{exported}run.steps to go on"
+    exported = (
+        f"run.steps: 4, which {run} has already done and {run}/model is its export: nothing is left to do; raise "
+    )
+    assert refused(resumed(run, "auto", steps=4), NothingLeft) == f"{exported}run.steps to continue"
     os.utime(written / "config.json", (0, 0))
     assert prepare(resumed(run, "auto", steps=4)).first_step == 4
 

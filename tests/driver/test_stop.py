@@ -18,7 +18,7 @@ def test_the_first_signal_is_a_request_and_a_second_one_stops_at_once(number: si
         assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
-    assert told == [f"{number.name}: finishing this step, then saving; once more stops at once and saves nothing"]
+    assert told == [f"{number.name}: finishing this step, then saving; repeat to stop at once without saving"]
 
 
 def test_a_signal_that_interrupts_what_an_observer_has_locked_waits_for_nothing() -> None:

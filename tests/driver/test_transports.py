@@ -53,7 +53,7 @@ def test_auto_hands_over_memory_where_ranks_and_engines_share_devices(
 
 def test_handing_over_memory_between_devices_is_refused_where_it_is_asked_for() -> None:
     asked: dict[str, Any] = {"weights": {"transport": "ipc"}}
-    with pytest.raises(ConfigError, match=r"^weights.transport: 'ipc' .* bundles \[0, 2\]\); take 'auto', or "):
+    with pytest.raises(ConfigError, match=r"^weights.transport: 'ipc' .* bundles \[0, 2\]\); use 'auto', or "):
         choose_transport(make_config(**asked), places(2, 4), (), by_handle=True)
     reading = make_config(**asked, run={"mode": "train-only"})  # there is no engine
     assert choose_transport(reading, places(2, 4), (), by_handle=True) == "ipc"

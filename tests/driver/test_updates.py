@@ -168,12 +168,12 @@ def test_what_engines_hold_is_compared_every_so_many_updates_and_the_tensor_is_n
     for _ in range(4):
         updates.push()
     assert actor.verified == [True, False, True, False]
-    line = "engine-1 cannot tell what it has loaded (Engine.weight_sums): it is not compared with what was sent; "
-    assert told(ears) == [f"{line}weights.verify_every=0 asks no more"]
+    line = "engine-1 cannot report what it has loaded (Engine.weight_sums), so it is not compared with what was sent; "
+    assert told(ears) == [f"{line}set weights.verify_every=0 to stop checking"]
     fleet.sums = {"engine-0": {"a": 5, "b": 6}, "engine-1": {"a": 5, "b": 7}}
     with pytest.raises(
         WeightUpdateError,
-        match="^engine-1 holds other weights than it was sent as version 11: 'b', whose bits sum to 0x7 ",
+        match="^engine-1 holds different weights than it was sent as version 11: 'b', whose bits sum to 0x7 ",
     ):
         updates.push()
 

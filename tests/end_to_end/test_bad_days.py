@@ -74,8 +74,8 @@ def damage(file: Path, how: str) -> None:
         ("cut in its header", "is damaged: .*; download or save it again"),
         ("empty", "is damaged: .*; download or save it again"),
         ("header", "is damaged: .*; download or save it again"),
-        ("lacks", rf"lacks '{EMBEDDING}', and its config.json wants \[16, 32\]: .*; download or save them again"),
-        ("shape", rf"has \[16, 48\] for '{EMBEDDING}', and its config.json wants \[16, 32\]: .* or save them again"),
+        ("lacks", rf"lacks '{EMBEDDING}', but its config.json needs \[16, 32\]: .*; download or save them again"),
+        ("shape", rf"has \[16, 48\] for '{EMBEDDING}', but its config.json needs \[16, 32\]: .* or save them again"),
     ],
 )
 def test_a_damaged_model_file_is_named_before_any_process(
@@ -149,14 +149,14 @@ def test_a_second_run_in_one_directory_is_refused_and_a_killed_one_leaves_it_fre
         notes = [line for line in first.out.splitlines() if line.startswith("note: ")]
         assert notes == [
             (
-                "note: every sample of the last 3 steps had the reward 0.25: nothing is learned from that; "
-                "look at reward.name, data.answer_key, and what is sampled"
+                "note: every sample of the last 3 steps had the reward 0.25: nothing is learned from that; check "
+                "reward.name, data.answer_key and the samples"
             )
         ]
         before = content(run_dir)
         for own, told in (
-            ("checkpoint.resume=auto", f"another run is writing to {run_dir}; give another directory, or wait until "),
-            ("checkpoint.resume=never", f"{run_dir} already holds a run (step-00000002); go on with it by "),
+            ("checkpoint.resume=auto", f"another run is writing to {run_dir}; set another directory, or wait for "),
+            ("checkpoint.resume=never", f"{run_dir} already holds a run (step-00000002); continue it with "),
         ):
             assert main(["train", str(config), f"run.dir={run_dir}", "run.steps=9", *FAKE, own]) == 2
             out, err = capsys.readouterr()

@@ -117,7 +117,7 @@ def test_several_problems_are_told_at_once(refused: Callable[..., list[str]]) ->
 def test_a_run_directory_that_cannot_be_written_is_one_line(refused: Callable[..., list[str]], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert refused("run.dir=file/run") == [
-        f"run.dir: cannot write to {tmp_path}/file/run (Not a directory); give another directory"
+        f"run.dir: cannot write to {tmp_path}/file/run (Not a directory); set another directory"
     ]
 
 
@@ -160,7 +160,7 @@ def test_a_run_is_not_trained_over_without_being_asked(
 ) -> None:
     earlier = copy_of(uninterrupted, tmp_path, 2, 4)
     before = content(earlier)
-    advice = "go on with it by checkpoint.resume=auto, or give another run.dir"
+    advice = "continue it with checkpoint.resume=auto, or set another run.dir"
     held = f"run.dir: {earlier} already holds a run (step-00000004); {advice}"
     assert refused(f"run.dir={earlier}") == [held]
     # Nor from an older checkpoint of its own, whose successors would be taken for newer ones, nor from another run's.
@@ -200,7 +200,7 @@ def test_a_checkpoint_of_another_model_or_of_other_data_is_refused(
 ) -> None:
     earlier = copy_of(uninterrupted, tmp_path, 6)
     checkpoint, before = earlier / "checkpoints/step-00000006", content(earlier)
-    advice = "resume with the [model] that it was trained with, or give another run.dir and start anew"
+    advice = "resume with the [model] it was trained with, or start a new run in another run.dir"
     resume = [f"run.dir={earlier}", "checkpoint.resume=auto"]
     assert refused(*resume, "model.config.hidden_size=64") == [
         f"{checkpoint} has [16, 32] for 'model.embed_tokens.weight', this run's actor wants [16, 64]; {advice}"

@@ -98,7 +98,7 @@ def test_a_number_that_is_not_finite_ends_the_run_with_its_place(tmp_path: Path)
         assert command.finish() == 1
         command.assert_nothing_is_left()
     assert re.search(
-        r"actor rank [01]: train at optimizer step \d: extension:nan-guard found a number that is not finite: "
+        r"actor rank [01]: train at optimizer step \d: extension:nan-guard found a non-finite number: "
         r"column rollout_logprobs: nan at sample 5, token \d+",
         command.err,
     )

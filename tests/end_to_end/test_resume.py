@@ -63,7 +63,7 @@ def test_a_run_that_is_stopped_then_killed_during_a_save_then_between_two_steps_
         assert (command.finish(), command.err) == (0, "")
         command.assert_nothing_is_left()
     lines = command.out.splitlines()
-    assert "note: SIGINT: finishing this step, then saving; once more stops at once and saves nothing" in lines
+    assert "note: SIGINT: finishing this step, then saving; repeat to stop at once without saving" in lines
     assert any(line.startswith("interrupted after 3 of 6 steps, ") for line in lines)
     assert latest(run_dir) == checkpoints / "step-00000003"
     assert not (run_dir / "model").exists()

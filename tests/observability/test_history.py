@@ -26,14 +26,14 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
     with pytest.raises(DataError) as caught:
         History.read(str(tmp_path), before=9)
     assert str(caught.value) == (
-        f"{tmp_path}/metrics.jsonl:2: {line!r} is no object with a step; mend or delete the line"
+        f"{tmp_path}/metrics.jsonl:2: {line!r} is not an object with a step; fix or delete the line"
     )
 
 
 def test_bytes_that_are_no_text_and_a_step_that_is_no_number_are_named_too(tmp_path: Path) -> None:
     for line in (b'{"step": 1, "a": "\xff"}', b'{"step": Infinity}'):
         (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + line + b"\n")
-        with pytest.raises(DataError, match=r"metrics.jsonl:2: .*step.* is no object with a step"):
+        with pytest.raises(DataError, match=r"metrics.jsonl:2: .*step.* is not an object with a step"):
             History.read(str(tmp_path), before=9)
         assert History.read(str(tmp_path), before=0).names() == []  # of a run that begins anew
 

@@ -36,8 +36,8 @@ def test_a_column_is_told_with_its_sample_and_token_and_the_step(tmp_path: Path)
     with pytest.raises(CorerlError) as caught:
         run.train(batch(advantages={12: NAN, 13: INF}, old_logprobs={7: -INF}), LOSS, step(7))
     assert caught.value.message.startswith(
-        "actor rank 0: train at optimizer step 7: extension:nan-guard found a number that is not finite: "
-        "column advantages: nan at sample 2, token 3, and at 1 more tokens; "
+        "actor rank 0: train at optimizer step 7: extension:nan-guard found a non-finite number: column advantages: "
+        "nan at sample 2, token 3, and at 1 more tokens; "
     )
     told = [json.loads(line) for line in (tmp_path / "nan-guard/actor-0.jsonl").read_text().splitlines()]
     assert {(each["optimizer_step"], each["rollout_step"]) for each in told} == {(7, 3)}
@@ -114,7 +114,7 @@ def test_the_first_parameter_that_is_not_finite_is_named(tmp_path: Path) -> None
 
     run = guarded(tmp_path, inner=Breaks(), parameters=True)
     backend: Any = run.backend
-    with pytest.raises(CorerlError, match="parameter model.layers.1.mlp.up_proj.weight: 3 of the 2048 numbers"):
+    with pytest.raises(CorerlError, match="parameter model.layers.1.mlp.up_proj.weight: 3 of the 2048 values"):
         run.train(batch(), LOSS, step(0))
     assert not torch.nn.modules.module._global_forward_pre_hooks  # modules are watched in one step alone
 
@@ -131,7 +131,7 @@ def test_a_step_that_finds_the_loss_scale_is_no_finding() -> None:
     broken = evolve(skipped, metrics={"loss": Metric(NAN, 2.0)}, applied=True)
     assert in_result(broken, scales_loss=True) == [
         "metric loss: nan",
-        "gradient norm: inf; the step was applied all the same",
+        "gradient norm: inf; the step was applied anyway",
     ]
 
 

@@ -85,8 +85,10 @@ CASES = {
         source=SPEC.format(api="(1, 0)"),
         offered_by=("corerl-twofold", "rival"),
         error="PluginConflict",
-        message="backend 'twofold' is offered by corerl-twofold 0.2 and rival 0.2; "
-        "choose one by writing 'corerl-twofold:twofold' or 'rival:twofold'",
+        message=(
+            "backend 'twofold' is provided by corerl-twofold 0.2 and rival 0.2; choose one by writing "
+            "'corerl-twofold:twofold' or 'rival:twofold'"
+        ),
     ),
     "later": Case(
         source=SPEC.format(api="(2, 0)"),

@@ -99,8 +99,8 @@ def test_two_distributions_with_one_name_are_both_named_and_can_be_told_apart(
     with pytest.raises(PluginConflict) as caught:
         load(Kind.BACKENDS, "mine")
     assert caught.value.message == (
-        "backend 'mine' is offered by corerl-mine 0.1.0 and other 2.0; "
-        "choose one by writing 'corerl-mine:mine' or 'other:mine'"
+        "backend 'mine' is provided by corerl-mine 0.1.0 and other 2.0; choose one by writing 'corerl-mine:mine' or "
+        "'other:mine'"
     )
     assert load(Kind.BACKENDS, "other:mine").distribution == "other"
     assert load(Kind.BACKENDS, "CoreRL_mine:mine").name == "mine"

@@ -161,7 +161,7 @@ def found(
         problems.append(f"{len(wrong)} batches of another size than {prompts * SAMPLES}, the first {wrong[0]}")
     if scenario.bound is not None and not difference < scenario.bound:
         problems.append(f"mean |log-prob difference| {difference:.4f}, wanted under {scenario.bound}")
-    if "cannot tell what it has loaded" in told:
+    if "cannot report what it has loaded" in told:
         problems.append("the engine did not tell what it holds")
     if scenario.kill and not killed:
         problems.append("no server was killed")
