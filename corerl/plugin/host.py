@@ -38,6 +38,7 @@ from corerl.types import (
     InitResult,
     LossSpec,
     MemoryKind,
+    Metric,
     Output,
     PackedBatch,
     SaveResult,
@@ -250,9 +251,12 @@ class PluginHost:
     def _checked(self, hook: str, **arguments: Any) -> Any:
         result = getattr(self._manager.hook, hook)(**arguments)
         expected = RESULTS[hook]
-        if isinstance(result, expected):
+        flaw = _flaw(result)
+        if isinstance(result, expected) and not flaw:
             return result
         chain = call_chain(self._manager, hook)
+        if flaw:
+            raise ContractError(f"{hook}() returned {flaw}; call chain: {chain}")
         hint = " (a wrapper with a bare yield drops the result: write return (yield))" if ">" in chain else ""
         raise ContractError(
             f"{hook}() returned {type(result).__name__}, expected {expected.__name__}; call chain: {chain}{hint}"
@@ -276,3 +280,14 @@ class PluginHost:
 
 def _when(step: Step | None) -> str:
     return f" at optimizer step {step.optimizer_step}" if step else ""
+
+
+def _flaw(result: Any) -> str:
+    """What is wrong inside a result of the right type; "" if nothing is."""
+    metrics = result.metrics if isinstance(result, TrainResult) else {}
+    if not isinstance(metrics, Mapping):
+        return f"metrics of type {type(metrics).__name__}, expected a mapping from names to Metric"
+    for name, metric in metrics.items():
+        if not isinstance(metric, Metric):
+            return f"metric {name!r} of type {type(metric).__name__}, expected Metric(total, weight)"
+    return ""

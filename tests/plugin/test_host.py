@@ -31,6 +31,7 @@ from corerl.types import (
     InitResult,
     LossSpec,
     MemoryKind,
+    Metric,
     Output,
     PackedBatch,
     ParallelLayout,
@@ -366,6 +367,27 @@ def test_a_backend_that_returns_something_else_is_found_without_blaming_wrappers
         host.save("somewhere", STEP, False)
     assert caught.value.message == (
         "actor rank 1: save at optimizer step 12: save() returned str, expected SaveResult; call chain: backend:mine"
+    )
+
+
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [
+        ({"loss": Metric(1.0), "a": 1.0}, "metric 'a' of type float, expected Metric(total, weight)"),
+        (None, "metrics of type NoneType, expected a mapping from names to Metric"),
+    ],
+)
+def test_metrics_that_are_plain_numbers_are_found_on_their_rank_with_their_name(metrics: Any, told: str) -> None:
+    class Wrong(Fake):
+        @hookimpl
+        def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+            return evolve(TRAINED, metrics=metrics)
+
+    host, _ = ready(Wrong())
+    with pytest.raises(ContractError) as caught:
+        host.train(BATCH, LOSS, STEP)
+    assert caught.value.message == (
+        f"actor rank 1: train at optimizer step 12: train() returned {told}; call chain: backend:mine"
     )
 
 
