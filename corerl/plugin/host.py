@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from enum import StrEnum
+from types import FrameType
 from typing import Any, NoReturn
 
 from corerl.config.schema import RoleConfig
@@ -21,7 +22,7 @@ from corerl.errors import (
     WeightUpdateError,
     WrongState,
 )
-from corerl.messages import one_line
+from corerl.messages import one_line, place
 from corerl.plugin.capabilities import FULL, Capability, Support, asked_by_role, refusal
 from corerl.plugin.context import Context
 from corerl.plugin.contract import (
@@ -262,6 +263,12 @@ class PluginHost:
             f"{hook}() returned {type(result).__name__}, expected {expected.__name__}; call chain: {chain}{hint}"
         )
 
+    def _backends_own(self, frame: FrameType) -> bool:
+        """Whether the frame is of the package that the backend's class is in."""
+        module, name = type(self.backend).__module__, str(frame.f_globals.get("__name__"))
+        package = module.rpartition(".")[0] or module
+        return name == package or name.startswith(f"{package}.")
+
     @property
     def _where(self) -> str:
         return f"{self.context.role} rank {self.context.rank}"
@@ -271,7 +278,7 @@ class PluginHost:
 
     def _hook_failed(self, hook: str, error: BaseException, *, at: Step | None = None, plugin: str = "") -> HookFailed:
         where = plugin or f"backend:{self.name}"
-        why = self.backend.explained(hook, error) or one_line(error)
+        why = self.backend.explained(hook, error) or one_line(error) + place(error, self._backends_own)
         failed = HookFailed(f"{where}, {self._where}: {hook} failed{_when(at)}: {why}")
         failed.hook, failed.rank = hook, self.context.rank
         failed.details = "".join(traceback.format_exception(error))

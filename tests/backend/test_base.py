@@ -369,7 +369,8 @@ def test_where_a_backend_cannot_say_what_it_holds_torchs_own_words_are_told(setu
     backend.early = True
     with pytest.raises(HookFailed) as caught:
         host_of(backend).init(evolve(role_config(setup), options=PlainConfig()), CONTEXT)
-    assert caught.value.message == f"backend:large, actor rank 0: init failed: OutOfMemoryError: {TORCHS}"
+    line = f"tests/backend/test_base.py:{Large.build.__code__.co_firstlineno + 2}"
+    assert caught.value.message == f"backend:large, actor rank 0: init failed: OutOfMemoryError: {TORCHS} ({line})"
 
 
 @pytest.mark.parametrize(

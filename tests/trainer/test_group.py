@@ -39,6 +39,7 @@ from corerl.types import (
 )
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
+from tests.trainer import fakes
 from tests.trainer.configs import config_for
 from tests.trainer.fakes import MANIFEST
 
@@ -493,8 +494,10 @@ def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_e
 
     with pytest.raises(HookFailed) as caught:
         group.train(shared, plan, LOSS, evolve(STEP, optimizer_step=9))
+    raises = fakes.FakeBackend.train.__code__.co_firstlineno + 3
     assert caught.value.message == (
-        "backend:tests.trainer.fakes:SPEC, actor rank 1: train failed at optimizer step 9: ArithmeticError: no luck"
+        "backend:tests.trainer.fakes:SPEC, actor rank 1: train failed at optimizer step 9: ArithmeticError: no luck "
+        f"(tests/trainer/fakes.py:{raises})"
     )
     assert (caught.value.hook, caught.value.rank) == ("train", 1)
     assert 'raise ArithmeticError("no luck")' in caught.value.details
