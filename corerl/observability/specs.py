@@ -18,7 +18,9 @@ from corerl.plugin.spec import ExtensionSpec, Problem, Process
 @frozen(kw_only=True)
 class ConsoleOptions:
     every: int = option(
-        "rollout steps between lines where the output is no terminal", default=10, validator=at_least(1)
+        "rollout steps between lines where the output is no terminal; slow steps have one every 20 s",
+        default=10,
+        validator=at_least(1),
     )
 
 
