@@ -291,7 +291,7 @@ def _when(step: Step | None) -> str:
 
 def _flaw(result: Any) -> str:
     """What is wrong inside a result of the right type; "" if nothing is."""
-    metrics = result.metrics if isinstance(result, TrainResult) else {}
+    metrics: Any = result.metrics if isinstance(result, TrainResult) else {}
     if not isinstance(metrics, Mapping):
         return f"metrics of type {type(metrics).__name__}, expected a mapping from names to Metric"
     for name, metric in metrics.items():
