@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import os
+import traceback
+from collections.abc import Callable, Iterable
+from types import FrameType
 
 from corerl.errors import CorerlError
 
@@ -49,3 +52,14 @@ def last_line(error: BaseException) -> str:
 def one_line(error: BaseException) -> str:
     """The type of an error and the first line of its text."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")
+
+
+def place(error: BaseException, own: Callable[[FrameType], bool]) -> str:
+    """The innermost of the traceback's lines that are `own`, as " (file:line)"; "" if there is none. The path is
+    relative to the working directory, if inside it."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__) if own(frame)]
+    if not lines:
+        return ""
+    file, line = lines[-1]
+    here = os.path.realpath(file).removeprefix(os.path.join(os.path.realpath("."), ""))
+    return f" ({file if os.path.isabs(here) else here}:{line})"

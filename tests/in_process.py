@@ -93,6 +93,8 @@ class Objects:
     def ready(self, pending: Calls, timeout: float) -> bool:
         return not wait(pending.futures.values(), timeout).not_done
 
+    ended = False  # a failure here leaves the others as they are
+
     def kill(self) -> None:
         for threads in self._threads:
             threads.shutdown(wait=False)

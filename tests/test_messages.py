@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import json
+import re
+
+import pytest
+
 from corerl.errors import SaveFailed
-from corerl.messages import did_you_mean, first_line, last_line, message_of, nearest, one_line
+from corerl.messages import did_you_mean, first_line, last_line, message_of, nearest, one_line, place
 
 
 def test_a_name_that_is_like_a_known_one_is_asked_for() -> None:
@@ -32,3 +37,16 @@ def test_an_error_is_one_line_with_or_without_its_type() -> None:
 def test_an_error_of_ours_needs_no_type() -> None:
     assert message_of(SaveFailed("the disk\nis full")) == "the disk\nis full"
     assert message_of(ValueError("a cause\nand its story")) == "ValueError: a cause\nand its story"
+
+
+def test_the_place_of_an_error_is_the_innermost_line_that_is_asked_for() -> None:
+    def reads(text: str) -> None:
+        json.loads(text)
+
+    with pytest.raises(ValueError) as caught:
+        reads("[")
+    line = reads.__code__.co_firstlineno + 1
+    assert place(caught.value, lambda frame: frame.f_globals is globals()) == f" (tests/test_messages.py:{line})"
+    assert re.fullmatch(r" \(/.*/json/decoder\.py:\d+\)", place(caught.value, lambda frame: True))
+    assert place(caught.value, lambda frame: False) == ""
+    assert place(ValueError("was never raised"), lambda frame: True) == ""

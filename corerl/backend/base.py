@@ -20,7 +20,7 @@ import torch
 from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.checkpoint.writer import BackgroundWriter, stage, write
 from corerl.config.schema import RoleConfig
-from corerl.errors import CheckpointError, MemoryHeld
+from corerl.errors import CheckpointError, ContractError, MemoryHeld
 from corerl.memory.cache import empty_cache
 from corerl.memory.communicators import Communicators
 from corerl.memory.measure import GIB, DeviceMeter, Held
@@ -188,6 +188,11 @@ class Backend(BackendBase, ABC):
         self._writer = BackgroundWriter()
         self.phase = "model build"
         self.layout = self.build(config, context)
+        if not isinstance(self.layout, ParallelLayout):
+            raise ContractError(
+                f"backend:{self.label or type(self).__name__} returned {type(self.layout).__name__} from build(), "
+                "expected ParallelLayout; return this rank's layout"
+            )
         if config.sleeps:  # in the background; the first sleep waits for whatever is not ready by then
             self._sleeper.reserve(self.sleeping_bytes(), self.group)
         self.phase = "load"

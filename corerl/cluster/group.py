@@ -76,6 +76,11 @@ class RayGroup:
     def __len__(self) -> int:
         return len(self.names)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the group was killed, by its owner or because a member failed."""
+        return not self._alive
+
     # ---- calls ------------------------------------------------------------------------------------------------------
 
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Pending:

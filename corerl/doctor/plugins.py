@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+from attrs import evolve
 
 from corerl.config.schema import ClusterInfo
 from corerl.doctor.child import Begins, Told
@@ -45,7 +48,10 @@ def look_named(name: str) -> Iterator[Told]:
         if not kinds:
             raise unknown(name)
     except PluginError as error:
-        yield finding_of(error, Kind.BACKENDS, name)
+        finding = finding_of(error, Kind.BACKENDS, name)
+        if Path(name).is_dir() or name.endswith(".toml"):
+            finding = evolve(finding, mend=f"{finding.mend}; for a run's file: corerl doctor --config FILE")
+        yield finding
         return
     for kind in kinds:
         yield from _look_at(kind, name, deep=True)

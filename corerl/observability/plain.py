@@ -31,14 +31,19 @@ COLUMNS = (
 )
 
 
+QUIET_SECONDS = 20.0  # with slow steps, no longer pause between lines
+
+
 class PlainView:
-    """Prints a line every `every` steps, at the first and the last step, and at each evaluation."""
+    """Prints a line every `every` steps, or for a step that ends `QUIET_SECONDS` after the last line, at the first and
+    the last step, and at each evaluation."""
 
     def __init__(self, story: Story, stream: TextIO, *, every: int) -> None:
         self._story = story
         self._stream = stream
         self._every = every
         self._headed = False
+        self._row_at = story.clock()  # time of the last row
 
     def hear(self, event: Event) -> None:
         story = self._story
@@ -54,7 +59,8 @@ class PlainView:
                 self._say(f"[{duration(story.clock() - story.began):>5}] {event.name}")
             case StepFinished():
                 first, last = story.done == story.first_step + 1, story.done == story.steps
-                if first or last or story.done % self._every == 0:
+                quiet = story.clock() - self._row_at >= QUIET_SECONDS
+                if first or last or quiet or story.done % self._every == 0:
                     left = story.seconds_left()
                     self._row(story.done, event.metrics, "" if left is None else duration(left))
             case Evaluated():
@@ -71,6 +77,7 @@ class PlainView:
         """Nothing to close."""
 
     def _row(self, step: int, metrics: Mapping[str, float], left: str) -> None:
+        self._row_at = self._story.clock()
         total = self._story.steps
         wide = max(8, 2 * len(str(total)) + 1)
         if not self._headed:

@@ -18,7 +18,9 @@ from corerl.plugin.spec import ExtensionSpec, Problem, Process
 @frozen(kw_only=True)
 class ConsoleOptions:
     every: int = option(
-        "rollout steps between lines when the output is not a terminal", default=10, validator=at_least(1)
+        "rollout steps between lines when the output is not a terminal; slow steps get a line every 20 s",
+        default=10,
+        validator=at_least(1),
     )
 
 

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from enum import StrEnum
+from types import FrameType
 from typing import Any, NoReturn
 
 from corerl.config.schema import RoleConfig
@@ -21,7 +22,7 @@ from corerl.errors import (
     WeightUpdateError,
     WrongState,
 )
-from corerl.messages import one_line
+from corerl.messages import one_line, place
 from corerl.plugin.capabilities import FULL, Capability, Support, asked_by_role, refusal
 from corerl.plugin.context import Context
 from corerl.plugin.contract import (
@@ -38,6 +39,7 @@ from corerl.types import (
     InitResult,
     LossSpec,
     MemoryKind,
+    Metric,
     Output,
     PackedBatch,
     SaveResult,
@@ -250,13 +252,22 @@ class PluginHost:
     def _checked(self, hook: str, **arguments: Any) -> Any:
         result = getattr(self._manager.hook, hook)(**arguments)
         expected = RESULTS[hook]
-        if isinstance(result, expected):
+        flaw = _flaw(result)
+        if isinstance(result, expected) and not flaw:
             return result
         chain = call_chain(self._manager, hook)
+        if flaw:
+            raise ContractError(f"{hook}() returned {flaw}; call chain: {chain}")
         hint = " (a wrapper with a bare yield drops the result: write return (yield))" if ">" in chain else ""
         raise ContractError(
             f"{hook}() returned {type(result).__name__}, expected {expected.__name__}; call chain: {chain}{hint}"
         )
+
+    def _backends_own(self, frame: FrameType) -> bool:
+        """Whether the frame is of the package that the backend's class is in."""
+        module, name = type(self.backend).__module__, str(frame.f_globals.get("__name__"))
+        package = module.rpartition(".")[0] or module
+        return name == package or name.startswith(f"{package}.")
 
     @property
     def _where(self) -> str:
@@ -267,7 +278,7 @@ class PluginHost:
 
     def _hook_failed(self, hook: str, error: BaseException, *, at: Step | None = None, plugin: str = "") -> HookFailed:
         where = plugin or f"backend:{self.name}"
-        why = self.backend.explained(hook, error) or one_line(error)
+        why = self.backend.explained(hook, error) or one_line(error) + place(error, self._backends_own)
         failed = HookFailed(f"{where}, {self._where}: {hook} failed{_when(at)}: {why}")
         failed.hook, failed.rank = hook, self.context.rank
         failed.details = "".join(traceback.format_exception(error))
@@ -276,3 +287,14 @@ class PluginHost:
 
 def _when(step: Step | None) -> str:
     return f" at optimizer step {step.optimizer_step}" if step else ""
+
+
+def _flaw(result: Any) -> str:
+    """What is wrong inside a result of the right type; "" if nothing is."""
+    metrics: Any = result.metrics if isinstance(result, TrainResult) else {}
+    if not isinstance(metrics, Mapping):
+        return f"metrics of type {type(metrics).__name__}, expected a mapping from names to Metric"
+    for name, metric in metrics.items():
+        if not isinstance(metric, Metric):
+            return f"metric {name!r} of type {type(metric).__name__}, expected Metric(total, weight)"
+    return ""

@@ -356,8 +356,8 @@ def _rivalry(entry: Entry, rivals: Sequence[Entry]) -> str:
             + f"; uninstall {entry.distribution} until it is gone, then install it once"
         )
     return (
-        f"provided by {' and '.join(f'{each.distribution} {each.version}' for each in everyone)}; choose one by writing "
-        + " or ".join(f"'{each.distribution}:{each.name}'" for each in everyone)
+        f"provided by {' and '.join(f'{each.distribution} {each.version}' for each in everyone)}; choose one by "
+        "writing " + " or ".join(f"'{each.distribution}:{each.name}'" for each in everyone)
     )
 
 

@@ -6,10 +6,10 @@ import inspect
 import numbers
 import os
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ from attrs import Factory, field, frozen
 
 from corerl.config.functions import imported
 from corerl.errors import ConfigError, RewardError
-from corerl.messages import nearest
+from corerl.messages import nearest, place
 from corerl.types import BoolArray, FloatArray
 
 if TYPE_CHECKING:
@@ -152,28 +152,22 @@ def is_number(value: Any) -> bool:
 
 def told(error: BaseException) -> str:
     """Describe the error with the innermost line of user code in its traceback, or else the innermost line."""
-    lines = traceback.extract_tb(error.__traceback__)[1:]  # the first is our own call
-    where = ([line for line in lines if _users_own(line.filename)] or lines)[-1:]
-    place = "".join(f" ({_from_here(line.filename)}:{line.lineno})" for line in where)
+    ours = error.__traceback__.tb_frame if error.__traceback__ else None  # where the user's function is called
+    where = place(error, _users_own) or place(error, lambda frame: frame is not ours)
     try:
-        return f"{type(error).__name__}: {error}{place}"
+        return f"{type(error).__name__}: {error}{where}"
     except Exception:  # its __str__ fails
-        return type(error).__name__ + place
+        return type(error).__name__ + where
 
 
 # Code outside these directories and site-packages is the user's.
 NOT_THE_USERS = (os.path.dirname(os.__file__), str(Path(__file__).parents[1]))
 
 
-def _users_own(file: str) -> bool:
+def _users_own(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
     installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
     return not installed and not file.startswith("<") and not any(map(Path(file).is_relative_to, NOT_THE_USERS))
-
-
-def _from_here(file: str) -> str:
-    """The path relative to the working directory, if inside it."""
-    here = os.path.realpath(file).removeprefix(os.path.join(os.path.realpath("."), ""))
-    return file if os.path.isabs(here) else here
 
 
 def short(text: str) -> str:

@@ -107,6 +107,8 @@ def assert_replays(directory: Path, replay: Callable[[SampleBatch], Sequence[Rep
     assert grad_norm_of(results) == pytest.approx(wanted.grad_norm, rel=GRAD_NORM.relative)
     # Routers are a small part of the norm, so check their gradients separately, from Adam's first moments.
     kept = whole([rank.state for rank in ranks])["exp_avg"]
+    missing = sorted(wanted.router_grads.keys() - kept.keys())
+    assert not missing, f"exp_avg has no box, or only replicas, of {', '.join(missing)}; see local_state(EXP_AVG)"
     clipped = (1 - TRAIN.optimizer.betas[0]) * TRAIN.optimizer.clip_norm / wanted.grad_norm
     for name, grad in wanted.router_grads.items():
         apart = np.linalg.norm(kept[name] - clipped * grad) / np.linalg.norm(clipped * grad)

@@ -12,7 +12,7 @@ from corerl.calls import Call
 from corerl.cluster.group import RayGroup, Watching
 from corerl.cluster.placement import Seat
 from corerl.data.plan import StepPlan
-from corerl.errors import ContractError
+from corerl.errors import ContractError, CorerlError
 from corerl.trainer.assign import RolePlan
 from corerl.types import (
     Array,
@@ -118,6 +118,7 @@ class TrainGroup:
         return self.train_async(samples, plan, loss, step).result()
 
     def train_async(self, samples: Any, plan: StepPlan, loss: LossSpec, step: Step) -> Call[TrainResult]:
+        self._require_step("train", step)
         pending = self.processes.start("train", samples, plan, loss, step)
         # For the error of a rank that dies in this step and cannot report it itself.
         pending = evolve(pending, method=f"train at optimizer step {step.optimizer_step}")
@@ -203,12 +204,21 @@ class TrainGroup:
 
     def save(self, path: str, step: Step, *, background: bool) -> int:
         """Write this role's part into the directory `path`; returns bytes. `saved` tells when it is complete."""
+        self._require_step("save", step)
         results = self.processes.call("save", path, step, background)
         return sum(result.bytes for result in results)
 
     def saved(self, *, wait: bool = False) -> bool:
         """Whether the last background save is written on all ranks. Raises SaveFailed if one failed."""
         return all(self.processes.call("saved", wait))
+
+    def _require_step(self, verb: str, step: Step) -> None:
+        """Raise before any rank is called: an error there would end the group."""
+        if not isinstance(step, Step):
+            raise CorerlError(
+                f"{self.role}: {verb} was given {step!r} as its step, expected Step(optimizer_step=..., "
+                "rollout_step=..., lr=...) of corerl.types; nothing was done"
+            )
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
@@ -229,7 +239,10 @@ class TrainGroup:
         self.processes.call("clear_memory")
 
     def shutdown(self, reason: str = "finished") -> None:
-        """Let every rank finish its writes, then end the processes."""
+        """Let every rank finish its writes, then end the processes. Does nothing if the group has ended, so that in a
+        `finally` it does not hide the error that ended it."""
+        if self.processes.ended:
+            return
         try:
             self.processes.call("shutdown", reason)
         finally:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from corerl.backend import Backend
 from corerl.backend.base import HOOKS, Extra, StateKey
 from corerl.config.schema import WeightsConfig
-from corerl.errors import CheckpointError, HookFailed, MemoryHeld, ModelError, SaveFailed
+from corerl.errors import CheckpointError, ContractError, HookFailed, MemoryHeld, ModelError, SaveFailed
 from corerl.memory import storage
 from corerl.memory.communicators import Communicators
 from corerl.memory.measure import DeviceMeter
@@ -72,6 +72,23 @@ def test_a_hook_that_is_overridden_without_a_mark_is_the_one_that_is_called(setu
     host.init(evolve(role_config(setup), options=PlainConfig()), CONTEXT)
     assert host.sleep({MemoryKind.PARAM}) == SleepResult(freed_bytes=-1, residual_bytes=1)
     assert {"init", "train", "forward", "save", "sleep", "shutdown"} < set(HOOKS)
+
+
+def test_a_build_that_returns_no_layout_is_told_on_its_rank_before_anything_is_loaded(setup: Setup) -> None:
+    class Forgetful(PlainBackend):
+        def build(self, *arguments: Any) -> Any:
+            super().build(*arguments)
+
+        def initial_weights(self) -> Any:
+            raise AssertionError("nothing is to be loaded")
+
+    host = PluginHost(Forgetful(), name="mine", context=CONTEXT)
+    with pytest.raises(ContractError) as caught:
+        host.init(evolve(role_config(setup), options=PlainConfig()), CONTEXT)
+    assert caught.value.message == (
+        "actor rank 0: init: backend:mine returned NoneType from build(), expected ParallelLayout; "
+        "return this rank's layout"
+    )
 
 
 def test_extra_state_comes_back_to_the_same_backend_and_to_no_other(setup: Setup, tmp_path: Path) -> None:
@@ -352,7 +369,8 @@ def test_where_a_backend_cannot_say_what_it_holds_torchs_own_words_are_told(setu
     backend.early = True
     with pytest.raises(HookFailed) as caught:
         host_of(backend).init(evolve(role_config(setup), options=PlainConfig()), CONTEXT)
-    assert caught.value.message == f"backend:large, actor rank 0: init failed: OutOfMemoryError: {TORCHS}"
+    line = f"tests/backend/test_base.py:{Large.build.__code__.co_firstlineno + 2}"
+    assert caught.value.message == f"backend:large, actor rank 0: init failed: OutOfMemoryError: {TORCHS} ({line})"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from corerl import types
 from corerl.config.schema import Config
 from corerl.plugin import hookspecs
+from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,3 +116,10 @@ def test_the_script_of_the_pictures_writes_them_beside_itself(tmp_path: Path) ->
     script.write_text((DOCS / "pictures" / "draw.py").read_text())
     subprocess.run([sys.executable, str(script)], check=True, cwd=ROOT)
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == sorted(PICTURES)
+
+
+def test_every_capability_is_in_the_table_for_backend_authors() -> None:
+    text = (DOCS / "write-a-backend.md").read_text()
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    named = [name for cell in cells for name in re.findall(r"`([a-z0-9-]+)`", cell) if name in set(Capability)]
+    assert sorted(named) == sorted(Capability)

@@ -140,6 +140,15 @@ def test_names_that_are_unknown_broken_twofold_or_of_another_api_come_with_what_
     assert unknown.what.endswith("; did you mean 'later'?")
 
 
+def test_a_run_in_a_plugins_place_is_told_how_a_run_is_examined(site: Path, tmp_path: Path) -> None:
+    hint = "; for a run's file: corerl doctor --config FILE"
+    for name in (str(tmp_path), "mine.toml"):
+        (unknown,) = amiss(list(examine(name)))
+        assert unknown.what.startswith(f"unknown plugin {name!r}") and unknown.mend.endswith(hint)
+    (unknown,) = amiss(list(examine("min")))
+    assert hint not in unknown.mend
+
+
 def test_a_backend_of_ours_that_is_not_installed_is_mended_by_its_extra(absent_backend: str) -> None:
     with pytest.raises(PluginNotFound) as caught:
         load(Kind.BACKENDS, absent_backend)

@@ -13,6 +13,11 @@ from tests.end_to_end.faulty import NAME, fault
 # A checkpoint after every step, complete before the next: what a failure must not cost. The engine needs no model.
 SAVED = ["checkpoint.every=1", "checkpoint.background=false", "rollout.engine=fake"]
 
+# The line that raises; what is imported here loads no backend.
+SOURCE = Path(__file__).with_name("faulty_backend.py").read_text().splitlines()
+(RAISES,) = (number for number, line in enumerate(SOURCE, 1) if "raise ValueError" in line)
+WHERE = f"tests/end_to_end/faulty_backend.py:{RAISES}"
+
 
 def fail(tmp_path: Path, *arguments: str) -> Command:
     """A run that has ended by the fault, and of which nothing is left."""
@@ -29,7 +34,8 @@ def fail(tmp_path: Path, *arguments: str) -> Command:
 def test_a_rank_that_raises_in_train_ends_the_run_with_its_error_and_keeps_the_checkpoints(tmp_path: Path) -> None:
     command = fail(tmp_path, *fault("train", "raise", step=1))
     assert command.err == (
-        f"corerl: error: backend:{NAME}, actor rank 1: train failed at optimizer step 2: ValueError: a fault\n"
+        f"corerl: error: backend:{NAME}, actor rank 1: train failed at optimizer step 2: ValueError: a fault "
+        f"({WHERE})\n"
     )
     assert steps_done(tmp_path / "run") == 1
     assert latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000001"
@@ -45,7 +51,7 @@ def test_a_rank_that_is_killed_in_train_is_named_with_its_step(tmp_path: Path) -
 def test_a_rank_that_raises_in_init_ends_the_run_with_its_error_and_debug_shows_where(tmp_path: Path) -> None:
     command = fail(tmp_path, *fault("init", "raise"), "--debug")
     lines = command.err.splitlines()
-    assert lines[-1] == f"corerl: error: backend:{NAME}, actor rank 1: init failed: ValueError: a fault"
+    assert lines[-1] == f"corerl: error: backend:{NAME}, actor rank 1: init failed: ValueError: a fault ({WHERE})"
     assert "ValueError: a fault" in lines[:-1] and "that was asked for" in lines[:-1]
     assert any("faulty_backend.py" in line and "in fail" in line for line in lines)
 

@@ -3,18 +3,20 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+from attrs import evolve
+
 from corerl.observability.plain import PlainView
 from corerl.observability.story import Story
 from corerl.plugin.events import Event, RunFinished, StepFinished
 from tests.observability.run import Clock, evaluated, metrics, shown, started, steps, whole
 
 
-def lines(events: list[Event], *, every: int) -> list[str]:
-    """What is printed when every step takes three seconds, and every other event one."""
+def lines(events: list[Event], *, every: int, seconds: float = 3.0) -> list[str]:
+    """What is printed when every step takes `seconds`, and every other event one second."""
     clock, stream = Clock(), io.StringIO()
     view = PlainView(Story(clock), stream, every=every)
     for event in events:
-        clock.now += 3.0 if isinstance(event, StepFinished) else 1.0
+        clock.now += seconds if isinstance(event, StepFinished) else 1.0
         view.hear(event)
     view.close()
     return stream.getvalue().splitlines()
@@ -56,6 +58,17 @@ def test_the_whole_of_a_small_run() -> None:
         "metrics  runs/small/metrics.jsonl",
         "export   runs/small/export",
     ]
+
+
+def test_slow_steps_have_a_line_at_least_every_twenty_seconds() -> None:
+    def told(seconds: float) -> list[int]:
+        ended = [StepFinished(step=step, metrics=metrics(0)) for step in range(12)]
+        printed = lines([evolve(started("runs/slow"), steps=12), *ended], every=10, seconds=seconds)
+        return [int(line.split("/")[0]) for line in printed if "/12 " in line]
+
+    assert told(1.0) == [1, 10, 12]
+    assert told(5.0) == [1, 5, 9, 10, 12]
+    assert told(30.0) == list(range(1, 13))
 
 
 def test_a_resumed_run_says_so_and_prints_its_first_step() -> None:

@@ -31,6 +31,7 @@ from corerl.types import (
     InitResult,
     LossSpec,
     MemoryKind,
+    Metric,
     Output,
     PackedBatch,
     ParallelLayout,
@@ -369,18 +370,51 @@ def test_a_backend_that_returns_something_else_is_found_without_blaming_wrappers
     )
 
 
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [
+        ({"loss": Metric(1.0), "a": 1.0}, "metric 'a' of type float, expected Metric(total, weight)"),
+        (None, "metrics of type NoneType, expected a mapping from names to Metric"),
+    ],
+)
+def test_metrics_that_are_plain_numbers_are_found_on_their_rank_with_their_name(metrics: Any, told: str) -> None:
+    class Wrong(Fake):
+        @hookimpl
+        def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
+            return evolve(TRAINED, metrics=metrics)
+
+    host, _ = ready(Wrong())
+    with pytest.raises(ContractError) as caught:
+        host.train(BATCH, LOSS, STEP)
+    assert caught.value.message == (
+        f"actor rank 1: train at optimizer step 12: train() returned {told}; call chain: backend:mine"
+    )
+
+
 def test_a_foreign_error_leaves_as_one_line_with_its_traceback_as_text_and_survives_pickling() -> None:
     host, _ = ready(Fake(train=RuntimeError("CUDA error: out of memory\nCompile with something")))
     with pytest.raises(HookFailed) as caught:
         host.train(BATCH, LOSS, STEP)
     arrived = pickle.loads(pickle.dumps(caught.value))
+    raises = Fake.note.__code__.co_firstlineno + 3
     assert arrived.message == (
-        "backend:mine, actor rank 1: train failed at optimizer step 12: RuntimeError: CUDA error: out of memory"
+        "backend:mine, actor rank 1: train failed at optimizer step 12: RuntimeError: CUDA error: out of memory "
+        f"(tests/plugin/test_host.py:{raises})"
     )
     assert (arrived.hook, arrived.rank) == ("train", 1)
     assert arrived.details.startswith("Traceback (most recent call last):")
     assert "Compile with something" in arrived.details
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_an_error_that_no_line_of_the_backend_is_a_part_of_is_told_without_a_line() -> None:
+    class Elsewhere(Fake):
+        pass
+
+    Elsewhere.__module__ = "corerl_mine.backend"
+    host, _ = ready(Elsewhere(train=RuntimeError("out of luck")))
+    with pytest.raises(HookFailed, match="RuntimeError: out of luck$"):
+        host.train(BATCH, LOSS, STEP)
 
 
 def test_a_backend_that_calls_exit_fails_instead_of_ending_the_worker() -> None:
@@ -443,7 +477,10 @@ def test_errors_of_shutdown_are_collected_into_one() -> None:
     host, backend = ready(Fake(shutdown=SaveFailed("disk full")), ("a", extension))
     with pytest.raises(CorerlError) as caught:
         host.shutdown("finished")
-    assert caught.value.message == ("extension:a, actor rank 1: shutdown failed: ValueError: full; disk full")
+    raises = Logs.shutdown.__code__.co_firstlineno + 4  # the extension is of the backend's package
+    assert caught.value.message == (
+        f"extension:a, actor rank 1: shutdown failed: ValueError: full (tests/plugin/test_host.py:{raises}); disk full"
+    )
     assert backend.calls == [("shutdown", "finished")]
     host, _ = ready(Fake(shutdown=SaveFailed("disk full")))
     with pytest.raises(SaveFailed, match="^disk full$"):

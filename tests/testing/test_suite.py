@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
+import pytest
+
 from corerl.testing import suite
 from corerl.testing.marks import LEVELS, Check, check_of
-from corerl.testing.suite import CHECKS
+from corerl.testing.subject import Runs, Subject
+from corerl.testing.suite import CHECKS, test_memory, test_routing, test_training
 
 
 def checks() -> dict[str, Check]:
@@ -51,3 +54,42 @@ def test_checks_take_only_what_the_plugin_gives() -> None:
             for argument in (mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0])
         }
         assert parameters - own <= given, name
+
+
+# ---- what checks say -------------------------------------------------------------------------------------------------
+
+
+def subject_of(backend: str, runs: Runs, directory: Path) -> Subject:
+    return Subject(backend=backend, world_size=1, runs=runs, directory=directory)
+
+
+def test_a_gradient_that_stays_after_a_skipped_step_is_told_as_one_that_was_not_cleared(
+    runs: Runs, tmp_path: Path
+) -> None:
+    subject = subject_of("tests.testing.faults:KEEPS_A_GRADIENT", runs, tmp_path)
+    with pytest.raises(AssertionError, match="the step after a skipped one has norm nan: gradients were not cleared"):
+        test_training.test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trains(subject)
+    with pytest.raises(AssertionError, match="the gradient norm of step [1-9] is .*were all gradients cleared"):
+        test_training.test_training_follows_the_plain_backend(subject, "qwen3-tied", "packed")
+
+
+def test_an_optimizer_whose_steps_differ_is_told_as_that(runs: Runs, tmp_path: Path) -> None:
+    subject = subject_of("corerl.testing.broken:KEEPS_FIRST_RATE", runs, tmp_path)
+    with pytest.raises(AssertionError, match="the first step agrees and this one does not: the optimizer's step"):
+        test_training.test_training_follows_the_plain_backend(subject, "qwen3-tied", "packed")
+
+
+def test_moments_that_are_replicas_alone_are_named(runs: Runs, tmp_path: Path) -> None:
+    subject = subject_of("tests.testing.faults:HIDES_MOMENTS", runs, tmp_path)
+    with pytest.raises(AssertionError, match=r"^exp_avg has no box, or only replicas, of model\.layers\.0\.mlp\.gate"):
+        test_routing.test_experts_are_told_as_routers_choose_them_and_trained_through_as_they_are_told(
+            subject, "packed"
+        )
+
+
+def test_host_memory_that_was_not_reserved_is_told_with_the_method_that_counts_it(runs: Runs, tmp_path: Path) -> None:
+    subject = subject_of("tests.testing.faults:FORGETS_MOMENTS_TO_COME", runs, tmp_path)
+    with pytest.raises(AssertionError, match=r"^\d+ bytes of host memory were reserved .* from moments_to_come\(\)"):
+        test_memory.test_sleep_frees_what_it_says_and_waking_restores_every_bit(
+            subject, test_memory.ENDS, test_memory.ENDS
+        )

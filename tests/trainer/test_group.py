@@ -16,7 +16,7 @@ from corerl.cluster.placement import Seat, arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import Config
 from corerl.data.plan import StepPlan, plan_forward, plan_steps
-from corerl.errors import ContractError, HookFailed, WorkerDied
+from corerl.errors import ContractError, CorerlError, HookFailed, WorkerDied
 from corerl.trainer.assign import RolePlan, plan_role
 from corerl.trainer.group import TrainGroup, scatter
 from corerl.types import (
@@ -39,6 +39,7 @@ from corerl.types import (
 )
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
+from tests.trainer import fakes
 from tests.trainer.configs import config_for
 from tests.trainer.fakes import MANIFEST
 
@@ -91,6 +92,10 @@ class Answers:
 
     def kill(self) -> None:
         self.killed = True
+
+    @property
+    def ended(self) -> bool:
+        return self.killed
 
 
 def layout(rank: int, **changes: Any) -> ParallelLayout:
@@ -323,6 +328,22 @@ def test_processes_end_even_where_a_rank_cannot_shut_down() -> None:
     with pytest.raises(HookFailed, match=r"^disk full$"):
         group.shutdown("finished")
     assert processes.killed
+    group.shutdown("finished")
+    assert processes.calls == [("shutdown", "finished")]
+
+
+def test_a_step_that_is_a_number_is_refused_before_any_rank_is_called() -> None:
+    group, processes = group_with()
+    with pytest.raises(CorerlError) as caught:
+        group.save("p", 6, background=True)  # type: ignore[arg-type]
+    assert caught.value.message == (
+        "actor: save was given 6 as its step, expected Step(optimizer_step=..., rollout_step=..., lr=...) of "
+        "corerl.types; nothing was done"
+    )
+    batch = batch_of(3)
+    with pytest.raises(CorerlError, match="^actor: train was given 6 as its step, expected Step"):
+        group.train(batch, training_plan(batch), LOSS, 6)  # type: ignore[arg-type]
+    assert (processes.calls, processes.killed) == ([], False)
 
 
 # ---- scatter ---------------------------------------------------------------------------------------------------------
@@ -493,13 +514,16 @@ def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_e
 
     with pytest.raises(HookFailed) as caught:
         group.train(shared, plan, LOSS, evolve(STEP, optimizer_step=9))
+    raises = fakes.FakeBackend.train.__code__.co_firstlineno + 3
     assert caught.value.message == (
-        "backend:tests.trainer.fakes:SPEC, actor rank 1: train failed at optimizer step 9: ArithmeticError: no luck"
+        "backend:tests.trainer.fakes:SPEC, actor rank 1: train failed at optimizer step 9: ArithmeticError: no luck "
+        f"(tests/trainer/fakes.py:{raises})"
     )
     assert (caught.value.hook, caught.value.rank) == ("train", 1)
     assert 'raise ArithmeticError("no luck")' in caught.value.details
     with pytest.raises(WorkerDied):
         group.clear_memory()
+    group.shutdown()  # as in a `finally`: it does not hide the error
 
 
 def test_ranks_in_real_processes_that_disagree_end_before_the_first_step(seats: list[Seat]) -> None:

@@ -38,7 +38,10 @@ def test_sleep_frees_what_it_says_and_waking_restores_every_bit(
         assert rank.again.freed_bytes == 0
         # If it were less, the first sleep would wait for host memory; if more, that memory would be wasted.
         copied = sum(freed) - freed[down.index(MemoryKind.GRAD)]
-        assert rank.expected_bytes == pytest.approx(copied, rel=0.1)
+        assert rank.expected_bytes == pytest.approx(copied, rel=0.1), (
+            f"{rank.expected_bytes} bytes of host memory were reserved before the first step, and sleep copied "
+            f"{copied}: return from moments_to_come() the bytes of the moments that the first step makes"
+        )
         # Host copies replace what sleeps; a storage that someone keeps would add to them.
         assert rank.alive_asleep <= rank.alive
         assert [result.restored_bytes for result in rank.wakes] == [freed[down.index(kind)] for kind in up]

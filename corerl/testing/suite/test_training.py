@@ -30,7 +30,7 @@ from corerl.testing.tolerances import BFLOAT16_GRAD_NORM, BFLOAT16_LOSS, GRAD_NO
 from corerl.types import Output
 
 
-@check("C41", level=1, builds_on=["C15", "C16", "C17", "C26", "C51"])
+@check("C41", level=1, builds_on=["C15", "C16", "C17", "C27", "C51"])
 @pytest.mark.parametrize(("kind", "packing"), CASES)
 def test_training_follows_the_plain_backend(subject: Subject, kind: str, packing: str) -> None:
     found = subject.trained(kind, packing)
@@ -72,7 +72,9 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trai
     assert different(whole([rank.after for rank in ranks]), whole([rank.before for rank in ranks])) == []
     undisturbed = subject.undisturbed(setup, 3)
     assert loss_of([rank.then for rank in ranks]) == undisturbed.losses[2]
-    assert grad_norm_of([rank.then for rank in ranks]) == undisturbed.grad_norms[2]
+    norm = grad_norm_of([rank.then for rank in ranks])
+    assert not math.isnan(norm), "the step after a skipped one has norm nan: gradients were not cleared"
+    assert norm == undisturbed.grad_norms[2]
     assert different(whole([rank.end for rank in ranks]), undisturbed.state) == []
 
 
@@ -184,14 +186,14 @@ def test_tokens_that_are_masked_or_padding_change_nothing(subject: Subject) -> N
         assert grad_norm_of(found) == pytest.approx(grad_norm_of(wanted), rel=GRAD_NORM.relative)
 
 
-@check("C26", level=2, builds_on=["C14", "C27"], ranks=[2])
+@check("C26", level=2, builds_on=["C14"], ranks=[2])
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
 def test_two_ranks_train_as_one_does_on_the_same_batch(subject: Subject, kind: str) -> None:
     alone = subject.runs.trained_as(1, subject.setup(kind))
     assert_follows(subject.trained(kind), alone)
 
 
-@check("C27", level=2, builds_on=["C14"], ranks=[2])
+@check("C27", level=2, builds_on=["C26"], ranks=[2])
 def test_the_metrics_of_two_ranks_together_are_those_of_one(subject: Subject) -> None:
     found = subject.trained("qwen3-tied")
     layouts = [rank.init.layout for rank in subject.run(training.train_steps, subject.setup("qwen3-tied"), [])]
