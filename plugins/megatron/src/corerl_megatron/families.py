@@ -10,6 +10,8 @@ from typing import Any
 
 from attrs import frozen
 
+from corerl.models.experts import experts_of
+
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ROPES = ("default", "linear", "llama3")
 # Parameters of Llama 3's rope that megatron-core hard-codes.
@@ -42,12 +44,6 @@ def unsupported_by(hf: Mapping[str, Any]) -> str:
 def _rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     found: Mapping[str, Any] | None = hf.get("rope_parameters")  # in transformers 5; two fields before that
     return found or {"rope_theta": hf.get("rope_theta", 10000.0), **(hf.get("rope_scaling") or {})}
-
-
-def experts_of(hf: Mapping[str, Any]) -> int:
-    """The number of experts in a layer; 0 for a dense model."""
-    # The field has two names; transformers 5.15 and later write the second.
-    return hf.get("num_experts") or hf.get("num_local_experts") or 0
 
 
 @frozen(kw_only=True)

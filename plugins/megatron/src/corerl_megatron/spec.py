@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from corerl.config.schema import ClusterInfo
+from corerl.models.experts import experts_of
 from corerl.plugin.capabilities import Capability, not_implemented
 from corerl.plugin.spec import BackendSpec, Environment, Problem
 from corerl_megatron.config import MegatronConfig, too_precise
-from corerl_megatron.families import experts_of, unsupported_by
+from corerl_megatron.families import unsupported_by
 from corerl_megatron.probe import probe
 
 FP8_WIDTH = 16  # TransformerEngine requires multiples of this for matrices multiplied in FP8
