@@ -152,6 +152,10 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
                 )
     if config.expert_parallel > 1 and not experts:
         yield Problem("expert_parallel", f"{config.expert_parallel}, and the model has no experts; set it to 1")
+    if config.expert_tensor_parallel and not experts:
+        yield Problem(
+            "expert_tensor_parallel", f"{config.expert_tensor_parallel}, and the model has no experts; set it to 0"
+        )
     if config.aux_loss_coef and not experts:
         yield Problem("aux_loss_coef", f"{config.aux_loss_coef}, and the model has no experts; set it to 0")
     if experts and tp > 1 and not config.sequence_parallel:
