@@ -74,6 +74,14 @@ def test_a_hook_that_is_overridden_without_a_mark_is_the_one_that_is_called(setu
     assert {"init", "train", "forward", "save", "sleep", "shutdown"} < set(HOOKS)
 
 
+def test_a_backend_whose_init_found_no_model_shuts_down() -> None:
+    host = PluginHost(PlainBackend(), name="plain", context=CONTEXT)
+    nowhere = evolve(role_config(Setup(backend="plain", model="/nowhere")), options=PlainConfig())
+    with pytest.raises(ModelError, match="is no directory"):
+        host.init(nowhere, CONTEXT)
+    host.backend.shutdown("init failed")  # called by itself, since a host that has failed only prints what goes wrong
+
+
 def test_extra_state_comes_back_to_the_same_backend_and_to_no_other(setup: Setup, tmp_path: Path) -> None:
     backend = initialised(WithExtra(), setup)
     backend.noise, backend.offset = torch.tensor([9, 8, 7], dtype=torch.uint8), 5
