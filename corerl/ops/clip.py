@@ -50,9 +50,9 @@ def grad_norm(params: Iterable[Tensor]) -> Tensor:
             apart.setdefault(sharded_over, set()).update({*range(sharded_over.ndim)} - {along[-1]})
         total += part
     # Groups of three or more may each add in an order of their own; replicas would be clipped by different factors.
-    for mesh, axes in apart.items():
-        for axis in sorted(axes):
-            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    for summed_over, between in apart.items():
+        for axis in sorted(between):
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=summed_over.get_group(axis))
     return total.sqrt()
 
 

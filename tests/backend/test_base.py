@@ -22,10 +22,10 @@ from corerl.memory.pool import HostMemory, Piece
 from corerl.plugin.context import Context
 from corerl.plugin.host import PluginHost
 from corerl.testing.harness import Setup, role_config, step_at
+from corerl.testing.inprocess import InProcessSender
 from corerl.testing.plain.backend import PlainBackend
 from corerl.testing.plain.spec import PlainConfig
 from corerl.types import LossSpec, MemoryKind, PackedBatch, SleepResult, Step, TrainResult
-from corerl.weights.transports.inprocess import InProcessSender
 
 CONTEXT = Context(role="actor", rank=0, world_size=1, local_rank=0, run_dir="")
 

@@ -250,7 +250,8 @@ def refusals(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def unread(raw: Mapping[str, Any], stage: int) -> Iterator[tuple[str, str]]:
     """(dotted path, what is wrong with it) for each setting that `stage` does not read, of a table without refusals."""
-    others, mend = STAGE_3, "stage 3 does; set stage=3, or remove it"
+    others: tuple[str, ...] = STAGE_3
+    mend = "stage 3 does; set stage=3, or remove it"
     if stage == 3:
         others, mend = STAGES_1_AND_2, "stages 1 and 2 do; set stage=2, or remove it"
     for name, value in raw.get(ZERO, {}).items():
