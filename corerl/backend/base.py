@@ -179,13 +179,13 @@ class Backend(BackendBase, ABC):
     @hookimpl
     def init(self, config: RoleConfig, context: Context) -> InitResult:
         self.config, self.context = config, context
-        if (count := experts(hf_config(config.model))) > 1:
-            self.require(Capability.MOE, f"a model of {count} experts")
         self._sleeper, self._meter = StorageSleeper(self.device), DeviceMeter(self.device)
         self._communicators = Communicators(self.device)
         self._told: set[str] = set()  # notes that earlier sleeps returned
         self._snapshots = Snapshots(self._sleeper.host)
-        self._writer = BackgroundWriter()
+        self._writer = BackgroundWriter()  # from here on `shutdown` has all that it closes
+        if (count := experts(hf_config(config.model))) > 1:
+            self.require(Capability.MOE, f"a model of {count} experts")
         self.phase = "model build"
         self.layout = self.build(config, context)
         if not isinstance(self.layout, ParallelLayout):

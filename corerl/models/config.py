@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from corerl.errors import ModelError
 from corerl.messages import did_you_mean
+from corerl.models.experts import experts_of
 
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
@@ -53,9 +54,7 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
 
 def experts(config: PreTrainedConfig) -> int:
     """The number of experts that a layer chooses from; 1 for a dense model."""
-    # Model families use different names.
-    counts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
-    return max([1, *(count for count in counts if count)])
+    return max(1, experts_of(config.to_dict()))
 
 
 def context_length(config: PreTrainedConfig) -> int | None:

@@ -6,10 +6,14 @@ head's weight. Anything else that a model does would be silently left out.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
+import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from corerl.errors import ModelError
 
@@ -23,6 +27,12 @@ SCALINGS = (
     "lm_head_multiplier",
     "output_multiplier_scale",
 )
+
+# Model types that nothing in their config gives away -> what they do.
+OTHERS = {
+    "phimoe": "uses router_jitter_noise, which CoreRL sets to 0, also to mask experts where nothing is random, so that "
+    "log-probs would be others than an engine's; take another model",
+}
 
 
 def require_interface(config: PreTrainedConfig) -> None:
@@ -39,6 +49,8 @@ def require_interface(config: PreTrainedConfig) -> None:
 def require_packable(model: PreTrainedModel) -> None:
     """Raise ModelError if the model does something that the pass would leave out."""
     config, name = model.config.get_text_config(), type(model).__name__
+    if reason := OTHERS.get(config.model_type):
+        raise ModelError(f"{name} {reason}")
     for scaling in SCALINGS:
         value = getattr(config, scaling, None)
         if value is not None and value != 1.0:
@@ -55,6 +67,56 @@ def require_packable(model: PreTrainedModel) -> None:
         raise ModelError(
             f"{name} has its head at {path!r}, among layers that CoreRL would pass over; it takes models whose hidden "
             "states are multiplied by the head's weight"
+        )
+    _require_bare_head(model)
+
+
+class _Reached(Exception):
+    """Ends a pass where the head is called."""
+
+
+def _require_bare_head(model: PreTrainedModel) -> None:
+    """Raise ModelError unless the head is called with the decoder's hidden states as they are.
+
+    The model's own forward runs, with a stand-in for the decoder, as far as the head: no layer computes anything. A
+    critic has no such head, and of a model that computes logits without calling it nothing is learned.
+    """
+    name, decoder, head = type(model).__name__, model.get_decoder(), model.get_output_embeddings()
+    call = {"input_ids": None, "position_ids": None, "attention_mask": None, "use_cache": False, "packing": None}
+    try:
+        inspect.signature(decoder.forward).bind(**call)
+        found = decoder is not model
+    except TypeError:
+        found = False
+    if not found:
+        raise ModelError(
+            f"{name} gives {type(decoder).__name__} as its decoder, which is not what turns tokens into hidden states; "
+            "CoreRL takes models whose hidden states are multiplied by the head's weight"
+        )
+    if head is None:
+        return
+    hidden = head.weight.new_empty(1, 2, model.config.get_text_config().hidden_size)
+    given: list[torch.Tensor] = []
+
+    def at_head(module: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: Mapping[str, torch.Tensor]) -> None:
+        given.extend([*args, *kwargs.values()])
+        raise _Reached
+
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=hidden.device)
+    stub = mock.patch.object(decoder, "forward", return_value=MoeModelOutputWithPast(hidden))
+    handle = head.register_forward_pre_hook(at_head, with_kwargs=True)
+    try:
+        with torch.no_grad(), stub:
+            model(input_ids=tokens, use_cache=False)
+    except _Reached:
+        pass
+    finally:
+        handle.remove()
+    # Models slice hidden states before the head, by default to all of them, which makes a view.
+    if given and not (given[0].shape == hidden.shape and (given[0] is hidden or given[0]._base is hidden)):
+        raise ModelError(
+            f"{name} changes the decoder's hidden states before its head, which CoreRL would leave out; it takes "
+            "models whose hidden states are multiplied by the head's weight"
         )
 
 

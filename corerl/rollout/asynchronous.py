@@ -48,7 +48,7 @@ class PromptGroup:
     rollout: Rollout | None = None
     rewards: FloatArray = field(factory=lambda: np.zeros(0, np.float32))  # [G]
     failed: BoolArray = field(factory=lambda: np.zeros(0, np.bool_))  # [G] True where scoring failed
-    first_failure: str = ""  # of the scoring call, if one of this group's samples failed
+    first_failure: str = ""  # of the call that scored the group
 
     def drew(self, generation: Generation) -> None:
         if len(generation.tokens):
@@ -416,7 +416,7 @@ class Asynchronous(Source):
                 self._tally.score(scores)
                 for group, rollout, reward, none in zip(groups, rollouts, rewards, failed, strict=True):
                     group.rollout, group.rewards, group.failed = rollout, reward, none
-                    group.first_failure = scores.first if none.any() else ""
+                    group.first_failure = scores.first
                     if self._wanted(group):
                         self._keep(group)
                 self._state.notify_all()

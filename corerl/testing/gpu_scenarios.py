@@ -11,9 +11,9 @@ from attrs import evolve, frozen
 
 from corerl.memory.cache import empty_cache
 from corerl.testing.harness import Setup, State, running, state_of, train
+from corerl.testing.inprocess import InProcessSender
 from corerl.trainer.worker import Worker
 from corerl.types import Array, MemoryKind, TrainResult
-from corerl.weights.transports.inprocess import InProcessSender
 
 KINDS = frozenset(MemoryKind)
 # Sizes at which the model dominates its process's memory: about 0.4 GB in float32, and twice that for moments.

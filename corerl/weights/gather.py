@@ -123,7 +123,7 @@ class GatherPlan:
             elif root is None:
                 shares = self._to_all(layout, bucket, chunks, dtype, device)
             else:
-                shares = self._to_root(layout, chunks, self._rank if root is None else root, dtype, device)
+                shares = self._to_root(layout, chunks, root, dtype, device)
             if out is not None:
                 for pieces, share in zip(layout.pieces, shares, strict=True):
                     for piece, values in zip(pieces, share, strict=True):

@@ -22,10 +22,10 @@ from corerl.memory.pool import HostMemory, Piece
 from corerl.plugin.context import Context
 from corerl.plugin.host import PluginHost
 from corerl.testing.harness import Setup, role_config, step_at
+from corerl.testing.inprocess import InProcessSender
 from corerl.testing.plain.backend import PlainBackend
 from corerl.testing.plain.spec import PlainConfig
 from corerl.types import LossSpec, MemoryKind, PackedBatch, SleepResult, Step, TrainResult
-from corerl.weights.transports.inprocess import InProcessSender
 
 CONTEXT = Context(role="actor", rank=0, world_size=1, local_rank=0, run_dir="")
 
@@ -89,6 +89,14 @@ def test_a_build_that_returns_no_layout_is_told_on_its_rank_before_anything_is_l
         "actor rank 0: init: backend:mine returned NoneType from build(), expected ParallelLayout; "
         "return this rank's layout"
     )
+
+
+def test_a_backend_whose_init_found_no_model_shuts_down() -> None:
+    host = PluginHost(PlainBackend(), name="plain", context=CONTEXT)
+    nowhere = evolve(role_config(Setup(backend="plain", model="/nowhere")), options=PlainConfig())
+    with pytest.raises(ModelError, match="is no directory"):
+        host.init(nowhere, CONTEXT)
+    host.backend.shutdown("init failed")  # called by itself, since a host that has failed only prints what goes wrong
 
 
 def test_extra_state_comes_back_to_the_same_backend_and_to_no_other(setup: Setup, tmp_path: Path) -> None:

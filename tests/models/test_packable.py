@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, LlamaForCausalLM, PreTrainedConfig
 
 from corerl.errors import ModelError
 from corerl.models.attention import PACKED
 from corerl.models.build import build_on_meta, materialize, recompute_layers
-from corerl.models.packable import longest_sequence
+from corerl.models.packable import longest_sequence, require_packable
 from corerl.models.policy import CausalPolicy
 from corerl.ops.attention import PackedSequences
 from corerl.testing.models import tiny_fields
@@ -53,6 +53,22 @@ def drawn(*lengths: int) -> list[torch.Tensor]:
         ({"model_type": "falcon"}, "^FalconForCausalLM computes attention in code of its own"),
         ({"model_type": "bert", "is_decoder": True}, "^BertLMHeadModel has its head at 'cls.predictions.decoder'"),
         ({"model_type": "mistral"}, "^MistralForCausalLM has sliding_window=4096 in all layers"),
+        (
+            {"model_type": "phimoe", "num_key_value_heads": 2},
+            "^PhimoeForCausalLM uses router_jitter_noise",
+        ),
+        (
+            {"model_type": "electra", "embedding_size": 32, "is_decoder": True},
+            "^ElectraForCausalLM changes the decoder's hidden states before its head",
+        ),
+        (
+            {"model_type": "llama4_text", "layer_types": ["full_attention"] * 2, "num_key_value_heads": 2},
+            "^Llama4ForCausalLM gives Llama4ForCausalLM as its decoder",
+        ),
+        (
+            {"model_type": "modernbert-decoder", "pad_token_id": 0, "layer_types": ["full_attention"] * 2},
+            "^ModernBertDecoderForCausalLM gives Linear as its decoder",
+        ),
     ],
     ids=str,
 )
@@ -62,6 +78,25 @@ def test_a_model_that_the_pass_would_change_is_refused_before_it_has_weights(
     config = AutoConfig.for_model(**fields, **SMALL)
     with pytest.raises(ModelError, match=message):
         CausalPolicy(build_on_meta(config, dtype=torch.float32, attention=PACKED))
+
+
+class Halved(LlamaForCausalLM):
+    """Like a family that scales hidden states by a field of its config that CoreRL does not know."""
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        hidden: torch.Tensor = self.model(input_ids, **kwargs).last_hidden_state
+        return self.lm_head(hidden * 0.5)  # type: ignore[no-any-return]
+
+
+def test_hidden_states_that_are_not_the_heads_input_as_they_are_are_refused_with_and_without_weights() -> None:
+    config = AutoConfig.for_model(**LLAMA)
+    for device in ("meta", "cpu"):
+        with torch.device(device), pytest.raises(ModelError, match="^Halved changes the decoder's hidden states"):
+            require_packable(Halved(config))
+        with torch.device(device):
+            model = LlamaForCausalLM(config)
+            require_packable(model)
+        assert "forward" not in vars(model.model) and not model.lm_head._forward_pre_hooks
 
 
 def test_a_model_that_makes_a_mask_of_its_own_is_refused() -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from attrs import frozen
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from corerl.ops.clip import grad_norm
 from corerl.ops.logprobs import token_logprobs
 
 TOKENS, WIDTH = 11, 8
@@ -77,6 +81,16 @@ def found(head: Head) -> Found:
         d_weight=weight.grad,
         d_bias=None if bias is None else bias.grad,
     )
+
+
+def norm_of_replicas(off: float) -> float:
+    """The norm of a gradient that each rank holds whole, as a replica; one of rank 1's numbers is larger by `off`."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    values = torch.tensor([1.0 + off * dist.get_rank()])
+    grad = DTensor.from_local(values, mesh, [Replicate(), Shard(0)], run_check=False)
+    param = nn.Parameter(torch.zeros_like(grad))
+    param.grad = grad
+    return float(grad_norm([param]))
 
 
 def collectives_of_a_pass(tokens: int, chunk: int) -> tuple[int, int]:

@@ -13,6 +13,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from corerl.ops.clip import grad_norm, scale_grads
+from corerl.testing.pool import RankPool
+from tests.ops import ranks
 
 
 def plain_params() -> list[nn.Parameter]:
@@ -117,6 +119,13 @@ def test_gradients_on_several_meshes_sharded_and_replicated_count_once_each() ->
     for norm, scaled in zip(norms, after, strict=True):
         torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0)
         torch.testing.assert_close(scaled, torch.ones(()), rtol=1e-5, atol=0)
+
+
+def test_replicas_whose_norms_differ_in_the_last_bit_end_with_the_same_one(rank_pool: RankPool) -> None:
+    ulp = torch.finfo(torch.float32).eps
+    larger = float(torch.tensor(1.0 + ulp).square().sqrt())
+    assert larger > 1.0
+    assert rank_pool.run(ranks.norm_of_replicas, ulp) == [larger, larger]
 
 
 def test_a_gradient_that_is_still_a_partial_sum_is_refused() -> None:

@@ -14,10 +14,10 @@ from attrs import evolve
 from corerl.errors import ContractError
 from corerl.plugin.context import Context
 from corerl.testing.harness import LOSS, Setup, make_worker, packed_for_training, samples_at, step_at
+from corerl.testing.inprocess import InProcessSender
 from corerl.testing.plain.strict import StrictPlainBackend
 from corerl.testing.pool import OneRank
 from corerl.types import MemoryKind, MicroBatch, PackedBatch
-from corerl.weights.transports.inprocess import InProcessSender
 
 PARAM, OPTIMIZER = frozenset({MemoryKind.PARAM}), frozenset({MemoryKind.OPTIMIZER})
 

@@ -5,9 +5,9 @@ import struct
 import pytest
 import torch
 
+from corerl.testing.inprocess import InProcessSender
 from corerl.weights import verify
 from corerl.weights.manifest import Bucket, build_manifest
-from corerl.weights.transports.inprocess import InProcessSender
 from corerl.weights.verify import SummingSender, bit_sums, difference
 
 

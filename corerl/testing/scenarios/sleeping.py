@@ -23,6 +23,7 @@ from corerl.testing.harness import (
     step_at,
     train,
 )
+from corerl.testing.inprocess import InProcessSender
 from corerl.trainer.worker import Worker
 from corerl.types import (
     MemoryKind,
@@ -30,7 +31,6 @@ from corerl.types import (
     TrainResult,
     WakeResult,
 )
-from corerl.weights.transports.inprocess import InProcessSender
 
 
 @frozen(kw_only=True)

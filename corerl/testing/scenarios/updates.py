@@ -18,12 +18,12 @@ from corerl.testing.harness import (
     step_at,
     train,
 )
+from corerl.testing.inprocess import InProcessSender
 from corerl.types import (
     Array,
     UpdateResult,
 )
 from corerl.weights.manifest import Bucket
-from corerl.weights.transports.inprocess import InProcessSender
 
 
 @frozen(kw_only=True)

@@ -13,7 +13,7 @@ Checksums are of whole buckets, so that they verify what a receiver has reconstr
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +103,6 @@ class DeltaReceiver(DiskReceiver):
         super().__init__(address, index)
         self._kept: dict[int, torch.Tensor] = {}  # by bucket
         self._stamp = ""  # of the update being read
-
-    def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        self._stamp = ""
-        yield from super().buckets(manifest, version)
 
     def read(self, bucket: Bucket, directory: Path, content: Mapping[str, Any]) -> torch.Tensor:
         self._stamp = content["stamp"]

@@ -110,7 +110,7 @@ class IpcSender(WeightSender):
 
     def begin(self, manifest: Manifest, version: int) -> None:
         self._errors, self._done, self.version, self._manifest = {}, {}, version, manifest
-        self._turn, self._pending = 0, None
+        self._turn, self._pending, self.sent = 0, None, 0
         for peer in self._peers.values():
             peer.taking = False
             peer.loading.clear()
@@ -147,6 +147,7 @@ class IpcSender(WeightSender):
                 return
             room.copy_(flat)
             flat, buffer = room, self._buffers[self._turn]
+        self.sent = (self.sent or 0) + flat.nbytes
         self._hand_over_pending()
         index = self._buffers.index(buffer)
         buffer.bucket = bucket.index

@@ -16,13 +16,15 @@ from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.runtime import config as deepspeed_config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
 from corerl.config.schema import ClusterInfo, TrainConfig
 from corerl.testing.pool import RankPool
 from corerl.testing.subject import Runs
 from corerl_deepspeed.config import DeepSpeedConfig
-from corerl_deepspeed.raw import ELSEWHERE, ZERO, refusals, settable
+from corerl_deepspeed.raw import ELSEWHERE, STAGE_3, STAGES_1_AND_2, ZERO, refusals, settable
 from corerl_deepspeed.settings import deepspeed_json
 from corerl_deepspeed.spec import check
 from plugins.deepspeed.tests import ranks
@@ -32,7 +34,6 @@ VALUES: dict[str, Any] = {
     f"{ZERO}.contiguous_gradients": False,
     f"{ZERO}.reduce_scatter": False,
     f"{ZERO}.use_multi_rank_bucket_allreduce": False,
-    f"{ZERO}.allgather_partitions": False,
     f"{ZERO}.overlap_comm": True,
     f"{ZERO}.sub_group_size": 1e6,
     f"{ZERO}.stage3_param_persistence_threshold": 7,
@@ -132,6 +133,33 @@ def fields(table: str, model: Any) -> Iterator[str]:
     """Dotted, under the names that DeepSpeed's pages give them."""
     for name, field in model.model_fields.items():
         yield f"{table}.{field.alias or name}"
+
+
+@pytest.mark.parametrize("name", [*STAGES_1_AND_2, *STAGE_3])
+def test_a_setting_that_the_chosen_stage_does_not_read_is_refused_with_the_stages_that_do(name: str) -> None:
+    value = next(value for path, value in VALUES.items() if path.startswith(f"{ZERO}.{name}"))
+    raw = nested(f"{ZERO}.{name}", {"classes": ["Block"]} if name == "leaf_module" else value)
+    readers = (3,) if name in STAGE_3 else (1, 2)
+    mend = "stage 3 does; set stage=3" if name in STAGE_3 else "stages 1 and 2 do; set stage=2"
+    for stage in (1, 2, 3):
+        found = check(DeepSpeedConfig(stage=stage, raw=raw), ClusterInfo(device="cuda", ranks=4))  # type: ignore[arg-type]
+        told = [(problem.path, problem.text.partition(" with ")[2]) for problem in found]
+        text = f"stage={stage}, which does not read it; {mend}, or remove it"
+        assert told == ([] if stage in readers else [(f"raw.{ZERO}.{name}", text)])
+
+
+def test_the_stages_read_what_deepspeed_gives_their_optimizers() -> None:
+    def taken(optimizer: type) -> set[str]:
+        names = {field: model.alias or field for field, model in DeepSpeedZeroConfig.model_fields.items()}
+        asked = {field.removeprefix("zero_") for field in inspect.signature(optimizer).parameters}
+        return {name for field, name in names.items() if field in asked}
+
+    zero = {path.removeprefix(f"{ZERO}.") for path in settable() if path.startswith(f"{ZERO}.")}
+    whole, sharded = taken(DeepSpeedZeroOptimizer) & zero, taken(DeepSpeedZeroOptimizer_Stage3) & zero
+    assert whole - sharded == {*STAGES_1_AND_2}
+    # The others are read where parameters are sharded or gathered.
+    elsewhere = {"stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "leaf_module"}
+    assert sharded - whole == {*STAGE_3} - elsewhere
 
 
 def test_all_that_deepspeed_reads_is_let_through_or_refused_by_name() -> None:

@@ -16,10 +16,10 @@ from torch._dynamo.utils import counters
 from corerl.memory.storage import resident_bytes
 from corerl.testing.compare import Tensors, different, weights_apart, whole
 from corerl.testing.harness import Setup, make_worker, state_of, step_at, train
+from corerl.testing.inprocess import InProcessSender
 from corerl.testing.models import tiny_fields
 from corerl.trainer.worker import Worker
 from corerl.types import MemoryKind, TrainResult
-from corerl.weights.transports.inprocess import InProcessSender
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest import mock
@@ -125,3 +126,13 @@ def steps_and_passes(setup: Setup, numbers: range) -> tuple[list[TrainResult], P
         count = sum(packed_for_training(worker, setup, samples_at(number)).count for number in numbers)
         results = [train(worker, setup, number) for number in numbers]
         return results, [(ran[layer] / count, ran[mlp] / count) for layer, mlp in pairs]
+
+
+def norm_of_a_step(setup: Setup, norms: Sequence[float]) -> float:
+    """The gradient norm of a step in which this rank's copy of the model has summed its number of `norms`."""
+    with running(setup) as worker:
+        backend = worker.backend
+        assert isinstance(backend, MegatronBackend)
+        own = norms[torch.distributed.get_rank()]
+        with mock.patch.object(backend.model.optimizer, "get_grad_norm", return_value=own):
+            return train(worker, setup, 0).grad_norm

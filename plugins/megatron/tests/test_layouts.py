@@ -10,6 +10,8 @@ import pytest
 from attrs import evolve
 
 from corerl.testing.compare import assert_follows, assert_same_metrics, grad_norm_of, loss_of
+from corerl.testing.harness import Setup
+from corerl.testing.models import tiny_fields
 from corerl.testing.pool import RankPool
 from corerl.testing.subject import STEPS, Runs, Subject
 from corerl.testing.suite import CHECKS
@@ -110,6 +112,15 @@ def test_experts_on_two_ranks_train_as_the_plain_backend_does(runs: Runs, layout
 @pytest.mark.parametrize("layout", FOUR)
 def test_four_ranks_train_as_the_plain_backend_does(runs_of_four: Runs, layout: str) -> None:
     assert_trains_as_plain(runs_of_four, 4, "qwen3-tied", FOUR[layout])
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_stage_without_experts_trains_beside_one_that_has_some(runs_of_four: Runs, distributed: bool) -> None:
+    fields = {**tiny_fields("qwen3-moe"), "mlp_only_layers": [0, 1]}  # of four layers
+    options = {"expert_parallel": 2, "pipeline_parallel": 2, "distributed_optimizer": distributed}
+    setup = Setup(backend="megatron", model="", fields=fields, options=options)
+    wanted = runs_of_four.train(1, evolve(setup, backend="plain", options={}), range(3))
+    assert_follows(runs_of_four.train(4, setup, range(3)), wanted)
 
 
 @pytest.mark.parametrize("layout", ["tp2 sp", "pp2 vpp2", "cp2"])

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from megatron.core.transformer import TransformerConfig
 
 from corerl.config.schema import ClusterInfo, TrainConfig
 from corerl.errors import PluginError
 from corerl.testing.harness import TRAIN
 from corerl.testing.models import tiny_config
 from corerl_megatron.config import MegatronConfig
-from corerl_megatron.families import unsupported_by
+from corerl_megatron.families import architecture, unsupported_by
 from corerl_megatron.model import uses_transformer_engine
 from corerl_megatron.spec import SPEC, check
 from plugins.megatron.tests.test_rope import LLAMA3
@@ -36,6 +37,8 @@ def told(
         (1, QWEN3, {}),
         (4, QWEN3, {"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
         (8, MOE, {"expert_parallel": 8}),
+        (1, {**QWEN3, "attention_dropout": 0.1}, {}),  # no backend draws any
+        (1, {**MOE, "num_experts_per_tok": 1, "norm_topk_prob": False}, {}),
         (4, MOE, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 4, "expert_tensor_parallel": 1}),
     ],
 )
@@ -63,6 +66,12 @@ def test_a_layout_that_divides_is_let_through(ranks: int, model: dict[str, Any],
             "pipeline_parallel: 4 x virtual_pipeline=2 does not divide the model's 4 layers",
         ),
         (2, QWEN3, {"expert_parallel": 2}, "expert_parallel: 2, and the model has no experts"),
+        (
+            2,
+            QWEN3,
+            {"expert_tensor_parallel": 2},
+            "expert_tensor_parallel: 2, and the model has no experts; set it to 0",
+        ),
         (1, QWEN3, {"aux_loss_coef": 0.1}, "aux_loss_coef: 0.1, and the model has no experts"),
         (
             128,
@@ -142,13 +151,20 @@ def test_transformer_engine_is_taken_where_it_is_there_and_asked_for_in_one_line
         ({"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "rope low_freq_factor=2.0 is fixed at 1.0"),
         ({"attention_bias": True}, "attention_bias of a qwen3 model is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window of a qwen3 model is not supported"),
-        ({"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
     ],
 )
 def test_a_model_that_megatron_would_train_wrongly_is_refused(changed: dict[str, Any], reason: str) -> None:
     assert unsupported_by({**QWEN3, **changed}).startswith(reason)
     assert told(1, {**QWEN3, **changed}) == [f".model: {unsupported_by({**QWEN3, **changed})}"]
+
+
+def test_a_router_whose_one_choice_always_weighs_1_is_refused() -> None:
+    chosen = {**MOE, "num_experts_per_tok": 1, "norm_topk_prob": True}
+    assert unsupported_by(chosen).startswith("norm_topk_prob=true with num_experts_per_tok=1")
+    with pytest.raises(ValueError, match="pre-softmax when topk is 1"):  # if not, megatron-core takes it now
+        TransformerConfig(**architecture(chosen, value_head=False).transformer)
+    assert unsupported_by({**chosen, "num_experts_per_tok": 2}) == ""
 
 
 def test_the_models_of_the_suite_are_known() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -74,6 +76,24 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     yield started
     for engine in engines:
         engine.close()
+
+
+@pytest.mark.parametrize("raises", ["save_pretrained", "server_arguments", "Popen"])
+def test_an_engine_that_does_not_get_as_far_as_a_server_leaves_nothing_behind(
+    raises: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    places = {
+        "save_pretrained": "transformers.PreTrainedConfig.save_pretrained",
+        "server_arguments": "corerl_sglang.engine.server_arguments",
+        "Popen": "corerl_sglang.server.subprocess.Popen",
+    }
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    options = SglangConfig(launcher=STAND_IN)
+    with mock.patch(places[raises], side_effect=OSError("disk full")), pytest.raises(OSError, match="disk full"):
+        SglangEngine(ModelConfig(config=TIED), options, context())
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+    assert not [warning for warning in recwarn if warning.category is ResourceWarning]  # of an open socket
 
 
 def push(

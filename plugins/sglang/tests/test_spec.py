@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from corerl.config.schema import ClusterInfo, TrainConfig, WeightsConfig
 from corerl.doctor.plugins import look_named
@@ -182,6 +183,15 @@ def test_blocks_are_not_cut() -> None:
     assert problems_in_fp8(QWEN3_MOE, tensor_parallel=4, expert_parallel=4) == {}
     assert problems_in_fp8(QWEN3_MOE, tensor_parallel=4, left_out=("experts",)) == {}
     assert list(problems_in_fp8({**QWEN3_MOE, "mlp_only_layers": [1]})) == [".model.intermediate_size"]
+
+
+def test_experts_are_found_in_the_fields_that_transformers_writes() -> None:
+    # 384 columns are three blocks, and intermediate_size is that of no layer.
+    sizes = {"moe_intermediate_size": 384, "intermediate_size": 200, "hidden_size": 256, "num_hidden_layers": 2}
+    written = AutoConfig.for_model("qwen3_moe", num_experts=4, head_dim=128, **sizes).to_dict()
+    assert problems_in_fp8(written) == {}
+    assert list(problems_in_fp8(written, tensor_parallel=2)) == ["tensor_parallel"]  # 192 columns
+    assert list(problems_in_fp8(written, left_out=("experts.0.up",))) == [".weights.unquantized"]
 
 
 def test_what_sglang_fuses_is_left_out_as_a_whole() -> None:

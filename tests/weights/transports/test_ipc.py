@@ -95,6 +95,22 @@ def test_a_bucket_is_gathered_while_the_one_before_is_loaded_and_no_further(pair
     assert places[0] == places[2] != places[1] == places[3]
 
 
+def test_a_rank_counts_the_bytes_that_it_has_sent_and_one_without_engines_none(pair: Any) -> None:
+    sender, receiver = pair
+    elsewhere = IpcSender(address_of("e", "f", senders=(1, 2)), 0)
+    for version in (1, 2):
+        reader = Reader(receiver, FOUR, version)
+        for each in (sender, elsewhere):
+            each.begin(FOUR, version)
+            for bucket in FOUR.buckets:
+                reader.go.release()
+                each.send(bucket, torch.zeros(4))
+            each.commit()
+        reader.thread.join()
+        assert (sender.sent, elsewhere.sent) == (4 * 16, 0)
+    elsewhere.close()
+
+
 def test_what_is_gathered_is_the_memory_that_the_engine_reads_and_each_buffer_has_one_handle(
     pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ import torch
 
 import corerl
 from corerl.errors import ConfigError
+from corerl.testing.inprocess import InProcessSender
 from corerl.weights.checksum import Digest
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
 from corerl.weights.transport import Address, WeightSender
@@ -30,7 +31,6 @@ from corerl.weights.transports import open_receiver, open_sender
 from corerl.weights.transports.collective import CollectiveSender
 from corerl.weights.transports.delta import DeltaSender
 from corerl.weights.transports.disk import DiskSender
-from corerl.weights.transports.inprocess import InProcessSender
 from corerl.weights.transports.ipc import IpcSender
 from tests.weights.transports.peer import bit_sum
 

@@ -43,7 +43,6 @@ class Zero:
     contiguous_gradients: bool = True
     reduce_scatter: bool = True
     use_multi_rank_bucket_allreduce: bool = True
-    allgather_partitions: bool = True
     overlap_comm: bool = False
     sub_group_size: float = count()
     stage3_param_persistence_threshold: float = count()
@@ -106,6 +105,22 @@ class Settable:
     timers: Timers = Timers()
 
 
+# Settings of `zero_optimization` that not every stage reads.
+STAGES_1_AND_2 = ("use_multi_rank_bucket_allreduce", "ignore_unused_parameters", "parameter_alignment")
+STAGE_3 = (
+    "sub_group_size",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_module_granularity_threshold",
+    "stage3_use_all_reduce_for_fetch_params",
+    "stage3_allgather_sequential",
+    "log_trace_cache_warnings",
+    "enable_sanity_checks",
+    "leaf_module",
+)
+
 # ---- what may not be set, as dotted paths; a table stands for everything in it ---------------------------------------
 
 LOOP = "CoreRL drives the loop: batches are made, and steps are taken, outside of DeepSpeed"
@@ -163,6 +178,7 @@ ELSEWHERE = {
     "aio": "it is for NVMe, where neither sleep nor a checkpoint would find masters, moments or weights",
     "disable_allgather": NOTHING,
     "vocabulary_size": NOTHING,
+    f"{ZERO}.allgather_partitions": NOTHING,
     f"{ZERO}.stage": "set stage",
     f"{ZERO}.offload_optimizer": OPTIMIZER,
     f"{ZERO}.cpu_offload": OPTIMIZER,
@@ -230,6 +246,17 @@ def refusals(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield path, f"unknown key; did you mean {near!r}?"
         else:
             yield path, problem.text
+
+
+def unread(raw: Mapping[str, Any], stage: int) -> Iterator[tuple[str, str]]:
+    """(dotted path, what is wrong with it) for each setting that `stage` does not read, of a table without refusals."""
+    others: tuple[str, ...] = STAGE_3
+    mend = "stage 3 does; set stage=3, or remove it"
+    if stage == 3:
+        others, mend = STAGES_1_AND_2, "stages 1 and 2 do; set stage=2, or remove it"
+    for name, value in raw.get(ZERO, {}).items():
+        if name in others:
+            yield f"{ZERO}.{name}", f"{spell_value(value)} with stage={stage}, which does not read it; {mend}"
 
 
 def _names(paths: set[str], table: str) -> list[str]:

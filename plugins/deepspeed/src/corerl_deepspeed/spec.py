@@ -9,7 +9,7 @@ from corerl.plugin.capabilities import Capability, not_implemented
 from corerl.plugin.spec import BackendSpec, Environment, Problem
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.probe import probe
-from corerl_deepspeed.raw import ZERO, refusals
+from corerl_deepspeed.raw import ZERO, refusals, unread
 
 NO_FLOAT16 = (
     "DeepSpeed raises its loss scale before it divides gradients by it, which halves them in that step, and there is "
@@ -34,7 +34,7 @@ def check(config: DeepSpeedConfig, cluster: ClusterInfo) -> Iterable[Problem]:
         yield Problem(
             "node_shard_size", f"{ranks} ranks do not make whole groups of {size}; take a divisor of {ranks}, or 1"
         )
-    refused = dict(refusals(config.raw))
+    refused = dict(refusals(config.raw)) or dict(unread(config.raw, config.stage))
     for path, text in refused.items():
         yield Problem(f"raw.{path}", text)
     if not refused and config.stage == 1 and config.raw.get(ZERO, {}).get("overlap_comm"):

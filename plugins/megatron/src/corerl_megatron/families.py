@@ -10,6 +10,8 @@ from typing import Any
 
 from attrs import frozen
 
+from corerl.models.experts import experts_of
+
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ROPES = ("default", "linear", "llama3")
 # Parameters of Llama 3's rope that megatron-core hard-codes.
@@ -24,8 +26,6 @@ def unsupported_by(hf: Mapping[str, Any]) -> str:
     for field in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if hf.get(field):
             return f"{field} of a {family} model is not supported by this backend; take another one"
-    if hf.get("attention_dropout"):
-        return f"attention_dropout={hf['attention_dropout']} is not supported by this backend; set it to 0"
     if hf.get("hidden_act", "silu") != "silu":
         return f"hidden_act={hf['hidden_act']!r} is not supported by this backend, which knows silu; take another one"
     rope = _rope(hf)
@@ -36,18 +36,18 @@ def unsupported_by(hf: Mapping[str, Any]) -> str:
         for field, fixed in LLAMA3.items():
             if rope[field] != fixed:
                 return f"rope {field}={rope[field]} is fixed at {fixed} in megatron-core; take another backend"
+    if experts_of(hf) and hf["num_experts_per_tok"] == 1 and hf["norm_topk_prob"]:
+        # transformers gives that expert the weight 1; megatron-core refuses a softmax over one.
+        return (
+            "norm_topk_prob=true with num_experts_per_tok=1, which leaves the router no gradient, is not supported by "
+            "this backend; set norm_topk_prob to false, or take another backend"
+        )
     return ""
 
 
 def _rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     found: Mapping[str, Any] | None = hf.get("rope_parameters")  # in transformers 5; two fields before that
     return found or {"rope_theta": hf.get("rope_theta", 10000.0), **(hf.get("rope_scaling") or {})}
-
-
-def experts_of(hf: Mapping[str, Any]) -> int:
-    """The number of experts in a layer; 0 for a dense model."""
-    # The field has two names; transformers 5.15 and later write the second.
-    return hf.get("num_experts") or hf.get("num_local_experts") or 0
 
 
 @frozen(kw_only=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from attrs import frozen
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -74,6 +75,8 @@ def step(model: Model, *, lr: float, clip_norm: float) -> tuple[bool, float]:
     optimizer = model.optimizer
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
+    if not optimizer.config.use_distributed_optimizer:
+        norm = _agreed(norm, next(model.chunks[0].parameters()).device)
     applied = math.isfinite(norm)
     if applied:
         if clip_norm:
@@ -86,6 +89,13 @@ def step(model: Model, *, lr: float, clip_norm: float) -> tuple[bool, float]:
         optimizer.step_with_ready_grads()
     optimizer.zero_grad()
     return applied, norm
+
+
+def _agreed(norm: float, device: torch.device) -> float:
+    """The largest of all ranks' norms: each copy of the model has summed its own, perhaps in another order."""
+    largest = torch.tensor(norm, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def set_adam_step(model: Model, applied: int) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from corerl.config.schema import ClusterInfo
+from corerl.models.experts import experts_of
 from corerl.plugin.capabilities import Capability, not_implemented
 from corerl.plugin.spec import BackendSpec, Environment, Problem
 from corerl_megatron.config import MegatronConfig, too_precise
-from corerl_megatron.families import experts_of, unsupported_by
+from corerl_megatron.families import unsupported_by
 from corerl_megatron.probe import probe
 
 FP8_WIDTH = 16  # TransformerEngine requires multiples of this for matrices multiplied in FP8
@@ -151,6 +152,10 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
                 )
     if config.expert_parallel > 1 and not experts:
         yield Problem("expert_parallel", f"{config.expert_parallel}, and the model has no experts; set it to 1")
+    if config.expert_tensor_parallel and not experts:
+        yield Problem(
+            "expert_tensor_parallel", f"{config.expert_tensor_parallel}, and the model has no experts; set it to 0"
+        )
     if config.aux_loss_coef and not experts:
         yield Problem("aux_loss_coef", f"{config.aux_loss_coef}, and the model has no experts; set it to 0")
     if experts and tp > 1 and not config.sequence_parallel:

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import os
 import pickle
+import shutil
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -64,29 +65,29 @@ class SglangEngine(Engine):
         self._reader = Reader(engine=context.name, experts=Experts.of(built))
         # Not writable by others: ranks unpickle instructions from it.
         self._directory = Path(tempfile.mkdtemp(prefix="corerl-sglang-"))
-        # Otherwise the model's own end of sequence would end samples that [rollout] does not.
-        config.eos_token_id = None
-        config.save_pretrained(self._directory / "model")
-        log = Path(context.run_dir) / "logs" / f"{context.name}.log" if context.run_dir else self._directory / "log"
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, context.devices))} if context.devices else {}
-        self._server = Server(
-            context.name,
-            launcher=options.launcher,
-            arguments=server_arguments(options, context, model=self._directory / "model"),
-            environment={**plain_allocator(os.environ), **visible},
-            directory=self._directory,
-            log=log,
-            health_timeout=options.health_timeout,
-        )
-        try:
+        with contextlib.ExitStack() as undo:  # unless all goes well
+            undo.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            # Otherwise the model's own end of sequence would end samples that [rollout] does not.
+            config.eos_token_id = None
+            config.save_pretrained(self._directory / "model")
+            log = Path(context.run_dir) / "logs" / f"{context.name}.log" if context.run_dir else self._directory / "log"
+            visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, context.devices))} if context.devices else {}
+            self._server = Server(
+                context.name,
+                launcher=options.launcher,
+                arguments=server_arguments(options, context, model=self._directory / "model"),
+                environment={**plain_allocator(os.environ), **visible},
+                directory=self._directory,
+                log=log,
+                health_timeout=options.health_timeout,
+            )
+            undo.callback(self._server.stop)
             self._server.wait_ready(options.start_timeout)
             # Spare the server's garbage collector everything that exists by now. Optional, so a refusal is fine.
             with contextlib.suppress(EngineFailed):
                 self._server.post("/freeze_gc")
             self._bytes = memory_of(self._server.get("/server_info"), context.bundles)
-        except BaseException:
-            self._server.stop()
-            raise
+            undo.pop_all()
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 

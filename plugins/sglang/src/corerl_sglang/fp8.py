@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from corerl.errors import ConfigError
+from corerl.models.experts import experts_of
 from corerl.plugin.spec import Problem
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class _Layer:
 
 
 def _layers(model: Mapping[str, Any]) -> Iterator[_Layer]:
-    experts: int = model.get("num_experts") or 0
+    experts = experts_of(model)
     step, dense = model.get("decoder_sparse_step") or 1, model.get("mlp_only_layers") or ()
     for number in range(model["num_hidden_layers"]):
         layer = f"model.layers.{number}"

@@ -60,18 +60,22 @@ class Server:
         self._held.bind((HOST, 0))
         self.port: int = self._held.getsockname()[1]
         file = directory / "arguments.json"
-        file.write_text(json.dumps({**arguments, "host": HOST, "port": self.port}, indent=1))
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as sink:
-            self._log_start = sink.tell()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", launcher, str(file)],
-                stdin=subprocess.PIPE,  # the server ends when this closes
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-                start_new_session=True,
-            )
+        try:
+            file.write_text(json.dumps({**arguments, "host": HOST, "port": self.port}, indent=1))
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as sink:
+                self._log_start = sink.tell()
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", launcher, str(file)],
+                    stdin=subprocess.PIPE,  # the server ends when this closes
+                    stdout=sink,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **environment},
+                    start_new_session=True,
+                )
+        except BaseException:
+            self._held.close()
+            raise
 
     @property
     def pid(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from corerl.config.schema import ClusterInfo
+from corerl.models.experts import experts_of
 from corerl.plugin.spec import EngineSpec, Environment, Problem
 from corerl_sglang import fp8
 from corerl_sglang.arguments import contradictions
@@ -59,7 +60,7 @@ def quantized(config: SglangConfig, cluster: ClusterInfo) -> str:
 
 def misfits(config: SglangConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of dividing the model as configured."""
-    experts = next((n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := model.get(key))), 1)
+    experts = max(1, experts_of(model))
     if experts == 1 and config.expert_parallel > 1:
         yield Problem("expert_parallel", f"{config.expert_parallel}, and the model has no experts; set it to 1")
     elif experts % config.expert_parallel:

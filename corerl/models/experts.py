@@ -1,0 +1,15 @@
+"""Count a model's experts from the fields of its Hugging Face config. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Model families use different names, and transformers 5.15 and later write Qwen3-MoE's "num_experts" as the second.
+NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def experts_of(fields: Mapping[str, Any]) -> int:
+    """The number of experts that a layer chooses from; 0 for a dense model. `fields` are those of `config.to_dict()`
+    or config.json."""
+    return max(fields.get(name) or 0 for name in NAMES)

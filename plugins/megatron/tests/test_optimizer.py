@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from attrs import evolve
+
+from corerl.testing.pool import RankPool
+from corerl.testing.subject import Runs
+from plugins.megatron.tests import ranks
+
+
+def test_copies_of_the_model_whose_norms_differ_in_the_last_bit_take_the_same_one(
+    runs: Runs, rank_pool: RankPool
+) -> None:
+    setup = evolve(runs.setup("megatron", "qwen3"), options={"distributed_optimizer": False})
+    larger = 1.0 + 2**-52
+    assert rank_pool.run(ranks.norm_of_a_step, setup, [1.0, larger]) == [larger, larger]
