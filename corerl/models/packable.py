@@ -102,9 +102,8 @@ def _require_bare_head(model: PreTrainedModel) -> None:
         raise _Reached
 
     tokens = torch.zeros(1, 2, dtype=torch.long, device=hidden.device)
-    decoder.forward = lambda *args, **kwargs: MoeModelOutputWithPast(
-        hidden
-    )  # hides the class's own, until it is deleted
+    reached = MoeModelOutputWithPast(hidden)
+    decoder.forward = lambda *args, **kwargs: reached  # hides the class's own until it is deleted
     handle = head.register_forward_pre_hook(at_head, with_kwargs=True)
     try:
         with torch.no_grad():
