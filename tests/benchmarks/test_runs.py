@@ -45,7 +45,7 @@ def test_growth_is_told_of_each_kind_of_memory_in_a_step() -> None:
     assert told[at + 3] == ("its growth a step", pytest.approx(0.0))
     assert ("grew since step 2: 1 rank", 6.0) in told
     assert ("updates whose weights were verified in the engine", 7) in told
-    untold = ended({"time/step": 0.1}, output="engine-0 cannot tell what it\n has loaded (Engine.weight_sums)")
+    untold = ended({"time/step": 0.1}, output="engine-0 cannot report what it\n has loaded (Engine.weight_sums)")
     told = [(number.what, *number.values) for number in steady.report(args, untold, seen, "command").numbers]
     assert ("updates whose weights were verified in the engine", 0) in told
 

@@ -276,7 +276,7 @@ def test_a_kl_coefficient_that_one_step_could_turn_negative_is_told(horizon: int
         algorithm=AlgorithmConfig(kl_coef=0.1, kl_target=0.1, kl_horizon=horizon),
     )
     line = (
-        "algorithm.kl_horizon: 10, and a rollout step has 50 samples, so that one step could turn kl_coef negative; "
+        "algorithm.kl_horizon: 10, but a rollout step has 50 samples, so one step could make kl_coef negative; "
         "set it to more than a fifth of that"
     )
     assert problems(adapted) == [line] * wrong
