@@ -65,10 +65,6 @@ def drawn(*lengths: int) -> list[torch.Tensor]:
             {"model_type": "llama4_text", "layer_types": ["full_attention"] * 2, "num_key_value_heads": 2},
             "^Llama4ForCausalLM gives Llama4ForCausalLM as its decoder",
         ),
-        (
-            {"model_type": "modernbert-decoder", "pad_token_id": 0, "layer_types": ["full_attention"] * 2},
-            "^ModernBertDecoderForCausalLM gives Linear as its decoder",
-        ),
     ],
     ids=str,
 )
@@ -86,6 +82,18 @@ class Halved(LlamaForCausalLM):
     def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         hidden: torch.Tensor = self.model(input_ids, **kwargs).last_hidden_state
         return self.lm_head(hidden * 0.5)  # type: ignore[no-any-return]
+
+
+class Misnamed(LlamaForCausalLM):
+    """Takes its head for its decoder, as ModernBERT's decoder does."""
+
+    def get_decoder(self) -> nn.Module:
+        return self.lm_head
+
+
+def test_a_decoder_that_does_not_turn_tokens_into_hidden_states_is_refused() -> None:
+    with torch.device("meta"), pytest.raises(ModelError, match="^Misnamed gives Linear as its decoder"):
+        require_packable(Misnamed(AutoConfig.for_model(**LLAMA)))
 
 
 def test_hidden_states_that_are_not_the_heads_input_as_they_are_are_refused_with_and_without_weights() -> None:
