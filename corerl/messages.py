@@ -63,3 +63,9 @@ def place(error: BaseException, own: Callable[[FrameType], bool]) -> str:
     file, line = lines[-1]
     here = os.path.realpath(file).removeprefix(os.path.join(os.path.realpath("."), ""))
     return f" ({file if os.path.isabs(here) else here}:{line})"
+
+
+def short_repr(value: object, longest: int) -> str:
+    """`repr(value)`, cut to `longest` characters."""
+    text = repr(value)
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

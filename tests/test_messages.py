@@ -6,7 +6,7 @@ import re
 import pytest
 
 from corerl.errors import SaveFailed
-from corerl.messages import did_you_mean, first_line, last_line, message_of, nearest, one_line, place
+from corerl.messages import did_you_mean, first_line, last_line, message_of, nearest, one_line, place, short_repr
 
 
 def test_a_name_that_is_like_a_known_one_is_asked_for() -> None:
@@ -50,3 +50,8 @@ def test_the_place_of_an_error_is_the_innermost_line_that_is_asked_for() -> None
     assert re.fullmatch(r" \(/.*/json/decoder\.py:\d+\)", place(caught.value, lambda frame: True))
     assert place(caught.value, lambda frame: False) == ""
     assert place(ValueError("was never raised"), lambda frame: True) == ""
+
+
+def test_a_long_value_is_cut_to_what_is_shown() -> None:
+    assert short_repr("abc", 5) == "'abc'"
+    assert short_repr([1, 2, 3], 6) == "[1,..."

@@ -17,6 +17,7 @@ from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir
 from corerl.config.load import dump_toml
 from corerl.config.schema import Config
 from corerl.errors import ConfigError, DataError, NothingLeft
+from corerl.messages import short_repr
 from corerl.observability.files import keep, read_lines
 from corerl.observability.history import METRICS_FILE
 from corerl.observability.jsonl import SAMPLES_FILE
@@ -111,17 +112,14 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     """One line that names the settings in which a resumed run differs from its checkpoint's config, if there are any.
     Both are plain data."""
     changes = [
-        f"{path}={_short(value)} (was {_short(old)})" if old is not None and value is not None else path
+        f"{path}={short_repr(value, SHOWN_CHARACTERS)} (was {short_repr(old, SHOWN_CHARACTERS)})"
+        if old is not None and value is not None
+        else path
         for path, old, value in _differences(before, now)
         if path not in EXPECTED_CHANGES
     ]
     more = [f"and {len(changes) - SHOWN_CHANGES} more"] if len(changes) > SHOWN_CHANGES else []
     return [f"resumed with other settings: {', '.join(changes[:SHOWN_CHANGES] + more)}"] if changes else []
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def _differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

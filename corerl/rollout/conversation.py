@@ -10,6 +10,7 @@ import numpy as np
 from attrs import field, frozen
 from jinja2 import TemplateError
 
+from corerl.messages import short_repr
 from corerl.rollout.engine import Generation
 from corerl.rollout.tool_calls import CallFormat, as_told, meant
 from corerl.types import Array, BoolArray, FloatArray, IntArray
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
+SHOWN = 60  # characters of a value that a refusal shows
 
 
 class Refused(Exception):
@@ -242,8 +244,8 @@ def _require_continued(conversation: Conversation, messages: Sequence[Message]) 
             of = meant if answer and key == "tool_calls" else _as_is
             if of(had.get(key)) != of(got.get(key)):
                 raise Refused(
-                    f"messages[{number}].{key}: got {_short(got.get(key))}, and the episode has "
-                    f"{_short(had.get(key))} there; {advice}",
+                    f"messages[{number}].{key}: got {short_repr(got.get(key), SHOWN)}, and the episode has "
+                    f"{short_repr(had.get(key), SHOWN)} there; {advice}",
                     code="history_changed",
                 )
     if len(messages) <= len(conversation.messages):
@@ -256,8 +258,3 @@ def _require_continued(conversation: Conversation, messages: Sequence[Message]) 
 
 def _as_is(value: Any) -> Any:
     return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -192,7 +192,7 @@ def test_a_resumed_run_names_the_settings_that_have_changed() -> None:
     assert start == "resumed with other settings"
     assert sorted(changes) == [
         "backends.other",
-        f"data.source={'x' * 60!r:.40}... (was 'sort-digits')",
+        f"data.source={'x' * 60!r:.37}... (was 'sort-digits')",
         "train.optimizer.lr=0.0001 (was 0.001)",
     ]
 
