@@ -8,7 +8,7 @@ Wants SGLang, CoreRL and the backends installed, and the repository as the worki
 `corerl train` with a deadline of its own, whatever became of the others. It leaves its output, its metrics and the
 servers' logs under $OUT, or under the working directory. Ends with status 1 where one is not as it should be: all steps
 done, every batch of full size, the mean |log-prob difference| under its bound, held-out reward higher than before, a
-killed server replaced. `ATTENTION` names SGLang's attention; without it that is Triton's.
+killed or stopped server replaced. `ATTENTION` names SGLang's attention; without it that is Triton's.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ TWO_STARTS = 430.0  # seconds: a server starts twice
 STAND_IN = "plugins.sglang.tests.stand_in"
 APART = "cluster.placement=disaggregated"
 ASYNCHRONOUS = "rollout.source=asynchronous"
+SILENT = "engines.sglang.health_timeout=30"
 EXPERTS = (
     *("model.config.model_type=qwen3_moe", "model.config.num_experts=8", "model.config.num_experts_per_tok=2"),
     *("model.config.moe_intermediate_size=256", "model.config.norm_topk_prob=true"),
@@ -74,6 +75,7 @@ class Scenario:
     tensor_parallel: int = 1
     settings: Sequence[str] = ()
     kill: Callable[[Watched], bool] | None = None  # says when a server is to be killed, once
+    signal: int = signal.SIGKILL  # SIGSTOP leaves a server that never answers again
     deadline: float = 280.0  # seconds, the start included
     bound: float | None = BOUND  # of the mean |log-prob difference|
 
@@ -85,6 +87,13 @@ SCENARIOS = {
     "kill-generation": Scenario(kill=in_generation, deadline=TWO_STARTS),
     # Not verified in it: what ranks are asked then looks like an update.
     "kill-update": Scenario(kill=in_update, settings=("weights.verify_every=0",), deadline=TWO_STARTS),
+    "hang-generation": Scenario(kill=in_generation, signal=signal.SIGSTOP, settings=(SILENT,), deadline=TWO_STARTS),
+    "hang-update": Scenario(
+        kill=in_update,
+        signal=signal.SIGSTOP,
+        settings=("weights.verify_every=0", SILENT),
+        deadline=TWO_STARTS,
+    ),
     # The engine's choice of experts, taken by the trainer; and each choosing by itself, to compare.
     "experts-megatron": Scenario(backend="megatron", settings=(*EXPERTS, *REPLAYED), bound=None),
     "experts-fsdp": Scenario(settings=(*EXPERTS, *REPLAYED), bound=None),
@@ -127,17 +136,18 @@ def settings(scenario: Scenario, *, steps: int, tiny: bool) -> list[str]:
 
 
 class Killer:
-    """Kills a run's first server once, when it is time."""
+    """Sends a run's first server the scenario's signal once, when it is time."""
 
-    def __init__(self, when: Callable[[Watched], bool] | None) -> None:
-        self._when = when
+    def __init__(self, scenario: Scenario) -> None:
+        self._when = scenario.kill
+        self._signal = scenario.signal
         self.killed = 0
 
     def __call__(self, run: Watched) -> None:
         if self._when is None or self.killed or not self._when(run):
             return
         for pid in run.servers()[:1]:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, self._signal)
             self.killed = pid
 
 
@@ -190,7 +200,7 @@ def play(
 ) -> dict[str, Any]:
     with Watched(*settings(scenario, steps=steps, tiny=tiny), *more, directory=OUT / name) as run:
         (OUT / name / "command").write_text(run.command)
-        killer = Killer(scenario.kill)
+        killer = Killer(scenario)
         ended = run.wait(deadline, killer)
         return found(name, scenario, ended, run, killer.killed, steps=steps, prompts=4 if tiny else PROMPTS)
 
