@@ -2,7 +2,8 @@
 
 A suspended communicator keeps its connections and its process group, so references to the group stay valid. This needs
 torch 2.12 (`Backend.suspend`) and NCCL 2.29.7 or later. Suspend and resume are collective: every rank goes over its
-groups in creation order, which is the same on all ranks of a group.
+groups in creation order, which is the same on all ranks of a group. Groups without a communicator of all their ranks,
+because no collective has run in them yet or ever will (pipeline stages that only send and receive), are left alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from attrs import define, field
 from torch.distributed import distributed_c10d
 
 NCCL = (2, 29, 7)
+# What torch 2.12 says of a group without a communicator of all its ranks. It has no question for this:
+# `_is_initialized` is also true where only pairs of ranks have communicators, which it cannot suspend.
+WITHOUT_COMMUNICATOR = "communicator not initialized"
 
 
 def lone_rank_options(timeout: timedelta) -> Any:
@@ -57,8 +61,13 @@ class Communicators:
         reason = refusal()
         if not reason and not self._suspended:
             for communicator in self._all():
-                communicator.suspend()
-                self._suspended.append(communicator)
+                try:
+                    communicator.suspend()
+                except RuntimeError as error:
+                    if WITHOUT_COMMUNICATOR not in str(error):
+                        raise
+                else:
+                    self._suspended.append(communicator)
         return reason
 
     def resume(self) -> None:

@@ -26,7 +26,13 @@ def over_two_groups() -> dict[str, Any]:
     known = [(group._get_backend(cpu), dist.get_process_group_ranks(group)) for group in (single, both)]
 
     def noted(verb: str) -> Any:
-        return lambda backend: told.extend((verb, ranks) for each, ranks in known if each is backend)
+        def note(backend: Any) -> None:
+            names = [ranks for each, ranks in known if each is backend]
+            if not names:  # the pool's own group, in which no collective has run
+                raise RuntimeError("NCCL communicator not initialized.")
+            told.extend((verb, ranks) for ranks in names)
+
+        return note
 
     with (
         mock.patch.object(communicators, "refusal", return_value=""),
@@ -47,13 +53,31 @@ def over_two_groups() -> dict[str, Any]:
     return {"of another library": before, "told": told, "total": float(total)}
 
 
-def test_every_group_of_the_library_is_suspended_once_and_in_the_order_of_their_making(
+def test_every_group_with_a_communicator_is_suspended_once_and_in_the_order_of_their_making(
     rank_pool: RankPool,
 ) -> None:
     for rank, found in enumerate(rank_pool.run(over_two_groups)):
         assert found["of another library"] == []
         assert found["told"] == [(verb, ranks) for verb in ("suspend", "resume") for ranks in ([rank], [0, 1])]
         assert found["total"] == 2.0
+
+
+def over_a_broken_group() -> str:
+    """What is raised where a group's communicator cannot be suspended."""
+
+    def fail(backend: Any) -> None:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    with mock.patch.object(communicators, "refusal", return_value=""), mock.patch.object(Backend, "suspend", fail):
+        try:
+            Communicators(torch.device("cpu"), library="gloo").suspend()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_communicator_that_fails_to_suspend_is_no_group_without_one(rank_pool: RankPool) -> None:
+    assert rank_pool.run(over_a_broken_group) == ["NCCL error: unhandled system error"] * 2
 
 
 @pytest.mark.parametrize(
