@@ -132,7 +132,7 @@ class IpcSender(WeightSender):
         if not self._taking:
             return None
         try:
-            buffer = self._next(numel * dtype.itemsize)
+            buffer = self._next()
         except (OSError, RuntimeError) as error:  # out of host or device memory
             for index in self._taking:
                 self._drop(index, f"the trainer has no memory to send from: {first_line(error)}")
@@ -322,16 +322,14 @@ class IpcSender(WeightSender):
 
     # ---- buffers -----------------------------------------------------------------------------------------------------
 
-    def _next(self, nbytes: int) -> _Buffer | None:
+    def _next(self) -> _Buffer | None:
         """Wait until nobody reads the next buffer; returns it, or None if no receiver is left."""
         assert self._manifest is not None
-        largest = self._manifest.largest * getattr(torch, self._manifest.dtype).itemsize
-        if self._buffers and self._buffers[0].shared.bytes.numel() < max(largest, nbytes):
-            self._hand_over_pending()
-            self._wait(lambda: not any(peer.loading for peer in self._peers.values()))
+        nbytes = self._manifest.largest * getattr(torch, self._manifest.dtype).itemsize
+        if self._buffers and self._buffers[0].shared.bytes.numel() < nbytes:  # of an earlier update, so nobody reads it
             self._release()
         if len(self._buffers) <= self._turn:
-            self._buffers.append(_Buffer(share(max(largest, nbytes), torch.device(self._address.device))))
+            self._buffers.append(_Buffer(share(nbytes, torch.device(self._address.device))))
         buffer = self._buffers[self._turn]
         self._hear_all(0.0)
         if self._pending is not None and (self._pending.digest.ready or self._is_read(buffer)):

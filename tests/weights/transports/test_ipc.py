@@ -134,6 +134,20 @@ def test_what_is_gathered_is_the_memory_that_the_engine_reads_and_each_buffer_ha
     assert len(given) == 2
 
 
+def test_an_update_in_larger_buckets_than_the_one_before_arrives(pair: Any) -> None:
+    sender, receiver = pair
+    two = build_manifest([(name, (8,)) for name in "ab"], dtype="float32", bucket_bytes=32)
+    for version, manifest in enumerate([FOUR, two, FOUR], start=1):
+        reader = Reader(receiver, manifest, version)
+        reader.go.release(len(manifest.buckets))
+        sender.begin(manifest, version)
+        for bucket in manifest.buckets:
+            sender.send(bucket, torch.full((bucket.numel,), float(bucket.index)))
+        assert sender.commit() == {"e": ""}
+        reader.thread.join()
+        assert reader.seen == [[float(bucket.index)] * bucket.numel for bucket in manifest.buckets]
+
+
 def test_each_rank_sends_to_its_own_receivers_and_an_engine_over_two_ranks_commits_with_both() -> None:
     address = address_of("a", "a", "b", senders=(0, 1, 1))
     senders = [open_sender(address, rank=rank) for rank in range(3)]
