@@ -164,21 +164,19 @@ class _Process:
         """Rewards of its first rows; none if it has just started. Raises _Lost if it ended or its time is up,
         RewardError if that happened before it had started, ConfigError if it cannot import the reward."""
         found: list[float | Failure] | ConfigError | None = None
-        patience = 0.0
         try:
             if self.connection.poll():
                 found = self.connection.recv()
         except (EOFError, OSError):
-            patience = GRACE  # let it exit, to learn its exit code
-        if isinstance(found, ConfigError):
-            raise found
+            self._process.join(GRACE)  # let it exit, to learn its exit code
         if found is None:
-            self._process.join(patience)
             exitcode = self._process.exitcode
             if not self.rows:
                 raise self._not_started(exitcode)
             self.end()
             raise _Lost(exitcode)
+        if isinstance(found, ConfigError):
+            raise found
         self.rows, self.until = (), math.inf
         return found
 
