@@ -95,11 +95,12 @@ class Residency:
     def turns(self, roles: Sequence[str]) -> dict[str, list[str]]:
         """Stage -> the roles that train in it, concurrently. Roles with devices of their own train in the first stage;
         of the others the actor goes last, since its parameters are needed next."""
+        apart = [role for role in roles if role not in self.groups]
         taking = sorted((role for role in roles if role in self.groups), key=lambda role: role == ACTOR)
-        turns = {training(role): [role] for role in taking} or {TRAIN: []}
-        first = next(iter(turns.values()))
-        first += [role for role in roles if role not in self.groups]
-        return turns
+        if not taking:
+            return {TRAIN: apart}
+        first, *others = taking
+        return {training(first): [first, *apart], **{training(role): [role] for role in others}}
 
     def enter(self, name: str) -> None:
         """Make exactly the stage's memory resident. What goes to sleep does so before anything wakes up."""
