@@ -15,7 +15,7 @@ from corerl.checkpoint.commit import read_state
 from corerl.config.check import problems as contradictions
 from corerl.config.functions import imported
 from corerl.config.problems import Problems
-from corerl.config.schema import Config, ModelConfig
+from corerl.config.schema import Config, ModelConfig, RolloutConfig
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource, PromptStream
 from corerl.driver.processes import ProcessPlan, plan_processes
@@ -82,17 +82,21 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     for line in contradictions(config):
         problems.add(line)
     models, tokenizer = _models(config, problems)
-    sampled = _sampled(config, tokenizer, problems)
+    prompts, reward, params = _sampled(config, tokenizer, problems)
+    function, postprocess = _functions(config.rollout, problems)
+    if config.rollout.saved and config.run.mode == "train-only":
+        with problems.stage("rollout.saved"):
+            SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
     context = _context_length(config, models)
     too_long = ""
     if context and config.run.samples:
-        too_long = _leave_out_long(config, context, tokenizer, sampled.prompts, problems)
+        too_long = _leave_out_long(config, context, tokenizer, prompts, problems)
     config = _with_absolute_paths(config)  # only now, because the checks above name files as the user does
     with problems.stage("weights.transport", path="weights.transport"):
         if config.weights.transport != AUTO:
             transport_named(config.weights.transport)  # raises if unknown
     run_dir = Path(config.run.dir).absolute()
-    resume, state = _beginning(config, run_dir, models, sampled.prompts, problems, starting=starting)
+    resume, state = _beginning(config, run_dir, models, prompts, problems, starting=starting)
     device = ""
     with problems.stage("cluster.device"):
         device = resolve_device(config.cluster.device, address=config.cluster.address)
@@ -111,7 +115,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
 
     # No problems, so nothing is missing.
     assert plan is not None and tokenizer is not None
-    assert sampled.prompts is not None and sampled.reward is not None and sampled.params is not None
+    assert prompts is not None and reward is not None and params is not None
     return Prepared(
         config=config,
         device=device,
@@ -120,13 +124,13 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         state=state,
         plan=plan,
         tokenizer=tokenizer,
-        prompts=sampled.prompts,
+        prompts=prompts,
         context_length=context,
         too_long=too_long,
-        reward=sampled.reward,
-        params=sampled.params,
-        function=sampled.function,
-        postprocess=sampled.postprocess,
+        reward=reward,
+        params=params,
+        function=function,
+        postprocess=postprocess,
         vocab_size=models[ACTOR].get_text_config().vocab_size,
     )
 
@@ -156,25 +160,16 @@ def _models(config: Config, problems: Problems) -> tuple[dict[str, PreTrainedCon
     return models, tokenizer
 
 
-@frozen(kw_only=True)
-class _Sampled:
-    """Where samples come from and how they are processed; a field is also None if it is wrong."""
-
-    prompts: PromptSource | None
-    reward: Reward | None
-    params: SamplingParams | None
-    function: EpisodeFunction | None
-    postprocess: Callable[[Scored], Any] | None
-
-
-def _sampled(config: Config, tokenizer: PreTrainedTokenizerBase | None, problems: Problems) -> _Sampled:
-    rollout = config.rollout
+def _sampled(
+    config: Config, tokenizer: PreTrainedTokenizerBase | None, problems: Problems
+) -> tuple[PromptSource | None, Reward | None, SamplingParams | None]:
+    """The prompts, and how they are sampled and scored; None for what is wrong."""
     params: SamplingParams | None = None
     if tokenizer is not None:
         with problems.stage("rollout.stop"):
             replays = config.algorithm.routing_replay == "engine"
             ends = end_tokens(tokenizer, config.model.path)
-            params = evolve(sampling_params(rollout, tokenizer, ends), routed_experts=replays)
+            params = evolve(sampling_params(config.rollout, tokenizer, ends), routed_experts=replays)
     prompts: PromptSource | None = None
     with problems.stage("data", path="data.source"):
         prompts = load_prompts(config.data, seed=config.run.seed)
@@ -183,6 +178,13 @@ def _sampled(config: Config, tokenizer: PreTrainedTokenizerBase | None, problems
     reward: Reward | None = None
     with problems.stage("reward", path="reward.name"):
         reward = resolve_reward(config.reward.name, config.reward.options)
+    return prompts, reward, params
+
+
+def _functions(
+    rollout: RolloutConfig, problems: Problems
+) -> tuple[EpisodeFunction | None, Callable[[Scored], Any] | None]:
+    """The user's functions that play the samples and process them; None for one that is not set, or wrong."""
     function: EpisodeFunction | None = None
     if rollout.function:
         with problems.stage("rollout.function"):
@@ -191,10 +193,7 @@ def _sampled(config: Config, tokenizer: PreTrainedTokenizerBase | None, problems
     if rollout.postprocess:
         with problems.stage("rollout.postprocess"):
             postprocess = imported(rollout.postprocess, setting="rollout.postprocess")
-    if rollout.saved and config.run.mode == "train-only":
-        with problems.stage("rollout.saved"):
-            SavedRollouts(rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
-    return _Sampled(prompts=prompts, reward=reward, params=params, function=function, postprocess=postprocess)
+    return function, postprocess
 
 
 def _context_length(config: Config, models: Mapping[str, PreTrainedConfig]) -> int:
