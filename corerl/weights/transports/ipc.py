@@ -140,19 +140,16 @@ class IpcSender(WeightSender):
         return buffer.shared.bytes[: numel * dtype.itemsize].view(dtype) if buffer is not None else None
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        buffer = next((each for each in self._buffers if each.shared.bytes.data_ptr() == flat.data_ptr()), None)
-        if buffer is None:  # gathered elsewhere
+        if all(each.shared.bytes.data_ptr() != flat.data_ptr() for each in self._buffers):  # gathered elsewhere
             room = self.room(flat.numel(), flat.dtype)
             if room is None:
                 return
-            room.copy_(flat)
-            flat, buffer = room, self._buffers[self._turn]
+            flat = room.copy_(flat)
         self.sent = (self.sent or 0) + flat.nbytes
         self._hand_over_pending()
-        index = self._buffers.index(buffer)
-        buffer.bucket = bucket.index
-        self._pending = _Pending(bucket, flat, index, Digest(flat))
-        self._turn = (index + 1) % BUFFERS
+        self._buffers[self._turn].bucket = bucket.index  # the buffer that `room` gave
+        self._pending = _Pending(bucket, flat, self._turn, Digest(flat))
+        self._turn = (self._turn + 1) % BUFFERS
         if self._pending.digest.ready:
             self._hand_over_pending()
 
