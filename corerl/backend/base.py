@@ -340,7 +340,7 @@ class Backend(BackendBase, ABC):
                 quantize(bucket, flat, as_sent, out)
         with self.span("send"):
             sender.send(as_sent, out)
-        return out.numel() * out.element_size()
+        return out.nbytes
 
     def _room(self, sender: WeightSender, bucket: Bucket, manifest: Manifest) -> torch.Tensor:
         """Memory for a bucket of `manifest`, [bucket.numel]: the sender's, or this rank's if the sender has none."""
