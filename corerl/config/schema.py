@@ -125,8 +125,8 @@ class ClusterConfig:
         validator=at_least(0),
     )
     suspend_communicators: bool = option(
-        "also release what NCCL can of its communicators' device memory while a rank is fully asleep, about 0.3 GiB for "
-        "each group of ranks, at 0.4 s to release and as much to restore; needs torch 2.12 and NCCL 2.29.7, older "
+        "also release what NCCL can of its communicators' device memory while a rank is fully asleep, about 0.3 GiB "
+        "for each group of ranks, at 0.4 s to release and as much to restore; needs torch 2.12 and NCCL 2.29.7, older "
         "versions keep it and the run notes that once",
         default=False,
     )
