@@ -128,13 +128,13 @@ class SampleBatch:
     def __attrs_post_init__(self) -> None:
         bounds = self.offsets
         if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(self.tokens) or (np.diff(bounds) < 0).any():
-            raise ValueError(f"offsets must rise from 0 to the {len(self.tokens)} tokens, got {bounds.tolist()[:8]}")
+            raise ValueError(f"offsets must increase from 0 to {len(self.tokens)} tokens, got {bounds.tolist()[:8]}")
         for name, column in self.columns.items():
             if len(column) != len(self.tokens):
                 raise ValueError(f"column {name!r} has {len(column)} entries for {len(self.tokens)} tokens")
         mask = self.columns.get("loss_mask")
         if mask is not None and mask.dtype != np.bool_:  # with numbers, x[mask] would select elements 0 and 1
-            raise ValueError(f"column 'loss_mask' is {mask.dtype}, wanted bool; write mask.astype(bool)")
+            raise ValueError(f"column 'loss_mask' is {mask.dtype}, expected bool; write mask.astype(bool)")
         for name, row in self.rows.items():
             if len(row) != len(self):
                 raise ValueError(f"row {name!r} has {len(row)} entries for {len(self)} samples")

@@ -36,7 +36,7 @@ def test_batches_are_joined_end_to_end() -> None:
 
 @pytest.mark.parametrize("offsets", [[1, 3], [0, 4], [0, 3, 2, 5], []])
 def test_samples_that_do_not_cover_their_tokens_are_refused(offsets: list[int]) -> None:
-    with pytest.raises(ValueError, match="offsets must rise from 0 to the 5 tokens"):
+    with pytest.raises(ValueError, match="offsets must increase from 0 to 5 tokens"):
         SampleBatch(tokens=np.arange(5), offsets=np.array(offsets, dtype=np.int64))
 
 

@@ -185,7 +185,7 @@ class Backend(BackendBase, ABC):
         self._snapshots = Snapshots(self._sleeper.host)
         self._writer = BackgroundWriter()  # from here on `shutdown` has all that it closes
         if (count := experts(hf_config(config.model))) > 1:
-            self.require(Capability.MOE, f"a model of {count} experts")
+            self.require(Capability.MOE, f"a model with {count} experts")
         self.phase = "model build"
         self.layout = self.build(config, context)
         if not isinstance(self.layout, ParallelLayout):
@@ -413,7 +413,10 @@ class Backend(BackendBase, ABC):
         extra = read_extra(directory, 0)
         saved, own = extra["world_size"], self.layout.world_size
         if saved != own:
-            self.require(Capability.RESHARD, f"resuming on {own} ranks what {saved} saved")
+            self.require(
+                Capability.RESHARD,
+                f"resuming a checkpoint of {saved} ranks with roles.{self.context.role}.ranks = {own}",
+            )
         self.adam_step = int(extra["adam_step"])
         for key in SAVED:
             fill(self.local_state(key), CheckpointSource(directory, key.value), what=f"checkpoint {directory}")

@@ -20,7 +20,9 @@ def read_messages(value: Sequence[Any]) -> Messages:
         known = {key: held for key, held in message.items() if held is not None} if isinstance(message, dict) else {}
         for key in ("role", "content"):
             if not isinstance(known.get(key), str):
-                raise ValueError(f"message {number} has no text {key!r}; each wants a role and a content, both texts")
+                raise ValueError(
+                    f"message {number} has no string {key!r}; every message needs a role and a content, both strings"
+                )
         messages.append(known)
     return tuple(messages)
 

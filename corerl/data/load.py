@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 GENERATED = {"sort-digits": SortDigits}
 KNOWN = (
-    f"{', '.join(GENERATED)}, or a path to a .jsonl or .parquet file, to a directory of .parquet files, or to one that "
-    "`save_to_disk` wrote"
+    f"{', '.join(GENERATED)}, or the path of a .jsonl or .parquet file, a directory of .parquet files, or a data set "
+    "saved by `save_to_disk`"
 )
 
 
 def load_prompts(data: DataConfig, *, seed: int) -> PromptSource:
     """Load the prompts and check every row. Raises ConfigError for bad settings, DataError for bad files."""
     if data.system and not data.chat:
-        raise ConfigError("data.system: is read with data.chat=true alone; set that, or remove data.system")
+        raise ConfigError("data.system: used only with data.chat=true; set that, or remove data.system")
     prompts = _mixed(data, seed) if data.sources else _source(data, data.source, seed=seed)
     return ChatPrompts(prompts, system=data.system) if data.chat else prompts
 
 
 def _mixed(data: DataConfig, seed: int) -> PromptSource:
     if data.source != fields(type(data)).source.default:
-        raise ConfigError(f"data.sources: given beside data.source={data.source!r}; keep one of the two")
+        raise ConfigError(f"data.sources: cannot be combined with data.source={data.source!r}; remove one of the two")
     sources: dict[str, PromptSource] = {}
     weights: dict[str, float] = {}
     for each in data.sources:
         name = each.name or Path(each.source).stem
         if name in sources:
-            raise ConfigError(f"data.sources: two are called {name!r}; give each a name of its own")
+            raise ConfigError(f"data.sources: two sources are named {name!r}; give each a different name")
         weights[name] = each.weight
         sources[name] = _source(
             data, each.source, prompt_key=each.prompt_key, answer_key=each.answer_key, setting="data.sources", seed=seed

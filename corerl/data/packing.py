@@ -23,7 +23,7 @@ def pack(
     names = tuple(batch.columns) if columns is None else tuple(columns)
     unknown = [name for name in names if name not in batch.columns]
     if unknown:
-        raise ValueError(f"no column {unknown[0]!r} in the rollout batch; it has: {', '.join(sorted(batch.columns))}")
+        raise ValueError(f"the rollout batch has no column {unknown[0]!r}; it has: {', '.join(sorted(batch.columns))}")
     micro_batches = LazyMicroBatches(
         batch=batch,
         members=plan.micro_batches[dp_rank],

@@ -49,7 +49,7 @@ def plan_steps(
     """
     if aggregation not in AGGREGATIONS:
         raise ConfigError(
-            f"algorithm.aggregation: unknown aggregation {aggregation!r}; take one of {', '.join(AGGREGATIONS)}"
+            f"algorithm.aggregation: unknown aggregation {aggregation!r}; use one of {', '.join(AGGREGATIONS)}"
         )
     groups, group_of = np.unique(batch.rows["group"], return_inverse=True)
     sizes = _padded(batch.lengths, layout.sequence_multiple)
@@ -69,7 +69,7 @@ def plan_steps(
 def plan_forward(batch: SampleBatch, layout: ParallelLayout, *, tokens_per_micro_batch: int) -> StepPlan:
     """A plan that passes every sample once, without a loss: every scale is 0."""
     if not len(batch):
-        raise DataError("the rollout batch has no samples; nothing can be passed through the model")
+        raise DataError("the rollout batch has no samples to pass through the model")
     sizes = _padded(batch.lengths, layout.sequence_multiple)
     micro_batches, filler = _share(np.arange(len(batch)), sizes, layout, budget=tokens_per_micro_batch)
     return StepPlan(micro_batches=micro_batches, filler=filler, scales=np.zeros(len(batch), dtype=np.float32))

@@ -66,7 +66,7 @@ class PromptSource(ABC):
         for share in self.shares:
             if indices.issuperset(share.train.tolist()):
                 of = f" of source {share.name!r}" if share.name else ""
-                raise DataError(f"all {len(share.train)} training prompts{of} are left out")
+                raise DataError(f"all {len(share.train)} training prompts{of} are skipped")
         self.left_out = indices
 
 
@@ -188,8 +188,8 @@ class PromptStream:
         for name, value in now.items():
             if held.get(name) != value:
                 raise CheckpointError(
-                    f"the checkpoint's data position has {name}={held.get(name)}, this run has {name}={value}; "
-                    f"resume with the same [data] and run.seed, or start a new run from its export"
+                    f"the checkpoint's data position has {name}={held.get(name)}, but this run has {name}={value}; "
+                    f"resume with the same [data] and run.seed, or start a new run from the exported model"
                 )
         for epochs, stand in zip(self._epochs, _stands(position), strict=True):
             epochs.start(epoch=stand["epoch"], offset=stand["offset"], passed_over=stand.get("passed_over", 0))

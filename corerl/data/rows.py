@@ -56,7 +56,7 @@ class JsonlRows(Rows):
         except OSError as error:
             raise _unreadable(self._path, error.strerror) from error
         if not offsets:
-            raise DataError(f"data.source: {self._path} is empty; it must hold one JSON object a line")
+            raise DataError(f"data.source: {self._path} is empty, expected one JSON object per line")
         self._offsets = np.array(offsets, dtype=np.int64)
 
     def __getitem__(self, index: int) -> Any:
@@ -99,15 +99,15 @@ def open_rows(path: Path) -> Rows:
     """Open a file or directory of rows. Raises DataError if it holds none, ConfigError if pyarrow is missing."""
     if os.path.isdir(path) and (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(entry.name for entry in path.iterdir() if (entry / "state.json").is_file()))
-        raise DataError(f"data.source: {path} holds several splits ({splits}); give the directory of one of them")
+        raise DataError(f"data.source: {path} contains several splits ({splits}); use the directory of one split")
     if os.path.isdir(path) and (path / "state.json").is_file():
         return ArrowRows(_saved(path), str(path))
     if os.path.isdir(path):
         files = sorted(path.glob("*.parquet"))
         if not files:
             raise DataError(
-                f"data.source: {path} holds neither .parquet files nor a data set saved by `save_to_disk`; "
-                "give a directory that does, or a .jsonl or .parquet file"
+                f"data.source: {path} contains neither .parquet files nor a data set saved by `save_to_disk`; "
+                "use a directory that does, or a .jsonl or .parquet file"
             )
         return ArrowRows(_parquet(files), str(path))
     if path.suffix == ".parquet":
@@ -116,9 +116,10 @@ def open_rows(path: Path) -> Rows:
         with_pandas = (
             f"pandas.read_{path.suffix[1:]}({path.name!r}).to_json('{path.stem}.jsonl', orient='records', lines=True)"
         )
-        how = with_pandas if path.suffix in (".csv", ".json") else "a .jsonl file has one JSON object a line"
+        how = with_pandas if path.suffix in (".csv", ".json") else "one JSON object per line"
         raise DataError(
-            f"data.source: {path} is neither .jsonl nor .parquet, nor has it one JSON object a line; convert it: {how}"
+            f"data.source: {path} is not .jsonl or .parquet and does not begin with a JSON object; convert it to "
+            f".jsonl: {how}"
         )
     return JsonlRows(path)
 
@@ -146,8 +147,8 @@ def _parquet(files: list[Path]) -> Any:
                     file = arrow.parquet.ParquetFile(path)
                     if not file.schema_arrow.equals(schema):
                         raise DataError(
-                            f"data.source: {path} has the columns {_columns(file.schema_arrow)}, {files[0].name} has "
-                            f"{_columns(schema)}; give data sets that differ as [[data.sources]]"
+                            f"data.source: {path} has the columns {_columns(file.schema_arrow)}, but {files[0].name} "
+                            f"has {_columns(schema)}; list different data sets as separate [[data.sources]]"
                         )
                     for batch in file.iter_batches(batch_size=BATCH):
                         writer.write_batch(batch)
@@ -179,7 +180,7 @@ def _pyarrow(path: Path) -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(
-            f"data.source: {path} is read by pyarrow, which is not installed; pip install 'corerl[data]'"
+            f"data.source: reading {path} requires pyarrow, which is not installed; pip install 'corerl[data]'"
         ) from error
     return pyarrow
 
@@ -187,8 +188,8 @@ def _pyarrow(path: Path) -> Any:
 def _unreadable(path: Path, error: object) -> DataError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     return DataError(
-        f"data.source: cannot read {path}: {reason}; give a path to a .jsonl or .parquet file, to a directory of "
-        ".parquet files, or to one that `save_to_disk` wrote"
+        f"data.source: cannot read {path}: {reason}; expected a .jsonl or .parquet file, a directory of .parquet "
+        "files, or a data set saved by `save_to_disk`"
     )
 
 
@@ -212,7 +213,7 @@ class RowPrompts(PromptSource):
             size += 1
         if need_answers and not answers and answer_key not in (first := rows[0]):
             raise DataError(
-                f"{rows.name}: no row has the field {answer_key!r}; the first has: {', '.join(first)}"
+                f"{rows.name}: no row has the field {answer_key!r}; the first row has: {', '.join(first)}"
                 f"{did_you_mean(answer_key, first)}; set data.answer_key"
             )
         self.train, self.held_out = split(size, held_out=held_out, seed=seed, name=rows.name)
@@ -223,7 +224,7 @@ class RowPrompts(PromptSource):
     def _parse(self, row: Any, *, index: int, where: str) -> Prompt:
         key = self._prompt_key
         if not isinstance(row, dict):
-            raise DataError(f"{where}: got {_kind(row)}, wanted a JSON object with the field {key!r}")
+            raise DataError(f"{where}: got {_kind(row)}, expected a JSON object with the field {key!r}")
         if key not in row:
             raise DataError(
                 f"{where}: no field {key!r}; it has: {', '.join(row) or 'none'}"
@@ -233,7 +234,7 @@ class RowPrompts(PromptSource):
         value = row[key]
         if not isinstance(value, str | list) or not value:
             raise DataError(
-                f"{where}: field {key!r} is {_kind(value)}, wanted a text that is not empty, or a list of messages"
+                f"{where}: field {key!r} is {_kind(value)}, expected a non-empty string or a list of messages"
             )
         try:
             messages = () if isinstance(value, str) else read_messages(value)
@@ -255,17 +256,17 @@ def _kind(value: object) -> str:
     """A value's type, in words."""
     match value:
         case "":
-            return "an empty text"
+            return "an empty string"
         case []:
             return "an empty list"
         case None:
             return "null"
         case bool():
-            return "true or false"
+            return "a boolean"
         case int() | float():
             return "a number"
         case str():
-            return "a text"
+            return "a string"
         case list():
             return "a list"
         case _:

@@ -74,8 +74,8 @@ def not_implemented(reason: str) -> Support:
 
 def refusal(capability: Capability, support: Support, *, asked_by: str, backend: str) -> str:
     """The message that tells the user why `asked_by` cannot have `capability`."""
-    verb = "cannot do" if support.grade is Grade.UNSUPPORTED else "does not do yet"
+    when = "" if support.grade is Grade.UNSUPPORTED else " yet"
     return (
-        f"{asked_by} asks for {capability.value!r}, which the backend {backend!r} {verb}: "
+        f"{asked_by} requires {capability.value!r}, which the backend {backend!r} does not support{when}: "
         f"{support.reason or 'no reason given'}; change that setting, or choose another backend"
     )

@@ -132,13 +132,15 @@ def needed(
     train, value_head = config.train_of(role), role == CRITIC
     needs = asked_by_role(role, train, device=cluster.device, ranks=cluster.ranks, value_head=value_head)
     if experts > 1:
-        needs[Capability.MOE] = f"a model of {experts} experts"
+        needs[Capability.MOE] = f"a model with {experts} experts"
     if role == ACTOR and config.algorithm.routing_replay != "none" and config.run.trains:
         needs[Capability.ROUTING_REPLAY] = f"algorithm.routing_replay = '{config.algorithm.routing_replay}'"
     if saved_ranks and saved_ranks != cluster.ranks:
-        needs[Capability.RESHARD] = f"resuming on {cluster.ranks} ranks what {saved_ranks} saved"
+        needs[Capability.RESHARD] = (
+            f"resuming a checkpoint of {saved_ranks} ranks with roles.{role}.ranks = {cluster.ranks}"
+        )
     if role == ACTOR and config.algorithm.kl_coef and config.run.trains:
-        needs[Capability.SNAPSHOTS] = f"algorithm.kl_coef = {config.algorithm.kl_coef}, whose reference is a snapshot"
+        needs[Capability.SNAPSHOTS] = f"algorithm.kl_coef = {config.algorithm.kl_coef} (its reference is a snapshot)"
     if role in offloaded(config, cluster.device):
         needs[Capability.SLEEP] = f"cluster.offload = '{config.cluster.offload}' with colocated engines"
     if config.checkpoint.background and config.run.trains:

@@ -86,24 +86,25 @@ class TrainGroup:
                 if getattr(result, what) != getattr(results[0], what):
                     self.processes.kill()
                     raise ContractError(
-                        f"{self.role}: ranks disagree on {what}: rank 0 says {getattr(results[0], what)}, "
-                        f"rank {rank} says {getattr(result, what)}; they did not load the same checkpoint"
+                        f"{self.role}: ranks disagree on {what}: rank 0 reports {getattr(results[0], what)}, "
+                        f"rank {rank} reports {getattr(result, what)}; all ranks must load the same checkpoint"
                     )
             if result.layout.rank != rank or result.layout.dp_size != self.dp_size:
                 self.processes.kill()
                 raise ContractError(
-                    f"{self.role}: rank {rank} describes itself as rank {result.layout.rank} of dp size "
-                    f"{result.layout.dp_size}, rank 0 as dp size {self.dp_size}; a layout is wrong"
+                    f"{self.role}: the layout of rank {rank} has rank {result.layout.rank} and dp_size "
+                    f"{result.layout.dp_size}, expected rank {rank} and the dp_size {self.dp_size} of rank 0; "
+                    "correct InitResult.layout"
                 )
         if self.dp_size != self.plan.data_parallel:
             self.processes.kill()
             raise ContractError(
-                f"{self.role}: the ranks make {self.dp_size} data-parallel groups, and the backend's spec announced "
+                f"{self.role}: the ranks form {self.dp_size} data-parallel groups, but the backend's spec announced "
                 f"{self.plan.data_parallel}; dp_size in InitResult.layout and BackendSpec.data_parallel must agree"
             )
         if fault := _fault(self.layouts):
             self.processes.kill()
-            raise ContractError(f"{self.role}: {fault}; the layouts in InitResult are wrong")
+            raise ContractError(f"{self.role}: {fault}; correct InitResult.layout")
         return results[0]
 
     @property
@@ -128,12 +129,12 @@ class TrainGroup:
         if len({result.applied for result in results}) != 1:
             self.processes.kill()
             applied = [rank for rank, result in enumerate(results) if result.applied]
-            raise ContractError(f"{self.role}: ranks {applied} applied the step and the others skipped it")
+            raise ContractError(f"{self.role}: ranks {applied} applied the step, but the others did not")
         norms = [result.grad_norm for result in results]
         if results[0].applied and any(norm != norms[0] for norm in norms):
             self.processes.kill()
             raise ContractError(
-                f"{self.role}: the ranks disagree on the gradient's norm, {norms}; each must report the whole model's"
+                f"{self.role}: ranks disagree on the gradient norm: {norms}; each must report that of the whole model"
             )
         # A backend's metrics come from output ranks only, an extension's from every rank it measures on.
         return TrainResult(
@@ -216,8 +217,8 @@ class TrainGroup:
         """Raise before any rank is called: an error there would end the group."""
         if not isinstance(step, Step):
             raise CorerlError(
-                f"{self.role}: {verb} was given {step!r} as its step, expected Step(optimizer_step=..., "
-                "rollout_step=..., lr=...) of corerl.types; nothing was done"
+                f"{self.role}: {verb} got {step!r} as its step, expected corerl.types.Step(optimizer_step=..., "
+                "rollout_step=..., lr=...); nothing was done"
             )
 
     # ---- memory -----------------------------------------------------------------------------------------------------
@@ -288,7 +289,7 @@ def _fault(layouts: Sequence[ParallelLayout]) -> str:
     for dp_rank in range(layouts[0].dp_size):
         ranks = [layout.rank for layout in layouts if layout.dp_rank == dp_rank and layout.outputs]
         if len(ranks) != 1:
-            return f"dp rank {dp_rank} has the output ranks {ranks}, and wants one"
+            return f"dp rank {dp_rank} has output ranks {ranks}, expected exactly one"
     for what in ("sequence_multiple", "micro_batch_multiple"):
         if len(found := {getattr(layout, what) for layout in layouts}) > 1:
             return f"ranks disagree on {what}: {sorted(found)}"
@@ -306,27 +307,29 @@ def scatter(
         if not len(result.samples):  # not an output rank, or it only got fillers
             continue
         if any(not 0 <= sample < len(batch) for sample in result.samples):
-            raise ContractError(f"{role}: forward returned samples that it was not given, of {len(batch)}")
+            raise ContractError(f"{role}: forward returned samples outside its batch of {len(batch)}")
         np.add.at(times, result.samples, 1)
         lengths = batch.lengths[result.samples]
         if not np.array_equal(np.diff(result.offsets), lengths):
-            raise ContractError(f"{role}: forward returned samples of other lengths than it was given")
+            raise ContractError(f"{role}: forward returned samples whose lengths differ from the batch")
         starts = np.repeat(batch.offsets[result.samples] - result.offsets[:-1], lengths)
         where = starts + np.arange(int(result.offsets[-1]))
         for output in outputs:
             values = result.outputs.get(output)
             if values is None or len(values) != len(where):
-                got = "nothing" if values is None else f"{len(values)} numbers"
-                raise ContractError(f"{role}: forward returned {got} as {output}, for {len(where)} tokens")
+                got = "no" if values is None else len(values)
+                raise ContractError(
+                    f"{role}: forward returned {got} {output}, expected {len(where)}: one for each token"
+                )
             column = columns.setdefault(output, np.zeros((len(batch.tokens), *values.shape[1:]), values.dtype))
             if (column.shape[1:], column.dtype) != (values.shape[1:], values.dtype):
-                kinds = [f"{each.dtype} {list(each.shape[1:])} a token" for each in (column, values)]
+                kinds = [f"{each.dtype} {list(each.shape[1:])} per token" for each in (column, values)]
                 raise ContractError(
-                    f"{role}: forward returned {output} as {' on one rank, as '.join(kinds)} on another"
+                    f"{role}: forward returned {output} as {' on one rank and as '.join(kinds)} on another"
                 )
             column[where] = values
     if (times != 1).any():
         sample = int(np.flatnonzero(times != 1)[0])
-        raise ContractError(f"{role}: forward returned sample {sample} {times[sample]} times; each must come back once")
+        raise ContractError(f"{role}: forward returned sample {sample} {times[sample]} times, expected exactly once")
     # Without samples, no rank reports a dtype or shape.
     return {output: columns.get(output, np.zeros(len(batch.tokens), np.float32)) for output in outputs}

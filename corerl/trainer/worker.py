@@ -220,7 +220,7 @@ class Worker:
             return load(kind, name)
         except PluginError as error:
             raise type(error)(
-                f"{error.message}; the driver could load this {kind.noun}: it must be installed on every node"
+                f"{error.message}; the driver could load this {kind.noun}, so install it on every node"
             ) from error
 
     @property
@@ -249,8 +249,8 @@ class Worker:
         if dist.is_initialized():
             if dist.get_world_size() != self.context.world_size:
                 raise WrongState(
-                    f"this process is in a group of {dist.get_world_size()} already, and {self.context.role} has "
-                    f"{self.context.world_size} ranks; start a process of its own for each rank"
+                    f"this process already belongs to a group of {dist.get_world_size()} ranks, but "
+                    f"{self.context.role} has {self.context.world_size}; start a separate process for each rank"
                 )
             return
         timeout = timedelta(seconds=self.config.timeout)

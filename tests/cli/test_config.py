@@ -88,7 +88,7 @@ def test_check_says_all_that_train_would_say(sound: str, capsys: pytest.CaptureF
         "reward.name: unknown reward 'exakt'",
         "weights.transport: unknown weight transport 'pigeon'",
         "algorithm.loss: unknown loss 'cliped'",
-        "roles.actor.ranks = 2 asks for 'multi-rank', which the backend 'plain' cannot do: it is one process",
+        "roles.actor.ranks = 2 requires 'multi-rank', which the backend 'plain' does not support: it is one process",
     )
     assert out == ""
     assert lines[-1].endswith("; change that setting, or choose another backend")

@@ -75,15 +75,15 @@ def test_a_restored_mix_goes_on_with_the_very_same_prompts(tmp_path: Path) -> No
 def test_a_position_in_another_mix_is_refused(tmp_path: Path) -> None:
     position = PromptStream(mixed(tmp_path), seed=1).position
     with pytest.raises(
-        CheckpointError, match=r"has prompts=math \(21 prompts, weight 3\), .*, this run has .*weight 2\)"
+        CheckpointError, match=r"has prompts=math \(21 prompts, weight 3\), .*, but this run has .*weight 2\)"
     ):
         PromptStream(mixed(tmp_path, math=2.0), seed=1).restore(position)
-    with pytest.raises(CheckpointError, match="has seed=1, this run has seed=2"):
+    with pytest.raises(CheckpointError, match="has seed=1, but this run has seed=2"):
         PromptStream(mixed(tmp_path), seed=2).restore(position)
     alone = PromptStream(load(tmp_path / "math.jsonl"), seed=1)
-    with pytest.raises(CheckpointError, match=r"has prompts=math .*, this run has prompts=22"):
+    with pytest.raises(CheckpointError, match=r"has prompts=math .*, but this run has prompts=22"):
         alone.restore(position)
-    with pytest.raises(CheckpointError, match="has prompts=22, this run has prompts=math"):
+    with pytest.raises(CheckpointError, match="has prompts=22, but this run has prompts=math"):
         PromptStream(mixed(tmp_path), seed=1).restore(alone.position)
 
 
@@ -112,11 +112,13 @@ def test_a_mix_has_chats_where_one_of_its_sources_has(tmp_path: Path) -> None:
 
 def test_contradictions_are_named(tmp_path: Path) -> None:
     path = str(numbered(tmp_path / "p.jsonl", 3))
-    with pytest.raises(ConfigError, match="data.sources: given beside data.source='x.jsonl'; keep one of the two"):
+    with pytest.raises(
+        ConfigError, match="data.sources: cannot be combined with data.source='x.jsonl'; remove one of the two"
+    ):
         load_prompts(DataConfig(source="x.jsonl", sources=(DataSource(source=path),)), seed=0)
-    with pytest.raises(ConfigError, match="data.sources: two are called 'p'; give each a name of its own"):
+    with pytest.raises(ConfigError, match="data.sources: two sources are named 'p'; give each a different name"):
         load_prompts(DataConfig(sources=(DataSource(source=path),) * 2, held_out=0), seed=0)
     with pytest.raises(ConfigError, match="data.sources: unknown source 'sort-digit'; .*did you mean 'sort-digits'"):
         load_prompts(DataConfig(sources=(DataSource(source="sort-digit"),)), seed=0)
-    with pytest.raises(ConfigError, match="data.system: is read with data.chat=true alone"):
+    with pytest.raises(ConfigError, match="data.system: used only with data.chat=true; set that"):
         load_prompts(DataConfig(system="Be brief."), seed=0)

@@ -77,7 +77,7 @@ def test_a_rank_gets_its_own_share() -> None:
 def test_only_the_columns_that_are_asked_for_travel_with_the_weights() -> None:
     first, _ = pack(three_samples(), plan(), 0, sequence_multiple=1, columns=("advantages",)).micro_batches
     assert set(first.columns) == {"advantages", "weights"}
-    with pytest.raises(ValueError, match="no column 'values' in the rollout batch; it has: advantages, experts"):
+    with pytest.raises(ValueError, match="the rollout batch has no column 'values'; it has: advantages, experts"):
         pack(three_samples(), plan(), 0, sequence_multiple=1, columns=("values",))
 
 

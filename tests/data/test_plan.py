@@ -185,7 +185,7 @@ def test_a_batch_of_fewer_groups_than_mini_batches_is_a_step_for_each_group() ->
 
 
 def test_an_unknown_aggregation_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown aggregation 'mean'; take one of token-mean, sequence-mean"):
+    with pytest.raises(ConfigError, match="unknown aggregation 'mean'; use one of token-mean, sequence-mean"):
         plan_steps(batch_of([3]), **{**DEFAULTS, "aggregation": "mean"})
 
 

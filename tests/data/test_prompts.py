@@ -56,9 +56,9 @@ def test_a_restored_stream_continues_where_the_other_stood(tmp_path: Path) -> No
 
 def test_a_position_in_other_data_or_of_another_seed_is_refused(tmp_path: Path) -> None:
     position = PromptStream(load(numbered(tmp_path / "p.jsonl", 21)), seed=5).position
-    with pytest.raises(CheckpointError, match="has prompts=20, this run has prompts=10"):
+    with pytest.raises(CheckpointError, match="has prompts=20, but this run has prompts=10"):
         PromptStream(load(numbered(tmp_path / "q.jsonl", 11)), seed=5).restore(position)
-    with pytest.raises(CheckpointError, match="has seed=5, this run has seed=6"):
+    with pytest.raises(CheckpointError, match="has seed=5, but this run has seed=6"):
         PromptStream(load(tmp_path / "p.jsonl"), seed=6).restore(position)
 
 
@@ -135,5 +135,5 @@ def test_a_stream_is_resumed_where_others_are_left_out_now(tmp_path: Path) -> No
 
 def test_leaving_out_all_training_prompts_is_refused(tmp_path: Path) -> None:
     source = load(numbered(tmp_path / "p.jsonl", 4))
-    with pytest.raises(DataError, match="all 3 training prompts are left out"):
+    with pytest.raises(DataError, match="all 3 training prompts are skipped"):
         source.leave_out(frozenset(range(4)))

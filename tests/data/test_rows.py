@@ -34,16 +34,16 @@ def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('{"prompt": "x"', "p.jsonl:2: not valid JSON"),
-        ('["x"]', "p.jsonl:2: got a list, wanted a JSON object with the field 'prompt'"),
+        ('["x"]', "p.jsonl:2: got a list, expected a JSON object with the field 'prompt'"),
         ('{"promt": "x", "id": 1}', "p.jsonl:2: no field 'prompt'; it has: promt, id; did you mean 'promt'?"),
         (
             '{"prompt": 3}',
-            "p.jsonl:2: field 'prompt' is a number, wanted a text that is not empty, or a list of messages",
+            "p.jsonl:2: field 'prompt' is a number, expected a non-empty string or a list of messages",
         ),
-        ('{"prompt": ""}', "p.jsonl:2: field 'prompt' is an empty text"),
+        ('{"prompt": ""}', "p.jsonl:2: field 'prompt' is an empty string"),
         ('{"prompt": []}', "p.jsonl:2: field 'prompt' is an empty list"),
-        ('{"prompt": ["x"]}', "p.jsonl:2: field 'prompt': message 1 has no text 'role'; each wants a role and a con"),
-        ('{"prompt": [{"role": "user", "content": ["x"]}]}', "field 'prompt': message 1 has no text 'content'"),
+        ('{"prompt": ["x"]}', "p.jsonl:2: field 'prompt': message 1 has no string 'role'; every message needs a role"),
+        ('{"prompt": [{"role": "user", "content": ["x"]}]}', "field 'prompt': message 1 has no string 'content'"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named_with_its_number(tmp_path: Path, line: str, message: str) -> None:
@@ -73,7 +73,7 @@ def test_a_missing_an_empty_and_an_unknown_source_are_named(tmp_path: Path) -> N
     [
         ("d.csv", "prompt,answer", "pandas.read_csv('d.csv').to_json('d.jsonl', orient='records', lines=True)"),
         ("d.json", '[{"prompt": "x"}]', "pandas.read_json('d.json').to_json('d.jsonl', orient='records', lines=True)"),
-        ("d.txt", "x", "a .jsonl file has one JSON object a line"),
+        ("d.txt", "x", "one JSON object per line"),
     ],
 )
 def test_a_file_of_another_format_is_to_be_converted(tmp_path: Path, name: str, line: str, told: str) -> None:
@@ -81,7 +81,8 @@ def test_a_file_of_another_format_is_to_be_converted(tmp_path: Path, name: str, 
     with pytest.raises(DataError) as caught:
         load(path)
     assert caught.value.message == (
-        f"data.source: {path} is neither .jsonl nor .parquet, nor has it one JSON object a line; convert it: {told}"
+        f"data.source: {path} is not .jsonl or .parquet and does not begin with a JSON object; convert it to "
+        f".jsonl: {told}"
     )
 
 
@@ -129,7 +130,7 @@ def test_a_directory_of_parquet_files_is_read_in_the_order_of_their_names(tmp_pa
     assert [source.prompt(index).text for index in (0, 1, 2, 1500, 3001)] == ["a0", "a1", "b0", "b1498", "b2999"]
     assert len(source) == 3002
     parquet(directory / "c.parquet", promt=["c0"])
-    with pytest.raises(DataError, match=r"c.parquet has the columns promt \(string\), a.parquet has prompt \(string\)"):
+    with pytest.raises(DataError, match=r"c.parquet has the columns promt \(string\), but a.parquet has prompt \(string\)"):
         load(directory)
 
 
@@ -147,10 +148,10 @@ def test_a_column_of_messages_is_a_chat_without_the_fields_that_a_message_has_no
     ("columns", "message"),
     [
         ({"promt": ["x"], "id": [1]}, "p.parquet, row 0: no field 'prompt'; it has: promt, id; did you mean 'promt'?"),
-        ({"prompt": ["fine", None]}, "p.parquet, row 1: field 'prompt' is null, wanted a text that is not empty"),
-        ({"prompt": ["fine", ""]}, "p.parquet, row 1: field 'prompt' is an empty text"),
+        ({"prompt": ["fine", None]}, "p.parquet, row 1: field 'prompt' is null, expected a non-empty string"),
+        ({"prompt": ["fine", ""]}, "p.parquet, row 1: field 'prompt' is an empty string"),
         ({"prompt": [3]}, "p.parquet, row 0: field 'prompt' is a number"),
-        ({"prompt": [[{"role": "user"}]]}, "p.parquet, row 0: field 'prompt': message 1 has no text 'content'"),
+        ({"prompt": [[{"role": "user"}]]}, "p.parquet, row 0: field 'prompt': message 1 has no string 'content'"),
         ({"prompt": []}, "data.source: .*p.parquet has no rows"),
     ],
 )
@@ -167,14 +168,14 @@ def test_what_is_no_parquet_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot read .*none.parquet: .*[Nn]o such file"):
         load(tmp_path / "none.parquet")
     (empty := tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="holds neither .parquet files nor a data set saved by `save_to_disk`"):
+    with pytest.raises(DataError, match="contains neither .parquet files nor a data set saved by `save_to_disk`"):
         load(empty)
 
 
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = parquet(tmp_path / "p.parquet", prompt=["x", "y"])
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ConfigError, match=r"is read by pyarrow, which is not installed; pip install 'corerl\[data\]'"):
+    with pytest.raises(ConfigError, match=r"requires pyarrow, which is not installed; pip install 'corerl\[data\]'"):
         load(path)
     assert load(numbered(tmp_path / "p.jsonl", 3)).prompt(1).text == "p1"  # which asks nothing of it
 
@@ -207,7 +208,7 @@ def test_several_splits_are_refused_with_their_names(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_dict({"prompt": ["x", "y"]})
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "both")
     with pytest.raises(
-        DataError, match=r"both holds several splits \(test, train\); give the directory of one of them"
+        DataError, match=r"both contains several splits \(test, train\); use the directory of one split"
     ):
         load(tmp_path / "both")
     assert load(tmp_path / "both" / "train").prompt(1).text == "y"
@@ -218,7 +219,7 @@ def test_an_answer_key_that_the_config_names_must_be_a_field_of_some_row(tmp_pat
     assert [load(path, held_out=0, answer_key="result").prompt(index).answer for index in (0, 1)] == ["", "3"]
     assert load(path, held_out=0).prompt(1).answer == ""  # the default field may be missing
     with pytest.raises(
-        DataError, match=r"p.jsonl: no row has the field 'reslt'; the first has: prompt; set data.answer"
+        DataError, match=r"p.jsonl: no row has the field 'reslt'; the first row has: prompt; set data.answer"
     ):
         load(path, held_out=0, answer_key="reslt")
 

@@ -108,8 +108,7 @@ def test_the_doctor_has_a_line_for_each_node(nodes: Nodes, tmp_path: Path) -> No
 
 
 LACKING = (
-    f"): unknown backend 'mine'; installed: {KNOWN}; the driver could load this backend: it must be installed on "
-    "every node"
+    f"): unknown backend 'mine'; installed: {KNOWN}; the driver could load this backend, so install it on every node"
 )
 OLDER = (
     "): backend 'mine' is corerl-mine 0.1, the driver's is corerl-mine 0.2; "

@@ -83,7 +83,7 @@ def test_a_context_that_no_prompt_fits_into_is_refused(tmp_path: Path) -> None:
     data = prompts_of(tmp_path, 9, 10)
     with pytest.raises(ConfigError, match=r"^rollout.max_tokens: 20 leaves no room for a prompt, rollout.con"):
         prepare(config_in(tmp_path / "run", data=data, rollout=rollout))
-    with pytest.raises(DataError, match=r"^data.source: all 2 training prompts are left out: data: 2 of 2 .*to 11 tok"):
+    with pytest.raises(DataError, match=r"^data.source: all 2 training prompts are skipped: data: 2 of 2 .*to 11 tok"):
         prepare(config_in(tmp_path / "run", data=data, rollout={**rollout, "context_length": 29}))
 
 
@@ -239,7 +239,7 @@ def test_experts_are_replayed_of_a_model_that_has_some(tmp_path: Path) -> None:
     assert caught.value.message == wanted
     experts = evolve(config, model=evolve(config.model, config=tiny_fields("qwen3-moe")))
     assert prepare(experts).params.routed_experts
-    with pytest.raises(Unsupported, match="^algorithm.routing_replay = 'engine' asks for 'routing-replay'"):
+    with pytest.raises(Unsupported, match="^algorithm.routing_replay = 'engine' requires 'routing-replay'"):
         prepare(evolve(experts, backend=BackendChoice(name="tests.trainer.fakes:NO_REPLAY")))
     assert prepare(evolve(experts, run=evolve(config.run, mode="rollout-only"))).params.routed_experts
     assert not prepare(evolve(experts, algorithm=AlgorithmConfig())).params.routed_experts

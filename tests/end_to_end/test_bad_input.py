@@ -64,8 +64,8 @@ def copy_of(uninterrupted: Finished, tmp_path: Path, *steps: int) -> Path:
         (
             "data.source=no.jsonl",
             (
-                "data.source: cannot read no.jsonl: No such file or directory; give a path to a .jsonl or .parquet "
-                "file, to a directory of .parquet files, or to one that `save_to_disk` wrote"
+                "data.source: cannot read no.jsonl: No such file or directory; expected a .jsonl or .parquet "
+                "file, a directory of .parquet files, or a data set saved by `save_to_disk`"
             ),
         ),
         (
@@ -127,12 +127,12 @@ def test_a_run_directory_that_cannot_be_written_is_one_line(refused: Callable[..
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("", "data.source: data.jsonl is empty; it must hold one JSON object a line"),
+        ("", "data.source: data.jsonl is empty, expected one JSON object per line"),
         (
             '{"prompt": "1"}\n{"prompt": "2",}\n{"prompt": "3"}\n',
             "data.jsonl:2: not valid JSON: Illegal trailing comma before end of object: line 1 column 15 (char 14)",
         ),
-        ('{"prompt": "1"}\n\n["prompt"]\n', "data.jsonl:3: got a list, wanted a JSON object with the field 'prompt'"),
+        ('{"prompt": "1"}\n\n["prompt"]\n', "data.jsonl:3: got a list, expected a JSON object with the field 'prompt'"),
         (
             '{"prompt": "1"}\n{"promt": "2"}\n',
             "data.jsonl:2: no field 'prompt'; it has: promt; did you mean 'promt'?; set data.prompt_key",
@@ -210,8 +210,8 @@ def test_a_checkpoint_of_another_model_or_of_other_data_is_refused(
     ]
     (line,) = refused(*resume, "run.seed=1")
     assert line == (
-        "the checkpoint's data position has seed=0, this run has seed=1; resume with the same [data] and run.seed, "
-        "or start a new run from its export"
+        "the checkpoint's data position has seed=0, but this run has seed=1; resume with the same [data] and run.seed, "
+        "or start a new run from the exported model"
     )
     assert content(earlier) == before
 

@@ -522,7 +522,7 @@ def test_init_refuses_what_the_spec_declares_as_lacking_before_the_backend_is_en
     with pytest.raises(Unsupported) as caught:
         host.init(config=evolve(CONFIG, **changes), context=CONTEXT)
     assert caught.value.message == (
-        f"{asked_by} asks for {capability.value!r}, which the backend 'fake' does not do yet: "
+        f"{asked_by} requires {capability.value!r}, which the backend 'fake' does not support yet: "
         f"no {capability.value} yet; change that setting, or choose another backend"
     )
     assert (fake.calls, host.state) == ([], State.NEW)
@@ -542,7 +542,7 @@ def test_verbs_that_are_a_capability_are_refused_and_all_others_go_on() -> None:
         lambda: host.save(path="p", step=STEP, background=True),
         snapshot,
     ):
-        with pytest.raises(Unsupported, match="which the backend 'fake' does not do yet: no "):
+        with pytest.raises(Unsupported, match="which the backend 'fake' does not support yet: no "):
             call()
     host.save(path="p", step=STEP, background=False)
     assert host.train(batch=BATCH, loss=LOSS, step=STEP) is TRAINED
@@ -554,6 +554,6 @@ def test_a_backend_may_ask_by_itself_for_what_only_it_can_see() -> None:
     PluginHost(fake, name="fake", context=CONTEXT, capabilities={Capability.MOE: unsupported("one expert is enough")})
     fake.require(Capability.SLEEP, "this test")
     with pytest.raises(
-        Unsupported, match="^a model of 8 experts asks for 'moe', which the backend 'fake' cannot do: one"
+        Unsupported, match="^a model with 8 experts requires 'moe', which the backend 'fake' does not support: one"
     ):
-        fake.require(Capability.MOE, "a model of 8 experts")
+        fake.require(Capability.MOE, "a model with 8 experts")

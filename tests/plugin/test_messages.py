@@ -209,7 +209,7 @@ def test_a_worker_says_the_same_and_that_the_driver_has_it(
     sys.path[:0] = [str(stale), str(amiss)]
     known = ", ".join(installed_names(Kind.BACKENDS))
     message = CASES[name].message.format(installed=known, amiss=amiss, stale=stale)
-    advice = "the driver could load this backend: it must be installed on every node"
+    advice = "the driver could load this backend, so install it on every node"
     assert refusals[name] == (CASES[name].error, f"{message}; {advice}")
 
 

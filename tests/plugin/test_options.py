@@ -183,11 +183,11 @@ def test_a_capability_that_is_missing_is_refused_with_who_asks_and_why_not() -> 
     with pytest.raises(Unsupported) as caught:
         check_capabilities(spec, {Capability.CRITIC: "roles.critic"}, name="mine")
     assert caught.value.message == (
-        "roles.critic asks for 'critic', which the backend 'mine' cannot do: no value head; "
+        "roles.critic requires 'critic', which the backend 'mine' does not support: no value head; "
         "change that setting, or choose another backend"
     )
     later = evolve(spec, capabilities={Capability.MOE: not_implemented("experts are not sharded")})
-    with pytest.raises(Unsupported, match="which the backend 'mine' does not do yet: experts are not sharded"):
+    with pytest.raises(Unsupported, match="which the backend 'mine' does not support yet: experts are not sharded"):
         check_capabilities(later, {Capability.MOE: "model.config"}, name="mine")
 
 

@@ -83,7 +83,7 @@ def numbers_for_mask(batch: Scored) -> Scored:
         (lambda batch: evolve(batch, rewards=batch.rewards * np.nan), r"whose rewards are not all finite$"),
         (lambda batch: evolve(batch, rewards=list(batch.rewards)), r"whose rewards are list, wanted a numpy array of "),
         (lambda batch: evolve(batch, rewards=np.array(["1"] * 4)), r"whose rewards are <U1, wanted a numpy array of "),
-        (numbers_for_mask, r"raised ValueError: column 'loss_mask' is int64, wanted bool; write mask.astype\(bool\)"),
+        (numbers_for_mask, r"raised ValueError: column 'loss_mask' is int64, expected bool; write mask.astype\(bool\)"),
         (no_tokens, r"without a single loss token$"),
     ],
 )

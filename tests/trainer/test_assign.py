@@ -104,12 +104,12 @@ def test_every_capability_that_is_not_there_has_its_line_and_its_reason() -> Non
         planned(config)
     assert caught.value.message.splitlines() == [
         (
-            f"roles.actor.ranks = 2 asks for 'multi-rank', which the backend '{LIMITED}' cannot do: it is one process; "
-            "change that setting, or choose another backend"
+            f"roles.actor.ranks = 2 requires 'multi-rank', which the backend '{LIMITED}' does not support: it is one "
+            "process; change that setting, or choose another backend"
         ),
         (
-            "algorithm.kl_coef = 0.01, whose reference is a snapshot asks for 'snapshots', which the backend "
-            f"'{LIMITED}' does not do yet: no host copies yet; change that setting, or choose another backend"
+            "algorithm.kl_coef = 0.01 (its reference is a snapshot) requires 'snapshots', which the backend "
+            f"'{LIMITED}' does not support yet: no host copies yet; change that setting, or choose another backend"
         ),
     ]
     assert len(planned(config_for(LIMITED, ranks=1)).assignments) == 1
@@ -121,12 +121,12 @@ def test_experts_and_another_number_of_ranks_are_asked_for_before_they_are_met(t
         planned(config, resume=saved_by(2, tmp_path), experts=8)
     assert caught.value.message.splitlines() == [
         (
-            f"a model of 8 experts asks for 'moe', which the backend '{LIMITED}' does not do yet: no experts yet; "
-            "change that setting, or choose another backend"
+            f"a model with 8 experts requires 'moe', which the backend '{LIMITED}' does not support yet: no experts "
+            "yet; change that setting, or choose another backend"
         ),
         (
-            f"resuming on 1 ranks what 2 saved asks for 'reshard', which the backend '{LIMITED}' cannot do: it reads "
-            "what it wrote; change that setting, or choose another backend"
+            "resuming a checkpoint of 2 ranks with roles.actor.ranks = 1 requires 'reshard', which the backend "
+            f"'{LIMITED}' does not support: it reads what it wrote; change that setting, or choose another backend"
         ),
     ]
     (tmp_path / index_file(1)).unlink()

@@ -133,29 +133,34 @@ def test_only_rank_0_is_given_the_socket_that_all_are_told_to_meet_at() -> None:
 def test_ranks_that_stand_at_different_steps_or_versions_are_an_error() -> None:
     first, second = InitResult(layout=layout(0)), InitResult(layout=layout(1))
     assert disagreement(evolve(first, optimizer_step=4), evolve(second, optimizer_step=6)) == (
-        "actor: ranks disagree on optimizer_step: rank 0 says 4, rank 1 says 6; they did not load the same checkpoint"
+        "actor: ranks disagree on optimizer_step: rank 0 reports 4, rank 1 reports 6; all ranks must "
+        "load the same checkpoint"
     )
     assert disagreement(first, evolve(second, weights_version=1)) == (
-        "actor: ranks disagree on weights_version: rank 0 says 0, rank 1 says 1; they did not load the same checkpoint"
+        "actor: ranks disagree on weights_version: rank 0 reports 0, rank 1 reports 1; all ranks must "
+        "load the same checkpoint"
     )
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (layout(0), "rank 1 describes itself as rank 0 of dp size 2, rank 0 as dp size 2"),
-        (layout(1, dp_size=1), "rank 1 describes itself as rank 1 of dp size 1, rank 0 as dp size 2"),
+        (layout(0), "the layout of rank 1 has rank 0 and dp_size 2, expected rank 1 and the dp_size 2 of rank 0"),
+        (
+            layout(1, dp_size=1),
+            "the layout of rank 1 has rank 1 and dp_size 1, expected rank 1 and the dp_size 2 of rank 0",
+        ),
     ],
 )
 def test_a_rank_that_describes_itself_as_another_is_an_error(wrong: ParallelLayout, said: str) -> None:
     message = disagreement(InitResult(layout=layout(0)), InitResult(layout=wrong))
-    assert message == f"actor: {said}; a layout is wrong"
+    assert message == f"actor: {said}; correct InitResult.layout"
 
 
 def test_ranks_that_make_other_groups_than_the_spec_announced_are_an_error() -> None:
     halves = [InitResult(layout=layout(rank, dp_rank=0, dp_size=1, outputs=not rank)) for rank in range(2)]
     assert disagreement(*halves) == (
-        "actor: the ranks make 1 data-parallel groups, and the backend's spec announced 2; "
+        "actor: the ranks form 1 data-parallel groups, but the backend's spec announced 2; "
         "dp_size in InitResult.layout and BackendSpec.data_parallel must agree"
     )
 
@@ -163,21 +168,21 @@ def test_ranks_that_make_other_groups_than_the_spec_announced_are_an_error() -> 
 @pytest.mark.parametrize(
     ("second", "said"),
     [
-        (layout(1, dp_rank=0), "dp rank 0 has the output ranks [0, 1], and wants one"),
-        (layout(1, outputs=False), "dp rank 1 has the output ranks [], and wants one"),
+        (layout(1, dp_rank=0), "dp rank 0 has output ranks [0, 1], expected exactly one"),
+        (layout(1, outputs=False), "dp rank 1 has output ranks [], expected exactly one"),
         (layout(1, sequence_multiple=4), "ranks disagree on sequence_multiple: [1, 4]"),
         (layout(1, micro_batch_multiple=2), "ranks disagree on micro_batch_multiple: [1, 2]"),
     ],
 )
 def test_layouts_that_do_not_fit_together_are_an_error(second: ParallelLayout, said: str) -> None:
     message = disagreement(InitResult(layout=layout(0)), InitResult(layout=second))
-    assert message == f"actor: {said}; the layouts in InitResult are wrong"
+    assert message == f"actor: {said}; correct InitResult.layout"
 
 
 def test_ranks_that_disagree_on_the_gradients_norm_are_an_error() -> None:
     result = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)
     group, processes = group_with(train=[result, evolve(result, grad_norm=7.0)])
-    with pytest.raises(ContractError, match=r"^actor: the ranks disagree on the gradient's norm, \[1.0, 7.0\]; "):
+    with pytest.raises(ContractError, match=r"^actor: ranks disagree on the gradient norm: \[1.0, 7.0\]; "):
         group.train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
     assert processes.killed
 
@@ -191,7 +196,7 @@ def test_norms_of_a_skipped_step_are_no_disagreement_though_none_is_a_number() -
 def test_ranks_that_disagree_whether_a_step_was_applied_are_an_error() -> None:
     applied = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)
     group, processes = group_with(train=[evolve(applied, applied=False), applied])
-    with pytest.raises(ContractError, match=r"^actor: ranks \[1\] applied the step and the others skipped it$"):
+    with pytest.raises(ContractError, match=r"^actor: ranks \[1\] applied the step, but the others did not$"):
         group.train(None, PLAN, LOSS, STEP)  # type: ignore[arg-type]
     assert processes.killed
 
@@ -275,7 +280,7 @@ def test_outputs_come_from_the_ranks_that_output_whatever_ranks_these_are(layout
     first = layouts.index(next(at for at in layouts if not at.outputs))
     results[first] = result_of(batch, *shares[layouts[first].dp_rank])
     group, _ = group_with(*layouts, forward=results)
-    with pytest.raises(ContractError, match="forward returned sample [0-3] 2 times; each must come back once"):
+    with pytest.raises(ContractError, match="forward returned sample [0-3] 2 times, expected exactly once"):
         group.forward(None, PLAN, LOGPROBS, of=batch)  # type: ignore[arg-type]
 
 
@@ -337,11 +342,11 @@ def test_a_step_that_is_a_number_is_refused_before_any_rank_is_called() -> None:
     with pytest.raises(CorerlError) as caught:
         group.save("p", 6, background=True)  # type: ignore[arg-type]
     assert caught.value.message == (
-        "actor: save was given 6 as its step, expected Step(optimizer_step=..., rollout_step=..., lr=...) of "
-        "corerl.types; nothing was done"
+        "actor: save got 6 as its step, expected corerl.types.Step(optimizer_step=..., rollout_step=..., lr=...); "
+        "nothing was done"
     )
     batch = batch_of(3)
-    with pytest.raises(CorerlError, match="^actor: train was given 6 as its step, expected Step"):
+    with pytest.raises(CorerlError, match="^actor: train got 6 as its step, expected corerl.types.Step"):
         group.train(batch, training_plan(batch), LOSS, 6)  # type: ignore[arg-type]
     assert (processes.calls, processes.killed) == ([], False)
 
@@ -382,9 +387,9 @@ def test_samples_come_back_to_their_places_whoever_computed_them() -> None:
 @pytest.mark.parametrize(
     ("chosen", "said"),
     [
-        ([(0, 1)], "forward returned sample 2 0 times; each must come back once"),
-        ([(0, 1), (2, 1)], "forward returned sample 1 2 times; each must come back once"),
-        ([(0, 0, 1, 2)], "forward returned sample 0 2 times; each must come back once"),
+        ([(0, 1)], "forward returned sample 2 0 times, expected exactly once"),
+        ([(0, 1), (2, 1)], "forward returned sample 1 2 times, expected exactly once"),
+        ([(0, 0, 1, 2)], "forward returned sample 0 2 times, expected exactly once"),
     ],
 )
 def test_a_sample_that_is_missing_or_comes_twice_is_an_error(chosen: list[tuple[int, ...]], said: str) -> None:
@@ -415,27 +420,27 @@ def test_experts_of_all_layers_come_back_to_their_places_as_integers() -> None:
 
 @pytest.mark.parametrize(
     ("other", "said"),
-    [({"dtype": np.int32}, "int32 [3, 2] a token"), ({"layers": 2}, "int16 [2, 2] a token")],
+    [({"dtype": np.int32}, "int32 [3, 2] per token"), ({"layers": 2}, "int16 [2, 2] per token")],
 )
 def test_ranks_that_disagree_on_what_a_token_has_are_an_error(other: dict[str, Any], said: str) -> None:
     batch = batch_of(3, 1)
     with pytest.raises(ContractError) as caught:
         scatter([experts_of(batch, 0), experts_of(batch, 1, **other)], (EXPERTS,), batch, role="actor")
-    wanted = "actor: forward returned routed_experts as int16 [3, 2] a token on one rank"
-    assert caught.value.message == f"{wanted}, as {said} on another"
+    wanted = "actor: forward returned routed_experts as int16 [3, 2] per token on one rank"
+    assert caught.value.message == f"{wanted} and as {said} on another"
 
 
 def test_a_sample_of_another_length_is_an_error() -> None:
     result = evolve(result_of(batch_of(3, 2), 0, 1), offsets=np.array([0, 2, 5]))
-    with pytest.raises(ContractError, match=r"^actor: forward returned samples of other lengths than it was given$"):
+    with pytest.raises(ContractError, match=r"^actor: forward returned samples whose lengths differ from the batch$"):
         scatter([result], LOGPROBS, batch_of(3, 2), role="actor")
 
 
 @pytest.mark.parametrize(
     ("outputs", "said"),
     [
-        ({}, "forward returned nothing as logprobs, for 5 tokens"),
-        ({Output.LOGPROBS: np.ones(1, np.float32)}, "forward returned 1 numbers as logprobs, for 5 tokens"),
+        ({}, "forward returned no logprobs, expected 5: one for each token"),
+        ({Output.LOGPROBS: np.ones(1, np.float32)}, "forward returned 1 logprobs, expected 5: one for each token"),
     ],
 )
 def test_an_output_that_is_missing_or_of_another_length_is_an_error(
@@ -448,7 +453,7 @@ def test_an_output_that_is_missing_or_of_another_length_is_an_error(
 
 def test_a_sample_that_was_never_given_is_an_error() -> None:
     result = evolve(result_of(batch_of(3, 2), 0, 1), samples=np.array([0, 7]))
-    with pytest.raises(ContractError, match=r"^actor: forward returned samples that it was not given, of 2$"):
+    with pytest.raises(ContractError, match=r"^actor: forward returned samples outside its batch of 2$"):
         scatter([result], LOGPROBS, batch_of(3, 2), role="actor")
 
 
@@ -528,7 +533,9 @@ def test_every_verb_reaches_all_ranks_and_a_rank_that_fails_ends_them_with_its_e
 
 def test_ranks_in_real_processes_that_disagree_end_before_the_first_step(seats: list[Seat]) -> None:
     group = launched(seats, optimizer_steps=[3, 4])
-    with pytest.raises(ContractError, match=r"^actor: ranks disagree on optimizer_step: rank 0 says 3, rank 1 says 4"):
+    with pytest.raises(
+        ContractError, match=r"^actor: ranks disagree on optimizer_step: rank 0 reports 3, rank 1 reports 4"
+    ):
         group.init()
     with pytest.raises(WorkerDied):
         group.clear_memory()

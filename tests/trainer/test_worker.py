@@ -162,7 +162,7 @@ def test_experts_are_neither_told_nor_taken_by_a_backend_that_cannot(config: Con
         lambda: worker.forward(told, plan, (Output.LOGPROBS,), replay=True),
         lambda: train(worker, told),
     ):
-        with pytest.raises(Unsupported, match="with 'routed_experts' asks for 'routing-replay', which the backend"):
+        with pytest.raises(Unsupported, match="with 'routed_experts' requires 'routing-replay', which the backend"):
             verb()
     # What is not to be replayed is not looked at.
     assert np.array_equal(logprobs(worker, told), logprobs(worker, batch))
@@ -490,17 +490,17 @@ def test_plugins_that_are_not_the_drivers_are_refused_with_both_sides(assignment
 
 
 def test_a_plugin_that_is_missing_here_must_be_installed_on_every_node(assignment: Assignment) -> None:
-    advice = "it must be installed on every node"
+    advice = "so install it on every node"
     with pytest.raises(PluginNotFound) as missing:
         Worker(evolve(assignment, backend="elsewhere"))
     assert missing.value.message.startswith("unknown backend 'elsewhere'; installed: ")
-    assert missing.value.message.endswith(f"; the driver could load this backend: {advice}")
+    assert missing.value.message.endswith(f"; the driver could load this backend, {advice}")
     with pytest.raises(PluginNotFound) as extension:
         Worker(evolve(assignment, extensions=(ExtensionChoice(name="elsewhere"),)))
-    assert extension.value.message.endswith(f"; the driver could load this extension: {advice}")
+    assert extension.value.message.endswith(f"; the driver could load this extension, {advice}")
     with pytest.raises(PluginBroken) as module:
         Worker(evolve(assignment, backend="not_there.backend:SPEC"))
-    assert module.value.message.endswith(f"; the driver could load this backend: {advice}")
+    assert module.value.message.endswith(f"; the driver could load this backend, {advice}")
     assert "No module named 'not_there'" in module.value.message
     assert module.value.message.endswith(advice)
 
@@ -515,5 +515,5 @@ def test_a_process_that_is_in_another_group_already_is_refused(worker: Worker, a
     with pytest.raises(WrongState) as caught:
         second.init("127.0.0.1", 0)
     assert caught.value.message == (
-        "this process is in a group of 1 already, and actor has 2 ranks; start a process of its own for each rank"
+        "this process already belongs to a group of 1 ranks, but actor has 2; start a separate process for each rank"
     )

@@ -82,7 +82,9 @@ def test_nvme_is_refused_with_the_reason() -> None:
 
 
 def test_the_precision_that_would_be_wrong_is_refused() -> None:
-    with pytest.raises(Unsupported, match="'float16', which the backend 'deepspeed' does not do yet: DeepSpeed raises"):
+    with pytest.raises(
+        Unsupported, match="'float16', which the backend 'deepspeed' does not support yet: DeepSpeed raises"
+    ):
         check_capabilities(SPEC, {Capability.FLOAT16: "train.precision = 'float16'"}, name="deepspeed")
     assert told(train=TrainConfig(precision="bfloat16"), stage=1) == []
 
