@@ -59,7 +59,7 @@ def commit(partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int] 
     try:
         roles = dict(ranks) if ranks is not None else _roles_found(partial)
         if not roles:
-            raise SaveFailed(f"cannot complete {partial}: no role has written to it")
+            raise SaveFailed(f"cannot complete {partial}: no role wrote to it")
         for role, count in roles.items():
             _require_written(partial / role, count)
             _check_role(partial / role, role, count)
@@ -84,18 +84,20 @@ def read_state(path: str | Path) -> dict[str, Any]:
     incompatible."""
     directory = Path(path)
     if directory.name.endswith(PARTIAL):
-        raise CheckpointError(f"{directory} was never completed: resume from one whose name has no {PARTIAL!r}")
+        raise CheckpointError(
+            f"{directory} was never completed; resume from a checkpoint whose name does not end in {PARTIAL!r}"
+        )
     if not os.path.isdir(directory):
         others = _committed_in(directory.parent) if NAME.fullmatch(directory.name) else []
         advice = (
-            f"{KEPT}; give one that is there, such as {others[0]}" if others else f"give the directory of one, {ONE}"
+            f"{KEPT}; use one that still exists, such as {others[0]}" if others else f"give a directory such as {ONE}"
         )
         raise CheckpointError(f"no checkpoint at {directory}: {advice}")
     if not (directory / DRIVER_FILE).exists() and (other := _instead(directory)):
         raise CheckpointError(other)
     content = read_json(directory / DRIVER_FILE, checkpoint=directory)
     if not isinstance(content.get("files"), dict) or not isinstance(content.get("state"), dict):
-        raise CheckpointError(f"{directory / DRIVER_FILE} lacks 'files' or 'state': resume from another checkpoint")
+        raise CheckpointError(f"{directory / DRIVER_FILE} lacks 'files' or 'state'; resume from another checkpoint")
     for name, size in content["files"].items():
         file = directory / name
         found: int | None = None
@@ -103,7 +105,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
             found = file.stat().st_size
         if found != size:
             what = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise unusable(directory, f"{file} {what}: the checkpoint is damaged, resume from another one")
+            raise unusable(directory, f"{file} {what}; the checkpoint is damaged, so resume from another one")
     state: dict[str, Any] = content["state"]
     return state
 
@@ -130,7 +132,7 @@ def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
     a run that could not be resumed. Returns a line for each that could not be removed, or why none was.
     """
     if fault := _fault(committed):
-        return [f"nothing is removed, since {committed.name} cannot be resumed: {fault}"]
+        return [f"no old checkpoint was removed, because {committed.name} cannot be resumed: {fault}"]
     kept, surplus = {committed.name}, []
     for path in _committed(run_dir):
         if path.name == committed.name or _fault(path) is not None:
@@ -174,8 +176,8 @@ def _require_written(directory: Path, ranks: int) -> None:
         for name in (tensor_file(rank), index_file(rank)):
             if not (directory / name).exists():
                 raise SaveFailed(
-                    f"{directory / name} is missing, though rank {rank} has written it: run.dir must be one directory "
-                    "that all nodes share"
+                    f"{directory / name} is missing, although rank {rank} wrote it; run.dir must be a directory that "
+                    "all nodes share"
                 )
 
 
@@ -189,18 +191,18 @@ def _check_role(directory: Path, role: str, ranks: int) -> None:
             if known != saved.shape:
                 raise SaveFailed(
                     f"{role}: rank {rank} saved {saved.name!r} as part of {list(saved.shape)}, another rank as part of "
-                    f"{list(known)}: its chunks are wrong"
+                    f"{list(known)}; correct the backend's chunks"
                 )
             boxes.setdefault(saved.key, []).append((saved.name, saved.box))
     if not boxes:
-        raise SaveFailed(f"{role}: no rank has saved any tensor")
+        raise SaveFailed(f"{role}: no rank saved any tensor")
     for key, found in boxes.items():
         # Against the names of all keys: a moment that no rank saved must not be taken for one that is not needed.
         for name, missing in holes(shapes, found).items():
-            fault = "are missing" if missing > 0 else "are there twice or astray"
+            fault = "are missing" if missing > 0 else "are duplicated or out of place"
             raise SaveFailed(
-                f"{role}: {abs(missing)} elements {fault} in {key!r} of {name!r}, {list(shapes[name])}: "
-                "its chunks are wrong"
+                f"{role}: {abs(missing)} elements of {key!r} of {name!r}, {list(shapes[name])}, {fault}; "
+                "correct the backend's chunks"
             )
 
 
@@ -209,19 +211,21 @@ def _instead(directory: Path) -> str:
     if NAME.fullmatch(directory.name) or any(directory.glob(f"*/{index_file(0)}")):
         return ""
     if newest := latest(directory):
-        return f"{directory} is the directory of a run: give its newest checkpoint, {newest}"
+        return f"{directory} is a run directory, not a checkpoint; use its newest checkpoint, {newest}"
     for fault in passed_over(directory).values():
-        return f"{directory} is the directory of a run, none of whose checkpoints is whole: {fault}"
+        return f"{directory} is a run directory without an intact checkpoint: {fault}"
     if os.path.isdir(checkpoints_dir(directory)):
-        return f"{directory} is the directory of a run that has completed no checkpoint yet: give another run's"
+        return f"{directory} is a run directory without a complete checkpoint yet; use a checkpoint of another run"
     if held := _committed_in(directory):
         newest = next((path for path in held if _fault(path) is None), held[0])
-        return f"{directory} holds checkpoints and is none itself: give one of them, such as {newest}"
+        return f"{directory} contains checkpoints but is not one itself; use one of them, such as {newest}"
     if runs := sorted(path.parent for path in directory.glob(f"*/{checkpoints_dir('').name}")):
-        return f"{directory} holds runs and is no checkpoint: give one of them, such as {runs[0]}"
+        return f"{directory} contains runs but is not a checkpoint; use one of the runs, such as {runs[0]}"
     if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
-        return f"{directory} is a model and no checkpoint: to start from it or score it, set model.path to it in a file"
-    return f"{directory} is no checkpoint: give the directory of one, {ONE}"
+        return (
+            f"{directory} is a model, not a checkpoint; to train or evaluate it, set model.path to it in a config file"
+        )
+    return f"{directory} is not a checkpoint; give a directory such as {ONE}"
 
 
 def _committed(run_dir: str | Path) -> list[Path]:

@@ -119,13 +119,15 @@ def read_json(path: Path, *, checkpoint: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         raise unusable(
-            checkpoint, f"{path} is missing: the checkpoint is incomplete, resume from another one"
+            checkpoint, f"{path} is missing; the checkpoint is incomplete, so resume from another one"
         ) from None
     except (OSError, ValueError) as error:
-        raise unusable(checkpoint, f"{path} cannot be read ({error}): resume from another checkpoint") from error
+        raise unusable(checkpoint, f"{path} cannot be read ({error}); resume from another checkpoint") from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
-        raise CheckpointError(f"{path} has format {found!r}, this CoreRL reads {FORMAT!r}: resume from another one")
+        raise CheckpointError(
+            f"{path} has format {found!r}, but this CoreRL reads {FORMAT!r}; resume from another checkpoint"
+        )
     assert isinstance(content, dict)
     return content
 
@@ -134,4 +136,4 @@ def unusable(checkpoint: Path, text: str) -> CheckpointError:
     """The error with `text` about a file of `checkpoint`, or another one if the whole checkpoint is gone by now."""
     if os.path.isdir(checkpoint):
         return CheckpointError(text)
-    return CheckpointError(f"{checkpoint} was removed or replaced while it was read: {KEPT}; try again")
+    return CheckpointError(f"{checkpoint} was removed or replaced while it was being read: {KEPT}; try again")

@@ -39,7 +39,7 @@ class CheckpointSource:
                     self._shapes[saved.name] = saved.shape
                     self._boxes.setdefault(saved.name, []).append((rank, saved))
         if key not in keys:
-            raise CheckpointError(f"{role_dir} holds no {key!r}; it has {', '.join(sorted(keys)) or 'nothing'}")
+            raise CheckpointError(f"{role_dir} has no {key!r}; it has {', '.join(sorted(keys)) or 'nothing'}")
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -66,8 +66,8 @@ class CheckpointSource:
             found += values.numel()
         if found != math.prod(wanted[1]):
             raise CheckpointError(
-                f"{self._directory} holds {found} of the {math.prod(wanted[1])} elements of {name!r} at "
-                f"{list(wanted[0])}: it is damaged, resume from another checkpoint"
+                f"{self._directory} contains {found} of the {math.prod(wanted[1])} elements of {name!r} at "
+                f"offsets {list(wanted[0])}; the checkpoint is damaged, so resume from another one"
             )
         return out
 
@@ -80,7 +80,7 @@ class CheckpointSource:
             # A tensor without dims has nothing to slice.
             values: torch.Tensor = handle.get_slice(saved.stored)[slices] if slices else handle.get_tensor(saved.stored)
         except Exception as error:  # OSError, or the safetensors library's own
-            text = f"{path} cannot be read ({error}): resume from another checkpoint"
+            text = f"{path} cannot be read ({error}); resume from another checkpoint"
             raise unusable(self._directory.parent, text) from error
         return values
 
@@ -92,7 +92,9 @@ def written_ranks(role_dir: str | Path) -> int:
     while (directory / index_file(ranks)).exists():
         ranks += 1
     if not ranks:
-        raise unusable(directory.parent, f"{directory} is no role's part of a checkpoint: {index_file(0)} is missing")
+        raise unusable(
+            directory.parent, f"{directory} is not a role's part of a checkpoint: {index_file(0)} is missing"
+        )
     return ranks
 
 
@@ -105,7 +107,7 @@ def read_extra(role_dir: str | Path, rank: int) -> dict[str, Any]:
         with safe_open(path, framework="pt") as handle:
             extra: dict[str, Any] = _revive(index.extra, handle)
     except Exception as error:  # OSError, or the safetensors library's own
-        raise unusable(directory.parent, f"{path} cannot be read ({error}): resume from another checkpoint") from error
+        raise unusable(directory.parent, f"{path} cannot be read ({error}); resume from another checkpoint") from error
     return extra
 
 

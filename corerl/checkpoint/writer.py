@@ -54,7 +54,7 @@ def stage(state: Mapping[str, Sequence[Chunk]], extra: Mapping[str, Any]) -> Sta
             stored = stored_name(key, chunk.name, chunk.offsets)
             boxes.append(SavedBox(key, chunk.name, chunk.shape, chunk.offsets, chunk.sizes, stored))
             if stored in views:
-                raise SaveFailed(f"two chunks of this rank hold {stored!r}: mark one of them as a replica")
+                raise SaveFailed(f"two chunks of this rank contain {stored!r}; mark one of them as a replica")
             views[stored] = chunk.view.detach()
     on_device = {name: view for name, view in views.items() if view.device.type == "cuda"}
     pinned = dict(zip(on_device, rooms([_bytes(view) for view in on_device.values()]), strict=True))
@@ -178,11 +178,11 @@ def _plain(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
         case Mapping():
             if set(value) == {"tensor"} or not all(isinstance(key, str) for key in value):
                 raise SaveFailed(
-                    f"{where} is a mapping with keys other than strings, or with 'tensor' alone: rename it"
+                    f"{where} is a mapping with non-string keys, or with 'tensor' as its only key; rename its keys"
                 )
             return {key: _plain(item, tensors, f"{where}[{key!r}]") for key, item in value.items()}
         case list() | tuple():
             return [_plain(item, tensors, f"{where}[{i}]") for i, item in enumerate(value)]
         case None | bool() | int() | float() | str():
             return value
-    raise SaveFailed(f"{where} is a {type(value).__name__}; a checkpoint holds plain data and tensors, never objects")
+    raise SaveFailed(f"{where} is a {type(value).__name__}; a checkpoint can contain only plain data and tensors")

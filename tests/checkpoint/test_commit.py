@@ -51,7 +51,7 @@ def test_the_newest_complete_checkpoint_is_the_latest(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     assert latest(tmp_path) == nine
     hundred = file.parents[1]
-    fault = f"{file} has {whole_size - 1} bytes instead of {whole_size}: the checkpoint is damaged"
+    fault = f"{file} has {whole_size - 1} bytes instead of {whole_size}; the checkpoint is damaged"
     assert {path: text.split(",")[0] for path, text in passed_over(tmp_path).items()} == {hundred: fault}
 
 
@@ -65,7 +65,7 @@ def test_what_else_lies_in_a_checkpoint_belongs_to_it(tmp_path: Path) -> None:
         for name in ("actor/rank-00000.json", "actor/rank-00000.safetensors", "step-00000004.npz")
     }
     (path / "step-00000004.npz").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="step-00000004.npz has 0 bytes instead of 17: the checkpoint is damaged"):
+    with pytest.raises(CheckpointError, match="step-00000004.npz has 0 bytes instead of 17; the checkpoint is damaged"):
         read_state(path)
     assert latest(tmp_path) is None
 
@@ -125,11 +125,11 @@ def broken(run_dir: Path, change: str) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("dropped", r"actor: 2 elements are missing in 'exp_avg' of 'norm', \[4\]"),
-        ("doubled", r"actor: 2 elements are there twice or astray in 'exp_avg' of 'norm', \[4\]"),
+        ("dropped", r"actor: 2 elements of 'exp_avg' of 'norm', \[4\], are missing; correct"),
+        ("doubled", r"actor: 2 elements of 'exp_avg' of 'norm', \[4\], are duplicated or out of place"),
         ("reshaped", r"actor: rank 1 saved 'norm' as part of \[5\], another rank as part of \[4\]"),
-        ("nowhere", r"actor: 4 elements are missing in 'exp_avg' of 'norm', \[4\]"),
-        ("missing rank", r"actor: 12 elements are missing in 'master' of 'embed', \[6, 4\]"),
+        ("nowhere", r"actor: 4 elements of 'exp_avg' of 'norm', \[4\], are missing"),
+        ("missing rank", r"actor: 12 elements of 'master' of 'embed', \[6, 4\], are missing"),
     ],
 )
 def test_a_checkpoint_that_does_not_hold_every_element_once_is_refused(
@@ -146,12 +146,12 @@ def test_a_rank_or_role_that_did_not_write_is_refused_where_their_number_is_know
     partial = begin(tmp_path, 1)
     write(stage(cut(0, 1, whole()), {}), partial / "actor", 0)
     with pytest.raises(
-        SaveFailed, match="actor/rank-00001.safetensors is missing, though rank 1 .* one directory that all nodes share"
+        SaveFailed, match="actor/rank-00001.safetensors is missing, although rank 1 .* a directory that all nodes share"
     ):
         commit(partial, STATE, ranks={"actor": 2})
     with pytest.raises(SaveFailed, match="critic/rank-00000.safetensors is missing"):
         commit(partial, STATE, ranks={"actor": 1, "critic": 1})
-    with pytest.raises(SaveFailed, match="no role has written to it"):
+    with pytest.raises(SaveFailed, match="no role wrote to it"):
         commit(begin(tmp_path, 2), STATE)
     assert latest(tmp_path) is None
 
@@ -170,13 +170,13 @@ def test_what_cannot_be_resumed_is_explained(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="was never completed"):
         read_state(begin(tmp_path, 3))
     path = save(tmp_path, 5)
-    with pytest.raises(CheckpointError, match=f"{tmp_path} is the directory of a run: give its newest.*, {path}$"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path} is a run directory, not .* use its newest.*, {path}$"):
         read_state(tmp_path)
     (path / "actor" / "rank-00001.json").unlink()
-    with pytest.raises(CheckpointError, match=r"actor/rank-00001.json is missing: the checkpoint is damaged"):
+    with pytest.raises(CheckpointError, match=r"actor/rank-00001.json is missing; the checkpoint is damaged"):
         read_state(path)
     (path / "checkpoint.json").write_text('{"format": "other-2"}')
-    with pytest.raises(CheckpointError, match="has format 'other-2', this CoreRL reads 'corerl-checkpoint-1'"):
+    with pytest.raises(CheckpointError, match="has format 'other-2', but this CoreRL reads 'corerl-checkpoint-1'"):
         read_state(path)
     (path / "checkpoint.json").write_text('{"format"')
     with pytest.raises(CheckpointError, match=r"checkpoint.json cannot be read"):
@@ -187,7 +187,7 @@ def test_what_cannot_be_resumed_is_explained(tmp_path: Path) -> None:
     (path / "checkpoint.json").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint.json is missing"):
         read_state(path)
-    with pytest.raises(CheckpointError, match=rf"{tmp_path} is the directory of a run, none .* is whole: {path}/"):
+    with pytest.raises(CheckpointError, match=rf"{tmp_path} is a run directory without an intact checkpoint: {path}/"):
         read_state(tmp_path)
 
 
@@ -209,19 +209,19 @@ def test_a_directory_that_is_no_checkpoint_is_told_for_what_it_is(tmp_path: Path
             read_state(directory)
         told[directory] = error.value.message
     assert told == {
-        checkpoints: f"{checkpoints} holds checkpoints and is none itself: give one of them, such as "
+        checkpoints: f"{checkpoints} contains checkpoints but is not one itself; use one of them, such as "
         f"{checkpoints}/step-00000040",
-        tmp_path / "runs": f"{tmp_path}/runs holds runs and is no checkpoint: give one of them, such as {run}",
-        model: f"{model} is a model and no checkpoint: to start from it or score it, set model.path to it in a file",
-        young: f"{young} is the directory of a run that has completed no checkpoint yet: give another run's",
-        empty: f"{empty} is no checkpoint: give the directory of one, .../checkpoints/step-00000050",
+        tmp_path / "runs": f"{tmp_path}/runs contains runs but is not a checkpoint; use one of the runs, such as {run}",
+        model: f"{model} is a model, not a checkpoint; to train or evaluate it, set model.path to it in a config file",
+        young: f"{young} is a run directory without a complete checkpoint yet; use a checkpoint of another run",
+        empty: f"{empty} is not a checkpoint; give a directory such as .../checkpoints/step-00000050",
     }
 
 
 def test_a_checkpoint_under_any_name_that_lacks_its_own_file_is_incomplete(tmp_path: Path) -> None:
     path = save(tmp_path, 5).rename(tmp_path / "best")
     (path / "checkpoint.json").unlink()
-    with pytest.raises(CheckpointError, match=r"best/checkpoint.json is missing: the checkpoint is incomplete"):
+    with pytest.raises(CheckpointError, match=r"best/checkpoint.json is missing; the checkpoint is incomplete"):
         read_state(path)
 
 
@@ -231,8 +231,8 @@ def test_a_checkpoint_that_was_removed_is_told_with_one_that_is_there(tmp_path: 
     with pytest.raises(CheckpointError) as error:
         read_state(gone)
     assert error.value.message == (
-        f"no checkpoint at {gone}: the run that writes there keeps only its newest checkpoints (checkpoint.keep); give "
-        f"one that is there, such as {newest}"
+        f"no checkpoint at {gone}: the run that writes there keeps only its newest checkpoints (checkpoint.keep); use "
+        f"one that still exists, such as {newest}"
     )
 
 
@@ -293,7 +293,10 @@ def test_nothing_is_removed_beside_one_that_cannot_be_resumed(tmp_path: Path) ->
     older, newest = save(tmp_path, 1), save(tmp_path, 2)
     (newest / "actor/rank-00001.json").unlink()
     (line,) = retain(tmp_path, 1, committed=newest)
-    assert line.startswith("nothing is removed, since step-00000002 cannot be resumed: ") and latest(tmp_path) == older
+    assert (
+        line.startswith("no old checkpoint was removed, because step-00000002 cannot be resumed: ")
+        and latest(tmp_path) == older
+    )
 
 
 def test_a_run_directory_may_be_written_in_two_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

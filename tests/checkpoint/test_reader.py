@@ -58,12 +58,12 @@ def test_a_checkpoint_of_another_model_is_refused_by_name_and_shape(tmp_path: Pa
 
 def test_an_unknown_key_is_answered_with_those_that_are_there(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="holds no 'momentum'; it has exp_avg, exp_avg_sq, master"):
+    with pytest.raises(CheckpointError, match="has no 'momentum'; it has exp_avg, exp_avg_sq, master"):
         CheckpointSource(tmp_path, "momentum")
 
 
 def test_a_directory_without_a_part_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no role's part of a checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a role's part of a checkpoint"):
         CheckpointSource(tmp_path / "nothing", "master")
 
 
@@ -74,8 +74,8 @@ def test_what_retention_removes_while_it_is_read_is_told_as_removed(tmp_path: Pa
     source = CheckpointSource(role, "master")
     checkpoint.rename(checkpoint.with_suffix(".partial"))
     told = (
-        f"{checkpoint} was removed or replaced while it was read: the run that writes there keeps only its newest "
-        "checkpoints (checkpoint.keep); try again"
+        f"{checkpoint} was removed or replaced while it was being read: the run that writes there keeps only its "
+        "newest checkpoints (checkpoint.keep); try again"
     )
     for read in (
         lambda: source.read("embed", (0, 0), (6, 4)),

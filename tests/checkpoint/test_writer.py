@@ -103,13 +103,13 @@ def test_extra_state_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_an_object_in_the_extra_state_is_refused_by_its_place() -> None:
-    with pytest.raises(SaveFailed, match=r"extra\['a'\]\[1\] is a set; a checkpoint holds plain data"):
+    with pytest.raises(SaveFailed, match=r"extra\['a'\]\[1\] is a set; a checkpoint can contain only plain data"):
         stage({}, {"a": [1, {2}]})
 
 
 def test_a_box_that_one_rank_holds_twice_is_refused() -> None:
     chunk = Chunk("w", (2,), (0,), (2,), torch.ones(2))
-    with pytest.raises(SaveFailed, match="two chunks of this rank hold 'master/w@0'"):
+    with pytest.raises(SaveFailed, match="two chunks of this rank contain 'master/w@0'"):
         stage({"master": [chunk, chunk]}, {})
 
 

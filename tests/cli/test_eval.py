@@ -78,5 +78,5 @@ def test_a_checkpoint_that_is_gone_is_not_taken_for_a_file(
     assert main(["eval", str(gone)]) == 2
     assert capsys.readouterr().err == (
         f"corerl: error: no checkpoint at {gone}: the run that writes there keeps only its newest checkpoints "
-        f"(checkpoint.keep); give one that is there, such as {checkpoint}\n"
+        f"(checkpoint.keep); use one that still exists, such as {checkpoint}\n"
     )

@@ -130,7 +130,9 @@ def test_a_directory_of_parquet_files_is_read_in_the_order_of_their_names(tmp_pa
     assert [source.prompt(index).text for index in (0, 1, 2, 1500, 3001)] == ["a0", "a1", "b0", "b1498", "b2999"]
     assert len(source) == 3002
     parquet(directory / "c.parquet", promt=["c0"])
-    with pytest.raises(DataError, match=r"c.parquet has the columns promt \(string\), but a.parquet has prompt \(string\)"):
+    with pytest.raises(
+        DataError, match=r"c.parquet has the columns promt \(string\), but a.parquet has prompt \(string\)"
+    ):
         load(directory)
 
 

@@ -184,13 +184,13 @@ def test_a_half_written_or_damaged_checkpoint_is_named_and_never_resumed(
     (torn / "checkpoint.json").unlink()
     before = content(earlier)
     assert refused(f"checkpoint.resume={partial}") == [
-        f"{partial} was never completed: resume from one whose name has no '.partial'"
+        f"{partial} was never completed; resume from a checkpoint whose name does not end in '.partial'"
     ]
     assert refused(f"checkpoint.resume={damaged}") == [
-        f"{weights} has {size - 1} bytes instead of {size}: the checkpoint is damaged, resume from another one"
+        f"{weights} has {size - 1} bytes instead of {size}; the checkpoint is damaged, so resume from another one"
     ]
     assert refused(f"checkpoint.resume={torn}") == [
-        f"{torn}/checkpoint.json is missing: the checkpoint is incomplete, resume from another one"
+        f"{torn}/checkpoint.json is missing; the checkpoint is incomplete, so resume from another one"
     ]
     assert content(earlier) == before
 
