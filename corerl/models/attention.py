@@ -41,18 +41,18 @@ def _attention(
     """Packed attention of query [1, H, T, D], key and value [1, Hkv, T, D]; returns [1, T, H, D]."""
     name = type(module).__name__
     if packing is None:
-        raise ModelError(f"{name} was called without packing=; {PACKED} attention is for CausalPolicy's forward alone")
+        raise ModelError(f"{name} was called without packing=; {PACKED} attention works only in CausalPolicy's forward")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise ModelError(
-            f"{name} has queries {list(query.shape)} and keys {list(key.shape)}; {PACKED} attention takes one row of "
-            "packed tokens and no cache"
+            f"{name} has queries {list(query.shape)} and keys {list(key.shape)}; {PACKED} attention requires one "
+            "row of packed tokens and no cache"
         )
     asked = [option for option in UNSUPPORTED if kwargs.get(option) is not None]
     if attention_mask is not None:  # `_no_mask` makes none, so this mask is the model's own
-        asked.append("a mask of its own")
+        asked.append("its own mask")
     if dropout:
         asked.append("dropout")
     if asked:
-        raise ModelError(f"{name} asks for {', '.join(asked)}, which {PACKED} attention does not do")
+        raise ModelError(f"{name} uses {', '.join(asked)}, which {PACKED} attention does not support")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return packed_attention(q, k, v, packing, scaling)[None], None

@@ -51,7 +51,9 @@ def build_on_meta(
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     kept = sorted(set(model.state_dict()) - parameters)
     if kept:
-        raise ModelError(f"{type(model).__name__} keeps weights in buffers ({kept[0]}, ...), which CoreRL cannot train")
+        raise ModelError(
+            f"{type(model).__name__} stores weights in buffers ({kept[0]}, ...), which CoreRL cannot train"
+        )
     return model
 
 
@@ -88,10 +90,12 @@ def materialize(model: nn.Module, tensors: Mapping[str, nn.Parameter]) -> None:
     old = dict(model.named_parameters())
     if old.keys() != tensors.keys():
         missing, unknown = sorted(old.keys() - tensors.keys()), sorted(tensors.keys() - old.keys())
-        raise ModelError(f"these are not the model's parameters: missing {missing[:3]}, unknown {unknown[:3]}")
+        raise ModelError(
+            f"the tensors do not match the model's parameters: missing {missing[:3]}, unknown {unknown[:3]}"
+        )
     for name, param in old.items():
         if param.shape != tensors[name].shape:
-            raise ModelError(f"{name} is {list(tensors[name].shape)}, the model wants {list(param.shape)}")
+            raise ModelError(f"{name} has shape {list(tensors[name].shape)}, the model needs {list(param.shape)}")
     new = {id(param): tensors[name] for name, param in old.items()}
     for module in model.modules():
         for name, slot in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -112,7 +116,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(layers := getattr(decoder, name, None), nn.ModuleList):
             return layers
     raise ModelError(
-        f"{type(decoder).__name__} has its layers under no name that is known, and they are handled one by one"
+        f"cannot find the layers of {type(decoder).__name__}: CoreRL looks for a ModuleList named 'layers' or 'h'"
     )
 
 

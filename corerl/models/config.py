@@ -35,17 +35,20 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
     elif model.config:
         config = _from_fields(model.config)
     else:
-        raise ModelError("no model: set model.path to a Hugging Face directory, or model.config to a config's fields")
+        raise ModelError(
+            "no model: set model.path to a Hugging Face directory, or model.config to the fields of a config"
+        )
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", "?") if isinstance(quantized, Mapping) else "?"
         raise ModelError(
-            f"model.path={model.path!r} is quantised ({method}), and its numbers are not the weights; give the model "
-            "that it was made from, in 16 or 32 bits"
+            f"model.path={model.path!r} is quantized ({method}), which CoreRL does not support; use the original model "
+            "in 16 or 32 bits"
         )
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if architecture is None:
         raise ModelError(
-            f"model_type {config.model_type!r} is no causal language model in transformers {transformers.__version__}"
+            f"model_type {config.model_type!r} is not a causal language model in transformers "
+            f"{transformers.__version__}"
         )
     # A config made from fields names no architecture, and no engine can load an export without one.
     config.architectures = [architecture]
@@ -66,22 +69,22 @@ def context_length(config: PreTrainedConfig) -> int | None:
 def _from_directory(path: str) -> PreTrainedConfig:
     directory = Path(path)
     if not directory.is_dir():
-        raise ModelError(f"model.path={path!r} is no directory; it must be a Hugging Face model on this machine")
+        raise ModelError(f"model.path={path!r} is not a directory; it must be a Hugging Face model on this machine")
     file = directory / "config.json"
     if not file.is_file():
         found = ", ".join(sorted(entry.name for entry in directory.iterdir())) or "nothing"
-        raise ModelError(f"model.path={path!r} has no config.json, found {found}; it must be a Hugging Face model")
+        raise ModelError(f"model.path={path!r} has no config.json, found {found}; expected a Hugging Face model")
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelError(f"{file} is no JSON: {error}") from error
+        raise ModelError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise ModelError(f"{file} holds a {type(fields).__name__}, wanted the fields of a Hugging Face config")
+        raise ModelError(f"{file} contains a {type(fields).__name__}, expected the fields of a Hugging Face config")
     _known_type(fields, str(file))
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each config class raises whatever its own checks do
-        raise ModelError(f"{file} is no config that transformers can read: {_line(error)}") from error
+        raise ModelError(f"transformers cannot read {file}: {_line(error)}") from error
     return config
 
 
@@ -93,12 +96,12 @@ def _from_fields(given: Mapping[str, Any]) -> PreTrainedConfig:
         default = AutoConfig.for_model(model_type)
         config: PreTrainedConfig = AutoConfig.for_model(model_type, **fields)
     except Exception as error:  # each config class raises whatever its own checks do
-        raise ModelError(f"model.config is no {model_type} config: {_line(error)}") from error
+        raise ModelError(f"model.config is not a valid {model_type} config: {_line(error)}") from error
     # transformers silently keeps unknown fields, so a misspelled one would train another model.
     known = {name for name in vars(default) if not name.startswith("_")} | set(default.attribute_map) | UNDECLARED
     for name in fields:
         if name not in known:
-            raise ModelError(f"model.config.{name} is no field of a {model_type} config{did_you_mean(name, known)}")
+            raise ModelError(f"model.config.{name} is not a field of a {model_type} config{did_you_mean(name, known)}")
     heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     # transformers builds such a model, which then fails in its first forward pass.
     if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
@@ -109,7 +112,7 @@ def _from_fields(given: Mapping[str, Any]) -> PreTrainedConfig:
 def _known_type(fields: Mapping[str, Any], where: str) -> str:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str):
-        raise ModelError(f"{where} names no model_type; transformers needs one, such as 'qwen3' or 'llama'")
+        raise ModelError(f"{where} has no model_type; transformers needs one, such as 'qwen3' or 'llama'")
     if model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"{where}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"

@@ -81,13 +81,15 @@ def hf_boxes(model: PreTrainedModel) -> dict[str, list[HFBox]]:
         box = None if owner is None else _box(name, tensor, params[owner])
         if owner is None or box is None:
             raise ModelError(
-                f"{type(model).__name__}: {name} {list(tensor.shape)} is computed from the model's parameters, wanted "
-                "a box of one of them; CoreRL cannot stream weights that are transformed"
+                f"{type(model).__name__}: {name} {list(tensor.shape)} is computed from the model's parameters, "
+                "expected a slice of one of them; CoreRL cannot send transformed weights"
             )
         boxes[owner].append(box)
     for name, tensor in params.items():
         if not _covered_once(tuple(tensor.shape), [box.box for box in boxes[name]]):
-            raise ModelError(f"{type(model).__name__}: the HF tensors in {name} do not cover each element exactly once")
+            raise ModelError(
+                f"{type(model).__name__}: the HF tensors in {name} do not cover each of its elements exactly once"
+            )
     return boxes
 
 
@@ -153,7 +155,7 @@ def local_chunks(
     Raises ModelError if the shape of `local` is not `sizes`.
     """
     if tuple(local.shape) != tuple(sizes):
-        raise ModelError(f"the local tensor is {list(local.shape)}, wanted {list(sizes)} at {list(offsets)}")
+        raise ModelError(f"the local tensor has shape {list(local.shape)}, expected {list(sizes)} at {list(offsets)}")
     held = (tuple(offsets), tuple(sizes))
     found = (box.chunk(held, local, replica=replica) for box in boxes)
     return [chunk for chunk in found if chunk is not None]
@@ -178,7 +180,7 @@ def dtensor_boxes(tensor: Tensor, local: Tensor | None = None) -> list[tuple[tup
     runs = [[(0, size)] for size in tensor.shape]  # for each dim, the [start, stop) on this rank, in local order
     for axis, placement in enumerate(tensor.placements):
         if placement.is_partial():
-            raise ModelError(f"a tensor of shape {list(tensor.shape)} is a partial sum, which has no boxes; reduce it")
+            raise ModelError(f"a tensor of shape {list(tensor.shape)} is a partial sum; reduce it first")
         if placement.is_replicate():
             continue
         dim, factor = _shard(placement)
@@ -188,7 +190,10 @@ def dtensor_boxes(tensor: Tensor, local: Tensor | None = None) -> list[tuple[tup
     walks = [_with_local_start(dim_runs) for dim_runs in runs]
     held = tuple(sum(stop - start for start, stop in dim_runs) for dim_runs in runs)
     if held != tuple(part.shape):
-        raise ModelError(f"{tensor.placements} put {list(held)} of {list(tensor.shape)} here, got {list(part.shape)}")
+        raise ModelError(
+            f"this rank's part of a {list(tensor.shape)} tensor has shape {list(part.shape)}, expected {list(held)} "
+            f"with {tensor.placements}"
+        )
     return [
         (
             tuple(start for start, _, _ in combination),

@@ -29,8 +29,8 @@ SCALINGS = (
 
 # Model types that nothing in their config gives away -> what they do.
 OTHERS = {
-    "phimoe": "uses router_jitter_noise, which CoreRL sets to 0, also to mask experts where nothing is random, so that "
-    "log-probs would be others than an engine's; take another model",
+    "phimoe": "uses router_jitter_noise, which CoreRL sets to 0, also to mask experts, so its log-probs would differ "
+    "from an engine's; use another model",
 }
 
 
@@ -40,8 +40,8 @@ def require_interface(config: PreTrainedConfig) -> None:
     architecture: Any = AutoModelForCausalLM._model_mapping[type(config)]
     if not getattr(architecture, "_supports_attention_backend", False):
         raise ModelError(
-            f"{architecture.__name__} computes attention in code of its own, which sees packed sequences as one; "
-            "CoreRL takes models whose attention goes through transformers' attention interface"
+            f"{architecture.__name__} computes attention with its own code, which treats packed sequences as one; "
+            "CoreRL requires models that use transformers' attention interface"
         )
 
 
@@ -53,19 +53,19 @@ def require_packable(model: PreTrainedModel) -> None:
     for scaling in SCALINGS:
         value = getattr(config, scaling, None)
         if value is not None and value != 1.0:
-            raise ModelError(f"{name} changes its logits by {scaling}={value}, which CoreRL does not support")
+            raise ModelError(f"{name} changes its logits with {scaling}={value}, which CoreRL does not support")
     layer_types = getattr(config, "layer_types", None)
     if kinds := set(layer_types or ()) - {"full_attention"}:
-        raise ModelError(f"{name} has layers of {', '.join(sorted(kinds))}; CoreRL packs full attention only")
+        raise ModelError(f"{name} has layers with {', '.join(sorted(kinds))}; CoreRL supports only full attention")
     window = getattr(config, "sliding_window", None)
     if window is not None and not layer_types:
-        raise ModelError(f"{name} has sliding_window={window} in all layers; CoreRL packs full attention only")
+        raise ModelError(f"{name} has sliding_window={window} in all layers; CoreRL supports only full attention")
     head = model.get_output_embeddings()
     path = next((path for path, module in model.named_modules() if module is head), "")
     if head is not None and "." in path:
         raise ModelError(
-            f"{name} has its head at {path!r}, among layers that CoreRL would pass over; it takes models whose hidden "
-            "states are multiplied by the head's weight"
+            f"{name} has its head at {path!r}, inside layers that CoreRL would skip; CoreRL requires models whose "
+            "logits are the hidden states times the head's weight"
         )
     _require_bare_head(model)
 
@@ -89,8 +89,8 @@ def _require_bare_head(model: PreTrainedModel) -> None:
         found = False
     if not found:
         raise ModelError(
-            f"{name} gives {type(decoder).__name__} as its decoder, which is not what turns tokens into hidden states; "
-            "CoreRL takes models whose hidden states are multiplied by the head's weight"
+            f"{name} returns {type(decoder).__name__} as its decoder, which does not turn tokens into hidden states; "
+            "CoreRL requires models whose logits are the hidden states times the head's weight"
         )
     if head is None:
         return
@@ -116,8 +116,8 @@ def _require_bare_head(model: PreTrainedModel) -> None:
     # Models slice hidden states before the head, by default to all of them, which makes a view.
     if given and not (given[0].shape == hidden.shape and (given[0] is hidden or given[0]._base is hidden)):
         raise ModelError(
-            f"{name} changes the decoder's hidden states before its head, which CoreRL would leave out; it takes "
-            "models whose hidden states are multiplied by the head's weight"
+            f"{name} changes the decoder's hidden states before its head, which CoreRL would skip; CoreRL "
+            "requires models whose logits are the hidden states times the head's weight"
         )
 
 

@@ -31,7 +31,7 @@ class CausalPolicy(nn.Module):
         super().__init__()
         require_packable(model)
         if (attention := model.config._attn_implementation) != PACKED:
-            raise ModelError(f"{type(model).__name__} was built with {attention!r} attention, wanted {PACKED!r}")
+            raise ModelError(f"{type(model).__name__} was built with {attention!r} attention, expected {PACKED!r}")
         self.model = model
         self.routers = Routers(model)
         self._longest = longest_sequence(model.config)
@@ -64,11 +64,13 @@ class CausalPolicy(nn.Module):
         unknown = set(outputs) - self.gives
         if unknown:
             what = "critic" if Output.VALUES in self.gives else "policy"
-            raise ModelError(f"a {what} has no {', '.join(sorted(unknown))}; it gives {', '.join(sorted(self.gives))}")
+            raise ModelError(
+                f"a {what} cannot compute {', '.join(sorted(unknown))}; it computes {', '.join(sorted(self.gives))}"
+            )
         if self._longest is not None and packing.longest > self._longest:
             raise ModelError(
-                f"{type(self.model).__name__} changes its rotary frequencies for all sequences of a pass as soon as "
-                f"one has more than {self._longest} tokens, and one has {packing.longest}; take shorter prompts or a "
+                f"{type(self.model).__name__} changes the rotary frequencies of all sequences in a pass as soon as "
+                f"one has more than {self._longest} tokens, and one has {packing.longest}; use shorter prompts or a "
                 "smaller rollout.max_tokens"
             )
         trunk = self.model.get_decoder()

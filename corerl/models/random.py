@@ -39,7 +39,9 @@ class RandomSource:
         self._seed = seed
         for name, shape in self._shapes.items():
             if len(shape) < 2 and not name.endswith((".weight", ".bias")):
-                raise ModelError(f"how {name!r} {list(shape)} begins is not known; start from a checkpoint: model.path")
+                raise ModelError(
+                    f"no initialization is known for {name!r} {list(shape)}; set model.path to load weights instead"
+                )
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._shapes.get(name)

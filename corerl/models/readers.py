@@ -43,7 +43,7 @@ class SafetensorsSource:
         self.largest_read = 0  # bytes of the largest box
         self._open: dict[str, Any] = {}
         if not self.directory.is_dir():
-            raise ModelError(f"{str(directory)!r} is no directory; wanted a Hugging Face model")
+            raise ModelError(f"{str(directory)!r} is not a directory, expected a Hugging Face model")
         self._files = self._find()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -71,10 +71,10 @@ class SafetensorsSource:
             try:
                 return {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ModelError(f"{index} is damaged: wanted JSON with a weight_map ({error!r})") from error
+                raise ModelError(f"{index} is damaged, expected JSON with a weight_map ({error!r})") from error
         if not (self.directory / SINGLE).is_file():
             found = ", ".join(sorted(entry.name for entry in self.directory.iterdir())) or "nothing"
-            raise ModelError(f"{self.directory} has no weights: wanted {SINGLE} or {INDEX}, found {found}")
+            raise ModelError(f"{self.directory} has no weights: expected {SINGLE} or {INDEX}, found {found}")
         return dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
 
     def _opened(self, file: str) -> Any:
@@ -83,7 +83,7 @@ class SafetensorsSource:
             try:
                 self._open[file] = safe_open(str(path), "pt")
             except FileNotFoundError as error:
-                raise ModelError(f"{path} is missing, though {INDEX} names it") from error
+                raise ModelError(f"{path} is missing, although {INDEX} lists it") from error
             except SafetensorError as error:
                 raise ModelError(f"{path} is damaged: {error}; download or save it again") from error
         return self._open[file]

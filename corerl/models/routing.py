@@ -15,7 +15,7 @@ from corerl.errors import ModelError
 from corerl.models.config import experts
 
 TOPK = (torch.topk, Tensor.topk)
-REPLAYS = "models are replayed whose routers ask torch once for their top-k; set algorithm.routing_replay to 'none'"
+REPLAYS = "replay requires routers that call torch.topk exactly once; set algorithm.routing_replay to 'none'"
 
 
 def routers(model: PreTrainedModel) -> list[nn.Module]:
@@ -67,7 +67,7 @@ class Routers:
 
     def silent(self) -> ModelError:
         """The error for a model whose routers cannot be read."""
-        return ModelError(f"{self._name} does not tell its experts; {REPLAYS}")
+        return ModelError(f"{self._name} does not report the experts it chooses; {REPLAYS}")
 
     def _asking(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         @torch.compiler.disable  # else it would be compiled for every layer
@@ -76,7 +76,7 @@ class Routers:
             with _Topk(told, of=self.experts) as asked:
                 output = forward(*args, **kwargs)
             if told is not None and not (asked.steps == 1 and asked.replaced):
-                raise ModelError(f"{self._name} does not choose its experts by one top-k; {REPLAYS}")
+                raise ModelError(f"{self._name} does not choose its experts with a single top-k; {REPLAYS}")
             if self._chosen is not None and asked.steps == 1:
                 self._chosen.append(asked.chosen)
             return output

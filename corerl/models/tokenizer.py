@@ -34,20 +34,22 @@ def load_tokenizer(*, tokenizer: str, path: str) -> PreTrainedTokenizerBase:
     if not directory:
         raise ModelError(
             "the model has no tokenizer: set model.tokenizer to a directory or to 'characters:ABC', "
-            "or model.path to a directory that holds one"
+            "or model.path to a directory that contains one"
         )
     if not os.path.isdir(directory):
-        raise ModelError(f"{setting}={directory!r} is no directory; it must hold a Hugging Face tokenizer")
+        raise ModelError(f"{setting}={directory!r} is not a directory, expected one with a Hugging Face tokenizer")
     try:
         loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # transformers and tokenizers raise whatever their parsers do, from OSError to Exception
         found = ", ".join(sorted(entry.name for entry in Path(directory).iterdir())) or "nothing"
         raise ModelError(
-            f"{setting}={directory!r} holds no tokenizer that transformers can load ({one_line(error)}); "
-            f"wanted tokenizer.json and tokenizer_config.json, found {found}"
+            f"{setting}={directory!r} has no tokenizer that transformers can load ({one_line(error)}); "
+            f"expected tokenizer.json and tokenizer_config.json, found {found}"
         ) from error
     if not isinstance(loaded, PreTrainedTokenizerBase):
-        raise ModelError(f"{setting}={directory!r} holds a {type(loaded).__name__}, which is no transformers tokenizer")
+        raise ModelError(
+            f"{setting}={directory!r} contains a {type(loaded).__name__}, which is not a transformers tokenizer"
+        )
     return loaded
 
 
@@ -84,7 +86,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> list[int]:
             named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
             ends += [int(token) for token in (named if isinstance(named, list) else [named]) if token is not None]
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise ModelError(f"model.path: {file} names no tokens that can be read: {first_line(error)}") from error
+            raise ModelError(f"model.path: cannot read the token ids in {file}: {first_line(error)}") from error
     return list(dict.fromkeys(ends))
 
 
@@ -108,6 +110,6 @@ def require_room_for_tokens(
         what = f"{table}.path: its" if model.path else f"{table}.config.vocab_size: the model's"
         cure = "" if model.path else f"set {table}.config.vocab_size to at least {last + 1}, or "
         raise ModelError(
-            f"{what} vocabulary has {size} tokens, and the tokenizer numbers {token!r} {last}, which wants {last + 1}; "
-            f"{cure}give the tokenizer of this model as model.tokenizer"
+            f"{what} vocabulary has {size} tokens, but the tokenizer gives {token!r} the id {last}, which needs "
+            f"{last + 1}; {cure}set model.tokenizer to the tokenizer of this model"
         )

@@ -53,7 +53,7 @@ def build_manager(
 def require_instance(name: str, plugin: object) -> None:
     """Raise ContractError if `plugin` is a class: it would register, and fail at its first call."""
     if isinstance(plugin, type):
-        raise ContractError(f"{name} is the class {plugin.__name__}, expected an instance; call it first")
+        raise ContractError(f"{name} is the class {plugin.__name__}, expected an instance; instantiate it first")
 
 
 def check_backend(manager: pluggy.PluginManager, name: str) -> None:
@@ -63,8 +63,8 @@ def check_backend(manager: pluggy.PluginManager, name: str) -> None:
         foreign = [owner for owner in owners if owner != name]
         if foreign:
             raise ContractError(
-                f"{foreign[0]} implements {hook} itself, which is for {name} alone; "
-                "an extension wraps: @hookimpl(wrapper=True), ending in 'return (yield)'"
+                f"{foreign[0]} implements {hook} itself, which only {name} may do; "
+                "to wrap it, use @hookimpl(wrapper=True) and end with 'return (yield)'"
             )
         if len(owners) != 1:
             found = f"{len(owners)} times" if owners else "not at all"
@@ -73,15 +73,15 @@ def check_backend(manager: pluggy.PluginManager, name: str) -> None:
                 f"{hook}{_text(_specified(hook))}"
             )
     if any(impl.plugin_name == name for impl in manager.hook.observe.get_hookimpls()):
-        raise ContractError(f"{name} implements observe, which is for extensions; a backend has no use for events")
+        raise ContractError(f"{name} implements observe, which only extensions may do; remove it from the backend")
 
 
 def refuse_observers(manager: pluggy.PluginManager) -> None:
     """Raise ContractError for observers in a worker, where no event would ever reach them."""
     for impl in manager.hook.observe.get_hookimpls():
         raise ContractError(
-            f"{impl.plugin_name} implements observe, and events are told on the driver only; leave it out, or make it "
-            "an extension of its own whose spec says process=Process.DRIVER"
+            f"{impl.plugin_name} implements observe, but events are sent on the driver only; remove it, or move it to "
+            "a separate extension whose spec has process=Process.DRIVER"
         )
 
 
@@ -123,7 +123,7 @@ def _check_plugin(manager: pluggy.PluginManager, name: str, plugin: object, hook
             continue
         if hook not in hooks:
             raise ContractError(
-                f"{name} implements {hook}, which is called in workers only; its spec must say process=Process.WORKER"
+                f"{name} implements {hook}, which is called in workers only; its spec must have process=Process.WORKER"
             )
         function = inspect.unwrap(getattr(plugin, attribute))
         flaw = _flaw(hook, options, function)
@@ -139,18 +139,18 @@ def _check_plugin(manager: pluggy.PluginManager, name: str, plugin: object, hook
 def _flaw(hook: str, options: Any, function: Callable[..., Any]) -> str:
     """What is wrong with one implementation, and what to do about it; "" if nothing is."""
     if options.get("hookwrapper"):
-        return "hookwrapper=True loses the backend's own error; write wrapper=True and 'return (yield)'"
+        return "hookwrapper=True hides the backend's own error; write wrapper=True and 'return (yield)'"
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        return "it is async, and nobody awaits a hook; make it an ordinary function"
+        return "it is async, but hooks are never awaited; make it an ordinary function"
     wrapper = bool(options.get("wrapper"))
     if wrapper and hook in LIST_HOOKS:
-        return f"{hook} is called on each plugin by itself and cannot be wrapped; implement it without wrapper=True"
+        return f"{hook} is called on each plugin separately and cannot be wrapped; implement it without wrapper=True"
     if wrapper and not inspect.isgeneratorfunction(function):
         return "a wrapper needs exactly one yield; write 'return (yield)'"
     if inspect.isgeneratorfunction(function) and not wrapper:
-        return "it yields without being a wrapper; write @hookimpl(wrapper=True)"
+        return "it yields but is not a wrapper; write @hookimpl(wrapper=True)"
     if options.get("tryfirst") or options.get("trylast"):
-        return "tryfirst and trylast change the order that the config's list sets; leave them out"
+        return "tryfirst and trylast override the order of the config's list; remove them"
     return _argument_flaw(hook, function)
 
 
@@ -164,9 +164,9 @@ def _argument_flaw(hook: str, function: Callable[..., Any]) -> str:
         if parameter.kind is Parameter.POSITIONAL_ONLY:
             return f"parameter {parameter.name!r} is positional-only; remove the '/'"
         if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
-            return f"star parameter {parameter.name!r} receives nothing; name the arguments that you need"
+            return f"star parameter {parameter.name!r} receives nothing; name the arguments you need"
         if parameter.name not in known and parameter.default is Parameter.empty:
-            return f"parameter {parameter.name!r} is none of the hook's; rename it or give it a default"
+            return f"parameter {parameter.name!r} is not a parameter of the hook; rename it or give it a default"
     return ""
 
 

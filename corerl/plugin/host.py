@@ -60,8 +60,8 @@ class State(StrEnum):
 
 ADVICE = {
     State.NEW: "call init first",
-    State.READY: "it is initialised already",
-    State.FAILED: "init or train failed earlier, only shutdown is allowed",
+    State.READY: "it is already initialized",
+    State.FAILED: "init or train failed earlier; only shutdown is allowed",
     State.CLOSED: "it was shut down; start a new worker",
 }
 
@@ -92,7 +92,7 @@ class BackendBase:
 
     def __reduce__(self) -> NoReturn:
         # cloudpickle, which Ray uses, would silently copy process groups and streams.
-        raise ContractError(f"a {type(self).__name__} cannot be pickled; build it inside the worker, from its name")
+        raise ContractError(f"a {type(self).__name__} cannot be pickled; build it inside the worker from its name")
 
 
 class PluginHost:
@@ -134,7 +134,7 @@ class PluginHost:
         self._next_version = 0  # the smallest version that update_weights accepts
 
     def __reduce__(self) -> NoReturn:
-        raise ContractError("a PluginHost cannot be pickled; build it inside the worker, from the plugin's name")
+        raise ContractError("a PluginHost cannot be pickled; build it inside the worker from the plugin's name")
 
     # ---- the hooks ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class PluginHost:
             if version < self._next_version:
                 raise WeightUpdateError(
                     f"weights version {version} was refused on {self._where}, expected {self._next_version} or more; "
-                    "versions strictly increase"
+                    "versions must strictly increase"
                 )
             self._next_version = version + 1
             result: UpdateResult = self._checked("update_weights", sender=sender, version=version)
@@ -232,7 +232,9 @@ class PluginHost:
             self.backend.require(VERBS[verb], verb)
         if asleep := frozenset(needs) - self.resident:
             kinds = ", ".join(kind for kind in MemoryKind if kind in asleep)
-            raise NotResident(f"{verb} on {self._where} needs memory that sleeps: {kinds}; wake_up these kinds first")
+            raise NotResident(
+                f"{verb} on {self._where} needs memory that is asleep: {kinds}; call wake_up for it first"
+            )
         try:
             yield
         except BaseException as error:

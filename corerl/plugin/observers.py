@@ -39,7 +39,7 @@ class Observers:
             for name, error in call_each(self._manager, "observe", skip=self._silenced, event=event):
                 self._silenced.add(name)
                 what = f"observe({type(event).__name__})"
-                print(f"warning: {name} is disabled, since {what} raised {one_line(error)}", file=sys.stderr)
+                print(f"warning: {name} is disabled because {what} raised {one_line(error)}", file=sys.stderr)
 
     def shutdown(self, reason: str) -> None:
         """Shut down each extension; a second call does nothing."""

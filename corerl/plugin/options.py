@@ -100,7 +100,7 @@ def resolve_tables(config: Config) -> Config:
         elif not plugin and (meant := _meant(config, kind, name)):
             lines.append(
                 f"{_table(kind, name)}: no {kind.noun} {name!r} is installed; did you mean {meant!r}? "
-                "Else install it, or remove the table"
+                "Otherwise install it or remove the table"
             )
     if lines:
         raise ConfigError("\n".join(lines))
@@ -195,8 +195,8 @@ def merge_environments(*environments: tuple[str, Environment]) -> dict[str, str]
                 merged[variable] = separator.join(dict.fromkeys(parts))
             elif merged[variable] != value:
                 raise ConfigError(
-                    f"environment variable {variable}: {owners[variable]} wants {merged[variable]!r}, "
-                    f"{owner} wants {value!r}; these two cannot share a process, choose one of them"
+                    f"environment variable {variable}: {owners[variable]} needs {merged[variable]!r}, "
+                    f"but {owner} needs {value!r}; they cannot share a process, so choose one of them"
                 )
     return merged
 

@@ -43,9 +43,9 @@ class Origin:
         if other.problem:
             return other.problem
         if (self.distribution, self.version) != (other.distribution, other.version):
-            return f"{self.what} is {other.source}, the driver's is {self.source}"
+            return f"{self.what} is {other.source}, but the driver's is {self.source}"
         if self.value != other.value:
-            return f"{self.what} is {other.value}, the driver's is {self.value}"
+            return f"{self.what} is {other.value}, but the driver's is {self.value}"
         return ""
 
 

@@ -21,13 +21,13 @@ def library(
         installed = metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return Finding(
-            level=Level.ERROR, what=f"{name} is not installed", why=f"this {plugin} is made of it", mend=mend
+            level=Level.ERROR, what=f"{name} is not installed", why=f"this {plugin} is built on it", mend=mend
         )
     if oldest <= version(installed)[: len(oldest)] and version(installed)[: len(end)] < end:
-        return ok(f"{name} {installed} is one that this {plugin} runs with")
+        return ok(f"{name} {installed} is supported by this {plugin}")
     return Finding(
         level=Level.ERROR,
-        what=f"{name} {installed} is not one of those that this {plugin} was written for",
+        what=f"{name} {installed} is not supported by this {plugin}",
         why=why,
         mend=mend,
     )
@@ -48,7 +48,7 @@ def nccl(*, gpus: bool, available: bool) -> Iterator[Finding]:
     if gpus and not available:
         yield Finding(
             level=Level.ERROR,
-            what="torch sees CUDA devices, and torch.distributed has no NCCL",
-            why="ranks on GPUs talk through it",
+            what="torch sees CUDA devices, but torch.distributed has no NCCL",
+            why="ranks on GPUs communicate through it",
             mend=REINSTALL_TORCH,
         )

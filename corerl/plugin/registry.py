@@ -131,7 +131,7 @@ def installed(kind: Kind) -> list[Installed]:
             _require_usable(kind, entry, spec)
         except PluginIncompatible as error:
             status = Status.INCOMPATIBLE
-            reason = f"written for API {_dotted(error.api)}, this corerl speaks {_dotted(API)}"
+            reason = f"written for API {_dotted(error.api)}, but this corerl supports {_dotted(API)}"
         except PluginBroken as error:
             status, reason = Status.BROKEN, one_line(error.__cause__) if error.__cause__ else error.message
         if status is Status.OK and rivals:
@@ -200,7 +200,7 @@ def kinds_of(name: str) -> list[Kind]:
         found = [kind for kind in Kind if isinstance(spec, kind.spec)]
         if not found:
             wanted = ", ".join(kind.spec.__name__ for kind in Kind)
-            raise PluginBroken(f"plugin {name}: is a {type(spec).__name__}, expected one of {wanted}")
+            raise PluginBroken(f"plugin {name} is a {type(spec).__name__}, expected one of {wanted}")
     return found
 
 
@@ -291,7 +291,9 @@ def _load_spec(kind: Kind, entry: Entry) -> Spec:
         )
     api: Any = spec.api  # type: ignore[attr-defined]
     if not (isinstance(api, tuple) and len(api) == 2 and all(isinstance(number, int) for number in api)):
-        raise PluginBroken(f"{kind.noun} {entry}: {entry.value} has api={api!r}, expected (major, minor)")
+        raise PluginBroken(
+            f"{kind.noun} {entry}: {entry.value} has api={api!r}, expected (major, minor) as two integers"
+        )
     return spec  # type: ignore[return-value]  # isinstance of a class chosen at run time
 
 
@@ -312,7 +314,7 @@ def _cure(of: Entry) -> str:
     if not of.distribution:
         return ""
     twice = found_twice(of)
-    return f"; {twice}" * bool(twice) + f"; mend or reinstall {of.distribution}"
+    return f"; {twice}" * bool(twice) + f"; repair or reinstall {of.distribution}"
 
 
 def _require_usable(kind: Kind, entry: Entry, spec: Spec) -> None:
@@ -320,9 +322,9 @@ def _require_usable(kind: Kind, entry: Entry, spec: Spec) -> None:
     major, minor = spec.api
     if major != API[0] or minor > API[1]:
         error = PluginIncompatible(
-            f"{kind.noun} {entry} was written for API {_dotted(spec.api)}, this corerl speaks {_dotted(API)}; "
+            f"{kind.noun} {entry} was written for API {_dotted(spec.api)}, but this corerl supports {_dotted(API)}; "
             f"install a release of {entry.distribution or 'it'} for API {_dotted(API)}, "
-            "or the corerl that it was made for"
+            f"or a corerl that supports {_dotted(spec.api)}"
         )
         error.api = spec.api
         raise error
@@ -351,9 +353,9 @@ def _rivalry(entry: Entry, rivals: Sequence[Entry]) -> str:
     if len({_normalised(each.distribution) for each in everyone}) == 1:
         # One distribution with two copies of its metadata: no name can tell them apart.
         return (
-            f"offered twice by {entry.distribution}, as "
+            f"provided twice by {entry.distribution}, as "
             + " and ".join(f"{each.value} in {each.location}" for each in everyone)
-            + f"; uninstall {entry.distribution} until it is gone, then install it once"
+            + f"; uninstall {entry.distribution} until no copy is left, then install it once"
         )
     return (
         f"provided by {' and '.join(f'{each.distribution} {each.version}' for each in everyone)}; choose one by "

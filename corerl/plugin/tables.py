@@ -22,7 +22,7 @@ def table_of(kind: Kind, loaded: Loaded) -> str:
     source = f" ({loaded.distribution} {loaded.version})" if loaded.distribution else ""
     lines = _comment(f"{kind.noun} {loaded.name}{source}: {loaded.spec.summary}")
     if kind is Kind.EXTENSIONS:
-        lines += _comment("extensions that a config lists stand in place of the default ones, the first is outermost")
+        lines += _comment("extensions listed in a config replace the default ones; the first is the outermost")
         header = ["[[extensions]]", f"name = {toml_value(loaded.name)}"]
         path = "extensions.options"
     else:
@@ -32,12 +32,12 @@ def table_of(kind: Kind, loaded: Loaded) -> str:
         defaults = loaded.spec.config()
     except Exception as error:
         raise PluginBroken(
-            f"{kind.noun} {loaded}: {loaded.spec.config.__name__}() raised {one_line(error)}; every setting wants a "
-            "default that is valid"
+            f"{kind.noun} {loaded}: {loaded.spec.config.__name__}() raised {one_line(error)}; every setting needs a "
+            "valid default"
         ) from error
     body = _table(loaded.spec.config, defaults, path)
     if not class_fields(loaded.spec.config):
-        lines += _comment("there is nothing to set")
+        lines += _comment("there are no settings")
     return "\n".join([*lines, *header, *body]) + "\n"
 
 
@@ -65,7 +65,7 @@ def _about(attribute: attrs.Attribute[Any]) -> str:
     help_text = attribute.metadata.get("help", "")
     default = attribute.default
     unset = "; unset" if default is None else ""
-    computed = "; by default computed from the others" if getattr(default, "takes_self", False) else ""
+    computed = "; computed from the others by default" if getattr(default, "takes_self", False) else ""
     return f"{help_text} ({spell(attribute.type)}{unset}{computed})".strip()
 
 

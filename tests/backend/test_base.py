@@ -94,7 +94,7 @@ def test_a_build_that_returns_no_layout_is_told_on_its_rank_before_anything_is_l
 def test_a_backend_whose_init_found_no_model_shuts_down() -> None:
     host = PluginHost(PlainBackend(), name="plain", context=CONTEXT)
     nowhere = evolve(role_config(Setup(backend="plain", model="/nowhere")), options=PlainConfig())
-    with pytest.raises(ModelError, match="is no directory"):
+    with pytest.raises(ModelError, match="is not a directory"):
         host.init(nowhere, CONTEXT)
     host.backend.shutdown("init failed")  # called by itself, since a host that has failed only prints what goes wrong
 

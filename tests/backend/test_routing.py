@@ -84,5 +84,7 @@ def test_a_model_whose_routers_are_not_known_is_refused() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_fields("qwen3-moe")))
     model._can_record_outputs = {}  # transformers does not name them
-    with pytest.raises(ModelError, match=r"^Qwen3MoeForCausalLM does not tell its experts; .*set algorithm\.routing"):
+    with pytest.raises(
+        ModelError, match=r"^Qwen3MoeForCausalLM does not report the experts it chooses; .*set algorithm\.routing"
+    ):
         told_experts(Routers(model), micro_of(column()), CPU)

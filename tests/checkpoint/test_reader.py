@@ -92,7 +92,7 @@ def test_a_truncated_file_and_a_missing_rank_are_refused(tmp_path: Path) -> None
     save(tmp_path, 2)
     source = CheckpointSource(tmp_path, "master")
     source._boxes["embed"] = source._boxes["embed"][:1]
-    with pytest.raises(CheckpointError, match=r"holds 12 of the 24 elements of 'embed'"):
+    with pytest.raises(CheckpointError, match=r"contains 12 of the 24 elements of 'embed'"):
         source.read("embed", (0, 0), (6, 4))
     file = tmp_path / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:100])

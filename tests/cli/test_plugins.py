@@ -50,7 +50,7 @@ def test_the_table_shows_every_backend_with_its_state(capsys: pytest.CaptureFixt
         "corerl-later",
         "0.3.1",
         "2.0",
-        "incompatible: written for API 2.0, this corerl speaks 1.0",
+        "incompatible: written for API 2.0, but this corerl supports 1.0",
     ]
     assert rows["bad"] == [
         "corerl-bad",

@@ -46,6 +46,6 @@ def test_a_variable_that_the_user_and_a_backend_want_differently_names_both() ->
     with pytest.raises(ConfigError) as caught:
         merge_environments(given, ("plain", {"NCCL_CUMEM": "0"}))
     assert caught.value.message == (
-        "environment variable NCCL_CUMEM: cluster.environment wants '1', plain wants '0'; these two cannot share a "
-        "process, choose one of them"
+        "environment variable NCCL_CUMEM: cluster.environment needs '1', but plain needs '0'; they cannot share a "
+        "process, so choose one of them"
     )

@@ -98,7 +98,7 @@ def test_the_doctor_has_a_line_for_each_node(nodes: Nodes, tmp_path: Path) -> No
     assert lacking.endswith(f") does not have what the driver has: unknown backend 'mine'; installed: {KNOWN}")
     assert older.startswith(f"error    node {host} (older, id ")
     assert older.endswith(
-        ") does not have what the driver has: backend 'mine' is corerl-mine 0.1, the driver's is corerl-mine 0.2"
+        ") does not have what the driver has: backend 'mine' is corerl-mine 0.1, but the driver's is corerl-mine 0.2"
     )
     assert bare.startswith(f"error    node {host} (bare, id ")
     assert bare.endswith(") cannot report what is installed: ModuleNotFoundError: No module named 'corerl'")
@@ -111,7 +111,7 @@ LACKING = (
     f"): unknown backend 'mine'; installed: {KNOWN}; the driver could load this backend, so install it on every node"
 )
 OLDER = (
-    "): backend 'mine' is corerl-mine 0.1, the driver's is corerl-mine 0.2; "
+    "): backend 'mine' is corerl-mine 0.1, but the driver's is corerl-mine 0.2; "
     "install the same corerl and the same plugins on every node"
 )
 

@@ -152,16 +152,16 @@ def test_a_vocabulary_must_have_room_for_the_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         prepare(evolve(config, model=short))
     assert caught.value.message == (
-        "model.config.vocab_size: the model's vocabulary has 15 tokens, and the tokenizer numbers 's' 15, which wants "
-        "16; set model.config.vocab_size to at least 16, or give the tokenizer of this model as model.tokenizer"
+        "model.config.vocab_size: the model's vocabulary has 15 tokens, but the tokenizer gives 's' the id 15, which "
+        "needs 16; set model.config.vocab_size to at least 16, or set model.tokenizer to the tokenizer of this model"
     )
     hf_config(short).save_pretrained(tmp_path / "model")
     path = ModelConfig(path=str(tmp_path / "model"), tokenizer=config.model.tokenizer)
     with pytest.raises(ModelError) as caught:
         prepare(evolve(config, model=path))
     assert caught.value.message == (
-        "model.path: its vocabulary has 15 tokens, and the tokenizer numbers 's' 15, which wants 16; "
-        "give the tokenizer of this model as model.tokenizer"
+        "model.path: its vocabulary has 15 tokens, but the tokenizer gives 's' the id 15, which needs 16; "
+        "set model.tokenizer to the tokenizer of this model"
     )
 
 

@@ -91,7 +91,7 @@ def test_a_model_whose_part_is_missing_or_damaged_is_named(refused: Callable[...
     index = {name: part.name if name == EMBEDDING else "model.safetensors" for name in names}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     given = f"model={{path='{model}',tokenizer='characters:0123456789>s'}}"
-    assert refused(given) == [f"model.path: {part} is missing, though model.safetensors.index.json names it"]
+    assert refused(given) == [f"model.path: {part} is missing, although model.safetensors.index.json lists it"]
     part.write_bytes(b"\x00" * 100)
     (line,) = refused(given)
     assert line.startswith(f"model.path: {part} is damaged: ")

@@ -70,7 +70,7 @@ def copy_of(uninterrupted: Finished, tmp_path: Path, *steps: int) -> Path:
         ),
         (
             "model.config.hiden_size=64",
-            "model.config.hiden_size is no field of a qwen3 config; did you mean 'hidden_size'?",
+            "model.config.hiden_size is not a field of a qwen3 config; did you mean 'hidden_size'?",
         ),
     ],
 )

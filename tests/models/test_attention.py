@@ -38,8 +38,8 @@ def test_a_forward_without_packing_fails_instead_of_mixing_sequences(tiny_models
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"sliding_window": 128}, "asks for sliding_window"),
-        ({"softcap": 30.0, "dropout": 0.1}, "asks for softcap, dropout"),
+        ({"sliding_window": 128}, "uses sliding_window"),
+        ({"softcap": 30.0, "dropout": 0.1}, "uses softcap, dropout"),
     ],
 )
 def test_what_the_kernel_cannot_do_is_refused(options: dict[str, float], expected: str) -> None:

@@ -70,7 +70,7 @@ def test_parameters_that_do_not_fit_are_refused() -> None:
     new = {name: nn.Parameter(torch.zeros(p.shape)) for name, p in model.named_parameters()}
     with pytest.raises(ModelError, match="missing .*'model.norm.weight'"):
         materialize(model, {name: p for name, p in new.items() if name != "model.norm.weight"})
-    with pytest.raises(ModelError, match=r"model.norm.weight is \[3\], the model wants \[64\]"):
+    with pytest.raises(ModelError, match=r"model.norm.weight has shape \[3\], the model needs \[64\]"):
         materialize(model, {**new, "model.norm.weight": nn.Parameter(torch.zeros(3))})
     assert all(p.is_meta for p in model.parameters())
 
@@ -85,7 +85,7 @@ def test_a_model_that_keeps_weights_in_buffers_is_refused(monkeypatch: pytest.Mo
         self.register_buffer("correction", torch.zeros(3))
 
     monkeypatch.setattr(Qwen3ForCausalLM, "__init__", with_buffer)
-    with pytest.raises(ModelError, match="keeps weights in buffers \\(correction"):
+    with pytest.raises(ModelError, match="stores weights in buffers \\(correction"):
         build_on_meta(tiny_config("qwen3"), dtype=torch.float32, attention="sdpa")
 
 

@@ -28,7 +28,7 @@ def test_experts_are_counted_by_whatever_name_a_config_has_for_them() -> None:
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="nowhere.*is no directory"):
+    with pytest.raises(ModelError, match="nowhere.*is not a directory"):
         hf_config(ModelConfig(path=str(tmp_path / "nowhere")))
 
 
@@ -41,12 +41,12 @@ def test_a_directory_without_config_says_what_it_holds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("{", r"config\.json is no JSON"),
-        ("[1]", "holds a list"),
-        ("{}", "names no model_type"),
+        ("{", r"config\.json is not valid JSON"),
+        ("[1]", "contains a list"),
+        ("{}", "has no model_type"),
         (json.dumps({"model_type": "qwen33"}), "'qwen33' is unknown.*did you mean 'qwen3'"),
         (json.dumps({"model_type": "qwen3", "hidden_size": "wide"}), "hidden_size"),
-        (json.dumps({"model_type": "t5"}), "'t5' is no causal language model"),
+        (json.dumps({"model_type": "t5"}), "'t5' is not a causal language model"),
     ],
 )
 def test_a_config_that_cannot_be_read_says_why(tmp_path: Path, text: str, expected: str) -> None:
@@ -58,7 +58,7 @@ def test_a_config_that_cannot_be_read_says_why(tmp_path: Path, text: str, expect
 
 def test_a_misspelt_field_is_answered_with_the_nearest() -> None:
     fields = {**tiny_fields("qwen3"), "hiden_size": 64}
-    with pytest.raises(ModelError, match=r"model\.config\.hiden_size is no field.*'hidden_size'"):
+    with pytest.raises(ModelError, match=r"model\.config\.hiden_size is not a field.*'hidden_size'"):
         hf_config(ModelConfig(config=fields))
 
 
@@ -80,10 +80,12 @@ def test_a_model_of_nothing_says_what_to_set() -> None:
         hf_config(ModelConfig())
 
 
-def test_a_quantised_model_is_refused_since_its_numbers_are_not_the_weights(tmp_path: Path) -> None:
+def test_a_quantized_model_is_refused_since_its_numbers_are_not_the_weights(tmp_path: Path) -> None:
     config = {**tiny_fields("qwen3"), "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"is quantised \(fp8\), and its numbers are not the weights; give the model"):
+    with pytest.raises(
+        ModelError, match=r"is quantized \(fp8\), which CoreRL does not support; use the original model"
+    ):
         hf_config(ModelConfig(path=str(tmp_path)))
 
 

@@ -85,7 +85,7 @@ def test_writing_to_a_chunk_writes_the_parameter() -> None:
 
 
 def test_a_local_tensor_of_another_shape_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"is \[2\], wanted \[3\]"):
+    with pytest.raises(ModelError, match=r"has shape \[2\], expected \[3\]"):
         local_chunks([HFBox("w", (4,), (0,), (0,))], (0,), (3,), torch.zeros(2))
 
 

@@ -49,8 +49,8 @@ def drawn(*lengths: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "bloom"}, "^BloomForCausalLM computes attention in code of its own"),
-        ({"model_type": "falcon"}, "^FalconForCausalLM computes attention in code of its own"),
+        ({"model_type": "bloom"}, "^BloomForCausalLM computes attention with its own code"),
+        ({"model_type": "falcon"}, "^FalconForCausalLM computes attention with its own code"),
         ({"model_type": "bert", "is_decoder": True}, "^BertLMHeadModel has its head at 'cls.predictions.decoder'"),
         ({"model_type": "mistral"}, "^MistralForCausalLM has sliding_window=4096 in all layers"),
         (
@@ -63,7 +63,7 @@ def drawn(*lengths: int) -> list[torch.Tensor]:
         ),
         (
             {"model_type": "llama4_text", "layer_types": ["full_attention"] * 2, "num_key_value_heads": 2},
-            "^Llama4ForCausalLM gives Llama4ForCausalLM as its decoder",
+            "^Llama4ForCausalLM returns Llama4ForCausalLM as its decoder",
         ),
     ],
     ids=str,
@@ -92,7 +92,7 @@ class Misnamed(LlamaForCausalLM):
 
 
 def test_a_decoder_that_does_not_turn_tokens_into_hidden_states_is_refused() -> None:
-    with torch.device("meta"), pytest.raises(ModelError, match="^Misnamed gives Linear as its decoder"):
+    with torch.device("meta"), pytest.raises(ModelError, match="^Misnamed returns Linear as its decoder"):
         require_packable(Misnamed(AutoConfig.for_model(**LLAMA)))
 
 
@@ -109,7 +109,7 @@ def test_hidden_states_that_are_not_the_heads_input_as_they_are_are_refused_with
 
 def test_a_model_that_makes_a_mask_of_its_own_is_refused() -> None:
     config = AutoConfig.for_model("doge", **SMALL, num_key_value_heads=2, intermediate_size=96)
-    with pytest.raises(ModelError, match="asks for a mask of its own"):
+    with pytest.raises(ModelError, match="uses its own mask"):
         logprobs(policy_of(config), *drawn(8, 12))
 
 
@@ -146,7 +146,7 @@ def test_rotary_frequencies_that_follow_the_longest_sequence_are_taken_as_long_a
     policy, (short, full, longer) = policy_of(config), drawn(10, 32, 33)
     alone = logprobs(policy, short)
     torch.testing.assert_close(logprobs(policy, short, full)[:10], alone, rtol=0, atol=1e-5)
-    with pytest.raises(ModelError, match=r"^LlamaForCausalLM .* has more than 32 tokens, and one has 33; take shorter"):
+    with pytest.raises(ModelError, match=r"^LlamaForCausalLM .* has more than 32 tokens, and one has 33; use shorter"):
         logprobs(policy, short, longer)
 
 

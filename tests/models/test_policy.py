@@ -123,17 +123,17 @@ def test_a_batch_of_single_tokens_gives_zeros_and_zero_gradients(tiny_models: di
 def test_values_are_refused() -> None:
     policy = CausalPolicy(build_on_meta(tiny_config("qwen3"), dtype=torch.float32, attention=PACKED))
     tokens, packing, positions = batch()
-    with pytest.raises(ModelError, match="a policy has no values"):
+    with pytest.raises(ModelError, match="a policy cannot compute values"):
         policy(tokens, packing, positions, 1.0, (Output.VALUES,))
 
 
 def test_a_model_that_does_more_than_full_attention_and_a_head_is_refused() -> None:
     scaled = tiny_config("qwen3")
     scaled.final_logit_softcapping = 30.0
-    with pytest.raises(ModelError, match=r"changes its logits by final_logit_softcapping=30\.0"):
+    with pytest.raises(ModelError, match=r"changes its logits with final_logit_softcapping=30\.0"):
         CausalPolicy(build_on_meta(scaled, dtype=torch.float32, attention=PACKED))
     sliding = type(scaled)(**{**tiny_config("qwen3").to_dict(), "layer_types": ["sliding_attention"] * 4})
-    with pytest.raises(ModelError, match="layers of sliding_attention"):
+    with pytest.raises(ModelError, match="has layers with sliding_attention"):
         CausalPolicy(build_on_meta(sliding, dtype=torch.float32, attention=PACKED))
-    with pytest.raises(ModelError, match="built with 'sdpa' attention, wanted 'corerl_packed'"):
+    with pytest.raises(ModelError, match="built with 'sdpa' attention, expected 'corerl_packed'"):
         CausalPolicy(build_on_meta(tiny_config("qwen3"), dtype=torch.float32, attention="sdpa"))

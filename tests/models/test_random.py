@@ -75,7 +75,7 @@ def test_weights_begin_as_transformers_begins_them(kind: str) -> None:
 
 
 def test_a_vector_of_unknown_purpose_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"'layers.0.A_log' \[8\] begins is not known"):
+    with pytest.raises(ModelError, match=r"no initialization is known for 'layers.0.A_log' \[8\]"):
         RandomSource(tiny_config("qwen3"), {"layers.0.A_log": (8,)}, seed=0)
 
 

@@ -60,17 +60,17 @@ def test_a_tied_head_is_on_no_disk_and_not_asked_for(tiny_models: dict[str, Path
 
 
 def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="gone.*is no directory"):
+    with pytest.raises(ModelError, match="gone.*is not a directory"):
         SafetensorsSource(tmp_path / "gone")
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ModelError, match=r"no weights: wanted model\.safetensors or .*, found pytorch_model\.bin"):
+    with pytest.raises(ModelError, match=r"no weights: expected model\.safetensors or .*, found pytorch_model\.bin"):
         SafetensorsSource(tmp_path)
     (tmp_path / SINGLE).write_bytes(b"\xff" * 100)
     with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
         SafetensorsSource(tmp_path)
     save_file({"a": torch.zeros(2)}, tmp_path / SINGLE)
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "other.safetensors", "b": "model.safetensors"}}')
-    with pytest.raises(ModelError, match=r"other\.safetensors is missing, though .*index\.json names it"):
+    with pytest.raises(ModelError, match=r"other\.safetensors is missing, although .*index\.json lists it"):
         SafetensorsSource(tmp_path).shape("a")
     with pytest.raises(ModelError, match=r"model\.safetensors lacks 'b'"):
         SafetensorsSource(tmp_path).shape("b")

@@ -107,7 +107,7 @@ def test_they_tell_what_they_choose_and_choose_it_again_where_they_are_told_noth
         heard = listened(model)
         with taken.told(None):
             assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
-            with pytest.raises(ModelError, match="does not tell"):
+            with pytest.raises(ModelError, match="does not report"):
                 _ = taken.chosen
         with taken.told(None, keep=True):
             model(input_ids=TOKENS, use_cache=False)
@@ -159,11 +159,13 @@ def test_a_model_that_chooses_otherwise_is_refused_when_it_is_to_be_replayed(
         pytest.skip("this transformers does not say which modules are this family's routers")
     with torch.no_grad(), taken.told(None, keep=True):
         model(input_ids=TOKENS, use_cache=False)
-        with pytest.raises(ModelError, match=r"LM does not tell its experts; .* set algorithm\.routing_replay"):
+        with pytest.raises(
+            ModelError, match=r"LM does not report the experts it chooses; .* set algorithm\.routing_replay"
+        ):
             _ = taken.chosen
     with (
         taken.told(others()),
-        pytest.raises(ModelError, match="LM does not choose its experts by one top-k; "),
+        pytest.raises(ModelError, match="LM does not choose its experts with a single top-k; "),
     ):
         model(input_ids=TOKENS, use_cache=False)
 

@@ -48,10 +48,10 @@ def test_a_saved_character_tokenizer_loads_from_its_directory_and_encodes_alike(
 def test_what_cannot_be_loaded_is_named_with_its_setting_and_with_what_was_found(tmp_path: Path):
     with pytest.raises(ModelError, match="no tokenizer: set model.tokenizer"):
         load_tokenizer(tokenizer="", path="")
-    with pytest.raises(ModelError, match="model.path='/nowhere/at/all' is no directory"):
+    with pytest.raises(ModelError, match="model.path='/nowhere/at/all' is not a directory"):
         load_tokenizer(tokenizer="", path="/nowhere/at/all")
     (tmp_path / "notes.txt").write_text("no tokenizer")
-    with pytest.raises(ModelError, match="model.tokenizer=.*wanted tokenizer.json.*found notes.txt"):
+    with pytest.raises(ModelError, match="model.tokenizer=.*expected tokenizer.json.*found notes.txt"):
         load_tokenizer(tokenizer=str(tmp_path), path="")
     with pytest.raises(ModelError, match="each only once"):
         load_tokenizer(tokenizer="characters:aba", path="")
@@ -63,11 +63,11 @@ def test_a_special_token_that_no_sample_has_needs_no_room() -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     require_room_for_tokens(hf_config(model), tokenizer, model)  # as Gemma 3's text models have one
     tokenizer.add_special_tokens({"eos_token": "<end>"})
-    with pytest.raises(ModelError, match="has 16 tokens, and the tokenizer numbers '<end>' 17, which wants 18"):
+    with pytest.raises(ModelError, match="has 16 tokens, but the tokenizer gives '<end>' the id 17, which needs 18"):
         require_room_for_tokens(hf_config(model), tokenizer, model)
     tokenizer = character_tokenizer("0123456789>s")
     tokenizer.add_tokens(["think"])
-    with pytest.raises(ModelError, match="numbers 'think' 16, which wants 17"):
+    with pytest.raises(ModelError, match="gives 'think' the id 16, which needs 17"):
         require_room_for_tokens(hf_config(model), tokenizer, model)
 
 
@@ -84,5 +84,5 @@ def test_a_text_ends_where_the_models_generation_config_says_too(
 @pytest.mark.parametrize("text", ["[]", "{", '{"eos_token_id": "</s>"}', '{"eos_token_id": [{}]}'])
 def test_ends_that_cannot_be_read_are_told_with_their_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(ModelError, match=r"^model.path: .*/generation_config.json names no tokens that can be read: "):
+    with pytest.raises(ModelError, match=r"^model.path: cannot read the token ids in .*/generation_config.json: "):
         end_tokens(load_tokenizer(tokenizer=DIGITS, path=""), str(tmp_path))

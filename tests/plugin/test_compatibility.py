@@ -104,7 +104,7 @@ def test_a_later_argument_without_a_default_is_refused_with_both_signatures(
         PluginHost(implementation(), name="other", context=CONTEXT)
     assert caught.value.message == (
         "backend:other implements train(batch, deadline) for train(batch, loss, step): "
-        "parameter 'deadline' is none of the hook's; rename it or give it a default"
+        "parameter 'deadline' is not a parameter of the hook; rename it or give it a default"
     )
 
 
@@ -114,7 +114,7 @@ def test_a_backend_of_a_later_major_api_is_listed_with_the_reason_and_refused_wh
     install("corerl-other", {"backends": {"other": "major:SPEC"}}, major=backend_spec.replace("(1, 0)", "(2, 0)"))
     (other,) = [each for each in installed(Kind.BACKENDS) if each.name == "other"]
     assert (other.status, other.api) == (Status.INCOMPATIBLE, (2, 0))
-    assert other.reason == "written for API 2.0, this corerl speaks 1.0"
+    assert other.reason == "written for API 2.0, but this corerl supports 1.0"
     with pytest.raises(PluginIncompatible, match=r"^backend 'other' \(corerl-other 0\.1\.0\) was written for API 2\.0"):
         load(Kind.BACKENDS, "other")
 

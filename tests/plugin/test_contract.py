@@ -73,7 +73,7 @@ def test_a_wrapper_that_takes_fewer_arguments_and_one_of_a_newer_core_is_accepte
 
 
 def test_a_class_is_no_plugin() -> None:
-    assert refusal(Backend) == "extension:t is the class Backend, expected an instance; call it first"
+    assert refusal(Backend) == "extension:t is the class Backend, expected an instance; instantiate it first"
 
 
 def test_an_extension_without_any_marked_method_is_refused() -> None:
@@ -154,10 +154,10 @@ def test_parameters_that_pluggy_cannot_fill_are_refused() -> None:
         "(batch, /)", "parameter 'batch' is positional-only; remove the '/'"
     )
     assert refusal(Star()) == both.format(
-        "(**everything)", "star parameter 'everything' receives nothing; name the arguments that you need"
+        "(**everything)", "star parameter 'everything' receives nothing; name the arguments you need"
     )
     assert refusal(Unknown()) == both.format(
-        "(batch, index)", "parameter 'index' is none of the hook's; rename it or give it a default"
+        "(batch, index)", "parameter 'index' is not a parameter of the hook; rename it or give it a default"
     )
 
 
@@ -222,18 +222,18 @@ def test_async_old_style_and_misdeclared_wrappers_are_refused() -> None:
     train = "extension:t implements train() for train(batch, loss, step): "
     assert refusal(Async()) == (
         "extension:t implements observe(event) for observe(event): "
-        "it is async, and nobody awaits a hook; make it an ordinary function"
+        "it is async, but hooks are never awaited; make it an ordinary function"
     )
     assert refusal(OldStyle()) == (
-        train + "hookwrapper=True loses the backend's own error; write wrapper=True and 'return (yield)'"
+        train + "hookwrapper=True hides the backend's own error; write wrapper=True and 'return (yield)'"
     )
     assert refusal(NoYield()) == train + "a wrapper needs exactly one yield; write 'return (yield)'"
-    assert refusal(NoWrapper()) == train + "it yields without being a wrapper; write @hookimpl(wrapper=True)"
-    order = "tryfirst and trylast change the order that the config's list sets; leave them out"
+    assert refusal(NoWrapper()) == train + "it yields but is not a wrapper; write @hookimpl(wrapper=True)"
+    order = "tryfirst and trylast override the order of the config's list; remove them"
     assert refusal(First()) == refusal(Last()) == train + order
     assert refusal(WrapsTheEnd()) == (
         "extension:t implements shutdown(reason) for shutdown(reason): "
-        "shutdown is called on each plugin by itself and cannot be wrapped; implement it without wrapper=True"
+        "shutdown is called on each plugin separately and cannot be wrapped; implement it without wrapper=True"
     )
 
 
@@ -244,8 +244,8 @@ def test_an_extension_may_not_answer_in_the_backends_place() -> None:
             return "stolen"
 
     assert refusal(Steals()) == (
-        "extension:t implements train itself, which is for backend:mine alone; "
-        "an extension wraps: @hookimpl(wrapper=True), ending in 'return (yield)'"
+        "extension:t implements train itself, which only backend:mine may do; "
+        "to wrap it, use @hookimpl(wrapper=True) and end with 'return (yield)'"
     )
 
 
@@ -274,7 +274,7 @@ def test_a_backend_does_not_observe() -> None:
         @hookimpl
         def observe(self, event: Any) -> None: ...
 
-    with pytest.raises(ContractError, match="backend:mine implements observe, which is for extensions"):
+    with pytest.raises(ContractError, match="backend:mine implements observe, which only extensions may do"):
         registered(backend=Curious())
 
 

@@ -170,7 +170,9 @@ def test_only_an_instance_that_extends_the_base_class_is_a_backend() -> None:
     with pytest.raises(ContractError) as caught:
         PluginHost(Logs("a", []), name="mine", context=CONTEXT)
     assert caught.value.message == ("backend:mine is a Logs, which does not extend corerl.backend.Backend; subclass it")
-    with pytest.raises(ContractError, match="backend:mine is the class Fake, expected an instance; call it first"):
+    with pytest.raises(
+        ContractError, match="backend:mine is the class Fake, expected an instance; instantiate it first"
+    ):
         PluginHost(Fake, name="mine", context=CONTEXT)
 
 
@@ -179,7 +181,7 @@ def test_the_contract_is_checked_when_the_host_is_built() -> None:
         @hookimpl
         def save(self, path: str) -> None: ...
 
-    with pytest.raises(ContractError, match="extension:thief implements save itself, which is for backend:mine alone"):
+    with pytest.raises(ContractError, match="extension:thief implements save itself, which only backend:mine may do"):
         PluginHost(Fake(), name="mine", extensions=[("thief", Steals())], context=CONTEXT)
 
 
@@ -203,7 +205,7 @@ def test_nothing_but_init_is_allowed_before_init_and_init_only_once() -> None:
     assert backend.calls == []
     host.init(CONFIG, CONTEXT)
     with pytest.raises(
-        WrongState, match="init on actor rank 1 is not allowed in state ready: it is initialised already"
+        WrongState, match="init on actor rank 1 is not allowed in state ready: it is already initialized"
     ):
         host.init(CONFIG, CONTEXT)
     assert backend.calls == [("init", 1)]
@@ -215,7 +217,7 @@ def test_whatever_leaves_train_leaves_only_shutdown(error: BaseException) -> Non
     with pytest.raises(HookFailed if isinstance(error, ValueError) else type(error)):
         host.train(BATCH, LOSS, STEP)
     assert host.state is State.FAILED
-    with pytest.raises(WrongState, match="init or train failed earlier, only shutdown is allowed"):
+    with pytest.raises(WrongState, match="init or train failed earlier; only shutdown is allowed"):
         host.save("somewhere", STEP, False)
     host.shutdown("failed")
     assert [call[0] for call in backend.calls] == ["train", "shutdown"]
@@ -289,7 +291,7 @@ def test_a_hook_is_refused_exactly_where_a_kind_that_it_needs_sleeps(hook: str, 
             with pytest.raises(NotResident) as caught:
                 calls[hook]()
             assert caught.value.message == (
-                f"{hook} on actor rank 1 needs memory that sleeps: {kind}; wake_up these kinds first"
+                f"{hook} on actor rank 1 needs memory that is asleep: {kind}; call wake_up for it first"
             )
             assert backend.calls == []
             assert host.state is State.READY
@@ -317,7 +319,7 @@ def test_versions_strictly_increase_from_the_one_that_was_loaded() -> None:
     with pytest.raises(WeightUpdateError) as caught:
         host.update_weights(None, 4)
     assert caught.value.message == (
-        "weights version 4 was refused on actor rank 1, expected 5 or more; versions strictly increase"
+        "weights version 4 was refused on actor rank 1, expected 5 or more; versions must strictly increase"
     )
     host.update_weights(None, 5)
     host.update_weights(None, 8)
@@ -435,7 +437,7 @@ def test_what_a_worker_asks_of_its_backend_besides_hooks_is_guarded_alike() -> N
     host, _ = ready()
     host.sleep({MemoryKind.PARAM})
     entered = False
-    with pytest.raises(NotResident, match="snapshot on actor rank 1 needs memory that sleeps: param"):
+    with pytest.raises(NotResident, match="snapshot on actor rank 1 needs memory that is asleep: param"):
         with host.entering("snapshot", needs={MemoryKind.PARAM}):
             entered = True
     assert not entered
@@ -455,8 +457,8 @@ def test_an_extension_that_would_wait_for_events_in_vain_is_refused() -> None:
     with pytest.raises(ContractError) as caught:
         PluginHost(Fake(), name="mine", extensions=[("a", Hears())], context=CONTEXT)
     assert caught.value.message == (
-        "extension:a implements observe, and events are told on the driver only; leave it out, or make it an extension "
-        "of its own whose spec says process=Process.DRIVER"
+        "extension:a implements observe, but events are sent on the driver only; remove it, or move it to a separate "
+        "extension whose spec has process=Process.DRIVER"
     )
 
 

@@ -46,21 +46,21 @@ CASES = {
         offered_by=("corerl-unimportable",),
         error="PluginBroken",
         message="backend 'unimportable' (corerl-unimportable 0.2) cannot be loaded from unimportable_spec:SPEC: "
-        "ModuleNotFoundError: No module named 'a_library_that_is_not_there'; mend or reinstall corerl-unimportable",
+        "ModuleNotFoundError: No module named 'a_library_that_is_not_there'; repair or reinstall corerl-unimportable",
     ),
     "moduleless": Case(
         source=None,
         offered_by=("corerl-moduleless",),
         error="PluginBroken",
         message="backend 'moduleless' (corerl-moduleless 0.2) cannot be loaded from moduleless_spec:SPEC: "
-        "ModuleNotFoundError: No module named 'moduleless_spec'; mend or reinstall corerl-moduleless",
+        "ModuleNotFoundError: No module named 'moduleless_spec'; repair or reinstall corerl-moduleless",
     ),
     "exiting": Case(
         source="raise SystemExit('no licence')",
         offered_by=("corerl-exiting",),
         error="PluginBroken",
         message="backend 'exiting' (corerl-exiting 0.2) cannot be loaded from exiting_spec:SPEC: "
-        "SystemExit: no licence; mend or reinstall corerl-exiting",
+        "SystemExit: no licence; repair or reinstall corerl-exiting",
     ),
     "wrong": Case(
         source="SPEC = 3",
@@ -94,8 +94,8 @@ CASES = {
         source=SPEC.format(api="(2, 0)"),
         offered_by=("corerl-later",),
         error="PluginIncompatible",
-        message="backend 'later' (corerl-later 0.2) was written for API 2.0, this corerl speaks 1.0; "
-        "install a release of corerl-later for API 1.0, or the corerl that it was made for",
+        message="backend 'later' (corerl-later 0.2) was written for API 2.0, but this corerl supports 1.0; "
+        "install a release of corerl-later for API 1.0, or a corerl that supports 2.0",
     ),
     "shadowed": Case(  # stale metadata of an older version come first on sys.path
         source="import a_library_that_is_not_there",
@@ -104,7 +104,7 @@ CASES = {
         message="backend 'shadowed' (corerl-shadowed 0.2) cannot be loaded from shadowed_spec:SPEC: "
         "ModuleNotFoundError: No module named 'a_library_that_is_not_there'; "
         "corerl-shadowed is found twice: 0.2 in {amiss}/corerl_shadowed-0.2.dist-info (used), "
-        "0.1 in {stale}/corerl_shadowed.egg-info; mend or reinstall corerl-shadowed",
+        "0.1 in {stale}/corerl_shadowed.egg-info; repair or reinstall corerl-shadowed",
     ),
 }
 
@@ -217,7 +217,7 @@ def test_a_worker_with_another_version_says_both(refusals: dict[str, tuple[str, 
     error, message = refusals["newer"]
     assert error == "PluginIncompatible"
     assert message == (
-        "backend 'newer' is corerl-newer 0.3, the driver's is corerl-newer 0.2; "
+        "backend 'newer' is corerl-newer 0.3, but the driver's is corerl-newer 0.2; "
         "install the same corerl and the same plugins on every node"
     )
 

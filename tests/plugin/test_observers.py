@@ -103,7 +103,7 @@ def test_observers_hear_in_the_order_of_the_list_and_one_that_raises_only_falls_
     observers.emit(Notice(text="two"))
     assert log == ["a", "b", "c", "a", "c"]
     assert capsys.readouterr().err == (
-        "warning: extension:b is disabled, since observe(Notice) raised OSError: disk full\n"
+        "warning: extension:b is disabled because observe(Notice) raised OSError: disk full\n"
     )
 
 
@@ -133,7 +133,7 @@ def test_an_extension_of_the_driver_cannot_wrap_what_runs_in_workers() -> None:
     with pytest.raises(ContractError) as caught:
         Observers([("t", Wraps())])
     assert caught.value.message == (
-        "extension:t implements train, which is called in workers only; its spec must say process=Process.WORKER"
+        "extension:t implements train, which is called in workers only; its spec must have process=Process.WORKER"
     )
 
 

@@ -157,7 +157,7 @@ def test_tables_that_nobody_can_check_are_noted() -> None:
         "backends.elsewhere is ignored: no backend 'elsewhere' is installed",
         (
             "backends.bad is ignored: backend 'bad' (corerl-bad 0.1.0) cannot be loaded from bad_o:SPEC: "
-            "ModuleNotFoundError: No module named 'a_library_that_is_not_there'; mend or reinstall corerl-bad"
+            "ModuleNotFoundError: No module named 'a_library_that_is_not_there'; repair or reinstall corerl-bad"
         ),
     ]
     assert resolve_tables(given).backends["bad"] == {}
@@ -169,9 +169,9 @@ def test_a_table_whose_name_is_like_a_plugins_is_taken_for_a_slip() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_tables(given)
     assert caught.value.message.splitlines() == [
-        "backends.mien: no backend 'mien' is installed; did you mean 'mine'? Else install it, or remove the table",
-        "backends.othr: no backend 'othr' is installed; did you mean 'other'? Else install it, or remove the table",
-        "engines.quik: no engine 'quik' is installed; did you mean 'quick'? Else install it, or remove the table",
+        "backends.mien: no backend 'mien' is installed; did you mean 'mine'? Otherwise install it or remove the table",
+        "backends.othr: no backend 'othr' is installed; did you mean 'other'? Otherwise install it or remove the table",
+        "engines.quik: no engine 'quik' is installed; did you mean 'quick'? Otherwise install it or remove the table",
     ]
     assert notes(given) == ["backends.elsewhere is ignored: no backend 'elsewhere' is installed"]
 
@@ -252,6 +252,6 @@ def test_environments_that_contradict_each_other_are_refused_with_both_plugins()
     with pytest.raises(ConfigError) as caught:
         merge_environments(("backend mine", {"A": "1"}), ("extension wrap", {"A": "2"}))
     assert caught.value.message == (
-        "environment variable A: backend mine wants '1', extension wrap wants '2'; "
-        "these two cannot share a process, choose one of them"
+        "environment variable A: backend mine needs '1', but extension wrap needs '2'; "
+        "they cannot share a process, so choose one of them"
     )

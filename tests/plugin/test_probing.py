@@ -16,14 +16,14 @@ def found(distribution: str = "numpy") -> Finding:
 
 def test_a_library_that_is_not_installed_is_an_error() -> None:
     assert found("corerl-is-not-made-of-this") == Finding(
-        level=Level.ERROR, what="Wood is not installed", why="this backend is made of it", mend="plant a tree"
+        level=Level.ERROR, what="Wood is not installed", why="this backend is built on it", mend="plant a tree"
     )
 
 
 @pytest.mark.parametrize("installed", ["0.19.8", "0.19.8+cu130", "0.19.12", "0.19.9.post1"])
 def test_a_version_in_between_is_one_to_run_with(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: installed)
-    assert found() == Finding(level=Level.OK, what=f"Wood {installed} is one that this backend runs with")
+    assert found() == Finding(level=Level.OK, what=f"Wood {installed} is supported by this backend")
 
 
 @pytest.mark.parametrize("installed", ["0.19.7", "0.19", "0.20", "0.20.0rc1", "1.0"])
@@ -31,7 +31,7 @@ def test_an_older_or_later_version_is_an_error_that_says_why(installed: str, mon
     monkeypatch.setattr(metadata, "version", lambda name: installed)
     assert found() == Finding(
         level=Level.ERROR,
-        what=f"Wood {installed} is not one of those that this backend was written for",
+        what=f"Wood {installed} is not supported by this backend",
         why="it splinters",
         mend="plant a tree",
     )

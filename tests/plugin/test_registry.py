@@ -115,8 +115,8 @@ def test_one_distribution_with_two_different_entry_points_of_one_name_must_be_in
     with pytest.raises(PluginConflict) as caught:
         load(Kind.BACKENDS, "mine")
     assert caught.value.message == (
-        f"backend 'mine' is offered twice by corerl-mine, as new_g:SPEC in {new} and old_g:SPEC in {old}; "
-        "uninstall corerl-mine until it is gone, then install it once"
+        f"backend 'mine' is provided twice by corerl-mine, as new_g:SPEC in {new} and old_g:SPEC in {old}; "
+        "uninstall corerl-mine until no copy is left, then install it once"
     )
 
 
@@ -127,7 +127,7 @@ def test_a_broken_backend_says_its_real_cause_and_spoils_no_other(install: Insta
         load(Kind.BACKENDS, "bad")
     assert caught.value.message == (
         "backend 'bad' (corerl-bad 0.1.0) cannot be loaded from bad_h:SPEC: "
-        "ModuleNotFoundError: No module named 'a_library_that_is_not_there'; mend or reinstall corerl-bad"
+        "ModuleNotFoundError: No module named 'a_library_that_is_not_there'; repair or reinstall corerl-bad"
     )
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
     (bad,) = listed("bad")
@@ -141,7 +141,7 @@ def test_a_broken_backend_says_its_real_cause_and_spoils_no_other(install: Insta
 
 def test_a_spec_that_exits_at_import_is_broken_and_ends_nothing(install: Install) -> None:
     install("corerl-bad", {"backends": {"bad": "bad_i:SPEC"}}, bad_i="import sys\nsys.exit(3)")
-    with pytest.raises(PluginBroken, match=r"bad_i:SPEC: SystemExit: 3; mend or reinstall corerl-bad"):
+    with pytest.raises(PluginBroken, match=r"bad_i:SPEC: SystemExit: 3; repair or reinstall corerl-bad"):
         load(Kind.BACKENDS, "bad")
 
 
@@ -168,7 +168,7 @@ def test_a_spec_whose_options_are_no_attrs_class_is_broken(
 
 def test_a_module_path_to_what_is_no_spec_or_to_the_program_itself_is_told(install: Install) -> None:
     install("corerl-bad", {}, bad_l="SPEC = 3")
-    with pytest.raises(PluginBroken, match=r"plugin bad_l:SPEC: is a int, expected one of BackendSpec, EngineSpec, Ex"):
+    with pytest.raises(PluginBroken, match=r"plugin bad_l:SPEC is a int, expected one of BackendSpec, EngineSpec, Ex"):
         kinds_of("bad_l:SPEC")
     with pytest.raises(PluginNotFound, match=r"unknown backend '__main__:SPEC'"):
         load(Kind.BACKENDS, "__main__:SPEC")
@@ -187,13 +187,13 @@ def test_a_backend_of_another_api_is_refused_with_both_versions(
     with pytest.raises(PluginIncompatible) as caught:
         load(Kind.BACKENDS, "mine")
     assert caught.value.message == (
-        f"backend 'mine' (corerl-mine 0.1.0) was written for API {major}.{minor}, this corerl speaks 1.0; "
-        "install a release of corerl-mine for API 1.0, or the corerl that it was made for"
+        f"backend 'mine' (corerl-mine 0.1.0) was written for API {major}.{minor}, but this corerl supports 1.0; "
+        f"install a release of corerl-mine for API 1.0, or a corerl that supports {major}.{minor}"
     )
     assert pickle.loads(pickle.dumps(caught.value)).api == api  # as on its way through Ray
     (mine,) = listed("mine")
     assert (mine.status, mine.api) == (Status.INCOMPATIBLE, api)
-    assert mine.reason == f"written for API {major}.{minor}, this corerl speaks 1.0"
+    assert mine.reason == f"written for API {major}.{minor}, but this corerl supports 1.0"
 
 
 def test_a_module_path_needs_no_installation(install: Install, backend_spec: str) -> None:
@@ -217,7 +217,7 @@ def test_the_implementation_is_imported_only_when_asked_for(install: Install, ba
         load_implementation(Kind.BACKENDS, loaded)
     assert caught.value.message == (
         "backend 'mine' (corerl-mine 0.1.0) cannot be loaded from mine_m_code:Code: "
-        "ModuleNotFoundError: No module named 'mine_m_code'; mend or reinstall corerl-mine"
+        "ModuleNotFoundError: No module named 'mine_m_code'; repair or reinstall corerl-mine"
     )
     install("corerl-mine-code", {}, mine_m_code="class Code: pass")
     assert load_implementation(Kind.BACKENDS, loaded).__name__ == "Code"

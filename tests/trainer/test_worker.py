@@ -449,9 +449,9 @@ def test_a_snapshot_answers_with_the_weights_that_it_was_made_of(worker: Worker,
     assert np.array_equal(logprobs(worker, batch, "model"), initial)
     assert np.array_equal(logprobs(worker, batch), now)
     worker.sleep({MemoryKind.PARAM})
-    with pytest.raises(NotResident, match="snapshot on actor rank 0 needs memory that sleeps: param"):
+    with pytest.raises(NotResident, match="snapshot on actor rank 0 needs memory that is asleep: param"):
         worker.create_snapshot("asleep")
-    with pytest.raises(NotResident, match="snapshot on actor rank 0 needs memory that sleeps: param"):
+    with pytest.raises(NotResident, match="snapshot on actor rank 0 needs memory that is asleep: param"):
         worker.load_snapshot("asleep", "")
     worker.drop_snapshot("trained")  # host memory: the device may sleep
     worker.wake_up({MemoryKind.PARAM})
@@ -484,7 +484,7 @@ def test_plugins_that_are_not_the_drivers_are_refused_with_both_sides(assignment
     with pytest.raises(PluginIncompatible) as caught:
         Worker(evolve(assignment, origins=driver))
     assert caught.value.message == (
-        f"backend 'plain' is corerl {backend.version}, the driver's is corerl 0.0.9; "
+        f"backend 'plain' is corerl {backend.version}, but the driver's is corerl 0.0.9; "
         "install the same corerl and the same plugins on every node"
     )
 

@@ -61,7 +61,7 @@ def test_a_worker_that_finds_another_version_of_the_backend_than_the_driver_says
     core, backend = assignment.origins
     other = evolve(assignment, origins=(core, evolve(backend, version="0.0.0.dev0")))
     with groups.launched(evolve(plan, assignments=(other,)), seats["actor"]) as group:
-        with pytest.raises(PluginIncompatible, match=r"actor rank 0 .*, the driver's is .*0\.0\.0\.dev0"):
+        with pytest.raises(PluginIncompatible, match=r"actor rank 0 .*, but the driver's is .*0\.0\.0\.dev0"):
             group.init()
 
 

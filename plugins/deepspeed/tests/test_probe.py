@@ -36,7 +36,7 @@ def test_another_version_comes_with_what_mends_it(version: str, monkeypatch: pyt
     monkeypatch.setattr(metadata, "version", lambda name: version)
     (finding,) = amiss()
     assert (finding.level, finding.mend) == (Level.ERROR, "python -m pip install 'deepspeed>=0.19.8,<0.20'")
-    assert finding.what.startswith(f"DeepSpeed {version} is not one of those")
+    assert finding.what.startswith(f"DeepSpeed {version} is not supported by this backend")
 
 
 def test_operations_are_told_and_none_is_compiled() -> None:
@@ -48,5 +48,5 @@ def test_what_ranks_meet_through_must_be_there(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert [finding.what for finding in amiss()] == [
-        "torch sees CUDA devices, and torch.distributed has no NCCL",
+        "torch sees CUDA devices, but torch.distributed has no NCCL",
     ]

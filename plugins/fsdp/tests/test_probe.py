@@ -51,7 +51,7 @@ def test_what_ranks_meet_through_must_be_there(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
     assert [finding.what for finding in amiss()] == [
         "torch.distributed has no gloo",
-        "torch sees CUDA devices, and torch.distributed has no NCCL",
+        "torch sees CUDA devices, but torch.distributed has no NCCL",
     ]
     monkeypatch.setattr(dist, "is_available", lambda: False)
     (finding,) = amiss()

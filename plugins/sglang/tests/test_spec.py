@@ -253,7 +253,7 @@ def test_the_probe_says_what_is_missing_and_what_is_of_another_version(monkeypat
     assert finding.what == "SGLang 0.5.17.post1 was made for transformers 5.12.1, and 5.17.0 is here"
     versions |= {"sglang": "0.6.0rc1", "transformers": "5.12.1"}
     (finding,) = amiss()
-    assert finding.what.startswith("SGLang 0.6.0rc1 is not one of those")
+    assert finding.what.startswith("SGLang 0.6.0rc1 is not supported by this engine")
 
 
 def test_the_doctor_asks_the_engines_probe() -> None:
