@@ -77,7 +77,7 @@ def clipped(
     """
     if inputs.logprobs is None:
         raise ContractError(
-            "loss 'clipped' was given no log-probs; ask for them in LossSpec.outputs, and deliver them in LossInputs"
+            "loss 'clipped' got no log-probs; request them in LossSpec.outputs, and pass them in LossInputs"
         )
     column = partial(_column, inputs, loss="clipped")
     weights = column("weights")
@@ -109,8 +109,8 @@ def clipped(
     if entropy_coef:
         if inputs.entropy is None:
             raise ContractError(
-                f"loss 'clipped' has entropy_coef={entropy_coef} and was given no entropy; "
-                "ask for it in LossSpec.outputs, and deliver it in LossInputs"
+                f"loss 'clipped' has entropy_coef={entropy_coef} but got no entropy; "
+                "request it in LossSpec.outputs, and pass it in LossInputs"
             )
         loss = loss - entropy_coef * (weights * at_loss_tokens(inputs.entropy)).sum()
     if kl_coef:
@@ -166,9 +166,7 @@ def value(inputs: LossInputs, *, value_clip: float = 0.0) -> LossResult:
     `value_error` (|v - R|) and `value_clip_fraction` (the clip is active and the gradient is 0).
     """
     if inputs.values is None:
-        raise ContractError(
-            "loss 'value' was given no values; ask for them in LossSpec.outputs, and deliver them in LossInputs"
-        )
+        raise ContractError("loss 'value' got no values; request them in LossSpec.outputs, and pass them in LossInputs")
     column = partial(_column, inputs, loss="value")
     weights = column("weights")
     counted = weights != 0

@@ -29,8 +29,8 @@ class MetricSum:
                 continue
             if metric.reduction is not self._reductions[name]:
                 raise ValueError(
-                    f"metric {name!r} is reduced by {metric.reduction}, in an earlier micro-batch by "
-                    f"{self._reductions[name]}; let the loss return it with one reduction"
+                    f"metric {name!r} has the reduction {metric.reduction}, but had {self._reductions[name]} in an "
+                    "earlier micro-batch; the loss must return it with the same reduction each time"
                 )
             match metric.reduction:
                 case Reduction.MAX:

@@ -40,8 +40,8 @@ def _resolved(loss: str, given: tuple[tuple[str, Scalar], ...]) -> Callable[[Los
     missing = [name for name in needed if name not in params]
     if missing:
         raise ConfigError(
-            f"{_called(function, name=loss)} with the options {', '.join(params) or 'none'}: nothing gives "
-            f"{missing[0]!r}; read it from inputs, or give it a default"
+            f"{_called(function, name=loss)} with the options {', '.join(params) or 'none'}, not "
+            f"{missing[0]!r}; read that from inputs, or give it a default"
         )
     return partial(function, **params)
 
@@ -64,7 +64,7 @@ def loss_spec(
     }
     function = _find(loss)
     if function is value:
-        raise ConfigError(f"algorithm.loss={loss!r} is what a critic is trained with; take a loss for the policy")
+        raise ConfigError(f"algorithm.loss={loss!r} is the loss of a critic; choose a loss for the policy")
     parameters = _parameters(function, name=loss)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     taken = {p.name for p in parameters}
@@ -106,7 +106,7 @@ def _parameters(function: Loss, *, name: str) -> list[inspect.Parameter]:
     by_name = all(p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in others)
     if not inputs or inputs[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD) or not by_name:
         raise ConfigError(
-            f"{_called(function, name=name)}; let its first parameter be positional, and have all others take a name"
+            f"{_called(function, name=name)}; make its first parameter positional, and let all others be passed by name"
         )
     return others
 
@@ -114,6 +114,6 @@ def _parameters(function: Loss, *, name: str) -> list[inspect.Parameter]:
 def _called(function: Loss, *, name: str) -> str:
     """The start of an error message: the loss's signature, and how it is called."""
     return (
-        f"loss {name!r} takes {inspect.signature(function)}, and is called as f(inputs: LossInputs, **options) -> "
+        f"loss {name!r} takes {inspect.signature(function)}, but is called as f(inputs: LossInputs, **options) -> "
         "LossResult (of corerl.algorithms.losses)"
     )

@@ -18,7 +18,7 @@ def learning_rate(
     peak * final_ratio at the last step, total_steps - 1, and stays there afterwards.
     """
     if decay not in DECAYS:
-        raise ConfigError(f"train.schedule.decay: unknown decay {decay!r}; take one of {', '.join(DECAYS)}")
+        raise ConfigError(f"train.schedule.decay: unknown decay {decay!r}; use one of {', '.join(DECAYS)}")
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     at_peak = max(warmup_steps - 1, 0)

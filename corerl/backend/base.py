@@ -77,8 +77,8 @@ class StateKey(StrEnum):
 SAVED = (StateKey.MASTER, StateKey.EXP_AVG, StateKey.EXP_AVG_SQ)
 
 # How to use less device memory: in any hook, and in one that passes micro-batches through the model.
-LESS_MEMORY = "on more ranks that share the model, or beside engines that take less of the device"
-LESS_IN_A_PASS = f"with a smaller train.tokens_per_micro_batch, with train.recompute = 'full', {LESS_MEMORY}"
+LESS_MEMORY = "split the model over more ranks, or give the engines less of the device"
+LESS_IN_A_PASS = f"lower train.tokens_per_micro_batch, set train.recompute = 'full', {LESS_MEMORY}"
 
 
 class Backend(BackendBase, ABC):
@@ -376,7 +376,7 @@ class Backend(BackendBase, ABC):
             parts += f"; other processes: {others / GIB:.3g} GiB"
         asked, free, _ = str(error).partition(" is free")  # after that come torch's own numbers
         less = LESS_IN_A_PASS if hook in ("train", "forward") else LESS_MEMORY
-        return f"{type(error).__name__}: {asked}{free}; held are {parts}; less is needed {less}"
+        return f"{type(error).__name__}: {asked}{free}; in use: {parts}; to need less, {less}"
 
     def _require_little(self, held: Held) -> None:
         """Raise MemoryHeld if all kinds sleep and more memory than the config allows is still held."""
@@ -385,8 +385,8 @@ class Backend(BackendBase, ABC):
             return
         parts = held.described({kind: resident_bytes(self.on_device(kind)) for kind in MemoryKind})
         raise MemoryHeld(
-            f"{held.residual / GIB:.3g} GiB of {self.device} are held while everything sleeps, more than "
-            f"cluster.max_residual_gib = {allowed:g}: {parts}; allow more, or free what is there"
+            f"{held.residual / GIB:.3g} GiB of {self.device} are in use while everything is asleep, more than "
+            f"cluster.max_residual_gib = {allowed:g}: {parts}; raise that limit, or free this memory"
         )
 
     def _all_tensors(self) -> Iterator[torch.Tensor]:
@@ -394,7 +394,7 @@ class Backend(BackendBase, ABC):
             yield from self.on_device(kind)
 
     def _load_initial(self) -> int:
-        what = f"model directory {self.config.model.path}" if self.config.model.path else "random initialisation"
+        what = f"model directory {self.config.model.path}" if self.config.model.path else "random initialization"
         fill(self.local_state(StateKey.MASTER), self.initial_weights(), what=what)
         self.after_load({StateKey.MASTER}, None)
         return 0
@@ -405,8 +405,8 @@ class Backend(BackendBase, ABC):
         for name, shape in CheckpointSource(directory, StateKey.MASTER.value).shapes.items():
             if name not in taken:
                 raise CheckpointError(
-                    f"checkpoint {directory} holds {name!r} {list(shape)}, which the model does not have: they belong "
-                    "to different models; resume with the model that the checkpoint was written with"
+                    f"checkpoint {directory} contains {name!r} {list(shape)}, which this model does not have; resume "
+                    "with the model that the checkpoint was written with"
                 )
 
     def _resume(self, directory: Path) -> int:

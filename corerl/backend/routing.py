@@ -22,15 +22,15 @@ def free_tokens(micro: MicroBatch, *, layers: int, topk: int, experts: int) -> B
     column = micro.columns[COLUMN]
     if column.shape[1:] != (layers, topk):
         raise ModelError(
-            f"column {COLUMN!r} has {list(column.shape[1:])} a token, and the model {layers} layers of experts with "
-            f"{topk} a token; replay what was recorded of the same model"
+            f"column {COLUMN!r} has shape {list(column.shape[1:])} per token, but the model has {layers} layers with "
+            f"{topk} experts per token; replay what was recorded with the same model"
         )
     free: BoolArray = (column < 0).any(axis=2) | ~unpadded(micro)[:, None]
     ordered = np.sort(column[~free], axis=1)
     if (ordered[:, -1:] >= experts).any() or (ordered[:, 1:] == ordered[:, :-1]).any():
         raise ModelError(
-            f"column {COLUMN!r} wants {topk} different experts a token, numbered 0 to {experts - 1}, or -1 where there "
-            "is nothing to replay; replay what was recorded of the same model"
+            f"column {COLUMN!r} must have {topk} different experts per token, numbered 0 to {experts - 1}, or -1 where "
+            "there is nothing to replay; replay what was recorded with the same model"
         )
     return free if free.any() else None
 

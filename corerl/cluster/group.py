@@ -61,7 +61,7 @@ class RayGroup:
         """`failure` is the type that foreign exceptions of the processes become. With one thread, calls run in the
         order they were started; with more, that many run at once."""
         if len(names) != len(seats):
-            raise CorerlError(f"{len(names)} processes for {len(seats)} seats; give each process one")
+            raise CorerlError(f"got {len(names)} processes and {len(seats)} seats; each process needs one seat")
         self.names = list(names)
         self.target = target
         self._environment = dict(environment)
@@ -109,7 +109,7 @@ class RayGroup:
     def start_some(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Pending:
         """Call `method` only in the members that `arguments` names."""
         if not self._alive:
-            raise WorkerDied(f"{self.names[0]} and its group have ended; {method} cannot be called any more")
+            raise WorkerDied(f"{self.names[0]} and its group have ended; {method} can no longer be called")
         asked = time.time()
         refs = tuple(self._actors[member].call.remote(method, *args) for member, args in arguments.items())
         return Pending(method, tuple(arguments), refs, asked=asked)
@@ -255,13 +255,13 @@ class RayGroup:
         except RayActorError as error:
             detail = last_line(error).rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
             died = WorkerDied(
-                f"{name}: its process died during {method} ({detail.rstrip('.')}); where no one killed it, "
-                "the machine's log (dmesg: out of memory?) and Ray's (/tmp/ray/session_latest/logs) may say why"
+                f"{name}: its process died during {method} ({detail.rstrip('.')}); unless someone killed it, "
+                "see the machine's log (dmesg: out of memory?) and Ray's logs (/tmp/ray/session_latest/logs)"
             )
             died.details = str(error)
             return Outcome(error=died, ended=0.0)
         except RayError as error:  # the result cannot be pickled there, or not be unpickled here
-            lost = CorerlError(f"{name}: {method} gave a result that did not arrive: {last_line(error)}")
+            lost = CorerlError(f"{name}: the result of {method} could not be transferred: {last_line(error)}")
             lost.details = str(error)
             return Outcome(error=lost, ended=time.time())
 
@@ -272,12 +272,14 @@ class RayGroup:
         assert error is not None
         if len(failed) > 1:
             others = ", ".join(self.names[index] for index in sorted(failed) if index != member)
-            error.add_note(f"after it {len(failed) - 1} of {called - 1} others failed too: {others}")
+            error.add_note(f"then {len(failed) - 1} of the {called - 1} others failed too: {others}")
         return error
 
     def _check_lengths(self, method: str, arguments: Sequence[Any]) -> None:
         if len(arguments) != len(self):
-            raise CorerlError(f"{method}: {len(arguments)} sets of arguments for {len(self)} processes")
+            raise CorerlError(
+                f"{method}: got {len(arguments)} sets of arguments, expected one for each of {len(self)} processes"
+            )
 
 
 def _stuck(before: Mapping[int, Status | None], now: Mapping[int, Status | None]) -> bool:

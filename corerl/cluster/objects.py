@@ -24,7 +24,7 @@ def share(value: Any) -> Any:
         asked = len(pickle.dumps(value, protocol=5, buffer_callback=buffers.append))
         asked += sum(buffer.raw().nbytes for buffer in buffers)
         raise CorerlError(
-            f"Ray's object store has no room for {asked / 2**20:.0f} MiB: the cluster's stores hold "
-            f"{there / 2**20:.0f} MiB in all, and the disk that they overflow to is full (see df and `ray memory`); "
-            "free some of it, use a smaller rollout batch, or start Ray with more --object-store-memory"
+            f"Ray's object store has no room for {asked / 2**20:.0f} MiB: the cluster's stores have "
+            f"{there / 2**20:.0f} MiB in total, and the disk they spill to is full (see df and `ray memory`); "
+            "free disk space, use a smaller rollout batch, or start Ray with more --object-store-memory"
         ) from error

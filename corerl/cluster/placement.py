@@ -100,7 +100,7 @@ def seated(seating: Seating, *, timeout: float) -> Iterator[dict[str, list[Seat]
         if not group.wait(timeout_seconds=timeout):
             there, free = ray.cluster_resources(), ray.available_resources()
             listed = ", ".join(
-                f"{name} {free.get(name, 0.0):g} free of {there.get(name, 0.0):g}, {amount * seating.bundles:g} asked"
+                f"{name} {free.get(name, 0.0):g} free of {there.get(name, 0.0):g}, {amount * seating.bundles:g} needed"
                 for name, amount in bundle.items()
             )
             raise CorerlError(
@@ -117,8 +117,8 @@ def seated(seating: Seating, *, timeout: float) -> Iterator[dict[str, list[Seat]
                 taken = [order[index] for index in seating.taken(name, place)]
                 if len({nodes[index] for index in taken}) > 1:
                     raise CorerlError(
-                        f"{name}: one of them takes {len(taken)} bundles, and Ray has them on several machines; use "
-                        "machines whose devices divide by that, or fewer for each"
+                        f"{name}: one process takes {len(taken)} bundles, but Ray placed them on several machines; use "
+                        "machines whose device count is a multiple of that, or fewer devices per process"
                     )
                 share = seating.share(place)
                 devices = tuple(numbers[index] for index in taken) if numbers else ()

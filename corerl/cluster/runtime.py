@@ -99,7 +99,7 @@ def _within(seconds: float) -> Iterator[None]:
     seconds. Without effect outside the main thread, which alone gets signals."""
 
     def give_up(*_: object) -> None:
-        raise TimeoutError(f"it did not answer within {seconds:g} s")
+        raise TimeoutError(f"no answer within {seconds:g} s")
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -122,7 +122,9 @@ def _room() -> str:
         free = f"{shutil.disk_usage(directory).free / 2**30:.1f} GiB free"
     except OSError as error:
         free = str(error.strerror)
-    return f"; it writes to {directory} ({free}), RAY_TMPDIR names another directory; its logs: ray/session_latest/logs"
+    return (
+        f"; Ray writes to {directory} ({free}; set RAY_TMPDIR to change it) and logs to ray/session_latest/logs in it"
+    )
 
 
 def _require_answering(address: str) -> None:
@@ -154,6 +156,6 @@ def _require_listening(address: str) -> None:
 
 def _no_cluster(address: str, reason: object) -> ConfigError:
     return ConfigError(
-        f"cluster.address: no Ray cluster at {address!r} ({reason}); give the host:port that `ray start --head` "
-        "printed, or leave it empty to start Ray on this machine"
+        f"cluster.address: no Ray cluster at {address!r} ({reason}); set it to the host:port printed by "
+        "`ray start --head`, or leave it empty to start Ray on this machine"
     )

@@ -107,11 +107,11 @@ def sentence(
     shown = culprits or sorted(statuses)
     parts = [_describe(names[member], statuses[member]) for member in shown[:DESCRIBED]]
     if len(shown) > DESCRIBED:
-        parts.append(f"{len(shown) - DESCRIBED} more likewise")
+        parts.append(f"{len(shown) - DESCRIBED} more, not listed")
     if waiting:
         phases = dict.fromkeys(status.phase for m in waiting if (status := statuses[m]) is not None and status.phase)
         where = f" in {' and '.join(map(repr, phases))}" if phases else ""
-        verb, pronoun = "waits" if len(waiting) == 1 else "wait", "it" if len(culprits) == 1 else "them"
+        verb, pronoun = "is waiting" if len(waiting) == 1 else "are waiting", "it" if len(culprits) == 1 else "them"
         parts.append(f"{listed([names[m] for m in waiting])} {verb} for {pronoun}{where}")
     if done:
         parts.append(f"{listed([names[m] for m in sorted(done)])} {'is' if len(done) == 1 else 'are'} done")
@@ -135,8 +135,8 @@ def listed(names: Sequence[str]) -> str:
 
 def _describe(name: str, status: Status | None) -> str:
     if status is None:
-        return f"{name} does not say where it is: it has not started yet, or native code keeps Python's lock"
+        return f"{name} does not report where it is: it has not started yet, or native code is holding Python's GIL"
     place = f" ({status.place})" if status.place else ""
     if status.phase:
         return f"{name} is in {status.phase!r}{place}"
-    return f"{name} {'waits in a collective' if status.waits else 'is at work'}{place}"
+    return f"{name} {'is waiting in a collective' if status.waits else 'is at work'}{place}"

@@ -34,16 +34,14 @@ def lone_rank_options(timeout: timedelta) -> Any:
 
 def refusal() -> str:
     """Why communicators cannot be suspended here; "" if they can."""
-    kept = "cluster.suspend_communicators: communicators keep their memory in sleep:"
+    kept = "cluster.suspend_communicators: communicators keep their memory during sleep:"
     if not dist.is_nccl_available():
-        return f"{kept} torch {torch.__version__} is without NCCL"
+        return f"{kept} torch {torch.__version__} was built without NCCL"
     if not hasattr(torch._C._distributed_c10d.Backend, "suspend"):
-        return f"{kept} torch {torch.__version__} cannot suspend them; 2.12 and later can"
+        return f"{kept} torch {torch.__version__} cannot suspend them; use 2.12 or later"
     version = tuple(torch.cuda.nccl.version()[:3])
     if version < NCCL:
-        return (
-            f"{kept} NCCL {'.'.join(map(str, version))} cannot suspend them; {'.'.join(map(str, NCCL))} and later can"
-        )
+        return f"{kept} NCCL {'.'.join(map(str, version))} cannot suspend them; use {'.'.join(map(str, NCCL))} or later"
     return ""
 
 

@@ -37,7 +37,7 @@ class Held:
         parts["torch's cache"] = self.cached
         outside = "CUDA context, NCCL communicators and loaded kernels"
         if self.own is None:
-            outside += ", and other processes on this device, which the driver does not tell apart here"
+            outside += ", and other processes on this device, which the driver cannot tell apart here"
         parts[outside] = max(self.residual - self.live - self.cached, 0)
         return "; ".join(f"{what}: {size / GIB:.3g} GiB" for what, size in parts.items() if size)
 

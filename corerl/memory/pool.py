@@ -221,9 +221,9 @@ def _require_room(nbytes: int, group: ProcessGroup | None) -> None:
     if total <= available:
         return
     raise MemoryError(
-        f"what sleeps goes to host memory, and {total / 2**30:.2f} GiB more are needed for it"
-        f"{f', by {len(here)} ranks together,' * (len(here) > 1)} where the host has {available / 2**30:.2f}; "
-        "put fewer ranks on a node, or engines on devices of their own (cluster.placement = 'disaggregated')"
+        f"sleep needs {total / 2**30:.2f} GiB more host memory{f' for {len(here)} ranks' * (len(here) > 1)}, but the "
+        f"host has {available / 2**30:.2f} GiB left; put fewer ranks on a node, or engines on separate devices "
+        "(cluster.placement = 'disaggregated')"
     )
 
 
@@ -241,7 +241,7 @@ def _refusal(reason: str) -> str:
         return ""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:g} MiB"
-    return f"host memory could not be pinned ({reason}; `ulimit -l` is {limit}), sleep and wake_up will be slow"
+    return f"host memory could not be pinned ({reason}; `ulimit -l` is {limit}); sleep and wake_up will be slow"
 
 
 def _joined(extents: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:

@@ -69,7 +69,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, 
     padded rectangles.
     """
     if not len(q) == len(k) == len(v) == packing.tokens:
-        raise ValueError(f"q, k, v have {len(q)}, {len(k)}, {len(v)} tokens, their packing says {packing.tokens}")
+        raise ValueError(f"q, k, v have {len(q)}, {len(k)}, {len(v)} tokens, but their packing has {packing.tokens}")
     if one_kernel(q.device, q.dtype) and max(q.shape[2], v.shape[2]) <= LARGEST_HEAD:
         return _packed_kernel(q, k, v, packing, scale)
     return _padded(q, k, v, packing, scale)

@@ -12,5 +12,5 @@ def lacking() -> str:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):  # where Triton looks
-        return "there is no C compiler (gcc, clang, or what CC names), which Triton builds with"
+        return "there is no C compiler for Triton (gcc, clang, or the one that CC names)"
     return ""

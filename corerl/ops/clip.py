@@ -33,7 +33,9 @@ def grad_norm(params: Iterable[Tensor]) -> Tensor:
         axes: tuple[int, ...] = ()
         if isinstance(tensor, DTensor):
             if any(placement.is_partial() for placement in tensor.placements):
-                raise ValueError(f"gradient of shape {list(tensor.shape)} is a partial sum; reduce it before its norm")
+                raise ValueError(
+                    f"gradient of shape {list(tensor.shape)} is a partial sum; reduce it before computing its norm"
+                )
             # Not is_shard(): it is False for a _StridedShard, which is sharded.
             axes = tuple(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
             mesh = tensor.device_mesh if axes else None

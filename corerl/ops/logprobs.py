@@ -77,7 +77,9 @@ def _shard(rows: int, group: dist.ProcessGroup | None, vocab_size: int | None) -
     ranks = dist.get_world_size(group) if group is not None else 1
     first = dist.get_rank(group) * rows if ranks > 1 else 0
     if vocab_size is not None and not 0 < vocab_size <= ranks * rows:
-        raise ValueError(f"vocab_size is {vocab_size}, and {ranks} x {rows} rows of weight want 1 to {ranks * rows}")
+        raise ValueError(
+            f"vocab_size is {vocab_size}, expected 1 to {ranks * rows}: the weight has {ranks} x {rows} rows"
+        )
     real = rows if vocab_size is None else min(max(vocab_size - first, 0), rows)
     return _Shard(group if ranks > 1 else None, first, real)
 

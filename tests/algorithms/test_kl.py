@@ -53,7 +53,7 @@ def test_k3_stays_finite_where_the_reference_is_far_likelier_and_still_pulls_whe
 
 
 def test_an_unknown_estimator_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown estimator 'k4'; take one of k1, k2, k3"):
+    with pytest.raises(ConfigError, match="unknown estimator 'k4'; use one of k1, k2, k3"):
         estimator("k4")
 
 

@@ -231,9 +231,9 @@ def test_log_probs_that_are_far_apart_count_in_divergences_with_a_log_ratio_of_2
 
 def test_a_missing_column_or_output_is_named() -> None:
     inputs = three_tokens()
-    with pytest.raises(ContractError, match=r"was given no log-probs; ask for them in LossSpec\.outputs"):
+    with pytest.raises(ContractError, match=r"got no log-probs; request them in LossSpec\.outputs"):
         clipped(LossInputs(values=inputs.logprobs, columns=inputs.columns))
-    with pytest.raises(ContractError, match="entropy_coef=0.1 and was given no entropy"):
+    with pytest.raises(ContractError, match="entropy_coef=0.1 but got no entropy"):
         clipped(LossInputs(logprobs=inputs.logprobs, columns=inputs.columns), entropy_coef=0.1)
     columns = {name: column for name, column in inputs.columns.items() if name != "ref_logprobs"}
     with pytest.raises(ContractError, match=r"needs the column 'ref_logprobs' \[T\]; got: advantages, old_logprobs"):
@@ -331,7 +331,7 @@ def test_a_filler_micro_batch_of_the_critic_has_a_gradient_of_zero() -> None:
 
 def test_a_missing_column_or_output_of_the_critic_is_named() -> None:
     inputs = three_values()
-    with pytest.raises(ContractError, match="loss 'value' was given no values; ask for them in LossSpec.outputs"):
+    with pytest.raises(ContractError, match="loss 'value' got no values; request them in LossSpec.outputs"):
         value(LossInputs(columns=inputs.columns))
     without = {name: column for name, column in inputs.columns.items() if name != "values"}
     with pytest.raises(ContractError, match=r"loss 'value' needs the column 'values' \[T\]; got: returns, weights"):

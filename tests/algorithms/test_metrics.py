@@ -60,5 +60,5 @@ def test_no_graph_is_kept_alive() -> None:
 def test_two_reductions_under_one_name_are_refused() -> None:
     parts = MetricSum()
     parts.add({"x": metric(1.0, 1.0)})
-    with pytest.raises(ValueError, match="metric 'x' is reduced by max, in an earlier micro-batch by mean"):
+    with pytest.raises(ValueError, match="metric 'x' has the reduction max, but had mean in an earlier micro-batch"):
         parts.add({"x": metric(1.0, 1.0, Reduction.MAX)})

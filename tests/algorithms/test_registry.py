@@ -101,17 +101,17 @@ def test_losses_whose_coefficient_a_run_has_left_behind_are_not_kept() -> None:
         (
             "my_losses:reinforce",
             {"entropy_coef": 0.1},
-            r"with the options entropy_coef: nothing gives 'offset'; read it from inputs, or give it a default$",
+            r"with the options entropy_coef, not 'offset'; read that from inputs, or give it a default$",
         ),
         (
             "my_losses:of_three",
             {},
-            r"takes \(logprobs: .*, and is called as f\(inputs: LossInputs, .* none: nothing gives 'old_logprobs'; ",
+            r"takes \(logprobs: .*, but is called as f\(inputs: LossInputs, .* none, not 'old_logprobs'; ",
         ),
         (
             "my_losses:without_inputs",
             {"clip_low": 0.1},
-            r"takes \(\*, clip_low: float\) .*, and is called as f\(inputs: .*; let its first parameter be positional",
+            r"takes \(\*, clip_low: float\) .*, but is called as f\(inputs: .*; make its first parameter positional",
         ),
     ],
 )
@@ -153,5 +153,5 @@ def test_the_critics_spec_asks_for_values_alone_and_resolves_to_its_loss() -> No
 
 
 def test_a_policy_is_not_trained_with_the_critics_loss() -> None:
-    with pytest.raises(ConfigError, match="algorithm.loss='value' is what a critic is trained with"):
+    with pytest.raises(ConfigError, match="algorithm.loss='value' is the loss of a critic"):
         spec_of("value")

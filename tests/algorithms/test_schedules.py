@@ -49,5 +49,5 @@ def test_a_run_of_one_step_or_of_nothing_but_warm_up_never_divides_by_zero() -> 
 
 
 def test_an_unknown_decay_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown decay 'cosin'; take one of constant, linear, cosine"):
+    with pytest.raises(ConfigError, match="unknown decay 'cosin'; use one of constant, linear, cosine"):
         rates("cosin", warmup_steps=0, total_steps=2)

@@ -152,8 +152,8 @@ def test_a_checkpoint_of_a_larger_model_is_refused_though_it_has_all_that_is_ask
     with pytest.raises(CheckpointError) as caught:
         initialised(PlainBackend(), setup, str(tmp_path))
     assert caught.value.message == (
-        f"checkpoint {tmp_path} holds 'lm_head.weight' [97, 64], which the model does not have: they belong to "
-        "different models; resume with the model that the checkpoint was written with"
+        f"checkpoint {tmp_path} contains 'lm_head.weight' [97, 64], which this model does not have; resume "
+        "with the model that the checkpoint was written with"
     )
 
 
@@ -320,8 +320,8 @@ def test_a_rank_that_holds_more_than_it_may_asleep_says_what_holds_it(setup: Set
     with pytest.raises(MemoryHeld) as caught:
         backend.sleep({MemoryKind.PARAM, MemoryKind.OPTIMIZER})
     assert caught.value.message == (
-        "0.00195 GiB of cpu are held while everything sleeps, more than cluster.max_residual_gib = 0.000976562: "
-        "tensors of master: 0.00195 GiB; allow more, or free what is there"
+        "0.00195 GiB of cpu are in use while everything is asleep, more than cluster.max_residual_gib = 0.000976562: "
+        "tensors of master: 0.00195 GiB; raise that limit, or free this memory"
     )
 
 
@@ -365,10 +365,9 @@ def test_a_device_without_memory_left_is_told_with_what_holds_it_and_what_needs_
         host.train(None, None, step_at(3))  # type: ignore[arg-type]  # it does not come to look at them
     assert caught.value.message == (
         "backend:large, actor rank 0: train failed at optimizer step 3: OutOfMemoryError: CUDA out of memory. Tried to "
-        "allocate 86.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 86.69 MiB is free; held are tensors of "
-        f"param: {gib:.3g} GiB; other processes: 80 GiB; less is needed with a smaller train.tokens_per_micro_batch, "
-        "with train.recompute = 'full', on more ranks that share the model, or beside engines that take less of the "
-        "device"
+        "allocate 86.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 86.69 MiB is free; in use: tensors of "
+        f"param: {gib:.3g} GiB; other processes: 80 GiB; to need less, lower train.tokens_per_micro_batch, set "
+        "train.recompute = 'full', split the model over more ranks, or give the engines less of the device"
     )
 
 

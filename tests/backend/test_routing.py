@@ -17,7 +17,7 @@ from corerl.types import MicroBatch
 from tests.backend.test_batches import CPU, micro_batch
 
 SIZES = {"layers": 2, "topk": 2, "experts": 8}
-CURE = "replay what was recorded of the same model"
+CURE = "replay what was recorded with the same model"
 
 
 def micro_of(column: ArrayLike) -> MicroBatch:
@@ -46,17 +46,17 @@ def test_where_all_tokens_are_told_none_is_free() -> None:
 @pytest.mark.parametrize(
     ("sizes", "others", "said"),
     [
-        ({"layers": 3}, {}, "has [2, 2] a token, and the model 3 layers of experts with 2 a token"),
-        ({"topk": 4}, {}, "has [2, 2] a token, and the model 2 layers of experts with 4 a token"),
+        ({"layers": 3}, {}, "has shape [2, 2] per token, but the model has 3 layers with 2 experts per token"),
+        ({"topk": 4}, {}, "has shape [2, 2] per token, but the model has 2 layers with 4 experts per token"),
         (
             {"experts": 7},
             {},
-            "wants 2 different experts a token, numbered 0 to 6, or -1 where there is ",
+            "must have 2 different experts per token, numbered 0 to 6, or -1 where there is ",
         ),
         (
             {},
             {"token_4": [[3, 3], [2, 0]]},
-            "wants 2 different experts a token, numbered 0 to 7, or -1 where there is ",
+            "must have 2 different experts per token, numbered 0 to 7, or -1 where there is ",
         ),
     ],
 )

@@ -78,7 +78,7 @@ def test_too_little_of_a_custom_resource_is_said_with_what_is_there_and_what_is_
                 pass
     assert "\n" not in caught.value.message
     assert "the cluster has no room for 3 bundles of {'CPU': 1.0, 'h200': 1.0}" in caught.value.message
-    assert "h200 2 free of 2, 3 asked" in caught.value.message
+    assert "h200 2 free of 2, 3 needed" in caught.value.message
 
 
 def test_an_object_store_and_a_disk_that_are_full_are_one_line(address: str) -> None:
@@ -88,8 +88,8 @@ def test_an_object_store_and_a_disk_that_are_full_are_one_line(address: str) -> 
             share({"tokens": np.ones(STORE, dtype=np.uint8)})
         assert ray.get(kept).sum() == STORE // 2
     assert caught.value.message == (
-        "Ray's object store has no room for 100 MiB: the cluster's stores hold 200 MiB in all, and the disk that they "
-        "overflow to is full (see df and `ray memory`); free some of it, use a smaller rollout batch, or start Ray "
+        "Ray's object store has no room for 100 MiB: the cluster's stores have 200 MiB in total, and the disk they "
+        "spill to is full (see df and `ray memory`); free disk space, use a smaller rollout batch, or start Ray "
         "with more --object-store-memory"
     )
 

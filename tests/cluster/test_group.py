@@ -83,14 +83,19 @@ def test_members_answer_in_order_with_what_each_was_asked(start: Start) -> None:
     host, port, descriptor = group.listen(1)
     assert host and port > 0 and descriptor > 2
     for arguments in ([], [(1,)], [(1,)] * 4):
-        with pytest.raises(CorerlError, match=rf"^answer: {len(arguments)} sets of arguments for 3 processes$"):
+        with pytest.raises(
+            CorerlError,
+            match=rf"^answer: got {len(arguments)} sets of arguments, expected one for each of 3 processes$",
+        ):
             group.start_each("answer", arguments)
-        with pytest.raises(CorerlError, match=rf"^start: {len(arguments)} sets of arguments for 3 processes$"):
+        with pytest.raises(
+            CorerlError, match=rf"^start: got {len(arguments)} sets of arguments, expected one for each of 3 processes$"
+        ):
             group.construct(arguments)
     group.kill()
     group.kill()
     assert wait_until_gone(pids) == []
-    with pytest.raises(WorkerDied, match=r"^actor rank 0 and its group have ended; answer cannot be called any more$"):
+    with pytest.raises(WorkerDied, match=r"^actor rank 0 and its group have ended; answer can no longer be called$"):
         group.call("answer", "all")
     with pytest.raises(WorkerDied, match=r"^actor rank 0: its process died during listen "):
         group.listen(0)
@@ -161,7 +166,7 @@ def test_the_first_failure_is_raised_and_ends_the_others_whatever_they_do(start:
     with pytest.raises(HookFailed) as caught:
         group.call("fail_after", [0.3, FOREVER, 0.0], texts)
     assert caught.value.message == "actor rank 2: fail_after: ValueError: the cause"
-    assert caught.value.__notes__ == ["after it 1 of 2 others failed too: actor rank 0"]
+    assert caught.value.__notes__ == ["then 1 of the 2 others failed too: actor rank 0"]
     assert caught.value.details.startswith("actor rank 2: fail_after\nTraceback (most recent call last):")
     assert "raise ValueError(texts[self.index])" in caught.value.details
     assert "in two lines" in caught.value.details
@@ -184,7 +189,7 @@ def test_a_result_that_cannot_be_pickled_is_an_error_that_names_the_member(start
     with pytest.raises(CorerlError) as caught:
         group.call("lock")
     assert caught.value.message == (
-        "actor rank 0: lock gave a result that did not arrive: TypeError: cannot pickle '_thread.lock' object"
+        "actor rank 0: the result of lock could not be transferred: TypeError: cannot pickle '_thread.lock' object"
     )
 
 
@@ -198,7 +203,7 @@ def test_an_object_that_cannot_be_made_is_an_error_of_its_start(start: Start) ->
 
 
 def test_each_process_needs_a_seat(seats: list[Seat]) -> None:
-    with pytest.raises(CorerlError, match=r"^1 processes for 3 seats; give each process one$"):
+    with pytest.raises(CorerlError, match=r"^got 1 processes and 3 seats; each process needs one seat$"):
         RayGroup(["actor rank 0"], MEMBER, seats, {})
 
 
@@ -230,8 +235,8 @@ def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_asked(seats: l
             pass
     # Ray counts what an earlier test gave back a moment later.
     assert caught.value.message.replace("CPU 0 free", "CPU 1 free") == (
-        "the cluster has no room for 52 bundles of {'CPU': 1.0, 'GPU': 1.0}: CPU 1 free of 4, 52 asked, "
-        "GPU 0 free of 0, 52 asked; use fewer ranks or engines, or a larger cluster"
+        "the cluster has no room for 52 bundles of {'CPU': 1.0, 'GPU': 1.0}: CPU 1 free of 4, 52 needed, "
+        "GPU 0 free of 0, 52 needed; use fewer ranks or engines, or a larger cluster"
     )
 
 

@@ -58,8 +58,8 @@ def test_an_address_where_nobody_listens_is_refused_before_ray_begins_to_wait(pr
         with ray_session(address=address, cpus=1):
             pass
     assert caught.value.message == (
-        f"cluster.address: no Ray cluster at '{address}' ([Errno 111] Connection refused); give the host:port that "
-        "`ray start --head` printed, or leave it empty to start Ray on this machine"
+        f"cluster.address: no Ray cluster at '{address}' ([Errno 111] Connection refused); set it to the host:port printed "
+        "by `ray start --head`, or leave it empty to start Ray on this machine"
     )
 
 
@@ -90,8 +90,8 @@ def test_a_directory_that_ray_cannot_write_is_one_line(tmp_path: Path, monkeypat
         with ray_session(address="", cpus=1):
             pass
     assert re.fullmatch(
-        rf"cannot start Ray on this machine: \[Errno 20\] Not a directory: '{tmp_path}/file/ray'; it writes to "
-        rf"{tmp_path}/file \(.* GiB free\), RAY_TMPDIR names another directory; its logs: ray/session_latest/logs",
+        rf"cannot start Ray on this machine: \[Errno 20\] Not a directory: '{tmp_path}/file/ray'; Ray writes to "
+        rf"{tmp_path}/file \(.* GiB free; set RAY_TMPDIR to change it\) and logs to ray/session_latest/logs in it",
         caught.value.message,
     )
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)] == handlers
@@ -130,4 +130,4 @@ def test_a_ray_that_hangs_at_its_start_is_given_up_and_leaves_no_process(tmp_pat
             assert time.monotonic() < deadline, f"still there: {left}"
             time.sleep(0.05)
     (line,) = out.splitlines()
-    assert line.startswith("cannot start Ray on this machine: it did not answer within 3 s; it writes to ")
+    assert line.startswith("cannot start Ray on this machine: no answer within 3 s; Ray writes to ")

@@ -54,15 +54,15 @@ def test_where_all_are_at_work_nobody_is_late() -> None:
 def test_the_sentence_names_who_is_late_who_waits_and_who_is_done() -> None:
     statuses = {0: at({"all": 1}, waits=True, phase="load"), 1: at({"all": 0}, phase="model build")}
     assert sentence(NAMES, "init", 75.4, statuses, [2, 3, 4, 6]) == (
-        "init has taken 75 s: actor rank 1 is in 'model build' (step.py:1 in train); actor rank 0 waits for it in "
+        "init has taken 75 s: actor rank 1 is in 'model build' (step.py:1 in train); actor rank 0 is waiting for it in "
         "'load'; actor ranks 2-4, 6 are done"
     )
     alone = sentence(["engine-0"], "generate", 60.0, {0: at({})}, [])
     assert alone == "generate has taken 60 s: engine-0 is at work (step.py:1 in train)"
     silent = sentence(NAMES, "start", 60.0, {0: None}, [1])
     assert silent == (
-        "start has taken 60 s: actor rank 0 does not say where it is: it has not started yet, or native code keeps "
-        "Python's lock; actor rank 1 is done"
+        "start has taken 60 s: actor rank 0 does not report where it is: it has not started yet, or native code is "
+        "holding Python's GIL; actor rank 1 is done"
     )
 
 
@@ -70,7 +70,7 @@ def test_of_many_only_some_are_described() -> None:
     names = [f"actor rank {rank}" for rank in range(100)]
     text = sentence(names, "init", 60.0, {rank: at({}, phase="load") for rank in range(100)}, [])
     assert text.count("is in 'load'") == 8
-    assert text.endswith("; 92 more likewise")
+    assert text.endswith("; 92 more, not listed")
 
 
 def test_names_are_listed_as_ranges_where_they_are_ranks_of_one_role() -> None:
@@ -121,7 +121,7 @@ def ranks(told: Told) -> Iterator[RayGroup]:
 def test_a_rank_that_is_late_in_its_beginning_is_named_with_its_phase(ranks: RayGroup, told: Told) -> None:
     assert re.fullmatch(
         r"init has taken \d+ s: actor rank 3 is in 'model build' \(cluster/ranks\.py:\d+ in hold\); "
-        r"actor ranks 0-2 wait for it in 'load'",
+        r"actor ranks 0-2 are waiting for it in 'load'",
         told.of("init"),
     )
 
@@ -132,7 +132,7 @@ def test_in_a_step_the_rank_that_the_others_wait_for_is_named_and_not_those_that
     assert ranks.wait(ranks.start_each("train", [(told.gate,), ("",), ("",), ("",)])) == [10.0] * 4
     assert re.fullmatch(
         r"train has taken \d+ s: actor rank 0 is at work \(cluster/ranks\.py:\d+ in hold\); "
-        r"actor ranks 1-3 wait for it",
+        r"actor ranks 1-3 are waiting for it",
         told.of("train"),
     )
 
@@ -141,7 +141,7 @@ def test_through_a_chain_of_groups_the_one_that_all_wait_for_is_named(ranks: Ray
     assert ranks.wait(ranks.start_each("pairs", [("",), ("",), (told.gate,), ("",)])) == [10.0] * 4
     assert re.fullmatch(
         r"pairs has taken \d+ s: actor rank 2 is at work \(cluster/ranks\.py:\d+ in hold\); "
-        r"actor ranks 0-1, 3 wait for it",
+        r"actor ranks 0-1, 3 are waiting for it",
         told.of("pairs"),
     )
 

@@ -278,7 +278,7 @@ def test_too_few_resources_are_said_with_what_is_there_and_what_is_asked(address
     hurry = "from corerl.driver import launch; launch.SEATED_WITHIN = 2.0"
     line = go_on(earlier, 1, f"cluster.address={address}", before=hurry)
     assert line == (
-        "the cluster has no room for 2 bundles of {'CPU': 1.0}: CPU 1 free of 1, 2 asked; "
+        "the cluster has no room for 2 bundles of {'CPU': 1.0}: CPU 1 free of 1, 2 needed; "
         "use fewer ranks or engines, or a larger cluster"
     )
 
@@ -291,6 +291,6 @@ def test_an_object_store_that_others_have_filled_is_one_line(address: str, tmp_p
         command.assert_nothing_is_left()
     (line,) = command.err.splitlines()
     assert line.startswith(
-        "corerl: error: Ray's object store has no room for 0 MiB: the cluster's stores hold 100 MiB in all, and the "
+        "corerl: error: Ray's object store has no room for 0 MiB: the cluster's stores have 100 MiB in total, and the "
     )
     assert latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000001"

@@ -83,8 +83,8 @@ def test_a_communicator_that_fails_to_suspend_is_no_group_without_one(rank_pool:
 @pytest.mark.parametrize(
     ("available", "version", "reason"),
     [
-        (False, (2, 29, 7), "is without NCCL"),
-        (True, (2, 28, 9), ": NCCL 2.28.9 cannot suspend them; 2.29.7 and later can"),
+        (False, (2, 29, 7), "was built without NCCL"),
+        (True, (2, 28, 9), ": NCCL 2.28.9 cannot suspend them; use 2.29.7 or later"),
         (True, (2, 29, 7), ""),
         (True, (2, 30, 4, "suffix"), ""),
     ],
@@ -102,4 +102,4 @@ def test_what_cannot_be_suspended_says_why(
 def test_a_torch_that_cannot_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch._C._distributed_c10d, "Backend", object)
-    assert refusal().endswith("cannot suspend them; 2.12 and later can")
+    assert refusal().endswith("cannot suspend them; use 2.12 or later")

@@ -85,7 +85,7 @@ def test_where_the_driver_does_not_tell_processes_apart_the_residual_is_the_devi
     gpu.processes = [(1, 6 * GIB)]
     held = DeviceMeter(torch.device("cuda", 0)).held([])
     assert (held.own, held.residual) == (None, 50 * GIB)
-    assert held.described({}).endswith("which the driver does not tell apart here: 45 GiB")
+    assert held.described({}).endswith("which the driver cannot tell apart here: 45 GiB")
 
 
 @pytest.mark.parametrize("size", [2 * GIB, 51 * GIB])  # less than torch holds; more than anyone does

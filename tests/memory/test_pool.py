@@ -131,7 +131,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_the_reason_kept() -> 
     (piece,) = pool.take(1000)
     piece.memory.fill_(3)
     assert pool.refusal.startswith("host memory could not be pinned (out of memory; `ulimit -l` is ")
-    assert pool.refusal.endswith("), sleep and wake_up will be slow")
+    assert pool.refusal.endswith("); sleep and wake_up will be slow")
     pool.close()  # what was never pinned is not unpinned
 
 
@@ -154,7 +154,9 @@ def full(*_: object, **__: object) -> None:
 
 
 def test_more_than_the_host_has_is_refused_before_a_page_is_touched(pool: PinnedPool, driver: Driver) -> None:
-    with pytest.raises(MemoryError, match=r"4194304.00 GiB more are needed for it where the host has \d+\.\d+; put"):
+    with pytest.raises(
+        MemoryError, match=r"needs 4194304.00 GiB more host memory, but the host has \d+\.\d+ GiB left; put"
+    ):
         pool.reserve(2**52)
     with pytest.raises(MemoryError, match="4194304.00 GiB more"):
         pool.take(2**52)
@@ -182,8 +184,7 @@ def test_ranks_of_one_host_ask_together(rank_pool: RankPool) -> None:
     told = rank_pool.run(reserve_on_a_host_with, 1.5 * 2**28, 2**28)
     assert told[0] == told[1]
     assert told[0].startswith(
-        "what sleeps goes to host memory, and 0.50 GiB more are needed for it, by 2 ranks together, where the host has "
-        "0.38; put fewer"
+        "sleep needs 0.50 GiB more host memory for 2 ranks, but the host has 0.38 GiB left; put fewer"
     )
 
 

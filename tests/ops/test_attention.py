@@ -100,7 +100,7 @@ def test_bounds_that_are_none_are_refused(bounds: list[int]) -> None:
 
 def test_tokens_that_the_packing_does_not_know_are_refused() -> None:
     q = torch.zeros(5, 1, 4)
-    with pytest.raises(ValueError, match="have 5, 5, 5 tokens, their packing says 4"):
+    with pytest.raises(ValueError, match="have 5, 5, 5 tokens, but their packing has 4"):
         packed_attention(q, q, q, PackedSequences.of(torch.tensor([0, 4]), "cpu"))
 
 

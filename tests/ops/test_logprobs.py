@@ -281,5 +281,5 @@ def test_ranks_speak_once_however_many_chunks_there_are_and_not_in_the_backward_
 def test_more_real_rows_than_there_are_is_an_error() -> None:
     hidden, weight, _ = inputs(4, 9, torch.float32, False)
     assert hidden is not None and weight is not None
-    with pytest.raises(ValueError, match="vocab_size is 10, and 1 x 9 rows of weight want 1 to 9"):
+    with pytest.raises(ValueError, match="vocab_size is 10, expected 1 to 9: the weight has 1 x 9 rows"):
         token_logprobs(hidden, weight, targets(4, 9), temperature=1.0, vocab_size=10)

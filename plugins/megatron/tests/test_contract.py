@@ -62,7 +62,7 @@ def test_a_layout_keeps_the_contract(runs: Runs, tmp_path: Path, layout: str, ch
 def test_a_rank_without_memory_says_what_it_holds_without_the_others(runs: Runs, rank_pool: RankPool) -> None:
     setup = evolve(runs.setup("megatron", "qwen3"), options=LAYOUTS["dp2 overlap"])
     told, norms = zip(*rank_pool.run(ranks.explained_alone, setup, 1), strict=True)
-    assert told[0] == "" and "1 MiB is free; held are tensors of param: " in told[1]
+    assert told[0] == "" and "1 MiB is free; in use: tensors of param: " in told[1]
     assert norms == tuple(each for _, each in rank_pool.run(ranks.explained_alone, setup, -1))
 
 

@@ -113,10 +113,10 @@ def test_columns_of_another_model_are_refused_in_one_line(runs: Runs) -> None:
     ]
     (said,) = runs.rank_sets[1].run(refusals_of, setup_of(runs, {}), columns)
     failed = "column 'routed_experts'"
-    cure = "replay what was recorded of the same model"
-    unlike = "wants 2 different experts a token, numbered 0 to 7, or -1 where there is nothing to replay"
+    cure = "replay what was recorded with the same model"
+    unlike = "must have 2 different experts per token, numbered 0 to 7, or -1 where there is nothing to replay"
     assert said == [
-        f"{failed} has [3, 2] a token, and the model 4 layers of experts with 2 a token; {cure}",
+        f"{failed} has shape [3, 2] per token, but the model has 4 layers with 2 experts per token; {cure}",
         f"{failed} {unlike}; {cure}",
         f"{failed} {unlike}; {cure}",
     ]
