@@ -291,9 +291,7 @@ def _load_spec(kind: Kind, entry: Entry) -> Spec:
         )
     api: Any = spec.api  # type: ignore[attr-defined]
     if not (isinstance(api, tuple) and len(api) == 2 and all(isinstance(number, int) for number in api)):
-        raise PluginBroken(
-            f"{kind.noun} {entry}: {entry.value} has api={api!r}, expected (major, minor) as two integers"
-        )
+        raise PluginBroken(f"{kind.noun} {entry}: {entry.value} has api={api!r}, expected (major, minor)")
     return spec  # type: ignore[return-value]  # isinstance of a class chosen at run time
 
 

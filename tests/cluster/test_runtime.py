@@ -58,8 +58,8 @@ def test_an_address_where_nobody_listens_is_refused_before_ray_begins_to_wait(pr
         with ray_session(address=address, cpus=1):
             pass
     assert caught.value.message == (
-        f"cluster.address: no Ray cluster at '{address}' ([Errno 111] Connection refused); set it to the host:port printed "
-        "by `ray start --head`, or leave it empty to start Ray on this machine"
+        f"cluster.address: no Ray cluster at '{address}' ([Errno 111] Connection refused); set it to the host:port "
+        "printed by `ray start --head`, or leave it empty to start Ray on this machine"
     )
 
 

@@ -51,8 +51,8 @@ def test_what_differs_is_told_with_both_sides(plugins: list[tuple[Kind, Loaded]]
         require_same(other, *plugins)
     assert caught.value.message == (
         f"corerl is corerl {corerl.__version__}, but the driver's is corerl 0.0.9; "
-        "backend 'mine' is corerl-mine 0.2, the driver's is corerl-mine 0.3; "
-        "extension 'wrap' is wrap_fp:SPEC, the driver's is wrap_two:SPEC; "
+        "backend 'mine' is corerl-mine 0.2, but the driver's is corerl-mine 0.3; "
+        "extension 'wrap' is wrap_fp:SPEC, but the driver's is wrap_two:SPEC; "
         "install the same corerl and the same plugins on every node"
     )
 
