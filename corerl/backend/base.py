@@ -336,7 +336,7 @@ class Backend(BackendBase, ABC):
         as_sent = stream.buckets[bucket.index]
         if not direct:
             flat, out = out, self._room(sender, as_sent, stream)
-            with self.span("quantise"):
+            with self.span("quantize"):
                 quantize(bucket, flat, as_sent, out)
         with self.span("send"):
             sender.send(as_sent, out)

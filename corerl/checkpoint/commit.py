@@ -90,7 +90,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
     if not os.path.isdir(directory):
         others = _committed_in(directory.parent) if NAME.fullmatch(directory.name) else []
         advice = (
-            f"{KEPT}; use one that still exists, such as {others[0]}" if others else f"give a directory such as {ONE}"
+            f"{KEPT}; use one that still exists, such as {others[0]}" if others else f"use a directory such as {ONE}"
         )
         raise CheckpointError(f"no checkpoint at {directory}: {advice}")
     if not (directory / DRIVER_FILE).exists() and (other := _instead(directory)):
@@ -225,7 +225,7 @@ def _instead(directory: Path) -> str:
         return (
             f"{directory} is a model, not a checkpoint; to train or evaluate it, set model.path to it in a config file"
         )
-    return f"{directory} is not a checkpoint; give a directory such as {ONE}"
+    return f"{directory} is not a checkpoint; use a directory such as {ONE}"
 
 
 def _committed(run_dir: str | Path) -> list[Path]:

@@ -166,7 +166,7 @@ def _argument_flaw(hook: str, function: Callable[..., Any]) -> str:
         if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
             return f"star parameter {parameter.name!r} receives nothing; name the arguments you need"
         if parameter.name not in known and parameter.default is Parameter.empty:
-            return f"parameter {parameter.name!r} is not a parameter of the hook; rename it or give it a default"
+            return f"parameter {parameter.name!r} does not exist in the hook; rename it or give it a default"
     return ""
 
 

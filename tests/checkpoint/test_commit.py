@@ -214,7 +214,7 @@ def test_a_directory_that_is_no_checkpoint_is_told_for_what_it_is(tmp_path: Path
         tmp_path / "runs": f"{tmp_path}/runs contains runs but is not a checkpoint; use one of the runs, such as {run}",
         model: f"{model} is a model, not a checkpoint; to train or evaluate it, set model.path to it in a config file",
         young: f"{young} is a run directory without a complete checkpoint yet; use a checkpoint of another run",
-        empty: f"{empty} is not a checkpoint; give a directory such as .../checkpoints/step-00000050",
+        empty: f"{empty} is not a checkpoint; use a directory such as .../checkpoints/step-00000050",
     }
 
 

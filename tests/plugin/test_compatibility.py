@@ -104,7 +104,7 @@ def test_a_later_argument_without_a_default_is_refused_with_both_signatures(
         PluginHost(implementation(), name="other", context=CONTEXT)
     assert caught.value.message == (
         "backend:other implements train(batch, deadline) for train(batch, loss, step): "
-        "parameter 'deadline' is not a parameter of the hook; rename it or give it a default"
+        "parameter 'deadline' does not exist in the hook; rename it or give it a default"
     )
 
 

@@ -157,7 +157,7 @@ def test_parameters_that_pluggy_cannot_fill_are_refused() -> None:
         "(**everything)", "star parameter 'everything' receives nothing; name the arguments you need"
     )
     assert refusal(Unknown()) == both.format(
-        "(batch, index)", "parameter 'index' is not a parameter of the hook; rename it or give it a default"
+        "(batch, index)", "parameter 'index' does not exist in the hook; rename it or give it a default"
     )
 
 
