@@ -82,7 +82,7 @@ def test_check_says_all_that_train_would_say(sound: str, capsys: pytest.CaptureF
     out, checked = capsys.readouterr()
     lines = [line.removeprefix("corerl: error: ") for line in checked.splitlines()]
     beginnings = (
-        "model.config.hiden_size is no field",
+        "model.config.hiden_size is not a field",
         "rollout.stop: 'two words' is 9 tokens",
         "data.source: unknown source 'nope'",
         "reward.name: unknown reward 'exakt'",
