@@ -221,14 +221,15 @@ def _leave_out_long(
     too_long = ""
     with problems.stage("data", path="data.source"):
         if lengths := longer_than(longest, prompts, tokenizer):
-            too_long = (
-                f"data: {len(lengths)} of {len(prompts)} prompts are skipped; they have up to {max(lengths.values())} "
-                f"tokens, but at most {longest} fit with rollout.max_tokens={rollout.max_tokens} ({bound})"
+            why = (
+                f"they have up to {max(lengths.values())} tokens, but at most {longest} fit with "
+                f"rollout.max_tokens={rollout.max_tokens} ({bound})"
             )
+            too_long = f"data: {len(lengths)} of {len(prompts)} prompts are skipped: {why}"
             try:
                 prompts.leave_out(frozenset(lengths))
             except DataError as error:
-                raise DataError(f"{error.message}: {too_long}") from error
+                raise DataError(f"{error.message}: {why}; lower rollout.max_tokens or shorten the prompts") from error
     return too_long
 
 

@@ -103,7 +103,7 @@ class Tally:
         if all(group.failed.all() for group in groups):
             samples = sum(len(group.failed) for group in groups)
             first = next((group.first_failure for group in groups if group.first_failure), self.first_failure)
-            raise RewardError(f"{first}; and fails on all {samples} samples")
+            raise RewardError(f"{first}; all {samples} samples failed")
         rollout = Rollout.concatenate([group.rollout for group in groups if group.rollout is not None])
         rewards = np.concatenate([group.rewards for group in groups])
         counts = {"stale_samples": self.stale_samples, "stale_tokens": self.stale_tokens}

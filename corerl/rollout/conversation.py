@@ -126,11 +126,11 @@ def continued(
     """The request's messages with text as content. Raises Refused if they do not continue the conversation."""
     read = tuple(_read(number, message) for number, message in enumerate(messages))
     if not read or read[-1]["role"] == "assistant":
-        raise Refused("messages: nothing is asked; the last message must be of another role than 'assistant'")
+        raise Refused("messages: nothing to answer; the last message must have a role other than 'assistant'")
     if conversation.turns:
         _require_continued(conversation, read)
         if list(tools) != list(conversation.tools):
-            raise Refused("tools: others than in the episode's first request, which the model has read; send those")
+            raise Refused("tools: differ from the tools of the episode's first request; send the same ones")
     return read
 
 
@@ -151,7 +151,7 @@ class Renderer:
         read = continued(conversation, messages, tools)
         tokens = self._tokens(conversation, read, tools)
         if not len(tokens) and not conversation.turns:
-            raise Refused("messages: they have no tokens; there is nothing to continue")
+            raise Refused("messages: contain no tokens, so the model has nothing to continue; send text")
         new = read[len(conversation.messages) :]
         return Asked(
             messages=(*conversation.messages, *new), tools=tuple(tools), tokens=np.asarray(tokens, dtype=np.int64)
@@ -163,7 +163,7 @@ class Renderer:
         said = len(conversation.messages)
         template = bool(self._tokenizer.chat_template)
         if tools and not template:
-            raise Refused("tools: the tokenizer has no chat template to show them in; describe them in a message")
+            raise Refused("tools: the tokenizer has no chat template to present them; describe them in a message")
         if not template:
             text = "".join(message["content"] for message in messages[said:])
             return self._encoded(text, special=not said)
@@ -179,7 +179,10 @@ class Renderer:
         marked = [*texts[: said - 1], {"role": "assistant", "content": mark}, *texts[said:]]
         _, found, behind = self._rendered(marked, tools).rpartition(mark)
         if not found:
-            raise Refused("messages: the chat template leaves out the last answer, so that nothing can follow it")
+            raise Refused(
+                "messages: the chat template omits the last answer, so nothing can follow it; use a tokenizer "
+                "(model.tokenizer) whose template includes it"
+            )
         tokens = self._encoded(behind, special=False)
         # It begins with the answer's end token, which was already sampled unless the answer was cut.
         return tokens[1:] if tokens[:1] == conversation.tokens[-1:].tolist() else tokens
@@ -199,7 +202,7 @@ class Renderer:
         except (TemplateError, TypeError, ValueError) as error:  # bad roles, or messages it was not written for
             roles = ", ".join(str(message["role"]) for message in messages)
             raise Refused(
-                f"messages: the tokenizer's chat template refuses them ({error}); their roles are: {roles}"
+                f"messages: the tokenizer's chat template rejects them ({error}); their roles are: {roles}"
             ) from error
         return str(text)
 
@@ -223,20 +226,20 @@ def _read(number: int, message: Any) -> Message:
     """Normalize a message: content as one text, null fields dropped."""
     where = f"messages[{number}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise Refused(f"{where}: wanted an object with a role and a content")
+        raise Refused(f"{where}: got {short_repr(message, SHOWN)}, wanted an object with a role and content")
     content: Any = message.get("content") or ""
     if isinstance(content, list):
         if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
-            raise Refused(f"{where}: its content has parts that are no text; the model reads text alone")
+            raise Refused(f"{where}: content has parts that are not text; the model reads only text")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise Refused(f"{where}: its content is {type(content).__name__}, wanted a text")
+        raise Refused(f"{where}: content is {type(content).__name__}, wanted text")
     return {**{key: held for key, held in message.items() if held is not None}, "content": content}
 
 
 def _require_continued(conversation: Conversation, messages: Sequence[Message]) -> None:
     """Raise Refused at the first message that differs from the conversation's, or if there is no new message."""
-    advice = "an episode is one conversation, in which messages are appended and none is changed"
+    advice = "an episode is one conversation: append messages, but do not change earlier ones"
     for number, (had, got) in enumerate(zip(conversation.messages, messages, strict=False)):
         # A client may add fields to an answer, such as tool calls that it parsed itself.
         answer = number in conversation.answers
@@ -244,14 +247,14 @@ def _require_continued(conversation: Conversation, messages: Sequence[Message]) 
             of = meant if answer and key == "tool_calls" else _as_is
             if of(had.get(key)) != of(got.get(key)):
                 raise Refused(
-                    f"messages[{number}].{key}: got {short_repr(got.get(key), SHOWN)}, and the episode has "
+                    f"messages[{number}].{key}: got {short_repr(got.get(key), SHOWN)}, but the episode has "
                     f"{short_repr(had.get(key), SHOWN)} there; {advice}",
                     code="history_changed",
                 )
     if len(messages) <= len(conversation.messages):
         raise Refused(
-            f"messages: {len(messages)} of them, and the episode has {len(conversation.messages)} with its last "
-            f"answer; send all of these and a new one: {advice}",
+            f"messages: got {len(messages)}, but the episode already has {len(conversation.messages)}, including its "
+            f"last answer; send all of those and a new one; {advice}",
             code="history_changed",
         )
 

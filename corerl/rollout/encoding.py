@@ -37,7 +37,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> lis
                 encoded[row] = ids
     for prompt, ids in zip(prompts, encoded, strict=True):
         if not ids:
-            raise DataError(f"prompt {prompt.index} ({prompt.text!r}) has no tokens; there is nothing to continue")
+            raise DataError(
+                f"prompt {prompt.index} ({prompt.text!r}) has no tokens, so the model has nothing to continue"
+            )
     return encoded
 
 
@@ -49,7 +51,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     # input they were not written for.
     except (TemplateError, TypeError, ValueError, LookupError) as error:
         raise DataError(
-            f"prompt {prompt.index}: the tokenizer's chat template refuses its messages ({one_line(error)}); their "
+            f"prompt {prompt.index}: the tokenizer's chat template rejects its messages ({one_line(error)}); their "
             "roles are: " + ", ".join(str(message["role"]) for message in messages)
         ) from error
     return str(text)
@@ -60,16 +62,16 @@ def require_encodable(source: PromptSource, tokenizer: PreTrainedTokenizerBase) 
     DataError if the template refuses a prompt, or the tokenizer does not know all of its characters."""
     if source.chat and not tokenizer.chat_template:
         raise ModelError(
-            "data: there are chat prompts, and the tokenizer has no chat template; take the tokenizer of a chat model "
-            "(model.tokenizer), or prompts that are texts, with data.chat=false"
+            "data: the prompts are chats, but the tokenizer has no chat template; use the tokenizer of a chat model "
+            "(model.tokenizer), or plain-text prompts with data.chat=false"
         )
     for share in source.shares:
         prompts = [source.prompt(int(index)) for index in share.train[:LOOKED_AT]]
         for prompt, ids in zip(prompts, encode(tokenizer, prompts), strict=True):
             if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
                 raise DataError(
-                    f"prompt {prompt.index} ({prompt.text!r}) has characters that the tokenizer does not know: the "
-                    f"model would see {tokenizer.decode(ids)!r}; take another tokenizer (model.tokenizer), or name "
+                    f"prompt {prompt.index} ({prompt.text!r}) contains characters that the tokenizer does not know: "
+                    f"the model would see {tokenizer.decode(ids)!r}; use another tokenizer (model.tokenizer), or list "
                     "all of the prompts' characters in 'characters:...'"
                 )
 

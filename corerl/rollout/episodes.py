@@ -104,7 +104,7 @@ def resolve_function(name: str, options: Mapping[str, Any]) -> EpisodeFunction:
         inspect.signature(function).bind(None, **options)
     except TypeError as error:
         raise ConfigError(
-            f"rollout.function={name!r} takes {inspect.signature(function)}, and is called as function(episode, "
+            f"rollout.function={name!r} takes {inspect.signature(function)}, but is called as function(episode, "
             f"**options) with rollout.episodes.options={dict(options)}: {error}"
         ) from error
     return EpisodeFunction(name=name, function=function, options=options)
@@ -133,7 +133,7 @@ class EpisodeScorer:
             if scores.first and failed.argmax() in unknown:
                 first = scores.first
         if failed.all() and not part:
-            raise RewardError(f"{first}; and there is no reward for any of the {len(failed)} samples")
+            raise RewardError(f"{first}; none of the {len(failed)} samples has a reward")
         return Scores(rewards=rewards, failures=dict(failures), first=first, failed=failed)
 
 

@@ -199,7 +199,10 @@ class EngineFleet:
 
     @property
     def _loss(self) -> CorerlError:
-        return next(iter(self._dead.values()), EngineFailed("no engine is left that serves; update their weights"))
+        return next(
+            iter(self._dead.values()),
+            EngineFailed("no engine has weights to generate with; update the engines' weights"),
+        )
 
     def _require_allowed(self, replica: int, error: CorerlError) -> None:
         """Kill all processes and raise `error` if the replica's restarts are used up."""
@@ -210,7 +213,9 @@ class EngineFleet:
             return
         self.processes.kill()
         if restarts:
-            error.add_note(f"it was started anew {restarts} times before (rollout.restarts)")
+            error.add_note(
+                f"the engine had already been restarted {restarts} time{'s' * (restarts > 1)} (rollout.restarts)"
+            )
         raise error
 
     def _ask(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:

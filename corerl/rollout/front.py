@@ -86,7 +86,7 @@ class Front:
         try:
             if answering is None or not path.endswith(PATH):
                 raise Refused(
-                    f"{path}: nothing is served there; an episode that is being played serves its base_url + {PATH!r}",
+                    f"{path}: no running episode has this URL; send requests to an episode's base_url + {PATH!r}",
                     status=404,
                     code="not_found",
                 )
@@ -108,9 +108,9 @@ class Front:
         try:
             asked = json.loads(body)
         except ValueError as error:
-            raise Refused(f"the request is no valid JSON: {error}") from error
+            raise Refused(f"the request is not valid JSON: {error}") from error
         if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list):
-            raise Refused("messages: missing; wanted a list of messages")
+            raise Refused("messages: missing or not a list; send a list of messages")
         asked = {name: value for name, value in asked.items() if value is not None and value != []}
         limits = [asked.pop(name) for name in ("max_tokens", "max_completion_tokens") if name in asked]
         if any(not isinstance(limit, int) or limit < 1 for limit in limits):
@@ -133,18 +133,18 @@ class Front:
         for name, value in rest.items():
             if name in self._sampling and value != same[name]:
                 raise Refused(
-                    f"{name}: got {value!r}, and this run samples with rollout.{name}={same[name]!r}, which its loss "
-                    "reckons with; leave it out",
+                    f"{name}: got {value!r}, but this run samples with rollout.{name}={same[name]!r}, as its loss "
+                    "assumes; leave it out",
                     code="unsupported_parameter",
                 )
             if name not in ("model", "user", "metadata") and value != same.get(name, 0):
-                wanted = f"wanted {same[name]!r}" if name in same else "it is not known here"
+                wanted = f"wanted {same[name]!r}" if name in same else "which is not supported"
                 raise Refused(f"{name}: got {value!r}, {wanted}; leave it out", code="unsupported_parameter")
 
 
 def _list_of(kind: type, name: str, value: Any) -> Any:
     if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
-        raise Refused(f"{name}: got {value!r}, wanted a list of {'texts' if kind is str else 'objects'}")
+        raise Refused(f"{name}: got {value!r}, wanted a list of {'strings' if kind is str else 'objects'}")
     return value
 
 

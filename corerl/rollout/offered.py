@@ -10,10 +10,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 def misfit(offered: Shapes, wanted: Shapes) -> str:
     """Why `offered` cannot be loaded into a model that holds `wanted`, both by HF name; "" if it can."""
     if missing := sorted(wanted.keys() - offered.keys()):
-        return f"{len(missing)} of the model's {len(wanted)} tensors are not sent, the first is {missing[0]!r}"
+        return f"the trainer does not send {len(missing)} of the model's {len(wanted)} tensors, such as {missing[0]!r}"
     if unknown := sorted(offered.keys() - wanted.keys()):
-        return f"{len(unknown)} tensors are not the model's, the first is {unknown[0]!r}"
+        return f"the model lacks {len(unknown)} of the {len(offered)} tensors that were sent, such as {unknown[0]!r}"
     for name, shape in offered.items():
         if tuple(shape) != wanted[name]:
-            return f"{name!r} is sent as {list(shape)}, the model wants {list(wanted[name])}"
+            return f"the trainer sends {name!r} with shape {list(shape)}, but the model requires {list(wanted[name])}"
     return ""

@@ -31,8 +31,8 @@ class Postprocessed(Wrapped):
             if not isinstance(result, Scored):
                 what = "nothing" if result is None else type(result).__name__
                 raise DataError(
-                    f"rollout.postprocess={self._name!r} returned {what}, wanted a {Scored.__module__}.Scored: let "
-                    f"{self._name!r} return the batch that it was given, or what `attrs.evolve` makes of it"
+                    f"rollout.postprocess={self._name!r} returned {what}, wanted a {Scored.__module__}.Scored; "
+                    "return the batch that was passed in, or a copy made with `attrs.evolve`"
                 )
             if flaw := _flaw(result):
                 raise DataError(f"rollout.postprocess={self._name!r} returned a batch {flaw}")
@@ -46,14 +46,14 @@ def _flaw(scored: Scored) -> str:
         return "without samples"
     if not isinstance(scored.rewards, np.ndarray) or scored.rewards.dtype.kind not in "fiu":
         kind = getattr(scored.rewards, "dtype", type(scored.rewards).__name__)
-        return f"whose rewards are {kind}, wanted a numpy array of numbers"
+        return f"whose rewards are of type {kind}, wanted a numpy array of numbers"
     if len(scored.rewards) != len(batch) or len(scored.rollout.texts) != len(batch):
         return (
             f"of {len(batch)} samples with {len(scored.rewards)} rewards and {len(scored.rollout.texts)} texts; "
-            "each sample wants one of both"
+            "each sample needs one of each"
         )
     if not np.isfinite(scored.rewards).all():
         return "whose rewards are not all finite"
     if not batch.columns["loss_mask"].any():
-        return "without a single loss token"
+        return "without any loss tokens"
     return ""

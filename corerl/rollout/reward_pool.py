@@ -115,12 +115,12 @@ class RewardPool:
             raise self._over()
 
     def _over(self) -> RewardError:
-        return RewardError(f"the processes of reward {self._reward.name!r} have been ended, as the run has")
+        return RewardError(f"the processes of reward {self._reward.name!r} were stopped because the run has ended")
 
     def _failure(self, lost: _Lost, sample: Sample) -> Failure:
         if lost.exitcode is None:
             return _late(self._reward, sample, self._config.timeout)
-        return self._reward.failure("died", _ended(lost.exitcode), *sample)
+        return self._reward.failure("died", f"ended its process ({_status(lost.exitcode)})", *sample)
 
 
 class _Lost(Exception):
@@ -181,11 +181,12 @@ class _Process:
         return found
 
     def _not_started(self, exitcode: int | None) -> RewardError:
-        how = f"did not start in {START:g} seconds" if exitcode is None else _ended(exitcode)
+        how = f"did not import it within {START:g} seconds"
+        if exitcode is not None:
+            how = f"ended ({_status(exitcode)}) before importing it"
         return RewardError(
-            f"a process for reward {self._name!r} {how}, before it had imported it: the module takes long to import, "
-            "or ends the process, or the run is started by a script without `if __name__ == '__main__':`; mend that, "
-            "or set reward.processes=0"
+            f"a process for reward {self._name!r} {how}: the module is slow to import, or ends the process, or the "
+            "script that started the run lacks `if __name__ == '__main__':`; fix that, or set reward.processes=0"
         )
 
     def kill(self) -> None:
@@ -208,9 +209,8 @@ def _answered(processes: Sequence[_Process]) -> list[_Process]:
     return [process for process in busy if process.connection in told or process.until <= time.monotonic()]
 
 
-def _ended(exitcode: int) -> str:
-    how = signal.Signals(-exitcode).name if exitcode < 0 else f"exit status {exitcode}"
-    return f"ended its process ({how})"
+def _status(exitcode: int) -> str:
+    return signal.Signals(-exitcode).name if exitcode < 0 else f"exit status {exitcode}"
 
 
 def _late(reward: Reward, sample: Sample, limit: float) -> Failure:

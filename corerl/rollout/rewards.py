@@ -134,7 +134,7 @@ def gathered(outcomes: Sequence[float | Failure], failed_value: float, *, part: 
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     first = failures[0].message if failures else ""
     if failures and len(failures) == len(outcomes) and not part:
-        raise RewardError(first + (f"; and fails on all {len(outcomes)} samples" if len(outcomes) > 1 else ""))
+        raise RewardError(first + (f"; all {len(outcomes)} samples failed" if len(outcomes) > 1 else ""))
     rewards = [failed_value if isinstance(outcome, Failure) else outcome for outcome in outcomes]
     return Scores(
         rewards=np.array(rewards, dtype=np.float32),
@@ -182,7 +182,7 @@ def resolve_reward(name: str, options: Mapping[str, Any]) -> Reward:
             near = nearest(name, BUILT_IN)
             raise ConfigError(
                 f"reward.name: unknown reward {name!r}{f', did you mean {near!r}?' if near else ''}; "
-                f"built in: {', '.join(sorted(BUILT_IN))}; your own is written 'module:function'"
+                f"built in: {', '.join(sorted(BUILT_IN))}; write your own as 'module:function'"
             )
         function = imported(name, setting="reward.name")
     _require_callable(name, function, options)
@@ -191,7 +191,7 @@ def resolve_reward(name: str, options: Mapping[str, Any]) -> Reward:
 
 def _require_callable(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
     if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"reward.name={name!r} is an async function; wanted a plain one, run your event loop in it")
+        raise ConfigError(f"reward.name={name!r} is an async function, wanted a plain one; run an event loop inside it")
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -200,13 +200,13 @@ def _require_callable(name: str, function: Callable[..., Any], options: Mapping[
         signature.bind_partial(None, "")
     except TypeError as error:
         raise ConfigError(
-            f"reward.name={name!r} takes {signature}, and is called as function(prompt, response, **options): {error}; "
-            "let its first two parameters be positional"
+            f"reward.name={name!r} takes {signature}, but is called as function(prompt, response, **options): {error}; "
+            "make its first two parameters positional"
         ) from error
     order = [word.lower() for word in list(signature.parameters)[:2]]
     if len(order) == 2 and order[0] in RESPONSES and order[1] == "prompt":
         raise ConfigError(
-            f"reward.name={name!r} takes {signature}, and is called as function(prompt, response, **options); "
+            f"reward.name={name!r} takes {signature}, but is called as function(prompt, response, **options); "
             "swap its first two parameters"
         )
     try:

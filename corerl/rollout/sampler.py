@@ -210,8 +210,8 @@ def require_finished(generation: Generation) -> None:
     """Raise EngineFailed if a response is unfinished although nobody paused the engines."""
     if generation.unfinished.any():
         raise EngineFailed(
-            f"{int(generation.unfinished.sum())} of {len(generation)} responses came back unfinished, and nobody "
-            "had paused the engines; an engine may do so only between pause() and resume()"
+            f"{int(generation.unfinished.sum())} of {len(generation)} responses came back unfinished, but the "
+            "engines were not paused; an engine may return unfinished responses only between pause() and resume()"
         )
 
 
@@ -220,8 +220,8 @@ def stop_token(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
         raise ValueError(
-            f"{text!r} is {len(ids)} tokens of this tokenizer ({tokenizer.convert_ids_to_tokens(ids)}), wanted exactly "
-            "one that it knows"
+            f"{text!r} is {len(ids)} tokens for this tokenizer ({tokenizer.convert_ids_to_tokens(ids)}), wanted "
+            "exactly one known token"
         )
     return int(ids[0])
 

@@ -58,7 +58,7 @@ def write_rollout(directory: Path, scored: Scored) -> Path:
             np.savez(file, allow_pickle=False, **arrays)
         os.replace(partial, path)
     except OSError as error:
-        raise DataError(f"cannot write the rollout batch {path}: {error}; earlier ones are untouched") from error
+        raise DataError(f"cannot write the rollout batch {path}: {error}; earlier batches are intact") from error
     return path
 
 
@@ -101,7 +101,7 @@ def read_rollout(path: Path) -> Scored:
             counts=facts["counts"],
         )
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is no rollout batch that can be read ({error}); sample it again") from error
+        raise DataError(f"cannot read the rollout batch {path} ({error}); sample it again") from error
 
 
 def _under(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
@@ -116,8 +116,8 @@ def saved_rollouts(directory: str | Path) -> list[Path]:
     found = sorted(file for file in path.iterdir() if NAME.fullmatch(file.name)) if os.path.isdir(path) else []
     if not found:
         raise DataError(
-            f"rollout.saved: no rollout batches (step-00000000.npz, ...) in {str(directory)!r}; give the `rollouts` "
-            "directory of a run with rollout.save=true or run.mode='rollout-only'"
+            f"rollout.saved: no rollout batches (step-00000000.npz, ...) in {str(directory)!r}; set it to the "
+            "`rollouts` directory of a run with rollout.save=true or run.mode='rollout-only'"
         )
     return found
 
@@ -130,8 +130,8 @@ class SavedRollouts(Source):
         self._files = saved_rollouts(directory)
         if len(self._files) < steps:
             raise DataError(
-                f"run.steps: {steps}, and {str(directory)!r} holds {len(self._files)} rollout batches; "
-                f"set run.steps to at most {len(self._files)}"
+                f"run.steps: got {steps}, but the number of rollout batches in {str(directory)!r} is "
+                f"{len(self._files)}; set run.steps to at most {len(self._files)}"
             )
         self._steps = steps
         self._vocab_size = vocab_size
@@ -148,8 +148,8 @@ class SavedRollouts(Source):
         largest = int(scored.rollout.batch.tokens.max(initial=0))
         if largest >= self._vocab_size:
             raise DataError(
-                f"{path} has the token {largest}, and the model a vocabulary of {self._vocab_size}; "
-                "train the model that it was sampled with"
+                f"{path} contains token {largest}, but the model's vocabulary has only {self._vocab_size} tokens; "
+                "train the model that sampled this batch"
             )
         self._step += 1
         return evolve(scored, step=self._step - 1)
@@ -161,7 +161,7 @@ class SavedRollouts(Source):
     def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
         if position.get("files") != len(self._files):
             raise CheckpointError(
-                f"the checkpoint was trained from {position.get('files', 'no')} saved rollout batches, now there are "
-                f"{len(self._files)}; resume with the same rollout.saved"
+                f"the checkpoint was trained from {position.get('files', 'no')} saved rollout batches, but there are "
+                f"now {len(self._files)}; resume with the same rollout.saved"
             )
         self._step = position["rollout_step"]

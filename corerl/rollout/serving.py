@@ -80,7 +80,7 @@ class Serving:
         without weights."""
         with self._busy.one():
             if self._reason:
-                raise EngineFailed(f"{self._name} serves nothing: {self._reason}; update its weights first")
+                raise EngineFailed(f"{self._name} cannot generate: {self._reason}; update its weights first")
             yield self._version
 
     @property
@@ -134,9 +134,11 @@ class Serving:
         it must receive the weights, report the outcome to the sender, and return the bytes received and the error."""
         with self._busy:
             stale = version <= self._version
-            refused = f"version {version} is not above {self._version}, which {self._name} holds" if stale else ""
+            refused = (
+                f"version {version} is not newer than {self._version}, which {self._name} already has" if stale else ""
+            )
             if not stale:
-                self._reason = f"weights version {version} did not arrive whole"
+                self._reason = f"the update to weights version {version} did not complete"
             try:
                 received, error = transfer(refused)
             except Exception as failure:
@@ -144,10 +146,10 @@ class Serving:
             if not error:
                 self._version, self._reason = version, ""
             elif not stale:
-                self._reason = f"weights version {version} did not arrive whole ({error})"
+                self._reason = f"the update to weights version {version} did not complete ({error})"
             return Received(version=version, bytes=received, error=error)
 
     def close(self) -> None:
         with self._busy:
-            self._reason = "it is closed"
+            self._reason = "it has been closed"
             self._receiving.close()

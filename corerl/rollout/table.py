@@ -205,7 +205,7 @@ class Table:
             outcome = evolve(outcome, message=f"{outcome.message}; its last request was refused: {player.refusal}")
         with self._state:
             if not player.conversation.turns and not isinstance(outcome, Failure):
-                outcome = self._function.failure("silent", "asked the policy for nothing", player.prompt)
+                outcome = self._function.failure("silent", "sent no request to the policy", player.prompt)
             self._end(player, outcome)
 
     def _answer(self, player: Player, request: ChatRequest) -> ChatAnswer:
@@ -216,8 +216,9 @@ class Table:
         asked = self._renderer.ask(conversation, request.messages, request.tools)
         if not conversation.turns and len(asked.tokens) > self._longest_prompt:
             raise Refused(
-                f"messages: the episode's first request has {len(asked.tokens)} tokens, and beside rollout.max_tokens="
-                f"{self._params.max_tokens} rollout.context_length leaves room for {self._longest_prompt}; send less",
+                f"messages: the episode's first request has {len(asked.tokens)} tokens, but only "
+                f"{self._longest_prompt} fit into rollout.context_length besides rollout.max_tokens="
+                f"{self._params.max_tokens}; shorten it",
                 code="context_length_exceeded",
             )
         tokens = np.concatenate([conversation.tokens, asked.tokens])
@@ -231,7 +232,7 @@ class Table:
             if (same := _turn_of(player, request)) is not None:
                 turn = same
             elif player.turn is not None or player.conversation is not conversation:
-                raise Refused("another request of this episode is being answered; ask one after the other")
+                raise Refused("another request of this episode is still being answered; send one at a time")
             else:
                 self._wait(player, turn)
         return self._told(turn)
@@ -284,7 +285,7 @@ class Table:
         with self._state:
             if player.told_full:
                 raise Refused(
-                    f"the episode has used up its rollout.max_tokens={self._params.max_tokens}; end it where an answer "
+                    f"the episode has used up its rollout.max_tokens={self._params.max_tokens}; end it when an answer "
                     "has finish_reason='length'",
                     code="context_length_exceeded",
                 )
@@ -300,4 +301,4 @@ def _turn_of(player: Player, request: ChatRequest) -> Turn | None:
 
 
 def _over() -> Refused:
-    return Refused("the episode is over, and nothing is served for it any more", status=410, code="episode_over")
+    return Refused("the episode is over; its requests are no longer answered", status=410, code="episode_over")

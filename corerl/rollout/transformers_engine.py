@@ -133,7 +133,7 @@ class TransformersEngine(Engine):
     def _check(self, manifest: Manifest) -> str:
         """Why this manifest cannot be loaded; "" if it can."""
         if self._asleep:
-            return "the engine's weights sleep; wake it up first"
+            return "the engine's weights are asleep; wake it up first"
         return misfit(manifest.shapes, {name: tuple(view.shape) for name, view in self._views.items()})
 
     @torch.no_grad()
@@ -162,7 +162,7 @@ class TransformersEngine(Engine):
     def wake_up(self) -> int:
         if not self._asleep:
             return 0
-        with self._serving.dropping_weights("its weights have not arrived since it woke up"):
+        with self._serving.dropping_weights("no weights have arrived since it woke up"):
             for storage, size in self._storages:
                 storage.resize_(size)
             self._asleep = False

@@ -71,7 +71,7 @@ def test_prompts_that_leave_no_room_for_a_response_are_left_out_and_told(tmp_pat
     assert prepared.longest_prompt == 10
     assert {prompt.index for prompt in PromptStream(prepared.prompts, 0).take(4)} == {0, 2}
     assert prepared.too_long == (
-        "data: 2 of 4 prompts are skipped; they have up to 16 tokens, but at most 10 fit with rollout.max_tokens=20 "
+        "data: 2 of 4 prompts are skipped: they have up to 16 tokens, but at most 10 fit with rollout.max_tokens=20 "
         "(the model has max_position_embeddings=30)"
     )
     more = prepare(config_in(tmp_path / "run", model=model, data=data, rollout={**rollout, "context_length": 36}))
@@ -83,7 +83,9 @@ def test_a_context_that_no_prompt_fits_into_is_refused(tmp_path: Path) -> None:
     data = prompts_of(tmp_path, 9, 10)
     with pytest.raises(ConfigError, match=r"^rollout.max_tokens: 20 leaves no room for a prompt, rollout.con"):
         prepare(config_in(tmp_path / "run", data=data, rollout=rollout))
-    with pytest.raises(DataError, match=r"^data.source: all 2 training prompts are skipped: data: 2 of 2 .*to 11 tok"):
+    with pytest.raises(
+        DataError, match=r"^data.source: all 2 training prompts .*: they have up to 11 tokens, but at most 9 fit"
+    ):
         prepare(config_in(tmp_path / "run", data=data, rollout={**rollout, "context_length": 29}))
 
 

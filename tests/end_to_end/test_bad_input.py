@@ -92,7 +92,7 @@ def test_a_setting_that_cannot_be_meant_is_one_line_before_any_process(
         (
             "reward.name=exakt-match",
             "reward.name: unknown reward 'exakt-match', did you mean 'exact-match'?; built in: exact-match, position",
-            "; your own is written 'module:function'",
+            "; write your own as 'module:function'",
         ),
         (
             "weights.transport=pigeon",

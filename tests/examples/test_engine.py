@@ -85,7 +85,7 @@ def test_it_serves_nothing_before_weights_and_after_sleep_until_new_ones_have_ar
     before = engine.generate(asked)
     freed = engine.sleep()
     assert freed == 4 * sum(parameter.numel() for parameter in random_model(TIED, seed=1).parameters())
-    assert deliver(engine, TIED, tmp_path, version=1) == "the engine's weights sleep; wake it up first"
+    assert deliver(engine, TIED, tmp_path, version=1) == "the engine's weights are asleep; wake it up first"
     assert engine.wake_up() == freed and engine.wake_up() == 0
     with pytest.raises(EngineFailed):
         engine.generate(asked)

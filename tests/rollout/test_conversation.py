@@ -113,7 +113,7 @@ def test_tools_are_shown_once_and_stay_the_same() -> None:
     conversation = Conversation().answered(asked, Answer(text="3", content="3"), drawn(ours.encode("3<eos>")[1:]))
     messages = [USER, {"role": "assistant", "content": "3"}, TOOL]
     assert ours.decode(renderer.ask(conversation, messages, [{"name": "stu"}]).tokens) == ";t:45<eos>;a:"
-    with pytest.raises(Refused, match="^tools: others than in the episode's first request"):
+    with pytest.raises(Refused, match="^tools: differ from the tools of the episode's first request"):
         renderer.ask(conversation, messages)
 
 
@@ -197,25 +197,25 @@ def test_marks_of_a_call_may_be_special_tokens() -> None:
 @pytest.mark.parametrize(
     ("messages", "told"),
     [
-        ([], "^messages: nothing is asked"),
-        ([USER, {"role": "assistant", "content": "0"}], "^messages: nothing is asked"),
-        ([USER], "^messages: 1 of them, and the episode has 2 with its last answer; send all of these and a new one"),
+        ([], "^messages: nothing to answer"),
+        ([USER, {"role": "assistant", "content": "0"}], "^messages: nothing to answer"),
+        ([USER], "^messages: got 1, but the episode already has 2, including its last answer; send all of those "),
         (
             [{"role": "user", "content": "13"}, TOOL, TOOL],
-            r"^messages\[0\].content: got '13', and the episode has '12",
+            r"^messages\[0\].content: got '13', but the episode has '12",
         ),
         ([USER, {"role": "assistant", "content": "1"}, TOOL], r"^messages\[1\].content: got '1', .* has '0' there"),
         ([USER, {"role": "user", "content": "0"}, TOOL], r"^messages\[1\].role: got 'user', .* has 'assistant'"),
-        ([{**USER, "name": "t"}, TOOL, TOOL], r"^messages\[0\].name: got 't', and the episode has None"),
+        ([{**USER, "name": "t"}, TOOL, TOOL], r"^messages\[0\].name: got 't', but the episode has None"),
         (
             [USER, {"role": "assistant", "content": "0"}, {"content": "4"}],
-            r"^messages\[2\]: wanted an object with a role",
+            r"^messages\[2\]: got {'content': '4'}, wanted an object with a role",
         ),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}, TOOL],
-            r"^messages\[0\]: its content has parts that are",
+            r"^messages\[0\]: content has parts that are",
         ),
-        ([{"role": "user", "content": 5}, TOOL], r"^messages\[0\]: its content is int, wanted a text"),
+        ([{"role": "user", "content": 5}, TOOL], r"^messages\[0\]: content is int, wanted text"),
     ],
 )
 def test_a_request_that_does_not_continue_the_conversation_is_refused(
@@ -229,11 +229,11 @@ def test_a_request_that_does_not_continue_the_conversation_is_refused(
 
 def test_what_the_template_refuses_is_told_with_the_roles() -> None:
     renderer = Renderer(tokenizer("{{ raise_exception('no') }}"))
-    with pytest.raises(Refused, match=r"chat template refuses them \(no\); their roles are: user, tool"):
+    with pytest.raises(Refused, match=r"chat template rejects them \(no\); their roles are: user, tool"):
         renderer.ask(Conversation(), [USER, TOOL])
     silent = Renderer(tokenizer("{{ messages[0]['content'] }}"))
     conversation = answered(silent, Conversation(), messages := [USER], [4, 2])
-    with pytest.raises(Refused, match="the chat template leaves out the last answer"):
+    with pytest.raises(Refused, match="the chat template omits the last answer"):
         silent.ask(conversation, [*messages, TOOL])
 
 

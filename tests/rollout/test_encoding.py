@@ -72,10 +72,10 @@ def test_the_sampler_asks_the_engine_with_these_tokens() -> None:
 
 def test_a_chat_that_the_template_refuses_is_named_with_the_templates_reason() -> None:
     with pytest.raises(
-        DataError, match=r"prompt 3: .*template refuses its messages \(TemplateError: no system messages\).*: system$"
+        DataError, match=r"prompt 3: .*template rejects its messages \(TemplateError: no system messages\).*: system$"
     ):
         encode(tokenizer(), [SYSTEM])
-    with pytest.raises(DataError, match=r"prompt 2: .*template refuses its messages \(TypeError: .*str.*\); .*user"):
+    with pytest.raises(DataError, match=r"prompt 2: .*template rejects its messages \(TypeError: .*str.*\); .*user"):
         encode(tokenizer("{{ messages[0].content + 1 }}"), [CHAT])
 
 
@@ -89,16 +89,18 @@ def test_chats_want_a_template_before_anything_is_started() -> None:
     without = load_tokenizer(tokenizer="characters:0123456789>", path="")
     require_encodable(texts, without)
     require_encodable(ChatPrompts(texts, system=""), tokenizer())
-    with pytest.raises(ModelError, match="the tokenizer has no chat template; take the tokenizer of a chat model"):
+    with pytest.raises(ModelError, match="the tokenizer has no chat template; use the tokenizer of a chat model"):
         require_encodable(ChatPrompts(texts, system=""), without)
-    with pytest.raises(DataError, match="refuses its messages"):
+    with pytest.raises(DataError, match="rejects its messages"):
         require_encodable(ChatPrompts(texts, system="Be brief."), tokenizer())
 
 
 def test_characters_that_the_tokenizer_lacks_are_told_before_anything_is_started() -> None:
     texts = SortDigits(held_out=1, seed=0)
     require_encodable(texts, load_tokenizer(tokenizer="characters:0123456789>", path=""))
-    with pytest.raises(DataError, match=r"prompt \d+ \('\d+>'\) has characters .*does not know: .*<unk>.*'characters:"):
+    with pytest.raises(
+        DataError, match=r"prompt \d+ \('\d+>'\) contains characters .*does not know: .*<unk>.*'characters:"
+    ):
         require_encodable(texts, load_tokenizer(tokenizer="characters:0123456789", path=""))
 
 

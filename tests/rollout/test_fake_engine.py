@@ -31,7 +31,7 @@ def request(rows: int) -> GenerateRequest:
 
 def test_answers_are_a_function_of_prompt_noise_and_version_and_end_as_real_ones_do(tmp_path: Path) -> None:
     engines = [fake(0), fake(1)]
-    with pytest.raises(EngineFailed, match="engine-0 serves nothing: no weights have arrived yet"):
+    with pytest.raises(EngineFailed, match="engine-0 cannot generate: no weights have arrived yet"):
         engines[0].generate(request(1))
     (first, _) = update(engines, WEIGHTS, version=1, path=tmp_path)
     assert (first.version, first.bytes, first.error) == (1, 28, "")

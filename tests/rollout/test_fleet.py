@@ -185,7 +185,7 @@ def test_an_engine_that_does_not_start_is_tried_again_as_often_as_one_may_die() 
     fleet = EngineFleet(never, assigned(1), restarts=3)  # type: ignore[arg-type]
     with pytest.raises(EngineFailed, match="^engine-0: start: no memory") as raised:
         fleet.replace(died)
-    assert raised.value.__notes__ == ["it was started anew 3 times before (rollout.restarts)"]
+    assert raised.value.__notes__ == ["the engine had already been restarted 3 times (rollout.restarts)"]
     assert never.log == ["start"] * 3 + ["kill"]
 
 
@@ -312,4 +312,4 @@ def test_a_replica_dies_as_often_as_is_allowed_between_two_completed_steps(fleet
     kill(fleet, 0)
     with pytest.raises(WorkerDied, match="^engine-0: its process died during generate") as raised:
         fleet.generate(REQUEST)
-    assert raised.value.__notes__ == ["it was started anew 1 times before (rollout.restarts)"]
+    assert raised.value.__notes__ == ["the engine had already been restarted 1 time (rollout.restarts)"]

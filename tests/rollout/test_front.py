@@ -95,16 +95,16 @@ def test_calls_of_tools_stand_beside_the_text_which_is_null_where_there_is_none(
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        (b"{", "the request is no valid JSON"),
+        (b"{", "the request is not valid JSON"),
         ({}, "messages: missing"),
         ({"messages": [USER], "stream": True}, "stream: got True, wanted False; leave it out"),
         ({"messages": [USER], "n": 2}, "n: got 2, wanted 1; leave it out"),
-        ({"messages": [USER], "temperature": 1.0}, "temperature: got 1.0, and this run samples with rollout.temperatu"),
-        ({"messages": [USER], "top_p": 0.5}, "top_p: got 0.5, and this run samples with rollout.top_p=1.0"),
+        ({"messages": [USER], "temperature": 1.0}, "temperature: got 1.0, but this run samples with rollout.temperatu"),
+        ({"messages": [USER], "top_p": 0.5}, "top_p: got 0.5, but this run samples with rollout.top_p=1.0"),
         ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format: got {'type'"),
         ({"messages": [USER], "tool_choice": "required"}, "tool_choice: got 'required', wanted 'auto'; leave it out"),
         ({"messages": [USER], "max_tokens": 0}, "max_tokens: got [0], wanted a whole number of at least 1"),
-        ({"messages": [USER], "stop": [3]}, "stop: got [3], wanted a list of texts"),
+        ({"messages": [USER], "stop": [3]}, "stop: got [3], wanted a list of strings"),
         ({"messages": [USER], "tools": {"a": 1}}, "tools: got {'a': 1}, wanted a list of objects"),
     ],
 )

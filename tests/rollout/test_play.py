@@ -266,7 +266,7 @@ def test_a_function_that_fails_keeps_what_was_sampled_and_costs_no_other_episode
     assert told[1].startswith(
         "rollout.function 'mine:play' raised KeyError: 'no such drawer' (tests/rollout/test_play.py:"
     )
-    assert told[2] == f"rollout.function 'mine:play' asked the policy for nothing {on}"
+    assert told[2] == f"rollout.function 'mine:play' sent no request to the policy {on}"
     assert told[3].startswith("rollout.function 'mine:play' took longer than rollout.episodes.timeout=0.5 seconds on ")
     assert "RuntimeError: stream: got True, wanted False; leave it out" in told[4]
     plain = play(single, samples=3)
@@ -322,7 +322,7 @@ def test_a_failed_episode_says_why_its_request_was_refused(play: Play) -> None:
     first, second = (each.message for each in play(opaque, samples=1).outcomes if isinstance(each, Failure))
     assert "raised ValueError: of my own" in first and "refused" not in first
     assert "raised ValueError: status 400" in second
-    assert "; its last request was refused: messages[0].content: got '0', and the episode has '5>' there" in second
+    assert "; its last request was refused: messages[0].content: got '0', but the episode has '5>' there" in second
 
 
 def test_a_first_request_that_leaves_no_room_for_a_response_fails_its_episode_alone(play: Play) -> None:
@@ -335,7 +335,7 @@ def test_a_first_request_that_leaves_no_room_for_a_response_fails_its_episode_al
 
     longest = len(TOKENIZER("1" * 8)["input_ids"])
     rollout = play(show, samples=2, longest_prompt=longest)
-    failed, refused = rollout.outcomes[:2], "first request has 31 tokens, and beside rollout.max_tokens=12"
+    failed, refused = rollout.outcomes[:2], f"has 31 tokens, but only {longest} fit into rollout.context_length"
     assert all(isinstance(each, Failure) and refused in each.message for each in failed)
     assert rollout.outcomes[2:] == [1.0, 1.0]
     assert rollout.batch.rows["prompt_length"][2:].tolist() == [longest] * 2
@@ -353,7 +353,7 @@ def test_an_episode_ends_where_its_tokens_are_used_up(play: Play) -> None:
 
     rollout = play(on_and_on, samples=1, prompts=PROMPTS[:1], params=evolve(PARAMS, max_tokens=30))
     (outcome,) = rollout.outcomes
-    assert isinstance(outcome, Failure) and "has used up its rollout.max_tokens=30; end it where" in outcome.message
+    assert isinstance(outcome, Failure) and "has used up its rollout.max_tokens=30; end it when" in outcome.message
     assert seen[-1] == ("length", "") and all(reason == "stop" for reason, _ in seen[:-2])
     assert rollout.batch.rows["truncated"].tolist() == [True]
     assert rollout.batch.rows["response_length"][0] <= 30
@@ -478,7 +478,7 @@ def test_tokens_of_the_request_end_an_answer_and_are_no_part_of_its_text(play: P
         episode.chat(episode.messages, stop=["12"])
 
     first = play(two_tokens).outcomes[0]
-    assert isinstance(first, Failure) and "stop: '12' is 2 tokens of this tokenizer" in first.message
+    assert isinstance(first, Failure) and "stop: '12' is 2 tokens for this tokenizer" in first.message
 
 
 def test_calls_of_tools_are_told_and_come_back_without_changing_a_token(front: Front) -> None:
@@ -550,7 +550,7 @@ def test_one_request_of_an_episode_is_answered_at_a_time(play: Play) -> None:
 
     rollout = play(hasty, samples=1, prompts=PROMPTS[:1])
     (error,) = errors
-    assert "one after the other" in error or "and the episode has 2 with its last answer" in error
+    assert "send one at a time" in error or "the episode already has 2, including its last answer" in error
     assert rollout.batch.rows["turns"].tolist() == [1]
 
 
@@ -579,7 +579,7 @@ def test_a_request_that_is_sent_again_gets_the_answer_of_the_first(play: Play) -
         messages += [told[0]["message"], {"role": "tool", "content": "9>"}]
         told.append(episode.chat(messages))
         told.append(episode.chat(messages))
-        with pytest.raises(RuntimeError, match="the episode has 4 with its last answer"):
+        with pytest.raises(RuntimeError, match="the episode already has 4, including its last answer"):
             episode.chat(episode.messages, max_tokens=3)  # no longer the last that was asked
         return 1.0
 
@@ -607,12 +607,12 @@ def test_what_an_engine_raises_ends_the_play_and_releases_the_functions(play: Pl
     deadline = time.monotonic() + 20
     while len(ended) < 8 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert ended == ["the episode is over, and nothing is served for it any more"] * 8
+    assert ended == ["the episode is over; its requests are no longer answered"] * 8
 
     def paused(request: GenerateRequest) -> Generation:
         return Generation.nothing(request)
 
-    with pytest.raises(EngineFailed, match="responses came back unfinished, and nobody had paused"):
+    with pytest.raises(EngineFailed, match="responses came back unfinished, but the engines were not paused"):
         play(note, generate=paused)
 
 
@@ -709,7 +709,7 @@ def test_functions_say_what_episodes_are_worth_and_the_reward_scores_the_others(
     assert scorer.score(second).first.startswith("reward 'r' raised ValueError: no")
     assert scorer.score(evolve(rollout, outcomes=[])).rewards.tolist() == [4.0, 4.0, -1.0, -1.0]
     all_failed = evolve(rollout, outcomes=[Failure(kind="raised", message="it raised")] * 4)
-    with pytest.raises(RewardError, match="^it raised; and there is no reward for any of the 4 samples$"):
+    with pytest.raises(RewardError, match="^it raised; none of the 4 samples has a reward$"):
         scorer.score(all_failed)
     assert scorer.score(all_failed, part=True).rewards.tolist() == [-1.0] * 4
     taken = rollout.take(np.array([1]))

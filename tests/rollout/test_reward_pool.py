@@ -136,7 +136,7 @@ def test_a_process_that_ends_before_it_has_imported_the_reward_is_an_error_at_on
     monkeypatch.syspath_prepend(tmp_path)
     reward = Reward(name="rewards_that_exit:f", function=lambda prompt, response: 1.0)
     with scorer(reward, RewardConfig(name=reward.name, processes=1)) as judge:
-        with pytest.raises(RewardError, match=r"'rewards_that_exit:f' ended its process \(exit status 5\), before it"):
+        with pytest.raises(RewardError, match=r"'rewards_that_exit:f' ended \(exit status 5\) before importing it"):
             judge.score(rollout(["x"]))
 
 
@@ -179,7 +179,7 @@ def test_a_thread_that_scores_while_the_pool_is_closed_is_told_and_starts_no_oth
             time.sleep(0.05)
     thread.join(timeout=60)
     assert not thread.is_alive()
-    assert [type(error) for error in told] == [RewardError] and "have been ended, as the run has" in str(told[0])
+    assert [type(error) for error in told] == [RewardError] and "were stopped because the run has ended" in str(told[0])
     assert multiprocessing.active_children() == before and len(list(tmp_path.iterdir())) == 2
 
 

@@ -82,7 +82,7 @@ def test_a_reward_that_fails_on_every_sample_is_an_error_that_names_the_first() 
 
     with pytest.raises(
         RewardError,
-        match=r"^reward 'mine' raised ValueError: no way \(tests/rollout/test_rewards.py:\d+\) on .* 'a'; and fails on",
+        match=r"^reward 'mine' raised ValueError: no way \(tests/rollout/test_rewards.py:\d+\) on .* 'a'; all 2 samp",
     ):
         Reward(name="mine", function=broken).score(rollout(["a", "b"], [0, 0], (SORT,)))
 
@@ -152,9 +152,9 @@ async def promised(prompt: Prompt, response: str) -> float:
     ("function", "text"),
     [
         (swapped, r"takes \(response: .* swap its first two parameters"),
-        (by_name, "let its first two parameters be positional"),
-        (one, "let its first two parameters be positional"),
-        (promised, "is an async function; wanted a plain one"),
+        (by_name, "make its first two parameters positional"),
+        (one, "make its first two parameters positional"),
+        (promised, "is an async function, wanted a plain one"),
     ],
 )
 def test_a_reward_that_cannot_be_called_with_prompt_and_response_is_refused(

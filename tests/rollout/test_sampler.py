@@ -109,7 +109,7 @@ def test_the_experts_that_an_engine_tells_stand_at_prompts_and_responses_alike()
 def test_a_response_that_nobody_interrupted_and_that_is_unfinished_is_the_engines_fault() -> None:
     cut = evolve(FOUR, truncated=np.zeros(4, np.bool_), unfinished=np.array([False, False, False, True]))
     sampler = Sampler(tokenizer=TOKENIZER, generate=Recorder(cut), seed=0)
-    with pytest.raises(EngineFailed, match="^1 of 4 responses came back unfinished, and nobody had paused"):
+    with pytest.raises(EngineFailed, match="^1 of 4 responses came back unfinished, but the engines were not paused"):
         sampler.sample(PROMPTS, rollout_step=5, samples=2, params=PARAMS)
 
 

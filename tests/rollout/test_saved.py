@@ -44,7 +44,7 @@ def test_a_directory_that_cannot_be_written_is_one_line_with_the_path(tmp_path: 
         write_rollout(tmp_path / "rollouts", scored(3))
     message = caught.value.message
     assert message.startswith(f"cannot write the rollout batch {tmp_path}/rollouts/step-00000003.npz: ")
-    assert message.endswith("; earlier ones are untouched") and "\n" not in message
+    assert message.endswith("; earlier batches are intact") and "\n" not in message
 
 
 def test_files_come_in_the_order_of_their_steps_and_are_numbered_from_0(tmp_path: Path) -> None:
@@ -64,17 +64,22 @@ def test_a_resumed_run_goes_on_behind_what_it_was_trained_on(tmp_path: Path) -> 
     resumed.restore(source.position)
     assert [each.step for each in resumed] == [1, 2]
     write(tmp_path, 3)
-    with pytest.raises(CheckpointError, match="was trained from 3 saved rollout batches, now there are 4"):
+    with pytest.raises(CheckpointError, match="was trained from 3 saved rollout batches, but there are now 4"):
         SavedRollouts(tmp_path, steps=3, vocab_size=200).restore(source.position)
 
 
 def test_too_few_none_or_foreign_batches_are_told_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^rollout.saved: no rollout batches .* in '.*/none'; give the `rollouts`"):
+    with pytest.raises(
+        DataError, match=r"^rollout.saved: no rollout batches .* in '.*/none'; set it to the `rollouts`"
+    ):
         SavedRollouts(tmp_path / "none", steps=1, vocab_size=200)
     write(tmp_path, 0)
-    with pytest.raises(DataError, match=r"^run.steps: 2, and .* holds 1 rollout batches; set run.steps to at most 1"):
+    with pytest.raises(
+        DataError,
+        match=r"^run.steps: got 2, but the number of rollout batches in '.*' is 1; set run.steps to at most 1",
+    ):
         SavedRollouts(tmp_path, steps=2, vocab_size=200)
-    with pytest.raises(DataError, match=r"has the token 10, and the model a vocabulary of 10"):
+    with pytest.raises(DataError, match=r"contains token 10, but the model's vocabulary has only 10 tokens"):
         next(SavedRollouts(tmp_path, steps=1, vocab_size=10))
 
 
@@ -83,7 +88,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     path = write_rollout(tmp_path, scored())
     content: Any = path.read_bytes()
     path.write_bytes({"cut": content[: len(content) // 2], "empty": b"", "other": b"no zip at all"}[damage])
-    with pytest.raises(DataError, match=r"step-00000000.npz is no rollout batch that can be read"):
+    with pytest.raises(DataError, match=r"cannot read the rollout batch .*step-00000000.npz"):
         read_rollout(path)
 
 

@@ -58,7 +58,7 @@ def test_as_many_calls_as_are_allowed_generate_side_by_side_and_nothing_changes_
     for thread in (*threads, changing):
         thread.join(LIMIT)
     assert inside == [7, 7, -1]
-    with pytest.raises(EngineFailed, match="engine-0 serves nothing: they are gone"), serving.generating():
+    with pytest.raises(EngineFailed, match="engine-0 cannot generate: they are gone"), serving.generating():
         raise AssertionError("it must not come to this")
 
 

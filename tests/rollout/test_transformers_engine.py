@@ -276,7 +276,7 @@ def test_nothing_is_served_before_weights_arrive_nor_after_an_update_broke_off_u
     model = random_model(UNTIED, seed=1)
     tensors = hf_tensors(model, tmp_path / "hf")
     served = engine(UNTIED)
-    with pytest.raises(EngineFailed, match="engine-0 serves nothing: no weights have arrived yet"):
+    with pytest.raises(EngineFailed, match="engine-0 cannot generate: no weights have arrived yet"):
         served.generate(request(2))
     update([served], tensors, version=1, path=tmp_path / "w")
     before = served.generate(request(4))
@@ -286,9 +286,9 @@ def test_nothing_is_served_before_weights_arrive_nor_after_an_update_broke_off_u
     unknown = {**tensors, "value_head.weight": torch.zeros(1, 32)}
     misshapen = {**tensors, "model.norm.weight": torch.zeros(31)}
     for wrong, text in [
-        (missing, "1 of the model's .* are not sent, the first is 'model.norm.weight'"),
-        (unknown, "1 tensors are not the model's, the first is 'value_head.weight'"),
-        (misshapen, r"'model.norm.weight' is sent as \[31\], the model wants \[32\]"),
+        (missing, "the trainer does not send 1 of the model's .* such as 'model.norm.weight'"),
+        (unknown, "the model lacks 1 of the .* tensors that were sent, such as 'value_head.weight'"),
+        (misshapen, r"the trainer sends 'model.norm.weight' with shape \[31\], but the model requires \[32\]"),
     ]:
         (received,) = update([served], wrong, version=2, path=tmp_path / "w")
         assert received.bytes == 0
@@ -331,7 +331,7 @@ def test_a_version_that_is_not_above_the_current_one_is_refused_and_the_engine_g
     for version in (5, 4):
         (received,) = update([served], new, version=version, path=tmp_path / "w")
         assert received.bytes == 0
-        assert received.error == f"version {version} is not above 5, which engine-0 holds"
+        assert received.error == f"version {version} is not newer than 5, which engine-0 already has"
         assert_same_samples(served.generate(request(4)), before)
     update([served], new, version=6, path=tmp_path / "w")
     after = served.generate(request(4))
@@ -350,9 +350,9 @@ def test_sleep_frees_every_parameter_once_and_waking_asks_for_fresh_weights(tmp_
     with pytest.raises(EngineFailed, match="its weights were put to sleep"):
         served.generate(request(2))
     (received,) = update([served], tensors, version=2, path=tmp_path / "w")
-    assert received.error == "the engine's weights sleep; wake it up first"
+    assert received.error == "the engine's weights are asleep; wake it up first"
     assert served.wake_up() == size and served.wake_up() == 0
-    with pytest.raises(EngineFailed, match="have not arrived since it woke up"):
+    with pytest.raises(EngineFailed, match="no weights have arrived since it woke up"):
         served.generate(request(2))
     (received,) = update([served], tensors, version=2, path=tmp_path / "w")
     assert received.error == ""

@@ -23,9 +23,9 @@ def test_a_script_refuses_a_request_that_a_run_would_refuse() -> None:
     with scripted(PROMPT, ["one", "two"]) as script:
         messages = script.episode.messages
         messages.append(script.episode.chat(messages)["message"])
-        with pytest.raises(RuntimeError, match="nothing is asked"):
+        with pytest.raises(RuntimeError, match="nothing to answer"):
             script.episode.chat(messages)
         changed = [{"role": "user", "content": "2+4="}, messages[1], {"role": "user", "content": "and?"}]
-        with pytest.raises(RuntimeError, match=r"messages\[0\].content: got '2\+4=', and the episode has '2\+3='"):
+        with pytest.raises(RuntimeError, match=r"messages\[0\].content: got '2\+4=', but the episode has '2\+3='"):
             script.episode.chat(changed)
     assert script.asked == [["2+3="]]

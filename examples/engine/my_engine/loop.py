@@ -85,7 +85,7 @@ class LoopEngine(Engine):
     def _check(self, manifest: Manifest) -> str:
         """Why this set of weights is refused; "" where it is not."""
         if self._asleep:
-            return "the engine's weights sleep; wake it up first"
+            return "the engine's weights are asleep; wake it up first"
         wanted = {name: tuple(weight.shape) for name, weight in self._weights.items()}
         wrong = [name for name, _ in manifest.shapes.items() ^ wanted.items()]
         return f"{min(wrong)!r} is missing, unknown, or of another shape" if wrong else ""
@@ -115,7 +115,7 @@ class LoopEngine(Engine):
     def wake_up(self) -> int:
         if not self._asleep:
             return 0
-        with self._serving.dropping_weights("its weights have not arrived since it woke up"):
+        with self._serving.dropping_weights("no weights have arrived since it woke up"):
             for name, weight in self._weights.items():
                 weight.untyped_storage().resize_(self._bytes[name])
             self._asleep = False

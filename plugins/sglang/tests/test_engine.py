@@ -227,16 +227,18 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
 
     # A version that is not above changes nothing.
     received, told = push(engine, hf_tensors(random_model(TIED, seed=3), tmp_path / "three"), 5, by_collective())
-    assert received.error == "version 5 is not above 5, which engine-0 holds"
+    assert received.error == "version 5 is not newer than 5, which engine-0 already has"
     assert told == {"engine-0 rank 0": received.error}
     assert engine.generate(REQUEST).tokens.tolist() == drawn.tokens.tolist()
 
     # Nor do other tensors, but then nothing is served until a full set has come.
     wrong = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
     received, told = push(engine, wrong, 6, on_disk(tmp_path / "weights"))
-    assert received.error == f"1 of the model's {len(tensors)} tensors are not sent, the first is 'model.norm.weight'"
+    assert received.error == (
+        f"the trainer does not send 1 of the model's {len(tensors)} tensors, such as 'model.norm.weight'"
+    )
     assert told == {"engine-0 rank 0": received.error}
-    with pytest.raises(EngineFailed, match="weights version 6 did not arrive whole .*'model.norm.weight'"):
+    with pytest.raises(EngineFailed, match="the update to weights version 6 did not complete .*'model.norm.weight'"):
         engine.generate(REQUEST)
 
     # What is damaged on its way is refused where it arrives: in the server's rank.
@@ -265,10 +267,10 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
     with pytest.raises(EngineFailed, match="its weights were put to sleep"):
         engine.generate(REQUEST)
     received, _ = push(engine, tensors, 9, on_disk(tmp_path / "weights"))
-    assert received.error == "the engine's weights sleep; wake it up first"
+    assert received.error == "the engine's weights are asleep; wake it up first"
     assert engine.wake_up() == weights
     assert engine.wake_up() == 0
-    with pytest.raises(EngineFailed, match="its weights have not arrived since it woke up"):
+    with pytest.raises(EngineFailed, match="no weights have arrived since it woke up"):
         engine.generate(REQUEST)
     received, _ = push(engine, tensors, 10, on_disk(tmp_path / "weights"))
     assert received.error == ""
@@ -402,7 +404,7 @@ def test_weights_in_fp8_are_held_as_they_came_and_computed_with(start: Start, tm
 
     received, _ = push(engine, tensors, 2, on_disk(tmp_path / "weights", 2))
     first = "model.layers.0.mlp.experts.0.down_proj.weight_scale_inv"
-    assert received.error == f"30 of the model's {len(sent)} tensors are not sent, the first is {first!r}"
+    assert received.error == f"the trainer does not send 30 of the model's {len(sent)} tensors, such as {first!r}"
 
 
 def responses(drawn: Generation) -> list[list[int]]:

@@ -189,7 +189,7 @@ class SglangEngine(Engine):
     def _misfit(self, manifest: Manifest) -> str:
         """Why this manifest cannot be loaded; "" if it can. SGLang itself silently skips unknown names."""
         if WEIGHTS in self._sleeping:
-            return "the engine's weights sleep; wake it up first"
+            return "the engine's weights are asleep; wake it up first"
         return misfit(manifest.shapes, self._shapes)
 
     def _transfer(self, manifest: Manifest, version: int, address: Address) -> tuple[int, str]:
@@ -269,7 +269,7 @@ class SglangEngine(Engine):
         """Resume only the weights' memory. The first request resumes the caches', when others on the device sleep."""
         if WEIGHTS not in self._sleeping:
             return 0
-        with self._serving.dropping_weights("its weights have not arrived since it woke up"):
+        with self._serving.dropping_weights("no weights have arrived since it woke up"):
             self._resume({WEIGHTS})
         return self._bytes[WEIGHTS]
 
