@@ -52,7 +52,7 @@ def apply(data: bytes, bits: NDArray[Any]) -> None:
     blocks = list(_split(data))
     starts = range(0, len(bits), BLOCK)
     if len(blocks) != len(starts):
-        raise ValueError(f"{len(blocks)} blocks of changes to an array of {len(starts)}")
+        raise ValueError(f"got changes for {len(blocks)} blocks, but the array has {len(starts)}")
     with ThreadPoolExecutor(THREADS) as pool:
         views = (bits[start : start + BLOCK] for start in starts)
         list(pool.map(_apply, blocks, views))

@@ -106,12 +106,12 @@ def fill(chunks: Iterable[Chunk], source: TensorSource, *, what: str) -> int:
             raise ModelError(f"{what} has no tensor {chunk.name!r} of shape {list(chunk.shape)}, which the model needs")
         if tuple(shape) != tuple(chunk.shape):
             raise ModelError(
-                f"{what} holds {chunk.name!r} as {list(shape)}, the model wants {list(chunk.shape)}: "
-                "they belong to different models"
+                f"{what} has {chunk.name!r} with shape {list(shape)}, but the model needs {list(chunk.shape)}; use "
+                "weights of the same model"
             )
         values = source.read(chunk.name, chunk.offsets, chunk.sizes)
         if not values.is_floating_point() or values.element_size() < 2:
-            raise ModelError(f"{what} holds {chunk.name!r} in {values.dtype}: quantised, wanted 16 or 32 bits")
+            raise ModelError(f"{what} has {chunk.name!r} quantized as {values.dtype}, wanted 16 or 32 bits")
         chunk.view.copy_(values)
         read += values.numel() * values.element_size()
     return read

@@ -250,9 +250,9 @@ def _fault(chunks: Sequence[Chunk]) -> str:
     """What is wrong with one rank's chunks taken alone; "" if nothing."""
     for chunk in chunks:
         if tuple(chunk.view.shape) != tuple(chunk.sizes):
-            return f"{chunk.name!r} has a view of shape {list(chunk.view.shape)} for a box of {list(chunk.sizes)}"
+            return f"{chunk.name!r} has a view of shape {list(chunk.view.shape)}, but a box of {list(chunk.sizes)}"
         if not len(chunk.shape) == len(chunk.offsets) == len(chunk.sizes):
-            return f"{chunk.name!r} of shape {list(chunk.shape)} has a box of {len(chunk.sizes)} dims"
+            return f"{chunk.name!r} has shape {list(chunk.shape)}, but a box with {len(chunk.sizes)} dimensions"
     return ""
 
 
@@ -263,18 +263,18 @@ def _checked_shapes(by_rank: list[list[Row]]) -> list[tuple[str, Shape]]:
         for name, shape, _ in rows:
             if shapes.setdefault(name, shape) != shape:
                 raise ContractError(
-                    f"rank {rank} holds {name!r} as part of {list(shape)}, rank {ranks_of[name][0]} as part of "
-                    f"{list(shapes[name])}: give the shape of the whole HF tensor"
+                    f"rank {rank} declares {name!r} as part of {list(shape)}, but rank {ranks_of[name][0]} as part of "
+                    f"{list(shapes[name])}; give the shape of the whole HF tensor"
                 )
             if rank not in ranks_of.setdefault(name, []):
                 ranks_of[name].append(rank)
     wrong = holes(shapes, ((name, box) for rows in by_rank for name, _, box in rows))
     if wrong:
         name, missing = next(iter(wrong.items()))
-        fault = f"leave {missing} elements out" if missing > 0 else f"hold {-missing} elements too many"
+        fault = f"omit {missing} elements" if missing > 0 else f"have {-missing} elements too many"
         raise ContractError(
             f"the chunks of rank(s) {', '.join(map(str, ranks_of[name]))} {fault} of {name!r}, {list(shapes[name])}"
-            f"{f' (and {len(wrong) - 1} other tensors are wrong)' if len(wrong) > 1 else ''}: every element must be in "
-            "one box, others holding it mark theirs as replicas"
+            f"{f' (and {len(wrong) - 1} other tensors are wrong)' if len(wrong) > 1 else ''}; put every element in "
+            "exactly one box, and mark further copies as replicas"
         )
     return list(shapes.items())

@@ -56,8 +56,8 @@ def opened(handle: Handle, descriptors: list[int]) -> torch.Tensor:
             os.close(descriptor)  # the mapping stays valid
     if (own := device_id()) != handle["device"]:
         raise WeightUpdateError(
-            f"weights lie on the GPU {handle['device']}, and this process is on {own}: a handle is opened on the GPU "
-            "that it is of; place the engine on its rank's GPU, or take another weights.transport"
+            f"the shared weights are on GPU {handle['device']}, but this process uses {own}; place the engine on its "
+            "trainer rank's GPU, or use another weights.transport"
         )
     parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle["parts"]]
     storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *parts)

@@ -44,15 +44,15 @@ class Address:
         return merged
 
     def not_joined(self, version: int) -> str:
-        return f"did not join the update to version {version} in {self.timeout:g} s"
+        return f"did not join the update to version {version} within {self.timeout:g} s"
 
     def not_committed(self, version: int, reason: str = "") -> str:
         return f"did not commit version {version}: {reason or f'no answer within {self.timeout:g} s'}"
 
     def other_tensors(self, index: int, version: int) -> str:
         return (
-            f"{self.engines[index]} expects other tensors than the trainer sends for version {version} (their "
-            "manifests differ): give both the manifest of this update"
+            f"{self.engines[index]} expects different tensors from those the trainer sends for version {version} (the "
+            "manifests differ); give both the manifest of this update"
         )
 
 
@@ -129,6 +129,6 @@ def require_undamaged(bucket: Bucket, version: int, *, got: int, sent: int) -> N
     """Raise WeightUpdateError if the checksum of the received bucket differs from the sender's."""
     if got != sent:
         raise WeightUpdateError(
-            f"bucket {bucket.index} of version {version} was damaged on its way: checksum {got:#x}, sent with "
-            f"{sent:#x}; the update is refused"
+            f"bucket {bucket.index} of version {version} was damaged in transit: its checksum is {got:#x}, but "
+            f"{sent:#x} was sent; the update is rejected"
         )

@@ -47,7 +47,7 @@ def difference(sent: Mapping[str, int], loaded: Mapping[str, int]) -> str:
         return ""
     name, others = wrong[0], len(wrong) - 1
     more = f" (and {others} other tensor{'s' * (others > 1)})" if others else ""
-    return f"{name!r}{more}, whose bits sum to {loaded[name]:#x} there and were sent as {sent[name]:#x}"
+    return f"{name!r}{more}, whose bits sum to {loaded[name]:#x} in the engine, but to {sent[name]:#x} as sent"
 
 
 class SummingSender(WeightSender):

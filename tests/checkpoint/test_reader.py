@@ -52,7 +52,9 @@ def test_each_ranks_extra_state_is_its_own(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_refused_by_name_and_shape(tmp_path: Path) -> None:
     save(tmp_path, 1)
     source = CheckpointSource(tmp_path, "master")
-    with pytest.raises(ModelError, match=r"the checkpoint holds 'embed' as \[6, 4\], the model wants \[8, 4\]"):
+    with pytest.raises(
+        ModelError, match=r"the checkpoint has 'embed' with shape \[6, 4\], but the model needs \[8, 4\]"
+    ):
         fill([Chunk("embed", (8, 4), (0, 0), (8, 4), torch.zeros(8, 4))], source, what="the checkpoint")
 
 

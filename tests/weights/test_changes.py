@@ -96,5 +96,5 @@ def test_what_is_no_change_to_this_array_is_refused() -> None:
         apply(data[:-1], old.copy())
     with pytest.raises(IndexError):
         apply(data, old[:500].copy())
-    with pytest.raises(ValueError, match="1 blocks of changes to an array of 0"):
+    with pytest.raises(ValueError, match="got changes for 1 blocks, but the array has 0"):
         apply(data, old[:0].copy())

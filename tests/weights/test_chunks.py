@@ -65,7 +65,7 @@ def test_fill_names_a_missing_tensor_and_one_of_another_shape() -> None:
     source = Memory({"w": torch.zeros(3, 4)})
     with pytest.raises(ModelError, match=r"memory has no tensor 'v' of shape \[2\]"):
         fill([Chunk("v", (2,), (0,), (2,), torch.zeros(2))], source, what="memory")
-    with pytest.raises(ModelError, match=r"memory holds 'w' as \[3, 4\], the model wants \[3, 5\]"):
+    with pytest.raises(ModelError, match=r"memory has 'w' with shape \[3, 4\], but the model needs \[3, 5\]"):
         fill([Chunk("w", (3, 5), (0, 0), (3, 5), torch.zeros(3, 5))], source, what="memory")
 
 
@@ -85,6 +85,6 @@ def test_holes_are_elements_in_no_box_and_overlaps_and_strays_do_not_hide_them()
 def test_fill_takes_no_quantised_numbers_for_weights(dtype: torch.dtype) -> None:
     view = torch.full((2,), torch.nan)
     source = Memory({"w": torch.ones(2).to(dtype)})
-    with pytest.raises(ModelError, match=f"memory holds 'w' in {dtype}: quantised, wanted 16 or 32 bits"):
+    with pytest.raises(ModelError, match=f"memory has 'w' quantized as {dtype}, wanted 16 or 32 bits"):
         fill([Chunk("w", (2,), (0,), (2,), view)], source, what="memory")
     assert view.isnan().all()

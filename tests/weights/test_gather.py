@@ -84,11 +84,11 @@ def test_what_lies_whole_on_every_rank_is_sent_nowhere(reports: list[dict[str, A
 
 def test_wrong_chunks_are_refused_on_all_ranks_with_tensor_and_rank(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        assert "the chunks of rank(s) 0 leave 768 elements out of 'head', [64, 32]" in report["dropped"]
-        assert "the chunks of rank(s) 0, 1 hold 32 elements too many of 'norm', [32]" in report["doubled"]
-        assert "rank 1 holds 'head' as part of [24, 32], rank 0 as part of [64, 32]" in report["misshapen"]
+        assert "the chunks of rank(s) 0 omit 768 elements of 'head', [64, 32]" in report["dropped"]
+        assert "the chunks of rank(s) 0, 1 have 32 elements too many of 'norm', [32]" in report["doubled"]
+        assert "rank 1 declares 'head' as part of [24, 32], but rank 0 as part of [64, 32]" in report["misshapen"]
         assert (
-            "the chunks of rank 1 are wrong: 'head' has a view of shape [40, 32] for a box of [24, 32]"
+            "the chunks of rank 1 are wrong: 'head' has a view of shape [40, 32], but a box of [24, 32]"
             in report["wrong view"]
         )
 
@@ -130,5 +130,5 @@ def test_a_devices_memory_is_given_back_and_the_hosts_kept_for_the_next_update()
 
 
 def test_a_hole_is_refused_in_a_single_process_as_well() -> None:
-    with pytest.raises(ContractError, match="leave 2 elements out of 'w'"):
+    with pytest.raises(ContractError, match="omit 2 elements of 'w'"):
         GatherPlan.build([Chunk("w", (5,), (1,), (3,), torch.zeros(3))], None)

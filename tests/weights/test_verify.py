@@ -42,7 +42,7 @@ def test_sums_of_parts_add_up_and_a_single_bit_shows() -> None:
 def test_the_first_tensor_that_differs_is_named_and_what_is_not_told_is_not_compared() -> None:
     sent = {"a": 1, "b": 2, "c": 255, "d": 4}
     assert difference(sent, {"a": 1, "b": 2, "z": 9}) == ""
-    assert difference(sent, {"b": 2, "c": 16}) == "'c', whose bits sum to 0x10 there and were sent as 0xff"
+    assert difference(sent, {"b": 2, "c": 16}) == "'c', whose bits sum to 0x10 in the engine, but to 0xff as sent"
     assert difference(sent, {"b": 0, "c": 0, "d": 0}).startswith("'b' (and 2 other tensors), whose bits sum to 0x0 ")
 
 

@@ -194,8 +194,8 @@ class CollectiveSender(WeightSender):
                 )
             except dist.DistNetworkError as error:
                 raise WeightUpdateError(
-                    f"port {address.port}, where weights are sent from, is in use: another process took it since it "
-                    f"was chosen; start the run again ({first_line(error)})"
+                    f"port {address.port}, chosen for sending weights, is in use: another process has taken it; start "
+                    f"the run again ({first_line(error)})"
                 ) from error
         return self._store
 
@@ -232,7 +232,9 @@ class CollectiveSender(WeightSender):
         # Rank 0 may wait for the engines up to its own timeout, counted from when it begins.
         decision = _take(store, f"{version}/begin/{self._rank}", 2 * self._address.timeout)
         if decision is None:
-            raise WeightUpdateError(f"rank 0 did not begin version {version} within {2 * self._address.timeout:g} s")
+            raise WeightUpdateError(
+                f"rank 0 did not begin the update to version {version} within {2 * self._address.timeout:g} s"
+            )
         return decision["generation"], tuple(decision["members"])
 
     def _form_group(self, generation: int, members: tuple[int, ...]) -> None:
@@ -364,7 +366,7 @@ class CollectiveReceiver(WeightReceiver):
             self._buffers.extend(torch.empty(size, dtype=dtype, device=device) for _ in range(BUFFERS))
         except RuntimeError as error:
             needs = f"{BUFFERS} buckets of {size * dtype.itemsize} bytes"
-            raise WeightUpdateError(f"no memory on {device} to receive {needs}: {first_line(error)}") from error
+            raise WeightUpdateError(f"not enough memory on {device} to receive {needs}: {first_line(error)}") from error
 
     def _give_memory_back(self) -> None:
         if self._address.device != "cpu":  # others on this device need the memory

@@ -180,8 +180,8 @@ class DiskReceiver(WeightReceiver):
             raise WeightUpdateError(f"the trainer could not send version {version}: {content['error']}")
         if content["digest"] != manifest.digest:
             raise WeightUpdateError(
-                f"{directory} holds other tensors than version {version} should have (the manifests differ): "
-                "give trainer and engine the manifest of this update"
+                f"{directory} contains different tensors from those of version {version} (the manifests differ); give "
+                "trainer and engine the manifest of this update"
             )
         for bucket, sent in zip(manifest.buckets, content["checksums"], strict=True):
             flat = self.read(bucket, directory, content)
@@ -218,8 +218,8 @@ class DiskReceiver(WeightReceiver):
         while not (directory / f"for-{self._nonce}").exists():
             if time.monotonic() > deadline:
                 raise WeightUpdateError(
-                    f"{directory} was not written within {seconds:g} s: give the update more time (cluster.timeout), "
-                    f"or another weights.transport than {self._address.transport!r}"
+                    f"{directory} was not written within {seconds:g} s; raise cluster.timeout, or use a "
+                    f"weights.transport other than {self._address.transport!r}"
                 )
             time.sleep(POLL_SECONDS)
         return directory

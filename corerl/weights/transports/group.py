@@ -47,7 +47,7 @@ class BroadcastGroup:
         # In a thread, because if a member has died, neither library returns before its own timeout.
         meeting = threading.Thread(target=meet, daemon=True, name="weights: meet")
         meeting.start()
-        self._wait(lambda: not meeting.is_alive(), broken, "meet")
+        self._wait(lambda: not meeting.is_alive(), broken, "forming the group")
         if failed:
             raise failed[0]
 
@@ -75,7 +75,7 @@ class BroadcastGroup:
         """Wait for broadcasts. Raises the library's error for a lost peer; WeightUpdateError if `broken`, which is
         polled meanwhile, returns a reason, or the time is up."""
         for work in works:
-            self._wait(work.is_completed, broken, "broadcast")
+            self._wait(work.is_completed, broken, "a broadcast")
             work.wait(self._timeout)
 
     def _wait(self, done: Callable[[], bool], broken: Callable[[], str], what: str) -> None:
@@ -86,7 +86,7 @@ class BroadcastGroup:
                 if reason := broken():
                     raise WeightUpdateError(reason)
                 if waited > self._seconds:
-                    raise WeightUpdateError(f"{what}: not done within {self._seconds:g} s")
+                    raise WeightUpdateError(f"{what} did not finish within {self._seconds:g} s")
                 time.sleep(PAUSE_SECONDS)
 
     def abort(self) -> None:

@@ -135,7 +135,7 @@ class IpcSender(WeightSender):
             buffer = self._next()
         except (OSError, RuntimeError) as error:  # out of host or device memory
             for index in self._taking:
-                self._drop(index, f"the trainer has no memory to send from: {first_line(error)}")
+                self._drop(index, f"the trainer does not have enough memory to send the weights: {first_line(error)}")
             return None
         return buffer.shared.bytes[: numel * dtype.itemsize].view(dtype) if buffer is not None else None
 
@@ -233,7 +233,7 @@ class IpcSender(WeightSender):
                 self._selector.unregister(connection)
                 connection.close()
             elif self._peers[found].taking:
-                self._drop(found, "its process has ended, or given up: its end of the connection was closed")
+                self._drop(found, "closed its connection: its process ended, or it gave up on the update")
             else:  # it may reconnect
                 self._disconnect(found)
         elif message["is"] == "hello":
@@ -255,17 +255,17 @@ class IpcSender(WeightSender):
         """Handle a receiver's request to take part, or its refusal."""
         index, version = int(message["index"]), self.version
         if index not in self._mine:
-            wrong = f"receiver {index} is not of rank {self._rank}, whose receivers are {self._mine}"
+            wrong = f"receiver {index} does not belong to rank {self._rank}, whose receivers are {self._mine}"
             _send(connection, {"is": "no", "version": message["version"], "error": wrong})
             return
         if (old := self._peers.get(index)) is not None and old.connection is not connection:
             self._disconnect(index)
         peer = self._peers.setdefault(index, _Peer(connection))
         if message["version"] != version:
-            gone = f"the trainer sends version {version}, and not {message['version']}"
+            gone = f"the trainer is sending version {version}, not {message['version']}"
             self._tell(index, {"is": "no", "version": message["version"], "error": gone})
         elif not self._joining:
-            late = f"version {version} is on its way already, without this engine"
+            late = f"version {version} is already being sent without this engine"
             self._tell(index, {"is": "no", "version": version, "error": late})
         elif message["error"]:
             self._done[index] = message["error"]
@@ -299,7 +299,7 @@ class IpcSender(WeightSender):
         try:
             _send(self._peers[index].connection, message, descriptors)
         except OSError as error:
-            self._drop(index, f"its connection broke: {first_line(error)}")
+            self._drop(index, f"the connection broke: {first_line(error)}")
 
     def _drop(self, index: int, reason: str) -> None:
         """Exclude this receiver from the update. If alive, it reconnects for the next one."""
@@ -423,14 +423,14 @@ class IpcReceiver(WeightReceiver):
                 connection.close()
                 if time.monotonic() > deadline:
                     raise WeightUpdateError(
-                        f"rank {rank} of the trainer did not listen within {self._address.timeout:g} s; it must be on "
-                        "this engine's node"
+                        f"trainer rank {rank} did not start listening within {self._address.timeout:g} s; it must run "
+                        "on this engine's node"
                     ) from error
                 time.sleep(CONNECT_SECONDS)
                 continue
             if not _same_user(connection):
                 connection.close()
-                raise WeightUpdateError("a process of another user listens in the trainer's place")
+                raise WeightUpdateError("a process of another user is listening in place of the trainer")
             self._connection = connection
 
     def _expect(self, what: str, version: int, timeout: float) -> tuple[dict[str, Any], list[int]]:
@@ -453,8 +453,8 @@ class IpcReceiver(WeightReceiver):
             if message is None:
                 self.close()
                 raise WeightUpdateError(
-                    f"the trainer closed the connection while version {version} was on its way: its process has "
-                    "ended, or it has given this engine up"
+                    f"the trainer closed the connection while sending version {version}: its process ended, or it "
+                    "gave up on this engine"
                 )
             if message["version"] == version and message["is"] == "no":
                 raise WeightUpdateError(message["error"])

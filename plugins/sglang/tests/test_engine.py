@@ -254,7 +254,7 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
         return sent
 
     received, told = push(engine, tensors, 7, on_disk(tmp_path / "weights"), sent=damage(tmp_path / "weights"))
-    assert "bucket 1 of version 7 was damaged on its way" in received.error
+    assert "bucket 1 of version 7 was damaged in transit" in received.error
     assert told == {"engine-0 rank 0": received.error}
 
     # Asleep it has no memory and no weights; awake it has the weights' memory alone, until it generates.

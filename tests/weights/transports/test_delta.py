@@ -241,7 +241,7 @@ def test_a_copy_that_somebody_has_written_to_is_found_by_the_checksum(
     receivers[0]._kept[1][7] = 1.0
     model.step()
     outcome = update(sender, receivers, model.weights, 2)
-    assert "bucket 1 of version 2 was damaged on its way" in outcome.engines["a"] and outcome.engines["b"] == ""
+    assert "bucket 1 of version 2 was damaged in transit" in outcome.engines["a"] and outcome.engines["b"] == ""
     model.step()
     assert update(sender, receivers, model.weights, 3).engines == {"a": "", "b": ""}
     assert files(address, 3) == CHANGES | BUCKETS

@@ -191,7 +191,7 @@ def test_an_engine_that_dies_while_it_loads_is_known_at_once_and_its_successor_g
         assert time.monotonic() - began < 60  # and not the timeout
         assert engines == {
             "a": "",
-            "b": "its process has ended, or given up: its end of the connection was closed",
+            "b": "closed its connection: its process ended, or it gave up on the update",
         }
         assert peers[0].answer()["version"] == 1
         peers[1].close()
@@ -261,7 +261,9 @@ def test_an_engine_hears_why_the_trainer_cannot_go_on_and_takes_the_next_update(
 
     reader = Reader(receiver, FOUR, 1)
     reader.go.release(len(FOUR.buckets))
-    reason = "the trainer has no memory to send from: CUDA out of memory. Tried to allocate 1.00 GiB"
+    reason = (
+        "the trainer does not have enough memory to send the weights: CUDA out of memory. Tried to allocate 1.00 GiB"
+    )
     with monkeypatch.context() as patch:
         patch.setattr(ipc, "share", full)
         sender.begin(FOUR, 1)
@@ -334,7 +336,7 @@ def test_an_engine_that_comes_after_the_first_bucket_is_sent_away_and_takes_the_
     late = load(receivers[1], 1)
     for bucket in FOUR.buckets[1:]:
         sender.send(bucket, torch.zeros(4))
-    assert sender.commit() == {"early": "", "late": "did not join the update to version 1 in 1 s"}
+    assert sender.commit() == {"early": "", "late": "did not join the update to version 1 within 1 s"}
     early.thread.join()
 
     early = load(receivers[0], 2)
@@ -342,8 +344,8 @@ def test_an_engine_that_comes_after_the_first_bucket_is_sent_away_and_takes_the_
     early.thread.join()
     late.thread.join()
     assert late.failure in (
-        "version 1 is on its way already, without this engine",
-        "the trainer sends version 2, and not 1",
+        "version 1 is already being sent without this engine",
+        "the trainer is sending version 2, not 1",
     )
 
     readers = [load(receiver, 3) for receiver in receivers]
@@ -363,7 +365,7 @@ def push_four(sender: IpcSender, version: int) -> Mapping[str, str]:
 
 def test_memory_of_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "device_id", lambda: "GPU-1")
-    with pytest.raises(WeightUpdateError, match="weights lie on the GPU GPU-0, and this process is on GPU-1: "):
+    with pytest.raises(WeightUpdateError, match="the shared weights are on GPU GPU-0, but this process uses GPU-1; "):
         opened({"kind": "cuda", "device": "GPU-0", "parts": []}, [])
 
 
@@ -377,13 +379,13 @@ def test_a_process_of_another_user_is_neither_heard_nor_listened_to(monkeypatch:
         stranger.settimeout(0.3)
         sender.begin(FOUR, 1)
         assert stranger.recv(1) == b""  # closed
-    assert sender.commit() == {"e": "did not join the update to version 1 in 0.3 s"}
-    with pytest.raises(WeightUpdateError, match="^a process of another user listens in the trainer's place$"):
+    assert sender.commit() == {"e": "did not join the update to version 1 within 0.3 s"}
+    with pytest.raises(WeightUpdateError, match="^a process of another user is listening in place of the trainer$"):
         next(iter(receiver.buckets(FOUR, 2)))
     sender.close()
 
 
 def test_a_sender_that_is_not_there_is_named_within_the_timeout() -> None:
     receiver = open_receiver(address_of("e", senders=(3,), timeout=0.2), index=0)
-    with pytest.raises(WeightUpdateError, match="rank 3 of the trainer did not listen within 0.2 s"):
+    with pytest.raises(WeightUpdateError, match="trainer rank 3 did not start listening within 0.2 s"):
         next(iter(receiver.buckets(FOUR, 1)))

@@ -48,7 +48,7 @@ def test_two_engines_on_the_gpu_hold_what_was_sent_and_nothing_stays_allocated(a
         sender.flips = True
         for peer in peers:
             peer.order(6)
-        assert all("was damaged on its way" in error for error in push(sender, sent, 6).values())
+        assert all("was damaged in transit" in error for error in push(sender, sent, 6).values())
         sender.flips = False
         assert [peer.answer()["version"] for peer in peers] == [5, 5]
         peers[0].order(7)

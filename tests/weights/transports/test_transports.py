@@ -280,7 +280,7 @@ def test_one_bit_flipped_in_transit_is_refused_and_the_version_stays(run: Any) -
     for name, peer in zip(address.engines, peers, strict=True):
         answer = peer.answer()
         assert answer["version"] == 20 and answer["sums"] == sums_of(before)
-        assert "bucket 0 of version 21 was damaged on its way" in answer["error"]
+        assert "bucket 0 of version 21 was damaged in transit" in answer["error"]
         assert engines[name] == answer["error"]
 
 
@@ -430,7 +430,7 @@ def test_a_bit_flipped_on_the_way_from_the_second_sender_is_refused(staged: Any)
         peer.order(1, senders=SENDERS)
     told = push_from(senders, weights(1), 1)
     errors = [peer.answer()["error"] for peer in peers]
-    assert all("bucket 1 of version 1 was damaged on its way" in error for error in errors)
+    assert all("bucket 1 of version 1 was damaged in transit" in error for error in errors)
     assert told == {0: dict(zip(("a", "b"), errors, strict=True)), 2: {}}
 
 
@@ -471,7 +471,7 @@ def test_a_version_that_an_earlier_run_left_on_disk_is_not_read(tmp_path: Path) 
     push(open_sender(address), weights(1), 5)  # nobody reads it: it stays
     assert (tmp_path / "v00000005" / "manifest.json").exists()
     receiver = open_receiver(address, index=0)
-    with pytest.raises(Exception, match=r"v00000005 was not written within 0.4 s: .* \(cluster.timeout\)"):
+    with pytest.raises(Exception, match=r"v00000005 was not written within 0.4 s; raise cluster.timeout, "):
         next(iter(receiver.buckets(manifest_of(), 5)))
 
 
@@ -626,7 +626,7 @@ def test_a_store_that_cannot_be_opened_is_an_entry_for_every_engine_and_no_excep
             transport="collective", engines=("e",), host="127.0.0.1", port=taken.getsockname()[1], timeout=1.0
         )
         assert push(open_sender(address), weights(1), 1)["e"].startswith(
-            f"the collective failed: port {address.port}, where weights are sent from, is in use: "
+            f"the collective failed: port {address.port}, chosen for sending weights, is in use: "
         )
 
 
@@ -676,7 +676,7 @@ def test_a_store_takes_over_the_socket_that_holds_its_port() -> None:
             timeout=1.0,
         )
     # Somebody reached it: what is missed is an engine, and not the store.
-    assert push(open_sender(address), weights(1), 1)["e"] == "did not join the update to version 1 in 1 s"
+    assert push(open_sender(address), weights(1), 1)["e"] == "did not join the update to version 1 within 1 s"
 
 
 def test_the_in_process_sender_hands_over_every_tensor_and_reports_a_failing_load() -> None:
