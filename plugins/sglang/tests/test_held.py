@@ -184,7 +184,8 @@ def test_an_element_that_is_wrong_in_one_copy_of_several_is_told() -> None:
     assert isinstance(model, Rank)
     model.parameters["qkv"].data[model.heads, 0] += 1.0
     with pytest.raises(
-        EngineFailed, match=r"copies of 'k_proj\.weight' that differ: rank 3's bits sum to .*loads weights"
+        EngineFailed,
+        match=r"differing copies of 'k_proj\.weight': the bits sum to .* on rank 3, but to .*loads weights",
     ):
         sums(ranks, tensors)
 
@@ -290,10 +291,14 @@ def test_sums_of_blocks_and_scales_are_those_of_the_quantised_stream() -> None:
         (
             "down",
             torch.bfloat16,
-            r"'model.layers.0.mlp.down_proj.weight' comes as float8_e4m3fn and is held as bfloat16",
+            r"'model.layers.0.mlp.down_proj.weight' is sent as float8_e4m3fn, but SGLang stores it as bfloat16",
         ),
-        ("gate_up_scale_inv", torch.int32, r"gate_proj.weight_scale_inv' comes as float32 and is held as int32"),
-        ("norm", FP8, r"'model.norm.weight' comes as bfloat16 and is held as float8_e4m3fn"),
+        (
+            "gate_up_scale_inv",
+            torch.int32,
+            r"gate_proj.weight_scale_inv' is sent as float32, but SGLang stores it as int32",
+        ),
+        ("norm", FP8, r"'model.norm.weight' is sent as bfloat16, but SGLang stores it as float8_e4m3fn"),
     ],
 )
 def test_a_parameter_of_another_form_than_what_is_copied_into_it_is_refused(
@@ -308,7 +313,7 @@ def test_a_parameter_of_another_form_than_what_is_copied_into_it_is_refused(
 def test_a_model_that_passes_over_scales_is_refused() -> None:
     model = Blocks(0)
     del model.parameters["down_scale_inv"]
-    with pytest.raises(EngineFailed, match=r"down_proj.weight' is loaded and its scales are not: .*quantize='none'$"):
+    with pytest.raises(EngineFailed, match=r"down_proj.weight' is loaded, but its scales are not: .*quantize='none'$"):
         send_in_blocks([Held(model)], 1)
 
 

@@ -61,7 +61,7 @@ def test_a_row_that_was_cut_at_its_end_is_finished_and_has_its_experts(drawn: li
     assert ended.unfinished.tolist() == [False]
     assert ended.routed_experts is not None
     assert ended.routed_experts[:, 0, 0].tolist() == [1] * (2 + len(drawn)) + [-1]
-    with pytest.raises(EngineFailed, match="did not tell through which experts"):
+    with pytest.raises(EngineFailed, match="did not report which experts"):
         READER.generation(answer(drawn, "abort", expert=None), request_of(PROMPT), 3, paused=True)
 
 
@@ -73,7 +73,7 @@ def test_of_a_row_that_was_cut_as_it_was_read_no_experts_are_known(drawn: list[i
 
 
 def test_nobody_cuts_a_row_of_an_engine_that_is_not_paused() -> None:
-    with pytest.raises(EngineFailed, match=r"ended a sample of 2 tokens by \{'type': 'abort'\}$"):
+    with pytest.raises(EngineFailed, match=r"ended a sample after 2 tokens: \{'type': 'abort'\}$"):
         READER.generation(answer([4, 5], "abort"), request_of(PROMPT), 3, paused=False)
 
 
@@ -81,7 +81,7 @@ def test_a_server_that_cannot_hold_a_whole_row_is_told_by_what_is_too_small() ->
     with pytest.raises(EngineFailed) as caught:
         READER.generation(answer([4, 5, 6], "length"), request_of(PROMPT), 3, paused=False)
     assert caught.value.message == (
-        "engine-0: its server ended a sample after 3 of 8 tokens: its KV cache or its context holds no more; raise "
+        "engine-0: its server ended a sample after 3 of 8 tokens: its KV cache or context is full; raise "
         "engines.sglang.memory or server.max_total_tokens, or lower rollout.max_tokens"
     )
 
@@ -92,6 +92,6 @@ def test_a_log_prob_that_is_no_number_is_told_with_its_row() -> None:
     with pytest.raises(EngineFailed) as caught:
         READER.generation(said, request_of(PROMPT), 3, paused=False)
     assert caught.value.message == (
-        "engine-0: its server gave token 1 of 3 in row 0 of 1 (noise key 5) a log-prob that is no finite number; look "
-        "whether the weights are finite, and whether its precision holds what the model computes"
+        "engine-0: its server returned a non-finite log-prob for token 1 of 3 in row 0 of 1 (noise key 5); check "
+        "that the weights are finite, and that the engine's precision suffices for the model"
     )

@@ -26,7 +26,7 @@ def test_a_run_learns_from_a_server_of_two_ranks_and_outlives_its_death(tmp_path
         command.assert_nothing_is_left()
     assert marker.exists()
     told = " ".join(command.out.split())
-    assert "engine-0 is replaced: engine-0: its server was ended by SIGKILL; its log" in told
+    assert "engine-0 is replaced: engine-0: its server was killed by SIGKILL; its log" in told
     steps = [line for line in metrics(tmp_path / "run") if "train/loss" in line]
     assert [step["step"] for step in steps] == [0, 1]
     for step in steps:

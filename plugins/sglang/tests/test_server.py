@@ -88,11 +88,13 @@ def test_one_that_is_late_is_waited_for_and_ends_with_all_that_it_has_started(
     with pytest.raises(EngineFailed, match="engine-0: its server refused /refuse with status 400: not so"):
         server.post("/refuse")
     monkeypatch.setattr(module, "LAST_BREATH", 0.1)
-    with pytest.raises(EngineFailed, match="gave no answer to /silent .* and still runs; its log .* ends with: rank"):
+    with pytest.raises(
+        EngineFailed, match="did not answer /silent .* but is still running; its log .* ends with: rank"
+    ):
         server.post("/silent")
     server.stop()
     assert gone(rank) and not (tmp_path / "own").exists()
-    with pytest.raises(WorkerDied, match=r"engine-0: its server was ended by SIGKILL; .* \(asked for /refuse\)"):
+    with pytest.raises(WorkerDied, match=r"engine-0: its server was killed by SIGKILL; .* \(during /refuse\)"):
         server.post("/refuse")
 
 
@@ -112,10 +114,8 @@ def test_one_that_lives_and_says_nothing_is_ended_with_all_that_it_has_started(
         os.kill(server.pid, signal.SIGSTOP)
     path = {"before its answer": "/stops", "within its answer": "/stops_within"}.get(when, "/refuse")
     body = {"large": "x" * (1 << 26 if when == "while it takes the request" else 1)}  # more than sockets buffer
-    silent = (
-        r"engine-0: its server gave no sign of life for 0.5 s \(engines.sglang.health_timeout\) and was ended; its log"
-    )
-    with pytest.raises(WorkerDied, match=rf"{silent} .* ends with: rank .* \(asked for {path}\)"):
+    silent = r"engine-0: its server did not respond for 0.5 s \(engines.sglang.health_timeout\) and was killed; its log"
+    with pytest.raises(WorkerDied, match=rf"{silent} .* ends with: rank .* \(during {path}\)"):
         server.post(path, body)
     assert gone(server.pid) and gone(rank_of(tmp_path)) and not (tmp_path / "own").exists()
 
@@ -126,7 +126,7 @@ def test_one_that_dies_leaves_no_directory_whatever_was_asked_of_it(servers: lis
     (tmp_path / "logs" / "engine-0.log").unlink()
     os.kill(server.pid, signal.SIGKILL)
     with pytest.raises(
-        WorkerDied, match=r"its server was ended by SIGKILL; its log cannot be read \(.*engine-0.log'\)"
+        WorkerDied, match=r"its server was killed by SIGKILL; its log cannot be read \(.*engine-0.log'\)"
     ):
         server.post("/refuse")
     assert not (tmp_path / "own").exists()
@@ -163,7 +163,9 @@ def test_all_who_wait_for_one_that_dies_hear_of_it_with_its_last_words_though_it
         os.kill(server.pid, signal.SIGKILL)
         told = {call.result() for call in calls}
     (said,) = told
-    assert said.startswith(f"WorkerDied: engine-0: its server was ended by SIGKILL; its log {own}/log ends with: rank ")
+    assert said.startswith(
+        f"WorkerDied: engine-0: its server was killed by SIGKILL; its log {own}/log ends with: rank "
+    )
     assert not own.exists()
 
 
@@ -180,7 +182,7 @@ def test_one_that_is_stopped_under_a_request_is_told_as_gone_though_its_log_is_t
         call = threads.submit(server.post, "/slow?seconds=30")
         time.sleep(0.5)
         server.stop()
-        with pytest.raises(WorkerDied, match="its server was ended by SIGKILL; its log .* ends with: rank "):
+        with pytest.raises(WorkerDied, match="its server was killed by SIGKILL; its log .* ends with: rank "):
             call.result()
 
 
@@ -189,7 +191,7 @@ def test_one_that_ends_as_it_starts_is_told_with_its_last_words(servers: list[Se
         start(servers, tmp_path, mode="fails").wait_ready(60.0)
     log = tmp_path / "logs" / "engine-0.log"
     assert raised.value.message == (
-        f"engine-0: its server ended with status 1 as it started; its log {log} ends with:\n"
+        f"engine-0: its server exited with status 1 during startup; its log {log} ends with:\n"
         "loading the model\nout of memory: the KV cache does not fit"
     )
 
@@ -197,7 +199,7 @@ def test_one_that_ends_as_it_starts_is_told_with_its_last_words(servers: list[Se
 def test_one_that_is_never_well_is_ended_at_its_deadline(servers: list[Server], tmp_path: Path) -> None:
     server = start(servers, tmp_path, mode="never well")
     rank = rank_of(tmp_path)
-    with pytest.raises(EngineFailed, match=r"its server was not ready in 0.3 s; give it longer .*\n.*\nrank"):
+    with pytest.raises(EngineFailed, match=r"its server was not ready within 0.3 s; raise .*\n.*\nrank"):
         server.wait_ready(0.3)
     assert gone(server.pid) and gone(rank)
 

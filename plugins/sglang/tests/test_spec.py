@@ -62,9 +62,9 @@ def test_an_argument_of_the_user_passes_through_unless_it_has_another_place() ->
     assert problems(server={"chunked_prefill_size": 512}) == {}
     assert list(problems(server={"allow_auto_truncate": True})) == ["server.allow_auto_truncate"]
     assert problems(server={"tp_size": 2, "--max-running-requests": 3, "mem-fraction-static": 0.5}) == {
-        "server.tp_size": "has another place: set tensor_parallel; remove it here",
-        "server.--max-running-requests": "is no name of an argument; write 'max_running_requests'",
-        "server.mem-fraction-static": "has another place: set memory; remove it here",
+        "server.tp_size": "cannot be set here: set tensor_parallel; remove it here",
+        "server.--max-running-requests": "is not an argument name; write 'max_running_requests'",
+        "server.mem-fraction-static": "cannot be set here: set memory; remove it here",
     }
 
 
@@ -82,20 +82,20 @@ def test_the_server_has_no_expandable_segments_which_the_ranks_may_have() -> Non
 
 def test_what_does_not_divide_is_told() -> None:
     assert problems(tensor_parallel=4, data_parallel=3, expert_parallel=3) == {
-        "data_parallel": "3 does not divide tensor_parallel=4; take a divisor of 4",
-        "expert_parallel": "3 does not divide tensor_parallel=4; take a divisor of 4",
+        "data_parallel": "3 does not divide tensor_parallel=4; use a divisor of 4",
+        "expert_parallel": "3 does not divide tensor_parallel=4; use a divisor of 4",
     }
     assert problems(DENSE, tensor_parallel=8) == {
-        "tensor_parallel": "8 does not divide the model's 12 attention heads; take a divisor"
+        "tensor_parallel": "8 does not divide the model's 12 attention heads; use a divisor"
     }
     assert problems(DENSE, tensor_parallel=8, data_parallel=2) == {}
     assert list(problems(DENSE, tensor_parallel=6)) == ["tensor_parallel"]  # 4 heads of keys and values over 6
     assert problems(DENSE, tensor_parallel=12) == {}
     assert problems(DENSE, tensor_parallel=2, expert_parallel=2) == {
-        "expert_parallel": "2, and the model has no experts; set it to 1"
+        "expert_parallel": "2, but the model has no experts; set it to 1"
     }
     assert problems(EXPERTS, tensor_parallel=4, expert_parallel=4) == {
-        "expert_parallel": "4 does not divide the model's 6 experts; take a divisor"
+        "expert_parallel": "4 does not divide the model's 6 experts; use a divisor"
     }
     assert list(problems(DENSE, routed_experts=True)) == ["routed_experts"]
     assert list(problems(deterministic=True, attention_backend="flashmla")) == ["attention_backend"]
@@ -142,7 +142,7 @@ def test_what_cannot_be_served_in_fp8_is_told_before_any_server_starts() -> None
     assert list(problems_in_fp8(QWEN3, device="cpu")) == [".weights.quantize"]
     assert list(problems_in_fp8(QWEN3, train=TrainConfig(precision="float32"))) == [".train.precision"]
     assert problems_in_fp8({**QWEN3, "model_type": "llama"}) == {
-        ".weights.quantize": "'fp8' is for models of type qwen2, qwen3, qwen3_moe, got 'llama', whose scales SGLang "
+        ".weights.quantize": "'fp8' supports models of type qwen2, qwen3, qwen3_moe, got 'llama', whose scales SGLang "
         "may not read; set it to 'none'"
     }
     told = problems_in_fp8(QWEN3, server={"fp8_gemm_runner_backend": "cutlass", "moe_a2a_backend": "deepep"})
@@ -165,14 +165,14 @@ def test_a_run_hears_of_it_with_the_setting_that_is_its_own(tmp_path: Path) -> N
 
 def test_blocks_are_not_cut() -> None:
     assert problems_in_fp8({**QWEN3, "hidden_size": 1000}) == {
-        ".model.hidden_size": "matrices of 1000 rows or columns on a device, of hidden_size, are not cut into FP8's "
-        "blocks of 128; set weights.quantize='none', or leave these layers out"
+        ".model.hidden_size": "matrices with 1000 rows or columns per device, from hidden_size, do not divide into "
+        "FP8 blocks of 128; set weights.quantize='none', or leave these layers out"
     }
     narrow = {**QWEN3, "head_dim": 64}
     assert problems_in_fp8(narrow, tensor_parallel=4) == {}
     assert problems_in_fp8(narrow, tensor_parallel=8) == {
-        "tensor_parallel": "matrices of 64 rows or columns on a device, of num_key_value_heads, are not cut into FP8's "
-        "blocks of 128; split it over fewer devices"
+        "tensor_parallel": "matrices with 64 rows or columns per device, from num_key_value_heads, do not divide into "
+        "FP8 blocks of 128; split the model over fewer devices"
     }
     assert problems_in_fp8(narrow, tensor_parallel=8, data_parallel=2) == {}  # for attention over 4
     # 4 heads of keys over 8 devices: each has one, of 128.
@@ -197,12 +197,12 @@ def test_experts_are_found_in_the_fields_that_transformers_writes() -> None:
 def test_what_sglang_fuses_is_left_out_as_a_whole() -> None:
     assert problems_in_fp8(QWEN3, left_out=("o_proj", "down_proj", "layers.1.")) == {}
     assert problems_in_fp8(QWEN3, left_out=("q_proj",)) == {
-        ".weights.unquantized": "leaves out 'model.layers.0.self_attn.q_proj.weight' and not "
-        "'model.layers.0.self_attn.k_proj.weight', which SGLang holds in one parameter; leave out both or neither"
+        ".weights.unquantized": "leaves out 'model.layers.0.self_attn.q_proj.weight' but not "
+        "'model.layers.0.self_attn.k_proj.weight', which SGLang stores in the same parameter; leave out both or neither"
     }
     (told,) = problems_in_fp8(QWEN3_MOE, left_out=("experts.3.",)).values()
     experts = "model.layers.0.mlp.experts"
-    assert told.startswith(f"leaves out '{experts}.3.gate_proj.weight' and not '{experts}.0.gate_proj.weight', which")
+    assert told.startswith(f"leaves out '{experts}.3.gate_proj.weight' but not '{experts}.0.gate_proj.weight', which")
 
 
 def test_a_server_in_fp8_starts_where_its_device_has_it_and_keeps_parameters_as_they_come() -> None:
@@ -215,9 +215,9 @@ def test_a_server_in_fp8_starts_where_its_device_has_it_and_keeps_parameters_as_
     plain = {"fp8_gemm_runner_backend": "triton", "moe_runner_backend": "triton"}
     assert for_device(arguments, (10, 0)) == {**arguments, **plain}
     assert for_device({"dtype": "bfloat16"}, (8, 0)) == {"dtype": "bfloat16"}
-    with pytest.raises(ConfigError, match="8.9 or above, and this one has 8.0; set it to 'none'"):
+    with pytest.raises(ConfigError, match="8.9 or higher, but this one has 8.0; set it to 'none'"):
         for_device(arguments, (8, 0))
-    with pytest.raises(ConfigError, match="fp8_gemm_runner_backend: 'deep_gemm' holds .*; remove it, for 'triton'"):
+    with pytest.raises(ConfigError, match="fp8_gemm_runner_backend: 'deep_gemm' repacks .*; remove it to use 'triton'"):
         for_device({**arguments, "fp8_gemm_runner_backend": "deep_gemm"}, (10, 3))
     assert KERNELS.keys() <= KNOWN
     assert (FP8_BLOCK, quantization([])["weight_block_size"]) == (BLOCK, [BLOCK, BLOCK])
@@ -250,7 +250,7 @@ def test_the_probe_says_what_is_missing_and_what_is_of_another_version(monkeypat
     versions["sglang"] = "0.5.17.post1"
     (finding,) = amiss()
     assert finding.level is Level.WARNING
-    assert finding.what == "SGLang 0.5.17.post1 was made for transformers 5.12.1, and 5.17.0 is here"
+    assert finding.what == "SGLang 0.5.17.post1 requires transformers 5.12.1, but 5.17.0 is installed"
     versions |= {"sglang": "0.6.0rc1", "transformers": "5.12.1"}
     (finding,) = amiss()
     assert finding.what.startswith("SGLang 0.6.0rc1 is not supported by this engine")

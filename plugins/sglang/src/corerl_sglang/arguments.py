@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 LOADER = "corerl_sglang.loader.load"  # SGLang's notation for a function: module.function
 
 MODEL = "set [model]"
-TRAINER = "weights come from the trainer alone"
-LOCAL = "a replica stays on one machine, and no one else asks it"
-DEVICES = "the placement chooses devices, see [cluster]"
-SAMPLING = "[rollout] alone shapes what is sampled"
-TOKENS = "tokens go in and come out, and no text"
+TRAINER = "weights come only from the trainer"
+LOCAL = "a replica runs on one machine and serves only CoreRL"
+DEVICES = "CoreRL places replicas on devices; see [cluster]"
+SAMPLING = "only [rollout] controls sampling"
+TOKENS = "CoreRL exchanges only tokens with the server"
 REQUESTS = "CoreRL sends the requests"
 
 # SGLang arguments that are set elsewhere or not at all -> why.
@@ -40,12 +40,12 @@ ELSEWHERE = {
     "checkpoint_engine_wait_weights_before_ready": TRAINER,
     "delete_ckpt_after_loading": TRAINER,
     "quantization": "set weights.quantize",
-    "torchao_config": f"{TRAINER}, and it sends none that torchao quantises",
-    "modelopt_quant": f"{TRAINER}, and it sends none that ModelOpt quantises",
-    "quantize_and_serve": f"{TRAINER}, and it sends none that ModelOpt quantises",
-    "speculative_algorithm": f"{TRAINER}, and it has none for a draft model",
-    "enable_lora": f"{TRAINER}, and it has no adapters",
-    "lora_paths": f"{TRAINER}, and it has no adapters",
+    "torchao_config": f"{TRAINER}, which sends none quantized by torchao",
+    "modelopt_quant": f"{TRAINER}, which sends none quantized by ModelOpt",
+    "quantize_and_serve": f"{TRAINER}, which sends none quantized by ModelOpt",
+    "speculative_algorithm": f"{TRAINER}, which has none for a draft model",
+    "enable_lora": f"{TRAINER}, which has no adapters",
+    "lora_paths": f"{TRAINER}, which has no adapters",
     "dtype": "set train.precision",
     "device": "set cluster.device",
     "host": LOCAL,
@@ -66,17 +66,17 @@ ELSEWHERE = {
     "dp_size": "set data_parallel",
     "enable_dp_attention": "set data_parallel",
     "ep_size": "set expert_parallel",
-    "pp_size": "a replica is not divided into stages; set tensor_parallel",
+    "pp_size": "a replica is not split into pipeline stages; set tensor_parallel",
     "base_gpu_id": DEVICES,
     "gpu_id_step": DEVICES,
     "context_length": "set rollout.context_length",
     "mem_fraction_static": "set memory",
-    "enable_memory_saver": "it is on where there is a GPU, so that the engine can sleep",
-    "enable_weights_cpu_backup": "fresh weights follow whenever the engine wakes up",
+    "enable_memory_saver": "it is always on with a GPU, so that the engine can sleep",
+    "enable_weights_cpu_backup": "the trainer sends fresh weights whenever the engine wakes up",
     "attention_backend": "set attention_backend",
     "enable_deterministic_inference": "set deterministic",
     "enable_return_routed_experts": "set routed_experts",
-    "allow_auto_truncate": "a sample is drawn from the very tokens that it is trained on; lower rollout.max_tokens",
+    "allow_auto_truncate": "samples must be drawn from the same tokens they are trained on; lower rollout.max_tokens",
     "preferred_sampling_params": SAMPLING,
     "sampling_defaults": SAMPLING,
     "disaggregation_mode": REQUESTS,
@@ -93,9 +93,9 @@ def contradictions(server: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(name, what is wrong) for each argument that must not be in the user's table."""
     for name in server:
         if name.replace("-", "_") in ELSEWHERE:
-            yield name, f"has another place: {ELSEWHERE[name.replace('-', '_')]}; remove it here"
+            yield name, f"cannot be set here: {ELSEWHERE[name.replace('-', '_')]}; remove it here"
         elif not name.isidentifier():
-            yield name, f"is no name of an argument; write {name.strip('-').replace('-', '_')!r}"
+            yield name, f"is not an argument name; write {name.strip('-').replace('-', '_')!r}"
 
 
 def server_arguments(options: SglangConfig, context: EngineContext, *, model: Path) -> dict[str, Any]:

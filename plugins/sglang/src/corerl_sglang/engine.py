@@ -102,8 +102,8 @@ class SglangEngine(Engine):
         self._server.require_alive("generate")
         if request.params.routed_experts and not self._options.routed_experts:
             raise ConfigError(
-                "engines.sglang.routed_experts: false, and algorithm.routing_replay='engine' trains through the "
-                "engine's experts; set it to true"
+                "engines.sglang.routed_experts: false, but algorithm.routing_replay='engine' needs the engine's "
+                "experts; set it to true"
             )
         with self._serving.generating() as version:
             if self._serving.paused:
@@ -227,7 +227,7 @@ class SglangEngine(Engine):
         except (CorerlError, OSError) as failure:
             failed = message_of(failure)
         wrong = next((answer.error for answer in answers if answer is not None and answer.error), "")
-        silence = "a rank of its server gave no answer" if None in answers else ""
+        silence = "a rank of its server did not answer" if None in answers else ""
         return answers, failed or wrong or silence
 
     def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
@@ -236,7 +236,7 @@ class SglangEngine(Engine):
         answers, failed = self._ask_ranks(Question())
         self._server.require_alive("weight_sums")
         if failed:
-            raise EngineFailed(f"{self._context.name} cannot tell what it holds: {failed}")
+            raise EngineFailed(f"{self._context.name} cannot report its weights: {failed}")
         ranks = [answer.sums for answer in answers if answer is not None]
         return whole_sums(self._context.name, self._shapes, ranks) or None
 

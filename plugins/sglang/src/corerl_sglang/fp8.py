@@ -53,7 +53,7 @@ def for_device(arguments: Mapping[str, Any], capability: tuple[int, int]) -> dic
     if capability < OLDEST:
         has, wanted = (".".join(map(str, each)) for each in (capability, OLDEST))
         raise ConfigError(
-            f"weights.quantize: 'fp8' wants a device of compute capability {wanted} or above, and this one has {has}; "
+            f"weights.quantize: 'fp8' needs a device of compute capability {wanted} or higher, but this one has {has}; "
             "set it to 'none'"
         )
     if capability < PACKING:
@@ -61,8 +61,8 @@ def for_device(arguments: Mapping[str, Any], capability: tuple[int, int]) -> dic
     for name, kernels in PLAIN.items():
         if arguments.get(name, "auto") not in ("auto", kernels):
             raise ConfigError(
-                f"engines.sglang.server.{name}: {arguments[name]!r} holds weights in a form of its own on this device, "
-                f"into which no update can be copied; remove it, for {kernels!r}"
+                f"engines.sglang.server.{name}: {arguments[name]!r} repacks weights on this device, so updates "
+                f"cannot be copied into them; remove it to use {kernels!r}"
             )
     return {**arguments, **PLAIN}
 
@@ -70,18 +70,18 @@ def for_device(arguments: Mapping[str, Any], capability: tuple[int, int]) -> dic
 def problems(config: SglangConfig, cluster: ClusterInfo) -> Iterator[Problem]:
     """Problems of serving FP8 weights with these options."""
     if cluster.device != "cuda":
-        yield Problem(".weights.quantize", "'fp8' wants a GPU; set it to 'none'")
+        yield Problem(".weights.quantize", "'fp8' needs a GPU; set it to 'none'")
     if cluster.train is not None and cluster.train.precision == "float32":
         yield Problem(
             ".train.precision",
-            "'float32', and with weights.quantize='fp8' activations have 16 bits or 8; set it to 'bfloat16'",
+            "'float32', but with weights.quantize='fp8' activations have 16 or 8 bits; set it to 'bfloat16'",
         )
     for name, kernels in KERNELS.items():
         if config.server.get(name, kernels[0]) not in kernels:
             yield Problem(
                 f"server.{name}",
-                f"{config.server[name]!r} may hold weights in a form of its own, into which no update in FP8 can be "
-                f"copied; choose one of {', '.join(kernels)}",
+                f"{config.server[name]!r} may repack weights, so FP8 updates cannot be copied into them; "
+                f"choose one of {', '.join(kernels)}",
             )
     model = cluster.model
     if not model:
@@ -89,7 +89,7 @@ def problems(config: SglangConfig, cluster: ClusterInfo) -> Iterator[Problem]:
     if model.get("model_type") not in MODELS:
         yield Problem(
             ".weights.quantize",
-            f"'fp8' is for models of type {', '.join(MODELS)}, got {model.get('model_type')!r}, whose scales SGLang "
+            f"'fp8' supports models of type {', '.join(MODELS)}, got {model.get('model_type')!r}, whose scales SGLang "
             "may not read; set it to 'none'",
         )
         return
@@ -101,8 +101,8 @@ def problems(config: SglangConfig, cluster: ClusterInfo) -> Iterator[Problem]:
             other = next(name for name in layer.names if name not in kept)
             yield Problem(
                 ".weights.unquantized",
-                f"leaves out {kept[0]!r} and not {other!r}, which SGLang holds in one parameter; leave out both or "
-                "neither",
+                f"leaves out {kept[0]!r} but not {other!r}, which SGLang stores in the same parameter; leave out both "
+                "or neither",
             )
             return
         if not kept:
@@ -157,9 +157,9 @@ def _cut_blocks(config: SglangConfig, model: Mapping[str, Any], quantized: Set[s
         if whole % BLOCK:
             path, mend = f".model.{setting}", "set weights.quantize='none', or leave these layers out"
         else:
-            path, mend = "tensor_parallel", "split it over fewer devices"
+            path, mend = "tensor_parallel", "split the model over fewer devices"
         yield Problem(
             path,
-            f"matrices of {part} rows or columns on a device, of {setting}, are not cut into FP8's blocks of {BLOCK}; "
-            f"{mend}",
+            f"matrices with {part} rows or columns per device, from {setting}, do not divide into FP8 blocks of "
+            f"{BLOCK}; {mend}",
         )

@@ -177,8 +177,8 @@ def whole_sums(
             for each in told.get(name, ()):
                 if parts.setdefault(each.source, each.bits) != each.bits:
                     raise EngineFailed(
-                        f"{engine} holds copies of {name!r} that differ: rank {rank}'s bits sum to {each.bits:#x}, and "
-                        f"others' to {parts[each.source]:#x}; it loads weights wrongly"
+                        f"{engine} has differing copies of {name!r}: the bits sum to {each.bits:#x} on rank {rank}, "
+                        f"but to {parts[each.source]:#x} on another; the engine loads weights incorrectly"
                     )
         if parts and sum(part.numel for part in parts) == math.prod(shape):
             sums[name] = (sum(parts.values()) + 2**63) % 2**64 - 2**63
@@ -194,13 +194,13 @@ def _require_form(parts: Mapping[str, Sequence[Part]], tensors: Mapping[str, tor
             # Others, such as norms, may be held in another precision.
             if held != part.dtype and (FP8 in (held, part.dtype) or name.endswith(SCALE)):
                 raise EngineFailed(
-                    f"{name!r} comes as {_word(part.dtype)} and is held as {_word(held)}; either the server does not "
-                    "quantise this layer, then name it in weights.unquantized, or its kernels want a form of their "
-                    "own, then choose others (engines.sglang.server.fp8_gemm_runner_backend)"
+                    f"{name!r} is sent as {_word(part.dtype)}, but SGLang stores it as {_word(held)}; if the server "
+                    "does not quantize this layer, add it to weights.unquantized; if its kernels repack weights, "
+                    "choose others (engines.sglang.server.fp8_gemm_runner_backend)"
                 )
         if found and name + SCALE in parts and not parts[name + SCALE]:
             raise EngineFailed(
-                f"{name!r} is loaded and its scales are not: SGLang does not read them for this kind of model; set "
+                f"{name!r} is loaded, but its scales are not: SGLang does not read them for this kind of model; set "
                 "weights.quantize='none'"
             )
 
@@ -217,8 +217,8 @@ def _keys_as_they_are(model: Model) -> None:
                 continue
             if told != 1.0:
                 raise EngineFailed(
-                    f"SGLang multiplies keys and values by {told}, wanted 1.0: it draws scales at random as it starts, "
-                    "which the versions that CoreRL knows then pass over; set weights.quantize='none'"
+                    f"SGLang multiplies keys and values by {told}, wanted 1.0: it initializes these scales at "
+                    "random, and the versions that CoreRL knows then ignore them; set weights.quantize='none'"
                 )
             getattr(module, name).data.fill_(told)
 

@@ -20,7 +20,7 @@ def probe() -> Iterator[Finding]:
         "sglang",
         oldest=OLDEST,
         end=END,
-        why="it asks the server, and takes weights inside of it, as those versions do it",
+        why="it relies on how those versions answer requests and load weights",
         mend=MEND,
         plugin="engine",
     )
@@ -36,7 +36,7 @@ def probe() -> Iterator[Finding]:
         if there.partition("+")[0] != wanted:
             yield Finding(
                 level=Level.WARNING,
-                what=f"SGLang {installed} was made for {package} {wanted}, and {there} is here",
+                what=f"SGLang {installed} requires {package} {wanted}, but {there} is installed",
                 why="its server may not start",
                 mend=f"python -m pip install '{package}=={wanted}'",
             )
@@ -44,7 +44,7 @@ def probe() -> Iterator[Finding]:
         yield Finding(
             level=Level.WARNING,
             what="torch sees no CUDA device",
-            why="a server starts where there is one; elsewhere it is slow, where it runs at all",
+            why="without a GPU a server is slow, if it runs at all",
             mend="run it on a machine with a GPU, or choose rollout.engine='transformers'",
         )
 

@@ -70,7 +70,7 @@ class Reader:
             samples = read_samples(answer)
         except msgspec.DecodeError as error:
             raise EngineFailed(
-                f"{self.engine}: its server's answer to /generate cannot be read: {error}; take SGLang 0.5.15 or later"
+                f"{self.engine}: cannot read its server's answer to /generate: {error}; use SGLang 0.5.15 or later"
             ) from error
         tokens, logprobs, routed = [], [], []
         rows = zip(request.by_row(), request.left, samples, strict=True)
@@ -78,9 +78,9 @@ class Reader:
             drawn, told = self._row(sample, request.params, int(left), version, paused=paused)
             if (unknown := np.flatnonzero(np.isnan(told))).size:
                 raise EngineFailed(
-                    f"{self.engine}: its server gave token {unknown[0]} of {len(told)} in row {row} of {len(samples)} "
-                    f"(noise key {request.noise_keys[row]}) a log-prob that is no finite number; look whether the "
-                    "weights are finite, and whether its precision holds what the model computes"
+                    f"{self.engine}: its server returned a non-finite log-prob for token {unknown[0]} of {len(told)} "
+                    f"in row {row} of {len(samples)} (noise key {request.noise_keys[row]}); check that the weights are "
+                    "finite, and that the engine's precision suffices for the model"
                 )
             tokens.append(drawn)
             logprobs.append(told)
@@ -115,20 +115,20 @@ class Reader:
         ended = bool(tokens) and (reason["type"] == "length" or (reason["type"] == "stop" and stopped))
         if not (cut or ended):
             failure = Cut if reason["type"] == "abort" else EngineFailed
-            raise failure(f"{self.engine}: its server ended a sample of {len(tokens)} tokens by {reason}")
+            raise failure(f"{self.engine}: its server ended a sample after {len(tokens)} tokens: {reason}")
         if not cut and not stopped and len(tokens) < left:
             raise EngineFailed(
-                f"{self.engine}: its server ended a sample after {len(tokens)} of {left} tokens: its KV cache or its "
-                "context holds no more; raise engines.sglang.memory or server.max_total_tokens, or lower "
+                f"{self.engine}: its server ended a sample after {len(tokens)} of {left} tokens: its KV cache or "
+                "context is full; raise engines.sglang.memory or server.max_total_tokens, or lower "
                 "rollout.max_tokens"
             )
         if told.weight_version != str(version):
             raise EngineFailed(
-                f"{self.engine}: its server drew from weights {told.weight_version!r}, wanted {version}; someone else "
-                "has changed them"
+                f"{self.engine}: its server sampled from weights {told.weight_version!r}, wanted {version}; something "
+                "other than CoreRL has changed them"
             )
         if [token.id for token in told.output_token_logprobs] != tokens:
-            raise EngineFailed(f"{self.engine}: its server gave log-probs of other tokens than it drew")
+            raise EngineFailed(f"{self.engine}: its server returned log-probs of other tokens than it sampled")
         logprobs = [token.logprob for token in told.output_token_logprobs]
         return np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32)
 
@@ -139,7 +139,7 @@ class Reader:
         if goes_on and (told is None or not sample.output_ids):
             return self.experts.unknown(length)
         if told is None:
-            raise EngineFailed(f"{self.engine}: its server did not tell through which experts tokens went")
+            raise EngineFailed(f"{self.engine}: its server did not report which experts the tokens went through")
         return self.experts.read(told, length)
 
 

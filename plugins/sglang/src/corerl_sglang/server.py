@@ -86,7 +86,7 @@ class Server:
         deadline = time.monotonic() + timeout
         while True:
             if self._process.poll() is not None:
-                failed = EngineFailed(f"{self._name}: its server {self._ended()} as it started; {self._last_lines()}")
+                failed = EngineFailed(f"{self._name}: its server {self._ended()} during startup; {self._last_lines()}")
                 self.stop()
                 raise failed
             with contextlib.suppress(OSError, HTTPException):  # not listening yet
@@ -94,8 +94,8 @@ class Server:
                     return
             if time.monotonic() > deadline:
                 late = EngineFailed(
-                    f"{self._name}: its server was not ready in {timeout:g} s; give it longer by "
-                    f"engines.sglang.start_timeout, or see what holds it; {self._last_lines()}"
+                    f"{self._name}: its server was not ready within {timeout:g} s; raise "
+                    f"engines.sglang.start_timeout, or find out what delays it; {self._last_lines()}"
                 )
                 self.stop()
                 raise late
@@ -149,15 +149,15 @@ class Server:
         except TimeoutError as silent:
             if self.alive:
                 limit = f"{self._health_timeout:g} s (engines.sglang.health_timeout)"
-                self._end(f"gave no sign of life for {limit} and was ended")
+                self._end(f"did not respond for {limit} and was killed")
             raise self._died(path) from silent
         except (OSError, HTTPException) as error:
             try:
                 self._process.wait(LAST_BREATH)
             except subprocess.TimeoutExpired:
                 raise EngineFailed(
-                    f"{self._name}: its server gave no answer to {path} ({type(error).__name__}: {error}) and still "
-                    f"runs; {self._last_lines(1)}"
+                    f"{self._name}: its server did not answer {path} ({type(error).__name__}: {error}), but is still "
+                    f"running; {self._last_lines(1)}"
                 ) from error
             raise self._died(path) from error
         if status != 200:
@@ -207,15 +207,15 @@ class Server:
 
     def _died(self, during: str) -> WorkerDied:
         what, details = self._end()
-        died = WorkerDied(f"{self._name}: its server {what} (asked for {during})")
+        died = WorkerDied(f"{self._name}: its server {what} (during {during})")
         died.details = details
         return died
 
     def _ended(self) -> str:
         code = self._process.poll()
         if code is not None and code < 0:
-            return f"was ended by {signal.Signals(-code).name}"
-        return f"ended with status {code}"
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"exited with status {code}"
 
     def _last_lines(self, count: int = LAST_LINES) -> str:
         try:

@@ -38,12 +38,12 @@ def check(config: SglangConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     tp = config.tensor_parallel
     for setting in ("data_parallel", "expert_parallel"):
         if tp % (parts := getattr(config, setting)):
-            yield Problem(setting, f"{parts} does not divide tensor_parallel={tp}; take a divisor of {tp}")
+            yield Problem(setting, f"{parts} does not divide tensor_parallel={tp}; use a divisor of {tp}")
     if config.deterministic and config.attention_backend not in ("", *DETERMINISTIC_ATTENTION):
         yield Problem(
             "attention_backend",
-            f"{config.attention_backend!r} depends on the batch, and deterministic=true wants one that does not: "
-            f"{', '.join(DETERMINISTIC_ATTENTION)}",
+            f"{config.attention_backend!r} depends on the batch, but deterministic=true needs one that does not; use "
+            f"one of {', '.join(DETERMINISTIC_ATTENTION)}",
         )
     for name, text in contradictions(config.server):
         yield Problem(f"server.{name}", text)
@@ -62,25 +62,25 @@ def misfits(config: SglangConfig, model: Mapping[str, Any]) -> Iterator[Problem]
     """Problems of dividing the model as configured."""
     experts = max(1, experts_of(model))
     if experts == 1 and config.expert_parallel > 1:
-        yield Problem("expert_parallel", f"{config.expert_parallel}, and the model has no experts; set it to 1")
+        yield Problem("expert_parallel", f"{config.expert_parallel}, but the model has no experts; set it to 1")
     elif experts % config.expert_parallel:
         yield Problem(
             "expert_parallel",
-            f"{config.expert_parallel} does not divide the model's {experts} experts; take a divisor",
+            f"{config.expert_parallel} does not divide the model's {experts} experts; use a divisor",
         )
     if experts == 1 and config.routed_experts:
-        yield Problem("routed_experts", "true, and the model has no experts; set it to false")
+        yield Problem("routed_experts", "true, but the model has no experts; set it to false")
     if config.tensor_parallel % config.data_parallel:
         return
     parts = config.tensor_parallel // config.data_parallel  # that one attention is split over
     heads: int = model.get("num_attention_heads") or 0
     if heads and heads % parts:
-        yield Problem("tensor_parallel", f"{parts} does not divide the model's {heads} attention heads; take a divisor")
+        yield Problem("tensor_parallel", f"{parts} does not divide the model's {heads} attention heads; use a divisor")
     kv: int = model.get("num_key_value_heads") or heads
     if heads and not heads % parts and kv % parts and parts % kv:
         yield Problem(
             "tensor_parallel",
-            f"the model's {kv} heads of keys and values neither divide by {parts} nor divide it; take a divisor",
+            f"{parts} neither divides the model's {kv} key-value heads nor is a multiple of them; use a divisor",
         )
 
 
