@@ -214,7 +214,7 @@ def test_an_overflow_is_skipped_on_all_ranks_halves_the_scale_and_is_remembered_
 def test_ranks_that_do_not_make_whole_groups_are_refused() -> None:
     (problem,) = check(FsdpConfig(shard_size=4), ClusterInfo(device="cpu", ranks=6))
     assert problem == Problem(
-        "shard_size", "6 ranks do not make whole groups of 4; take a divisor of 6, or 0 for all ranks"
+        "shard_size", "4 does not divide the role's 6 ranks; use a divisor of 6, or 0 for all ranks"
     )
     for size in (0, 1, 2, 3, 6):
         assert list(check(FsdpConfig(shard_size=size), ClusterInfo(device="cpu", ranks=6))) == []

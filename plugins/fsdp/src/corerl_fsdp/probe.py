@@ -21,23 +21,23 @@ def probe() -> Iterator[Finding]:
         yield Finding(
             level=Level.ERROR,
             what=f"torch {torch.__version__} is older than {_dotted(OLDEST)}",
-            why="its fully_shard lacks what this backend calls",
+            why="its fully_shard lacks features that this backend needs",
             mend=f"python -m pip install 'torch>={_dotted(OLDEST)}'",
         )
     elif installed > TESTED:
         yield Finding(
             level=Level.WARNING,
-            what=f"torch {torch.__version__} is newer than {_dotted(TESTED)}, the newest that was tested",
-            why="what this backend calls of fully_shard may have changed",
+            what=f"torch {torch.__version__} is newer than {_dotted(TESTED)}, the newest tested version",
+            why="features of fully_shard that this backend needs may have changed",
             mend="python -m pip install --upgrade corerl-fsdp",
         )
     else:
-        yield ok(f"torch {torch.__version__} is one that FSDP runs with")
+        yield ok(f"torch {torch.__version__} works with FSDP")
     if not dist.is_available():
         yield Finding(
             level=Level.ERROR,
             what=f"torch {torch.__version__} was built without torch.distributed",
-            why="ranks cannot meet without it, not even a single one",
+            why="ranks, even a single one, cannot start without it",
             mend=REINSTALL_TORCH,
         )
         return
@@ -45,13 +45,13 @@ def probe() -> Iterator[Finding]:
         yield Finding(
             level=Level.ERROR,
             what="torch.distributed has no gloo",
-            why="ranks on CPUs, and the CPU side of those on GPUs, talk through it",
+            why="ranks on CPUs, and the CPU side of ranks on GPUs, communicate through it",
             mend=REINSTALL_TORCH,
         )
     yield from nccl(gpus=torch.cuda.is_available(), available=dist.is_nccl_available())
     there = {"gloo": dist.is_gloo_available(), "NCCL": dist.is_nccl_available()}
     names = " and ".join(name for name, available in there.items() if available)
-    yield ok(f"torch.distributed has {names or 'no backend that ranks could meet through'}")
+    yield ok(f"torch.distributed has {names or 'no backend for ranks to communicate through'}")
 
 
 def _dotted(version: tuple[int, ...]) -> str:

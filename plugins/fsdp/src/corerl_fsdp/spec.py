@@ -15,7 +15,7 @@ def check(config: FsdpConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     if size and ranks % size:
         yield Problem(
             "shard_size",
-            f"{ranks} ranks do not make whole groups of {size}; take a divisor of {ranks}, or 0 for all ranks",
+            f"{size} does not divide the role's {ranks} ranks; use a divisor of {ranks}, or 0 for all ranks",
         )
 
 
