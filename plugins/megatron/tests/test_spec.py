@@ -53,10 +53,10 @@ def test_a_layout_that_divides_is_let_through(ranks: int, model: dict[str, Any],
             3,
             QWEN3,
             {"tensor_parallel": 2},
-            "tensor_parallel: 2, with pipeline_parallel=1 and context_parallel=1, takes 2",
+            "tensor_parallel: 2, with pipeline_parallel=1 and context_parallel=1, needs 2",
         ),
         (4, MOE, {"expert_parallel": 3}, "expert_parallel: 3, with expert_tensor_parallel=1 and pipeline_parallel=1"),
-        (1, QWEN3, {"virtual_pipeline": 2}, "virtual_pipeline: 2, and there is one stage to interleave"),
+        (1, QWEN3, {"virtual_pipeline": 2}, "virtual_pipeline: 2, but there is only one stage to interleave"),
         (4, QWEN3, {"tensor_parallel": 4}, "tensor_parallel: 4 does not divide the model's 2 key-value heads"),
         (3, QWEN3, {"pipeline_parallel": 3}, "pipeline_parallel: 3 does not divide the model's 4 layers"),
         (
@@ -65,29 +65,29 @@ def test_a_layout_that_divides_is_let_through(ranks: int, model: dict[str, Any],
             {"pipeline_parallel": 4, "virtual_pipeline": 2},
             "pipeline_parallel: 4 x virtual_pipeline=2 does not divide the model's 4 layers",
         ),
-        (2, QWEN3, {"expert_parallel": 2}, "expert_parallel: 2, and the model has no experts"),
+        (2, QWEN3, {"expert_parallel": 2}, "expert_parallel: 2, but the model has no experts"),
         (
             2,
             QWEN3,
             {"expert_tensor_parallel": 2},
-            "expert_tensor_parallel: 2, and the model has no experts; set it to 0",
+            "expert_tensor_parallel: 2, but the model has no experts; set it to 0",
         ),
-        (1, QWEN3, {"aux_loss_coef": 0.1}, "aux_loss_coef: 0.1, and the model has no experts"),
+        (1, QWEN3, {"aux_loss_coef": 0.1}, "aux_loss_coef: 0.1, but the model has no experts"),
         (
             128,
             {**MOE, "num_key_value_heads": 64, "num_attention_heads": 64},
             {"expert_tensor_parallel": 64, "sequence_parallel": True, "tensor_parallel": 32},
             "expert_tensor_parallel: 64 does not divide the model's 32 columns of an expert",
         ),
-        (2, MOE, {"tensor_parallel": 2}, "sequence_parallel: false, and experts with tensor_parallel=2"),
-        (1, QWEN3, {"sequence_parallel": True}, "sequence_parallel: true, and tensor_parallel is 1"),
+        (2, MOE, {"tensor_parallel": 2}, "sequence_parallel: false, but experts with tensor_parallel=2"),
+        (1, QWEN3, {"sequence_parallel": True}, "sequence_parallel: true, but tensor_parallel is 1"),
         (1, QWEN3, {"overlap_param_gather": True}, "overlap_param_gather: true, which needs distributed_optimizer"),
         (1, QWEN3, {"fp8": "hybrid"}, "fp8: 'hybrid' needs TransformerEngine, which needs a GPU"),
         (
             2,
             {**QWEN3, "intermediate_size": 208},
             {"fp8": "e4m3", "tensor_parallel": 2},
-            "fp8: 'e4m3', and a rank multiplies matrices of 104 columns of the MLP; TransformerEngine wants",
+            "fp8: 'e4m3', but a rank multiplies matrices of width 104 (columns of the MLP); TransformerEngine needs",
         ),
         (1, QWEN3, {"transformer": "transformer_engine"}, "transformer: 'transformer_engine' needs TransformerEngine"),
     ],
@@ -111,7 +111,7 @@ def test_layers_are_recomputed_in_groups_that_divide_a_stages() -> None:
 def test_transformer_engine_is_not_to_divide_contexts_in_float32() -> None:
     options = {"context_parallel": 2, "transformer": "transformer_engine"}
     (said,) = told(2, QWEN3, "cuda", **options)  # float32
-    assert said.startswith("transformer: 'transformer_engine', and TransformerEngine has no attention for context_par")
+    assert said.startswith("transformer: 'transformer_engine', but TransformerEngine has no attention for context_par")
     assert told(2, QWEN3, "cuda", train=evolve(TRAIN, precision="bfloat16"), **options) == []
     assert told(2, QWEN3, "cuda", **{**options, "transformer": "auto"}) == []
 
@@ -142,13 +142,16 @@ def test_transformer_engine_is_taken_where_it_is_there_and_asked_for_in_one_line
     [
         (
             {"model_type": "gemma3"},
-            "model_type 'gemma3' is none that this backend knows: llama, qwen2, qwen3, qwen3_moe",
+            "model_type 'gemma3' is not supported by this backend, only llama, qwen2, qwen3, qwen3_moe",
         ),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-            "rope_type 'yarn' is none that this backend knows",
+            "rope_type 'yarn' is not supported by this backend",
         ),
-        ({"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "rope low_freq_factor=2.0 is fixed at 1.0"),
+        (
+            {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}},
+            "rope low_freq_factor=2.0 is not supported by megatron-core, only 1.0",
+        ),
         ({"attention_bias": True}, "attention_bias of a qwen3 model is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window of a qwen3 model is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),

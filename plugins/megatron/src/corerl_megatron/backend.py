@@ -54,7 +54,7 @@ class MegatronBackend(Backend):
         if reason := unsupported_by(fields):
             raise ModelError(reason)
         if config.train.precision == "float16":
-            raise Unsupported("float16 wants a loss scale, which this backend does not keep; take bfloat16")
+            raise Unsupported("float16 needs a loss scale, which this backend does not have; use bfloat16")
         model = architecture(fields, value_head=config.value_head)
         with calling_megatron(self.device):
             self.groups = make_groups(config.options, timeout=config.timeout, device=self.device)

@@ -172,7 +172,7 @@ def _rule(module: PackedModel, name: str, groups: Groups) -> tuple[Rule, tuple[s
         first = module.config.num_moe_experts // groups.expert_ranks * groups.expert_rank if local else 0
         expert = "" if local is None else str(first + int(local))
         return rule, tuple(f"model.layers.{layer}.{hf.format(expert=expert)}" for hf in rule.hf), local is not None
-    raise ModelError(f"megatron-core holds a parameter {name!r}, for which this backend has no Hugging Face name")
+    raise ModelError(f"this backend knows no Hugging Face name for megatron-core's parameter {name!r}")
 
 
 def _pieces(

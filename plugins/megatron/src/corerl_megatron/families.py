@@ -22,25 +22,29 @@ def unsupported_by(hf: Mapping[str, Any]) -> str:
     """Why this model (the fields of its Hugging Face config) cannot be trained here; "" if it can."""
     family = hf.get("model_type")
     if family not in FAMILIES:
-        return f"model_type {family!r} is none that this backend knows: {', '.join(FAMILIES)}; take another backend"
+        return (
+            f"model_type {family!r} is not supported by this backend, only {', '.join(FAMILIES)}; use another backend"
+        )
     for field in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if hf.get(field):
-            return f"{field} of a {family} model is not supported by this backend; take another one"
+            return f"{field} of a {family} model is not supported by this backend; use another one"
     if hf.get("hidden_act", "silu") != "silu":
-        return f"hidden_act={hf['hidden_act']!r} is not supported by this backend, which knows silu; take another one"
+        return f"hidden_act={hf['hidden_act']!r} is not supported by this backend, only silu; use another one"
     rope = _rope(hf)
     kind = rope.get("rope_type", "default")
     if kind not in ROPES:
-        return f"rope_type {kind!r} is none that this backend knows: {', '.join(ROPES)}; take another backend"
+        return f"rope_type {kind!r} is not supported by this backend, only {', '.join(ROPES)}; use another backend"
     if kind == "llama3":
         for field, fixed in LLAMA3.items():
             if rope[field] != fixed:
-                return f"rope {field}={rope[field]} is fixed at {fixed} in megatron-core; take another backend"
+                return (
+                    f"rope {field}={rope[field]} is not supported by megatron-core, only {fixed}; use another backend"
+                )
     if experts_of(hf) and hf["num_experts_per_tok"] == 1 and hf["norm_topk_prob"]:
         # transformers gives that expert the weight 1; megatron-core refuses a softmax over one.
         return (
             "norm_topk_prob=true with num_experts_per_tok=1, which leaves the router no gradient, is not supported by "
-            "this backend; set norm_topk_prob to false, or take another backend"
+            "this backend; set norm_topk_prob to false, or use another backend"
         )
     return ""
 

@@ -78,7 +78,7 @@ def uses_transformer_engine(options: MegatronConfig, precision: str, device: tor
     for name in (name for name, wanted in asked.items() if wanted and not installed):
         raise PluginError(
             f"backends.megatron.{name}={getattr(options, name)!r} needs TransformerEngine, which is not installed in "
-            f"{sys.prefix}; remove the setting, or install it: corerl doctor megatron tells how"
+            f"{sys.prefix}; remove the setting, or install TransformerEngine as `corerl doctor megatron` says"
         )
     able = installed and device.type == "cuda" and not too_precise(options, precision)
     return any(asked.values()) or (options.transformer == "auto" and able)

@@ -27,14 +27,14 @@ def probe() -> Iterator[Finding]:
         mend=MEND,
     )
     if not torch.cuda.is_available():
-        yield ok("no GPU: layers are plain torch, and ranks talk through gloo")
+        yield ok("no GPU: layers are plain torch, and ranks communicate through gloo")
         return
     yield from nccl(gpus=True, available=dist.is_nccl_available())
     if importlib.util.find_spec("transformer_engine") is None:
         yield Finding(
             level=Level.WARNING,
             what="TransformerEngine is not installed",
-            why="layers are plain torch: slower, without FP8, and attention over context-parallel ranks in whole",
+            why="layers are plain torch: slower, without FP8, and context-parallel ranks gather all keys and values",
             mend="python -m pip install --no-build-isolation 'transformer_engine[pytorch,core_cu13]', or core_cu12",
         )
         return
@@ -43,8 +43,8 @@ def probe() -> Iterator[Finding]:
     except Exception as error:  # another torch's ABI, a missing library: its loader may raise anything
         yield Finding(
             level=Level.ERROR,
-            what=f"TransformerEngine is installed and does not load: {' '.join(str(error).split())}",
-            why="its compiled part belongs to one version of torch",
+            what=f"TransformerEngine is installed but does not load: {' '.join(str(error).split())}",
+            why="its compiled part works with only one version of torch",
             mend="python -m pip install --no-build-isolation --force-reinstall 'transformer_engine[pytorch]'",
         )
     else:

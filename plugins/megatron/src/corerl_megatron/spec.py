@@ -61,28 +61,28 @@ def _layout(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]:
     if ranks % model_ranks(config):
         yield Problem(
             "tensor_parallel",
-            f"{tp}, with pipeline_parallel={pp} and context_parallel={cp}, takes {tp * pp * cp} ranks for one copy of "
+            f"{tp}, with pipeline_parallel={pp} and context_parallel={cp}, needs {tp * pp * cp} ranks for one copy of "
             f"the model, which does not divide the role's {ranks} ranks; change one of them",
         )
     if (config.expert_parallel > 1 or experts_of(cluster.model)) and ranks % expert_ranks(config):
         etp = config.expert_tensor_parallel or tp
         yield Problem(
             "expert_parallel",
-            f"{config.expert_parallel}, with expert_tensor_parallel={etp} and pipeline_parallel={pp}, takes "
+            f"{config.expert_parallel}, with expert_tensor_parallel={etp} and pipeline_parallel={pp}, needs "
             f"{expert_ranks(config)} ranks for one copy of the experts, which does not divide the role's {ranks} "
             "ranks; change one of them",
         )
     if config.virtual_pipeline > 1 and pp == 1:
         yield Problem(
             "virtual_pipeline",
-            f"{config.virtual_pipeline}, and there is one stage to interleave; set pipeline_parallel to 2 or more, or "
-            "virtual_pipeline to 1",
+            f"{config.virtual_pipeline}, but there is only one stage to interleave; set pipeline_parallel to 2 or "
+            "more, or virtual_pipeline to 1",
         )
 
 
 def _switches(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]:
     if config.sequence_parallel and config.tensor_parallel == 1:
-        yield Problem("sequence_parallel", "true, and tensor_parallel is 1; raise that, or remove this")
+        yield Problem("sequence_parallel", "true, but tensor_parallel is 1; raise tensor_parallel, or remove this")
     if config.overlap_param_gather and not (config.distributed_optimizer and config.overlap_grad_reduce):
         yield Problem(
             "overlap_param_gather", "true, which needs distributed_optimizer and overlap_grad_reduce; set both to true"
@@ -95,17 +95,17 @@ def _switches(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]
         if wanted and cluster.device != "cuda":
             yield Problem(
                 name,
-                f"{getattr(config, name)!r} needs TransformerEngine, which needs a GPU, and the device is "
+                f"{getattr(config, name)!r} needs TransformerEngine, which needs a GPU, but the device is "
                 f"{cluster.device}; remove it",
             )
         elif wanted and cluster.train is not None and too_precise(config, cluster.train.precision):
             yield Problem(
                 name,
-                f"{getattr(config, name)!r}, and TransformerEngine has no attention for context_parallel="
-                f"{config.context_parallel} in float32; take train.precision='bfloat16', or remove it",
+                f"{getattr(config, name)!r}, but TransformerEngine has no attention for context_parallel="
+                f"{config.context_parallel} in float32; set train.precision='bfloat16', or remove it",
             )
     if config.fp8 != "none" and config.transformer == "torch":
-        yield Problem("fp8", f"{config.fp8!r} needs TransformerEngine, and transformer is 'torch'; set it to 'auto'")
+        yield Problem("fp8", f"{config.fp8!r} needs TransformerEngine, but transformer is 'torch'; set that to 'auto'")
 
 
 def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool) -> Iterator[Problem]:
@@ -133,13 +133,13 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
             at = times if name == "pipeline_parallel" else ""
             yield Problem(
                 name,
-                f"{getattr(config, name)}{at} does not divide the model's {count} {what}; take a divisor of {count}",
+                f"{getattr(config, name)}{at} does not divide the model's {count} {what}; use a divisor of {count}",
             )
     here, count = max(model["num_hidden_layers"] // stages, 1), config.recompute_layers
     if recompute and (config.recompute, config.recompute_method) == ("full", "uniform") and here % count:
         yield Problem(
             "recompute_layers",
-            f"{count} does not divide the {here} layers of a stage, or of an interleaved part of one; take a divisor "
+            f"{count} does not divide the {here} layers of a stage, or of an interleaved part of one; use a divisor "
             f"of {here}",
         )
     if config.fp8 != "none":
@@ -147,21 +147,21 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
             if width % FP8_WIDTH:
                 yield Problem(
                     "fp8",
-                    f"{config.fp8!r}, and a rank multiplies matrices of {width} {what}; TransformerEngine wants a "
-                    f"multiple of {FP8_WIDTH}: take fp8='none'{', or a smaller tensor_parallel' if tp > 1 else ''}",
+                    f"{config.fp8!r}, but a rank multiplies matrices of width {width} ({what}); TransformerEngine "
+                    f"needs a multiple of {FP8_WIDTH}: set fp8='none'{', or lower tensor_parallel' if tp > 1 else ''}",
                 )
     if config.expert_parallel > 1 and not experts:
-        yield Problem("expert_parallel", f"{config.expert_parallel}, and the model has no experts; set it to 1")
+        yield Problem("expert_parallel", f"{config.expert_parallel}, but the model has no experts; set it to 1")
     if config.expert_tensor_parallel and not experts:
         yield Problem(
-            "expert_tensor_parallel", f"{config.expert_tensor_parallel}, and the model has no experts; set it to 0"
+            "expert_tensor_parallel", f"{config.expert_tensor_parallel}, but the model has no experts; set it to 0"
         )
     if config.aux_loss_coef and not experts:
-        yield Problem("aux_loss_coef", f"{config.aux_loss_coef}, and the model has no experts; set it to 0")
+        yield Problem("aux_loss_coef", f"{config.aux_loss_coef}, but the model has no experts; set it to 0")
     if experts and tp > 1 and not config.sequence_parallel:
         yield Problem(
             "sequence_parallel",
-            f"false, and experts with tensor_parallel={tp} are trained with it alone; set it to true",
+            f"false, but experts with tensor_parallel={tp} can only be trained with it; set it to true",
         )
 
 

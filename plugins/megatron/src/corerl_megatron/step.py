@@ -115,7 +115,7 @@ class Pipeline:
         if (Output.VALUES in wanted) != critic or (critic and len(wanted) > 1):
             gives = "values" if critic else f"{Output.LOGPROBS}, {Output.ENTROPY}"
             what = "critic" if critic else "policy"
-            raise ModelError(f"a {what} was asked for {', '.join(wanted)}; it gives {gives}")
+            raise ModelError(f"a {what} was asked for {', '.join(wanted)}, but returns only {gives}")
         hidden = self._whole(hidden, partial_grads=not critic)[:, 0]
         tokens, rows = packed.inputs.tokens, packed.inputs.packing.continuations
         found: dict[Output, Tensor | None] = {}
@@ -200,7 +200,7 @@ def forward_pass(pipeline: Pipeline, batch: PackedBatch, wanted: tuple[Output, .
     chosen: Sequence[list[Tensor]] = ()
     if of_tokens != wanted:
         if not routing.layers:
-            raise ModelError(f"{Output.ROUTED_EXPERTS} asked for, and the model has no experts")
+            raise ModelError(f"{Output.ROUTED_EXPERTS} was requested, but the model has no experts")
         chosen = [[] for _ in pipeline.model.chunks]
     passed: list[tuple[MicroBatch, dict[Output, Tensor]]] = []
 
