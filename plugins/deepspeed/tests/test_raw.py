@@ -140,11 +140,11 @@ def test_a_setting_that_the_chosen_stage_does_not_read_is_refused_with_the_stage
     value = next(value for path, value in VALUES.items() if path.startswith(f"{ZERO}.{name}"))
     raw = nested(f"{ZERO}.{name}", {"classes": ["Block"]} if name == "leaf_module" else value)
     readers = (3,) if name in STAGE_3 else (1, 2)
-    mend = "stage 3 does; set stage=3" if name in STAGE_3 else "stages 1 and 2 do; set stage=2"
+    mend = "set stage=3" if name in STAGE_3 else "set stage=1 or 2"
     for stage in (1, 2, 3):
         found = check(DeepSpeedConfig(stage=stage, raw=raw), ClusterInfo(device="cuda", ranks=4))  # type: ignore[arg-type]
         told = [(problem.path, problem.text.partition(" with ")[2]) for problem in found]
-        text = f"stage={stage}, which does not read it; {mend}, or remove it"
+        text = f"stage={stage}, which ignores it; {mend}, or remove it"
         assert told == ([] if stage in readers else [(f"raw.{ZERO}.{name}", text)])
 
 
@@ -227,8 +227,8 @@ def test_what_has_another_place_is_refused_with_it(path: str) -> None:
         (
             {"train_batch_size": 8},
             (
-                "train_batch_size: integer 8 cannot be set here: CoreRL drives the loop: batches are made, and steps "
-                "are taken, outside of DeepSpeed; see rollout.prompts and train.mini_batches; remove it here"
+                "train_batch_size: integer 8 cannot be set here: CoreRL drives the loop: it makes batches and takes "
+                "steps outside of DeepSpeed; see rollout.prompts and train.mini_batches; remove it here"
             ),
         ),
         (
@@ -241,10 +241,10 @@ def test_what_has_another_place_is_refused_with_it(path: str) -> None:
         ),
         ({"bfloat16": {"enabled": True}}, "bfloat16: a table cannot be set here: set train.precision; remove it here"),
         ({"amp": {"enabled": True}}, "amp: a table cannot be set here: set train.precision; remove it here"),
-        ({"elasticity": {}}, "elasticity: a table cannot be set here: DeepSpeed has it no more; remove it here"),
+        ({"elasticity": {}}, "elasticity: a table cannot be set here: DeepSpeed no longer has it; remove it here"),
         (
             {"quantize_training": {}},
-            "quantize_training: a table cannot be set here: DeepSpeed has it no more; remove it here",
+            "quantize_training: a table cannot be set here: DeepSpeed no longer has it; remove it here",
         ),
         (
             {"data_types": {"grad_accum_dtype": "bf16"}},
@@ -256,15 +256,15 @@ def test_what_has_another_place_is_refused_with_it(path: str) -> None:
         (
             {"tensor_parallel": {"autotp_size": 2}},
             (
-                "tensor_parallel: a table cannot be set here: this backend splits no matrices (AutoTP); the backend "
-                "megatron does; remove it here"
+                "tensor_parallel: a table cannot be set here: this backend does not split matrices (AutoTP); "
+                "the megatron backend does; remove it here"
             ),
         ),
         (
             {"sequence_parallel_size": 2},
             (
-                "sequence_parallel_size: integer 2 cannot be set here: this backend splits no sequences; the backend "
-                "megatron does, and DeepSpeed's Ulysses drops the mask of packed ones; remove it here"
+                "sequence_parallel_size: integer 2 cannot be set here: this backend does not split sequences; the "
+                "megatron backend does, and DeepSpeed's Ulysses drops the mask of packed sequences; remove it here"
             ),
         ),
         ({ZERO: True}, f"{ZERO}: expected table, got true"),
@@ -272,22 +272,22 @@ def test_what_has_another_place_is_refused_with_it(path: str) -> None:
         (
             {ZERO: {"offload_optimizer": {"device": "nvme", "nvme_path": "/scratch"}}},
             (
-                f"{ZERO}.offload_optimizer: a table cannot be set here: set offload='optimizer', which is host memory; "
-                "on NVMe neither sleep nor a checkpoint would find masters and moments; remove it here"
+                f"{ZERO}.offload_optimizer: a table cannot be set here: set offload='optimizer', which uses host "
+                "memory; on NVMe, sleep and checkpoints could not reach masters and moments; remove it here"
             ),
         ),
         (
             {ZERO: {"cpu_offload": True}},
             (
-                f"{ZERO}.cpu_offload: true cannot be set here: set offload='optimizer', which is host memory; on NVMe "
-                "neither sleep nor a checkpoint would find masters and moments; remove it here"
+                f"{ZERO}.cpu_offload: true cannot be set here: set offload='optimizer', which uses host memory; on "
+                "NVMe, sleep and checkpoints could not reach masters and moments; remove it here"
             ),
         ),
         (
             {ZERO: {"cpu_offload_use_pin_memory": True}},
             (
                 f"{ZERO}.cpu_offload_use_pin_memory: true cannot be set here: set offload; what is offloaded "
-                "from a GPU is pinned; remove it here"
+                "from a GPU is always pinned; remove it here"
             ),
         ),
         (
@@ -296,7 +296,7 @@ def test_what_has_another_place_is_refused_with_it(path: str) -> None:
         ),
         (
             {ZERO: {"mics_shard_size": 2}},
-            f"{ZERO}.mics_shard_size: integer 2 cannot be set here: DeepSpeed has it no more; remove it here",
+            f"{ZERO}.mics_shard_size: integer 2 cannot be set here: DeepSpeed no longer has it; remove it here",
         ),
         ({"zero_optimzation": {"stage": 1}}, "zero_optimzation: unknown key; did you mean 'zero_optimization'?"),
         ({"gradient_cliping": 1.0}, "gradient_cliping: unknown key; did you mean 'gradient_clipping'?"),

@@ -48,7 +48,7 @@ def test_what_fits_is_let_through(options: dict[str, Any]) -> None:
     [
         (
             {"stage": 2, "offload": "parameters"},
-            "offload: 'parameters' with stage=2, which keeps them whole on each device; set stage=3",
+            "offload: 'parameters' with stage=2, which keeps all parameters on each device; set stage=3",
         ),
         (
             {"stage": 2, "node_shard_size": 2},
@@ -56,13 +56,13 @@ def test_what_fits_is_let_through(options: dict[str, Any]) -> None:
         ),
         (
             {"node_shard_size": 3},
-            "node_shard_size: 4 ranks do not make whole groups of 3; take a divisor of 4, or 1",
+            "node_shard_size: 3 does not divide the role's 4 ranks; use a divisor of 4, or 1",
         ),
         (
             {"stage": 1, "raw": {"zero_optimization": {"overlap_comm": True}}},
             (
-                "raw.zero_optimization.overlap_comm: true with stage=1, which reduces gradients when there is no "
-                "computation left beside it; set stage=2, or remove it"
+                "raw.zero_optimization.overlap_comm: true with stage=1, which reduces gradients only after all "
+                "computation; set stage=2, or remove it"
             ),
         ),
     ],

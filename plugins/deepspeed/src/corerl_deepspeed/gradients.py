@@ -38,8 +38,8 @@ class GradientWatch:
         if missing:
             name = next(name for name in self._names if name in missing)
             raise Unsupported(
-                f"{name} got no gradient in this micro-batch, and had one before, which DeepSpeed would apply again "
-                "under stage=3 or with offload; take a model that uses each parameter in every pass (layerdrop=0), or "
+                f"{name} got no gradient in this micro-batch, but had one before, which DeepSpeed would apply again "
+                "with stage=3 or offload; use a model that uses every parameter in each pass (layerdrop=0), or set "
                 "stage=2 without offload"
             )
         self._before |= self._now

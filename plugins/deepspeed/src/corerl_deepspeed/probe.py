@@ -24,7 +24,7 @@ def probe() -> Iterator[Finding]:
         "deepspeed",
         oldest=OLDEST,
         end=END,
-        why="it reads weights, masters and moments where this version keeps them",
+        why="it relies on where these versions store weights, masters and moments",
         mend=MEND,
     )
     yield found
@@ -47,12 +47,12 @@ def _operations() -> Iterator[Finding]:
     except Exception as error:  # its compiled parts and machine checks may raise anything
         yield Finding(
             level=Level.ERROR,
-            what=f"DeepSpeed is installed and does not load: {' '.join(str(error).split())}",
-            why="this backend is made of it",
+            what=f"DeepSpeed is installed but does not load: {' '.join(str(error).split())}",
+            why="this backend is built on it",
             mend=f"{MEND} --force-reinstall --no-deps",
         )
         return
     yield ok(
-        f"operations of DeepSpeed that are built: {', '.join(built) or 'none'}; that could be: "
-        f"{', '.join(others) or 'none'}; this backend calls none of them"
+        f"DeepSpeed operations already built: {', '.join(built) or 'none'}; that could be built: "
+        f"{', '.join(others) or 'none'}; this backend uses none of them"
     )

@@ -123,18 +123,18 @@ STAGE_3 = (
 
 # ---- what may not be set, as dotted paths; a table stands for everything in it ---------------------------------------
 
-LOOP = "CoreRL drives the loop: batches are made, and steps are taken, outside of DeepSpeed"
-DENOMINATOR = "the tokens' weights hold the denominator, and DeepSpeed's average is undone"
+LOOP = "CoreRL drives the loop: it makes batches and takes steps outside of DeepSpeed"
+DENOMINATOR = "token weights contain the loss's denominator, and DeepSpeed's averaging is undone"
 ADAMW = "the optimizer is torch's AdamW; set train.optimizer"
-EXPERTS = "this backend splits no experts over ranks; the backend megatron does"
-SEQUENCES = "this backend splits no sequences; the backend megatron does"
-CHECKPOINTS = "checkpoints are CoreRL's own, which every backend resumes; see [checkpoint]"
-NVME = "which is host memory; on NVMe neither sleep nor a checkpoint would find"
+EXPERTS = "this backend does not split experts over ranks; the megatron backend does"
+SEQUENCES = "this backend does not split sequences; the megatron backend does"
+CHECKPOINTS = "CoreRL writes its own checkpoints, from which every backend can resume; see [checkpoint]"
+NVME = "which uses host memory; on NVMe, sleep and checkpoints could not reach"
 OPTIMIZER = f"set offload='optimizer', {NVME} masters and moments"
 PARAMETERS = f"set offload='parameters', {NVME} weights"
-ROUNDED = "gathered weights would not be the trained ones, bit for bit"
-NOTHING = "it changes nothing that this backend uses"
-GONE = "DeepSpeed has it no more"
+ROUNDED = "gathered weights would differ from the trained ones"
+NOTHING = "it has no effect on this backend"
+GONE = "DeepSpeed no longer has it"
 
 ELSEWHERE = {
     "train_batch_size": f"{LOOP}; see rollout.prompts and train.mini_batches",
@@ -143,8 +143,8 @@ ELSEWHERE = {
     "managed_gradient_accumulation": LOOP,
     "data_efficiency": LOOP,
     "dataloader_drop_last": LOOP,
-    "autotuning": "its launcher tunes, and there is none here",
-    "hybrid_engine": "engines sample; see [rollout]",
+    "autotuning": "it needs DeepSpeed's launcher, which CoreRL does not use",
+    "hybrid_engine": "CoreRL's engines sample; see [rollout]",
     "gradient_clipping": "set train.optimizer.clip_norm",
     "optimizer": "set train.optimizer, which is AdamW",
     "zero_allow_untested_optimizer": ADAMW,
@@ -161,21 +161,21 @@ ELSEWHERE = {
     "gradient_predivide_factor": DENOMINATOR,
     "gradient_allreduce_op": DENOMINATOR,
     "activation_checkpointing": "set train.recompute",
-    "tensor_parallel": "this backend splits no matrices (AutoTP); the backend megatron does",
+    "tensor_parallel": "this backend does not split matrices (AutoTP); the megatron backend does",
     "expert_parallel": EXPERTS,
     "use_data_before_expert_parallelism": EXPERTS,
-    "sequence_parallel_size": f"{SEQUENCES}, and DeepSpeed's Ulysses drops the mask of packed ones",
+    "sequence_parallel_size": f"{SEQUENCES}, and DeepSpeed's Ulysses drops the mask of packed sequences",
     "data_parallel_size": f"{SEQUENCES}; all ranks of the role are data-parallel",
     "seq_parallel_communication_data_type": SEQUENCES,
-    "pipeline": "this backend splits no layers over ranks; the backend megatron does",
-    "compile": "nothing is compiled here, and DeepSpeed's compiler was not tried",
+    "pipeline": "this backend does not split layers over ranks; the megatron backend does",
+    "compile": "this backend does not compile models, and has not been tested with DeepSpeed's compiler",
     "checkpoint": CHECKPOINTS,
     "datastates_ckpt": CHECKPOINTS,
     "tensorboard": "add an extension, such as tensorboard",
     "wandb": "add an extension, such as wandb",
     "comet": "add an extension, such as wandb",
     "csv_monitor": "add an extension, such as jsonl",
-    "aio": "it is for NVMe, where neither sleep nor a checkpoint would find masters, moments or weights",
+    "aio": "it is for NVMe, where sleep and checkpoints could not reach masters, moments or weights",
     "disable_allgather": NOTHING,
     "vocabulary_size": NOTHING,
     f"{ZERO}.allgather_partitions": NOTHING,
@@ -184,18 +184,18 @@ ELSEWHERE = {
     f"{ZERO}.cpu_offload": OPTIMIZER,
     f"{ZERO}.offload_param": PARAMETERS,
     f"{ZERO}.cpu_offload_param": PARAMETERS,
-    f"{ZERO}.cpu_offload_use_pin_memory": "set offload; what is offloaded from a GPU is pinned",
+    f"{ZERO}.cpu_offload_use_pin_memory": "set offload; what is offloaded from a GPU is always pinned",
     f"{ZERO}.zero_hpz_partition_size": "set node_shard_size",
     f"{ZERO}.reduce_bucket_size": "set reduce_bucket",
     f"{ZERO}.allgather_bucket_size": "set gather_bucket",
     f"{ZERO}.stage3_prefetch_bucket_size": "set gather_bucket",
     f"{ZERO}.prefetch_bucket_size": "set gather_bucket",
-    f"{ZERO}.compute_grad_norm": "each step reports it",
+    f"{ZERO}.compute_grad_norm": "every step reports the norm",
     f"{ZERO}.zero_quantized_weights": ROUNDED,
     f"{ZERO}.zero_quantized_nontrainable_weights": ROUNDED,
     f"{ZERO}.zero_quantized_gradients": "gradients would be rounded to 4 bits",
-    f"{ZERO}.zenflow": "masters and moments would be where no checkpoint finds them",
-    f"{ZERO}.round_robin_gradients": "parameters would lie where no checkpoint finds them",
+    f"{ZERO}.zenflow": "checkpoints could not find masters and moments",
+    f"{ZERO}.round_robin_gradients": "checkpoints could not find parameters",
     f"{ZERO}.save_muon_momentum_buffer_in_memory": ADAMW,
     f"{ZERO}.elastic_checkpoint": CHECKPOINTS,
     f"{ZERO}.load_from_fp32_weights": CHECKPOINTS,
@@ -251,12 +251,12 @@ def refusals(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def unread(raw: Mapping[str, Any], stage: int) -> Iterator[tuple[str, str]]:
     """(dotted path, what is wrong with it) for each setting that `stage` does not read, of a table without refusals."""
     others: tuple[str, ...] = STAGE_3
-    mend = "stage 3 does; set stage=3, or remove it"
+    mend = "set stage=3, or remove it"
     if stage == 3:
-        others, mend = STAGES_1_AND_2, "stages 1 and 2 do; set stage=2, or remove it"
+        others, mend = STAGES_1_AND_2, "set stage=1 or 2, or remove it"
     for name, value in raw.get(ZERO, {}).items():
         if name in others:
-            yield f"{ZERO}.{name}", f"{spell_value(value)} with stage={stage}, which does not read it; {mend}"
+            yield f"{ZERO}.{name}", f"{spell_value(value)} with stage={stage}, which ignores it; {mend}"
 
 
 def _names(paths: set[str], table: str) -> list[str]:

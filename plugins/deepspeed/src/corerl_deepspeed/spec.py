@@ -12,8 +12,8 @@ from corerl_deepspeed.probe import probe
 from corerl_deepspeed.raw import ZERO, refusals, unread
 
 NO_FLOAT16 = (
-    "DeepSpeed raises its loss scale before it divides gradients by it, which halves them in that step, and there is "
-    "no other loss scale here yet; bfloat16 has float32's range and needs none"
+    "DeepSpeed raises its loss scale before it divides gradients by it, which halves them in that step, and this "
+    "backend has no loss scale of its own yet; bfloat16 has float32's range and needs none"
 )
 
 
@@ -26,13 +26,13 @@ def check(config: DeepSpeedConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     ranks, size = cluster.ranks, config.node_shard_size
     if config.offload == "parameters" and config.stage < 3:
         yield Problem(
-            "offload", f"'parameters' with stage={config.stage}, which keeps them whole on each device; set stage=3"
+            "offload", f"'parameters' with stage={config.stage}, which keeps all parameters on each device; set stage=3"
         )
     if size > 1 and config.stage < 3:
         yield Problem("node_shard_size", f"{size} with stage={config.stage}, which shards no parameters; set stage=3")
     if ranks % size:
         yield Problem(
-            "node_shard_size", f"{ranks} ranks do not make whole groups of {size}; take a divisor of {ranks}, or 1"
+            "node_shard_size", f"{size} does not divide the role's {ranks} ranks; use a divisor of {ranks}, or 1"
         )
     refused = dict(refusals(config.raw)) or dict(unread(config.raw, config.stage))
     for path, text in refused.items():
@@ -40,8 +40,7 @@ def check(config: DeepSpeedConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     if not refused and config.stage == 1 and config.raw.get(ZERO, {}).get("overlap_comm"):
         yield Problem(
             f"raw.{ZERO}.overlap_comm",
-            "true with stage=1, which reduces gradients when there is no computation left beside it; set stage=2, or "
-            "remove it",
+            "true with stage=1, which reduces gradients only after all computation; set stage=2, or remove it",
         )
 
 
