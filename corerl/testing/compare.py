@@ -136,8 +136,8 @@ def _apart(what: str, step: int, found: Sequence[float], wanted: float) -> str:
     if step == 0:
         return told
     if what == "loss":
-        return f"{told}; the first step agrees and this one does not: the optimizer's step differs"
-    return f"{told}; its loss agrees, and so do the steps before: were all gradients cleared after each step?"
+        return f"{told}; the first step agrees, so the optimizer's step must differ"
+    return f"{told}; its loss and the earlier steps agree: check that all gradients are cleared after each step"
 
 
 def weights_apart(found: Tensors, wanted: Tensors) -> float:
@@ -160,7 +160,7 @@ def different(found: Mapping[str, Tensors], wanted: Mapping[str, Tensors], keys:
 def require_same_tensors(key: str, found: Collection[str], wanted: Collection[str]) -> None:
     missing, extra = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     assert not missing, f"{key} has no box, or only replicas, of {', '.join(missing)}"
-    assert not extra, f"{key} has boxes of {', '.join(extra)}, which are not expected"
+    assert not extra, f"{key} has unexpected boxes of {', '.join(extra)}"
 
 
 def same_bits(a: Array, b: Array) -> bool:

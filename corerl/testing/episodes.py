@@ -44,7 +44,7 @@ def scripted(prompt: Prompt, answers: Sequence[str], *, tool_calls: str = "herme
         script.requests.append(request)
         text = next(left, None)
         if text is None:
-            raise Refused(f"the script has {len(answers)} answers, and one more is asked for")
+            raise Refused(f"the script has only {len(answers)} answers, but one more was requested")
         read = calling.read(text) if calling is not None and request.tools else None
         content, calls = read if read is not None else (text, [])
         said = Answer(text=text, content=content, calls=tuple(as_told(calls, number=len(messages))))

@@ -25,7 +25,7 @@ def backend_name(request: pytest.FixtureRequest) -> str:
     """The backend to check: override this in the file that imports the suite, or pass --corerl-backend."""
     name: str = request.config.getoption("--corerl-backend")
     if not name:
-        raise pytest.UsageError("which backend? override the fixture backend_name, or give --corerl-backend NAME")
+        raise pytest.UsageError("no backend to check; override the fixture backend_name, or pass --corerl-backend NAME")
     return name
 
 
@@ -123,7 +123,7 @@ def subject(
     found = request.node.stash[SELECTED]
     if found.level == 3:
         if world_size > gpus():
-            pytest.skip(f"needs {world_size} GPUs, {gpus()} here")
+            pytest.skip(f"needs {world_size} GPUs, but there are {gpus()}")
         runs = request.getfixturevalue("gpu_runs")
     subject = Subject(
         backend=backend_name,

@@ -143,7 +143,10 @@ def push(group: TrainGroup, fleet: EngineFleet, version: int, *, transport: str,
     receiving = fleet.receive_async(group.manifest(), version, address)
     sent = group.update_weights(address, version)
     received = fleet.received(receiving, 60.0)
-    return {name: sent.engines.get(name, "no word of it") or received[name].error for name in fleet.names}
+    return {
+        name: sent.engines.get(name, "not among the results of the update") or received[name].error
+        for name in fleet.names
+    }
 
 
 def sampled(fleet: EngineFleet, number: int) -> SampleBatch:

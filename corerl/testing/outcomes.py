@@ -158,7 +158,7 @@ def summary(session: Session) -> Iterator[str]:
     for root, blocked in roots.items():
         yield f"{root} blocks: {', '.join(sorted(set(blocked)))}"
     for id_ in session.passed_against_expectation:
-        yield f"{id_} passed, and the expected failures name it ({session.expected[id_]}): remove it there"
+        yield f"{id_} passed, but the expected failures name it ({session.expected[id_]}); remove it there"
 
 
 def _sentence(name: str) -> str:

@@ -67,12 +67,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if level >= 3 and not gpus():
         if given == 3:
             raise pytest.UsageError(NO_GPU)
-        skipped[3] = "no GPU here"
+        skipped[3] = "there is no GPU"
     file = config.getoption("--corerl-expected-failures")
     config.stash[SESSION] = Session(level=level, skipped_levels=skipped, expected=_expected(file) if file else {})
 
 
-NO_GPU = "level 3 needs a GPU, and torch sees none here; take --level 2, or 4 to leave level 3 out"
+NO_GPU = "level 3 needs a GPU, but torch sees none here; use --level 2, or 4 to skip level 3"
 
 
 def _expected(file: str) -> dict[str, str]:
@@ -122,7 +122,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         kept.append(item)
     if unknown := sorted(own.expected.keys() - known) if known else ():
         raise pytest.UsageError(
-            f"expected failures name checks that do not exist: {', '.join(unknown)}; remove them from "
+            f"the expected failures name checks that do not exist: {', '.join(unknown)}; remove them from "
             f"{config.getoption('--corerl-expected-failures')}"
         )
     for where in places.values():
@@ -214,8 +214,8 @@ def pytest_runtest_makereport(
     elif failed and report.when != "teardown" and found.unsupported:
         outcome, reason = "unsupported", f"{found.backend} declares that it lacks {lacks}"
     elif report.when == "call" and report.passed and found.unsupported:
-        outcome, reason = "failed", f"[XPASS(strict)] {found.backend} does not declare {lacks}, and it passes"
-        report.outcome, report.longrepr = "failed", f"{reason}; declare what it can do as FULL"
+        outcome, reason = "failed", f"[XPASS(strict)] {found.backend} does not declare {lacks}, but the check passes"
+        report.outcome, report.longrepr = "failed", f"{reason}; declare the capability as FULL"
     elif failed and found.check.id in session.expected:
         outcome, reason = "expected", session.expected[found.check.id]
     elif failed:

@@ -86,7 +86,7 @@ class RankPool:
                 pipe.send((function, args))
             except OSError:
                 self.close()
-                raise RankFailed(f"{function.__qualname__}: rank {rank} had died before") from None
+                raise RankFailed(f"{function.__qualname__}: rank {rank} had already died") from None
         results: dict[int, Any] = {}
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while len(results) < self.world_size:

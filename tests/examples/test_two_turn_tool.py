@@ -36,7 +36,10 @@ def test_other_drawers_are_empty_and_so_are_all_without_the_tool() -> None:
 
 
 def test_a_script_that_has_ended_refuses() -> None:
-    with scripted(PROMPT, ["6"]) as script, pytest.raises(RuntimeError, match="the script has 1 answers, and one more"):
+    with (
+        scripted(PROMPT, ["6"]) as script,
+        pytest.raises(RuntimeError, match="the script has only 1 answers, but one more"),
+    ):
         fetch(script.episode)
 
 

@@ -14,7 +14,7 @@ def test_a_script_answers_one_request_after_the_other_and_records_them() -> None
         messages.append(script.episode.chat(messages)["message"])
         messages.append({"role": "user", "content": "and?"})
         assert script.episode.chat(messages)["message"]["content"] == "two"
-        with pytest.raises(RuntimeError, match="the script has 2 answers, and one more is asked for"):
+        with pytest.raises(RuntimeError, match="the script has only 2 answers, but one more was requested"):
             script.episode.chat([*messages, {"role": "assistant", "content": "two"}, {"role": "user", "content": "?"}])
     assert script.asked[:2] == [["2+3="], ["2+3=", "one", "and?"]]
 

@@ -81,49 +81,49 @@ def not_masked_in_padding(micro: MicroBatch) -> Any:
 
 
 WRONG: dict[str, tuple[Callable[[Caller], object], str]] = {
-    "init a second time": (lambda it: it.init(), "init was called on a backend that is ready"),
+    "init a second time": (lambda it: it.init(), "init was called on a backend in state 'ready'"),
     "a step before its turn": (lambda it: it.train(1), "train was given optimizer step 1, expected 0"),
     "a step twice": (lambda it: [it.train(0), it.train(0)], "train was given optimizer step 0, expected 1"),
     "a rate that is no number": (lambda it: it.train(0, lr=float("nan")), "train was given the learning rate nan"),
     "the wrong count": (
         lambda it: it.train(0, evolve(it.batch(), count=1)),
-        r"\d micro-batches came of 1 that were announced",
+        r"got \d micro-batches, but 1 were announced",
     ),
     "a batch that is overwritten in train": (
         lambda it: it.train(0, evolve(it.batch(), micro_batches=Overwritten(it.batch().micro_batches))),
-        "tokens of micro-batch 0 was changed while train worked on it",
+        "tokens of micro-batch 0 was changed during train",
     ),
     "a batch that is overwritten in forward": (
         lambda it: it.forward(evolve(it.batch(), micro_batches=Overwritten(it.batch().micro_batches))),
-        "tokens of micro-batch 0 was changed while forward worked on it",
+        "tokens of micro-batch 0 was changed during forward",
     ),
     "positions that go on": (
         lambda it: it.train(
             0, it.with_micro_batches(lambda micro: evolve(micro, positions=np.arange(len(micro.tokens))))
         ),
-        "micro-batch 0 is not whole: positions do not begin at 0 with every sequence",
+        "micro-batch 0 is malformed: positions do not start at 0 in every sequence",
     ),
     "a column that is too short": (
         lambda it: it.train(0, it.with_micro_batches(column(advantages=lambda micro: np.zeros(1, np.float32)))),
-        r"micro-batch 0 is not whole: column 'advantages' has 1 entries for \d+ tokens",
+        r"micro-batch 0 is malformed: column 'advantages' has 1 entries for \d+ tokens",
     ),
     "lengths longer than the padding": (
         lambda it: it.train(0, it.with_micro_batches(lambda micro: evolve(micro, lengths=micro.lengths + 4))),
-        "micro-batch 0 is not whole: lengths .* do not fit into",
+        "micro-batch 0 is malformed: lengths .* do not fit into",
     ),
     "weights on first tokens": (
         lambda it: it.train(0, it.with_micro_batches(column(weights=every_weight))),
-        r"micro-batch \d is not whole: weights that are not 0 in padding, in a filler, or on a first token",
+        r"micro-batch \d is malformed: weights are not 0 in padding, in a filler, or on a first token",
     ),
     "weights in padding": (
         lambda it: it.train(0, it.with_micro_batches(column(weights=not_masked_in_padding))),
-        r"micro-batch \d is not whole: weights that are not 0 in padding, in a filler, or on a first token",
+        r"micro-batch \d is malformed: weights are not 0 in padding, in a filler, or on a first token",
     ),
     "weights in a filler": (
         lambda it: it.train(
             0, it.with_micro_batches(lambda micro: evolve(micro, samples=np.full_like(micro.samples, -1)))
         ),
-        r"micro-batch \d is not whole: weights that are not 0 in padding, in a filler, or on a first token",
+        r"micro-batch \d is malformed: weights are not 0 in padding, in a filler, or on a first token",
     ),
     "an output that the model has not": (
         lambda it: it.backend.forward(it.batch(), ("values",), ""),  # type: ignore[arg-type]
@@ -143,19 +143,19 @@ WRONG: dict[str, tuple[Callable[[Caller], object], str]] = {
     ),
     "training asleep": (
         lambda it: [it.backend.sleep(OPTIMIZER), it.train(0)],
-        "train was called while these sleep: optimizer",
+        "train was called while these are asleep: optimizer",
     ),
     "sleep asleep": (
         lambda it: [it.backend.sleep(PARAM), it.backend.sleep(PARAM | OPTIMIZER)],
-        "sleep was given kinds that sleep already: param",
+        "sleep was given kinds that are already asleep: param",
     ),
     "waking what is awake": (
         lambda it: it.backend.wake_up(PARAM),
-        "wake_up was given kinds that are awake: param",
+        "wake_up was given kinds that are already awake: param",
     ),
     "training after the end": (
         lambda it: [it.backend.shutdown(""), it.train(0)],
-        "train was called on a backend that is ended",
+        "train was called on a backend in state 'ended'",
     ),
     "shutdown twice": (lambda it: [it.backend.shutdown(""), it.backend.shutdown("")], "shutdown was called twice"),
 }
@@ -174,9 +174,9 @@ def test_a_caller_that_breaks_the_contract_is_told_which_part(wrong: str, caller
 
 
 def test_a_caller_that_begins_wrongly_is_told_which_part(caller: Caller) -> None:
-    with pytest.raises(ContractError, match="train was called on a backend that is new"):
+    with pytest.raises(ContractError, match="train was called on a backend in state 'new'"):
         caller.backend.train(PackedBatch(micro_batches=[], count=0), LOSS, step_at(0))
-    with pytest.raises(ContractError, match="rank 1 is none of 1"):
+    with pytest.raises(ContractError, match="got rank 1 of 1 ranks"):
         caller.init(rank=1)
 
 

@@ -46,8 +46,8 @@ class StrictPlainBackend(PlainBackend):
     next_version = 0  # the smallest version that is allowed next
 
     def init(self, config: RoleConfig, context: Context) -> InitResult:
-        _owed(self.life == "new", f"init was called on a backend that is {self.life}")
-        _owed(0 <= context.rank < context.world_size, f"rank {context.rank} is none of {context.world_size}")
+        _owed(self.life == "new", f"init was called on a backend in state {self.life!r}")
+        _owed(0 <= context.rank < context.world_size, f"got rank {context.rank} of {context.world_size} ranks")
         result = super().init(config, context)
         self.life, self.awake = "ready", frozenset(MemoryKind)
         self.next_step, self.next_version = result.optimizer_step, result.weights_version
@@ -90,13 +90,13 @@ class StrictPlainBackend(PlainBackend):
 
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
         self._ready("sleep")
-        _owed(kinds <= self.awake, f"sleep was given kinds that sleep already: {_names(kinds - self.awake)}")
+        _owed(kinds <= self.awake, f"sleep was given kinds that are already asleep: {_names(kinds - self.awake)}")
         self.awake -= kinds
         return super().sleep(kinds)
 
     def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
         self._ready("wake_up")
-        _owed(not kinds & self.awake, f"wake_up was given kinds that are awake: {_names(kinds & self.awake)}")
+        _owed(not kinds & self.awake, f"wake_up was given kinds that are already awake: {_names(kinds & self.awake)}")
         result = super().wake_up(kinds)
         self.awake |= kinds
         return result
@@ -108,9 +108,9 @@ class StrictPlainBackend(PlainBackend):
             super().shutdown(reason)
 
     def _ready(self, hook: str) -> None:
-        _owed(self.life == "ready", f"{hook} was called on a backend that is {self.life}")
+        _owed(self.life == "ready", f"{hook} was called on a backend in state {self.life!r}")
         asleep = NEEDS.get(hook, frozenset()) - self.awake
-        _owed(not asleep, f"{hook} was called while these sleep: {_names(asleep)}")
+        _owed(not asleep, f"{hook} was called while these are asleep: {_names(asleep)}")
 
     def _in_step(self, hook: str, step: Step, *, again: bool = False) -> None:
         allowed = [self.next_step - 1] * again + [self.next_step]
@@ -131,17 +131,17 @@ class LeftAlone(Iterable[MicroBatch]):
     def __iter__(self) -> Iterator[MicroBatch]:
         self.given.clear()
         for micro in self.batch.micro_batches:
-            _owed(not (flaw := _flaw(micro)), f"micro-batch {len(self.given)} is not whole: {flaw}")
+            _owed(not (flaw := _flaw(micro)), f"micro-batch {len(self.given)} is malformed: {flaw}")
             self.given.append((micro, {name: array.copy() for name, array in _arrays(micro).items()}))
             yield micro
         found = len(self.given)
-        _owed(found == self.batch.count, f"{found} micro-batches came of {self.batch.count} that were announced")
+        _owed(found == self.batch.count, f"got {found} micro-batches, but {self.batch.count} were announced")
 
     def check(self, hook: str) -> None:
         for index, (micro, copies) in enumerate(self.given):
             for name, array in _arrays(micro).items():
                 same = array.tobytes() == copies[name].tobytes()
-                _owed(same, f"{name} of micro-batch {index} was changed while {hook} worked on it")
+                _owed(same, f"{name} of micro-batch {index} was changed during {hook}")
 
 
 def _flaw(micro: MicroBatch) -> str:
@@ -155,14 +155,14 @@ def _flaw(micro: MicroBatch) -> str:
         return f"lengths {micro.lengths.tolist()} do not fit into {padded.tolist()}"
     positions = np.arange(tokens) - np.repeat(micro.cu_seqlens[:-1], padded)
     if not np.array_equal(micro.positions, positions):
-        return "positions do not begin at 0 with every sequence"
+        return "positions do not start at 0 in every sequence"
     for name, column in micro.columns.items():
         if len(column) != tokens:
             return f"column {name!r} has {len(column)} entries for {tokens} tokens"
     if "weights" in micro.columns:
         of_no_sample = (positions >= np.repeat(micro.lengths, padded)) | (np.repeat(micro.samples, padded) < 0)
         if micro.columns["weights"][of_no_sample | (positions == 0)].any():
-            return "weights that are not 0 in padding, in a filler, or on a first token, which nothing predicts"
+            return "weights are not 0 in padding, in a filler, or on a first token, which nothing predicts"
     return ""
 
 

@@ -120,6 +120,6 @@ def save_and_be_held(setup: Setup, whole: str, cut: str, background: bool) -> St
     elif not held.wait(HELD_SECONDS):
         raise TimeoutError(
             f"the save was not held within {HELD_SECONDS:.0f} s: this process opened {files[whole]} files to write "
-            f"the one before, and {files[cut]} for this one; let each save open as many, and at least one from Python"
+            f"the previous save, but {files[cut]} for this one; each save must open as many, one or more from Python"
         )
     return at_save

@@ -101,7 +101,7 @@ def test_what_one_process_is_asked_for_and_the_backend_lacks_is_refused_with_the
         (verbs,) = one.run(states.refusals, setup, list(lacks), str(tmp_path))
         errors |= verbs
     if not any(errors.values()):
-        pytest.skip(f"{backend_name} declares nothing as lacking that a single process is asked for")
+        pytest.skip(f"{backend_name} declares no missing capability that a single process could need")
     for name, found in errors.items():
         for error in found:
             assert error.startswith("Unsupported: ") and lacks[Capability(name)].reason in error, name
@@ -114,7 +114,7 @@ def test_what_two_ranks_are_asked_for_and_the_backend_lacks_is_refused_with_the_
     setup = evolve(runs.setup(backend_name, "qwen3"), options=options)
     several, reshard = (loaded.spec.support(each) for each in (Capability.MULTI_RANK, Capability.RESHARD))
     if not loaded.spec.support(Capability.CPU).full:
-        pytest.skip(f"{backend_name} runs on no CPU, and here is nothing else")
+        pytest.skip(f"{backend_name} does not run on a CPU, on which this check runs")
     if not several.full:
         for error in runs.rank_sets[2].run(states.start_refused, setup):
             assert error.startswith("Unsupported: ") and several.reason in error
@@ -124,4 +124,4 @@ def test_what_two_ranks_are_asked_for_and_the_backend_lacks_is_refused_with_the_
         for error in runs.rank_sets[2].run(states.start_refused, setup, saved.complete()):
             assert error.startswith("Unsupported: ") and reshard.reason in error
     else:
-        pytest.skip(f"{backend_name} runs on several ranks, and resumes on another number of them")
+        pytest.skip(f"{backend_name} runs on several ranks and resumes on a different number")

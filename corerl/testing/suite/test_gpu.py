@@ -132,7 +132,7 @@ def test_nothing_is_put_on_devices_of_other_ranks(subject: Subject) -> None:
     own = list(range(subject.world_size))
     befores, durings = zip(*subject.run(gpu_scenarios.memory_of_other_devices, setup_of(subject), own), strict=True)
     if not befores[0]:
-        pytest.skip("there is no other GPU to look at")
+        pytest.skip("there is no other GPU to check")
     for before, during in zip(befores, durings, strict=True):
         taken = np.array([during[index] - before[index] for index in before])
         assert (taken < 2**20).all(), f"bytes taken on other devices: {taken.tolist()}"

@@ -40,7 +40,7 @@ def test_init_tells_where_training_stands_and_loads_the_models_weights_to_the_la
     told = ClusterInfo(device=subject.device, ranks=subject.world_size, model=model, train=train)
     for number, rank in enumerate(ranks):
         layout = rank.init.layout
-        assert layout.dp_size == spec.data_parallel(options, told), "BackendSpec.data_parallel says another"
+        assert layout.dp_size == spec.data_parallel(options, told), "BackendSpec.data_parallel returns another size"
         assert (layout.rank, layout.world_size) == (number, subject.world_size)
         assert 0 <= layout.dp_rank < layout.dp_size <= subject.world_size
         assert (rank.init.optimizer_step, rank.init.weights_version, rank.adam_step) == (0, 0, 0)
@@ -72,8 +72,8 @@ def test_loading_reads_each_ranks_share_once_and_never_holds_the_model(subject: 
 
 def _require_at_most(found: int, allowed: int, when: str, what: str) -> None:
     assert found < allowed, (
-        f"{found} bytes were held at once {when}, at most {allowed} are allowed: {what}, and three times the largest "
-        "parameter"
+        f"{found} bytes were held at once {when}, but at most {allowed} are allowed: {what}, and three times the "
+        "largest parameter"
     )
 
 

@@ -39,8 +39,8 @@ def test_sleep_frees_what_it_says_and_waking_restores_every_bit(
         # If it were less, the first sleep would wait for host memory; if more, that memory would be wasted.
         copied = sum(freed) - freed[down.index(MemoryKind.GRAD)]
         assert rank.expected_bytes == pytest.approx(copied, rel=0.1), (
-            f"{rank.expected_bytes} bytes of host memory were reserved before the first step, and sleep copied "
-            f"{copied}: return from moments_to_come() the bytes of the moments that the first step makes"
+            f"{rank.expected_bytes} bytes of host memory were reserved before the first step, but sleep copied "
+            f"{copied}; moments_to_come() must return the bytes of the moments that the first step creates"
         )
         # Host copies replace what sleeps; a storage that someone keeps would add to them.
         assert rank.alive_asleep <= rank.alive

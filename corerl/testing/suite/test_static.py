@@ -41,7 +41,7 @@ NEVER: list[Any] = [{"": [None]}, [[None]], object()]  # hardly any type accepts
 def of_a_package(loaded: Loaded) -> str:
     """The distribution's name; skips a spec named as package.module:SPEC, which has none."""
     if not loaded.distribution:
-        pytest.skip(f"{loaded.name} is no installed package's: there are no metadata to look at")
+        pytest.skip(f"{loaded.name} does not belong to an installed package, so there is no metadata to check")
     return loaded.distribution
 
 
@@ -69,7 +69,7 @@ def test_the_spec_is_for_the_api_that_this_corerl_speaks(loaded: Loaded) -> None
 @check("C03", level=0, builds_on=["C02"])
 def test_the_config_is_frozen_has_only_defaults_and_explains_each_field(loaded: Loaded) -> None:
     cls = loaded.spec.config
-    assert attrs.has(cls), f"{cls.__name__} is no attrs class"
+    assert attrs.has(cls), f"{cls.__name__} is not an attrs class"
     config, again = cls(), cls()
     assert config == again
     for field in attrs.fields(cls):
@@ -97,7 +97,9 @@ def test_an_option_that_is_unknown_or_of_another_type_is_refused(loaded: Loaded)
         for value in WRONG.get(field.type, ()):
             with pytest.raises(ConfigError, match=field.name):
                 structure({field.name: value}, cls, path="backend")
-        assert any(refuses(cls, field.name, value) for value in NEVER), f"{field.name} takes anything; give it a type"
+        assert any(refuses(cls, field.name, value) for value in NEVER), (
+            f"{field.name} accepts any value; give it a type"
+        )
 
 
 def refuses(cls: type, name: str, value: Any) -> bool:
@@ -113,7 +115,7 @@ def test_every_hook_is_implemented_once_with_arguments_that_are_the_hooks(loaded
     cls = load_implementation(Kind.BACKENDS, loaded)
     assert isinstance(cls, type) and issubclass(cls, BackendBase)
     unwritten = sorted(getattr(cls, "__abstractmethods__", ()))
-    assert unwritten == [], "methods that every backend writes itself"
+    assert unwritten == [], "these methods have no default; implement them"
     check_backend(build_manager([(f"backend:{loaded.name}", cls())]), f"backend:{loaded.name}")
 
 
@@ -150,18 +152,22 @@ def test_the_spec_can_be_pickled(loaded: Loaded) -> None:
 def test_the_package_asks_for_corerl_with_an_upper_bound(loaded: Loaded) -> None:
     name = of_a_package(loaded)
     if canonicalize_name(name) == "corerl":
-        pytest.skip("it is a part of corerl")
+        pytest.skip("the backend is part of corerl")
     requirements = [Requirement(text) for text in distribution(name).requires or ()]
     found = [each for each in requirements if canonicalize_name(each.name) == "corerl" and not each.marker]
     assert found, f"{name} does not depend on corerl"
     operators = {specifier.operator for each in found for specifier in each.specifier}
-    assert operators & UPPER_BOUNDS, f"{name} asks for {found[0]}: a later corerl may speak another API, add a bound"
+    assert operators & UPPER_BOUNDS, (
+        f"{name} requires {found[0]}, but a later corerl may have another API; add an upper bound"
+    )
 
 
 @check("C10", level=0)
 def test_the_package_is_typed_and_says_so_and_the_name_is_one_word(loaded: Loaded) -> None:
     name = of_a_package(loaded)
-    assert re.fullmatch("[a-z][a-z0-9-]*", loaded.name), "lower case letters, digits and hyphens"
+    assert re.fullmatch("[a-z][a-z0-9-]*", loaded.name), (
+        f"name {loaded.name!r}: use only lower-case letters, digits and hyphens"
+    )
     assert "Typing :: Typed" in (distribution(name).metadata.get_all("Classifier") or [])
     package = find_spec(loaded.value.partition(":")[0].partition(".")[0])
     assert package is not None and package.submodule_search_locations
