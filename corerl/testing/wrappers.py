@@ -80,7 +80,7 @@ FIRST = ExtensionSpec(
     implementation=f"{__name__}:First",
     config=WrapperConfig,
     api=API,
-    summary="tells of every call",
+    summary="reports every call",
     process=Process.WORKER,
 )
 SECOND = evolve(FIRST, implementation=f"{__name__}:Second")

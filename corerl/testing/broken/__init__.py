@@ -50,9 +50,9 @@ def broken_on_several_ranks(cls: str, fault: str, *, seen_by: str) -> BrokenSpec
 
 # ---- the contract of hooks -------------------------------------------------------------------------------------------
 
-KEYWORD_ONLY_HOOK = broken("KeywordOnlyHook", "a hook takes an argument by keyword alone", seen_by="C06")
+KEYWORD_ONLY_HOOK = broken("KeywordOnlyHook", "a hook takes an argument by keyword only", seen_by="C06")
 DROPS_RESULT = broken("DropsResult", "train returns nothing", seen_by="C12")
-SWALLOWS_ERRORS = broken("SwallowsErrors", "an error in train is taken for a skipped step", seen_by="C24")
+SWALLOWS_ERRORS = broken("SwallowsErrors", "an error in train is treated as a skipped step", seen_by="C24")
 MUTATES_BATCH = broken("MutatesBatch", "the caller's advantages are whitened in place", seen_by="C16")
 
 # ---- loading, forward and training -----------------------------------------------------------------------------------
@@ -65,13 +65,13 @@ SAMPLES_BACKWARDS = broken("SamplesBackwards", "forward returns its values in th
 LOSES_WEIGHTS_IN_SWAP = broken("LosesWeightsInSwap", "a snapshot stays where a pass fails", seen_by="C48")
 KEEPS_SNAPSHOT = broken("KeepsSnapshot", "a snapshot stays in the model's place", seen_by="C48")
 WRONG_TOKEN_WEIGHTS = broken("WrongTokenWeights", "every micro-batch counts the same", seen_by="C15")
-OWN_EXPERTS = broken("OwnExperts", "training goes through other experts than it is told", seen_by="C60")
+OWN_EXPERTS = broken("OwnExperts", "training uses other experts than those requested", seen_by="C60")
 KEEPS_FIRST_RATE = broken("KeepsFirstRate", "the learning rate of the first step is kept", seen_by="C41")
 ALWAYS_SCALES = broken("AlwaysScales", "a gradient below the norm is scaled up to it", seen_by="C61")
 DECAYS_NORMS = broken("DecaysNorms", "norms are decayed as matrices are", seen_by="C41")
 COUNTS_SKIPPED_STEPS = broken("CountsSkippedSteps", "Adam counts a step that was skipped", seen_by="C50")
 RANK_DEPENDENT_METRICS = broken_on_several_ranks(
-    "RankDependentMetrics", "each rank tells its own mean, whatever it is a mean of", seen_by="C27"
+    "RankDependentMetrics", "each rank reports its own mean, whatever it is a mean of", seen_by="C27"
 )
 
 
@@ -87,9 +87,9 @@ ANNOUNCES_ONE_GROUP = evolve(
 # ---- checkpoints, weights and memory ---------------------------------------------------------------------------------
 
 FORGETS_OPTIMIZER = broken("ForgetsOptimizer", "moments are zeros after a resume", seen_by="C18")
-PARTIAL_CHECKPOINT = broken("PartialCheckpoint", "the index is written before what it tells of", seen_by="C19")
+PARTIAL_CHECKPOINT = broken("PartialCheckpoint", "the index is written before the files it lists", seen_by="C19")
 STAGES_TOO_LATE = broken("StagesTooLate", "a background save reads the state while it writes", seen_by="C20")
-STALE_WEIGHTS = broken("StaleWeights", "engines are sent what training started from", seen_by="C21")
+STALE_WEIGHTS = broken("StaleWeights", "engines are sent the initial weights", seen_by="C21")
 SENDS_ONCE = broken("SendsOnce", "engines are sent the first update's weights again and again", seen_by="C21")
 SKIPS_TIED_PARAMETER = broken("SkipsTiedParameter", "engines are never sent tied embeddings", seen_by="C21")
 LEAKS_ON_SLEEP = broken("LeaksOnSleep", "a copy of the parameters stays while they sleep", seen_by="C43")
