@@ -166,7 +166,7 @@ def varlen(
     )
     bounds, longest = packing["cu_seq_lens_q"], packing["max_length_q"]
     out = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0))  # back without end: causal
-    assert isinstance(out, Tensor)  # a pair only where the softmax's normaliser is asked for
+    assert isinstance(out, Tensor)  # a pair only where the softmax's normalizer is asked for
     return out[None], None
 
 

@@ -193,7 +193,7 @@ def measure(*, rounds: int, size: int, torch_index: str) -> Report:
             "The same: model, initial weights, tokenizer, prompts and their order, reward, batch (64 x 8 samples, 256 "
             "an optimizer step, 128 a process), AdamW, clipping, entropy bonus, temperature and length, one thread a "
             "process. Other: TRL's warm-up begins at 5 % of the peak instead of 10 % (its decay ends at 5 % as "
-            "CoreRL's does), it normalises the loss by half of the rollout batch's tokens instead of the "
+            "CoreRL's does), it normalizes the loss by half of the rollout batch's tokens instead of the "
             "mini-batch's own, splits the batch into mini-batches by sample instead of by prompt, and draws samples "
             "from another generator."
         ),

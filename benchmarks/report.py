@@ -36,7 +36,7 @@ class Comparison:
     what: str
     against: str
     ours: Sequence[float]  # seconds, one a round
-    other: Sequence[float]  # seconds, one a round; round n of both were neighbours in time
+    other: Sequence[float]  # seconds, one a round; round n of both were neighbors in time
     target: float | None = None  # that the ratio should not exceed
 
     @property

@@ -167,7 +167,7 @@ class Alone:
 
     def load(self) -> None:
         for number, ranks in enumerate(self._ready):
-            # Anew each time: what is serialised is a handle, and whoever opens it gives it back.
+            # Anew each time: what is serialized is a handle, and whoever opens it gives it back.
             handed = [self._serialize(each) for each in ranks]
             last = number == len(self._ready) - 1
             done, message = self._engine.update_weights_from_tensor(

@@ -206,7 +206,7 @@ class RayGroup:
             self.names[member],
             self.target,
             options={**self._seats[member].options(), "max_concurrency": self._threads},
-            neighbours=self._seats[member].neighbours,
+            neighbors=self._seats[member].neighbors,
             environment=self._environment,
             failure=self._failure,
             traced=self._watching.on_answer is not None,

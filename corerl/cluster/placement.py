@@ -23,7 +23,7 @@ class Seat:
     cpus: float
     gpus: float
     devices: tuple[int, ...] = ()  # GPUs of all its bundles, by the machine's numbering
-    neighbours: int = 1  # bundles on its machine, including its own
+    neighbors: int = 1  # bundles on its machine, including its own
 
     def options(self) -> dict[str, object]:
         """Keyword arguments for a Ray actor's `.options`."""
@@ -110,7 +110,7 @@ def seated(seating: Seating, *, timeout: float) -> Iterator[dict[str, list[Seat]
         nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
         numbers = gpus_of_bundles(group, nodes) if gpus else {}
         order = physical_order(nodes, numbers)
-        neighbours = Counter(nodes.values())
+        neighbors = Counter(nodes.values())
         seats: dict[str, list[Seat]] = {name: [] for name in seating.places}
         for name, places in seating.places.items():
             for place in places:
@@ -122,7 +122,7 @@ def seated(seating: Seating, *, timeout: float) -> Iterator[dict[str, list[Seat]
                     )
                 share = seating.share(place)
                 devices = tuple(numbers[index] for index in taken) if numbers else ()
-                beside = neighbours[nodes[taken[0]]]
+                beside = neighbors[nodes[taken[0]]]
                 seats[name].append(Seat(group, taken[0], bundle["CPU"] * share, gpus * share, devices, beside))
         yield seats
     finally:

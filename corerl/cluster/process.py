@@ -62,7 +62,7 @@ class Process:
 
     The object may have `phase`, the name of its startup phase, and `collectives()`, the collectives it has begun by
     process group; both are for the watchdog. If the process is `traced`, the object's `trace`, if any, gets the
-    recorder before its first call. `neighbours` is the number of bundles on this machine.
+    recorder before its first call. `neighbors` is the number of bundles on this machine.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Process:
         target: str,
         failure: type[CorerlError] = HookFailed,
         traced: bool = False,
-        neighbours: int = 1,
+        neighbors: int = 1,
     ) -> None:
         if THREADS not in started_with():
             # Ray has set it to the CPUs that the process requested, mostly less than one.
-            os.environ[THREADS] = str(max(int(os.environ.get(THREADS, "1")), fair_threads(neighbours)))
+            os.environ[THREADS] = str(max(int(os.environ.get(THREADS, "1")), fair_threads(neighbors)))
         self.name = name
         self.target = target
         self.failure = failure
@@ -153,10 +153,10 @@ def started_with() -> set[str]:
     return {entry.partition(b"=")[0].decode() for entry in entries}
 
 
-def fair_threads(neighbours: int) -> int:
+def fair_threads(neighbors: int) -> int:
     """Half of a bundle's share of the usable cores: a rank and an engine may share a bundle, and what a machine counts
     as two cores is often one."""
-    return max(1, cores() // (2 * neighbours))
+    return max(1, cores() // (2 * neighbors))
 
 
 def cores() -> int:
@@ -174,7 +174,7 @@ def spawn(
     target: str,
     *,
     options: dict[str, object],
-    neighbours: int,
+    neighbors: int,
     environment: dict[str, str],
     failure: type[CorerlError] = HookFailed,
     traced: bool = False,
@@ -184,5 +184,5 @@ def spawn(
     groups: dict[str, Any] = {"concurrency_groups": {STATUS: 1}}
     actor = ray.remote(**groups)(Process)
     return actor.options(max_restarts=0, max_task_retries=0, runtime_env={"env_vars": environment}, **options).remote(
-        name, target, failure, traced, neighbours
+        name, target, failure, traced, neighbors
     )

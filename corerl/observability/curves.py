@@ -18,7 +18,7 @@ from corerl.plugin.events import Evaluated, Event, RunFinished, RunStarted, Step
 from corerl.plugin.hookspecs import hookimpl
 
 CURVES_FILE = "curves.png"
-COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#862e9c", "#c2255c", "#0b7285", "#e67700", "#5c677d")
+COLORS = ("#1f6feb", "#d9480f", "#2b8a3e", "#862e9c", "#c2255c", "#0b7285", "#e67700", "#5c677d")
 INK, GRID = "#343a40", "#e9ecef"
 
 
@@ -73,34 +73,34 @@ def draw(history: History, *, title: str) -> Figure:
     (rewards, losses, norms), (differences, lengths, times) = figure.subplots(2, 3)
 
     _panel(rewards, "reward")
-    _line(rewards, history, "rollout/reward", "rollout reward", COLOURS[0])
-    _line(rewards, history, "eval/reward", "held-out reward", COLOURS[2], thin=False)
-    _line(rewards, history, "eval/exact_match", "held-out exact match", COLOURS[1], thin=False)
+    _line(rewards, history, "rollout/reward", "rollout reward", COLORS[0])
+    _line(rewards, history, "eval/reward", "held-out reward", COLORS[2], thin=False)
+    _line(rewards, history, "eval/exact_match", "held-out exact match", COLORS[1], thin=False)
 
     _panel(losses, "loss, entropy (right)")
-    _line(losses, history, "train/loss", "loss", COLOURS[0])
+    _line(losses, history, "train/loss", "loss", COLORS[0])
     # Entropy has its own scale: next to it every policy loss is a flat line.
     entropies = losses.twinx()
     _panel(entropies, "")
     entropies.grid(False)
-    _line(entropies, history, "train/entropy", "entropy", COLOURS[1])
+    _line(entropies, history, "train/entropy", "entropy", COLORS[1])
 
     _panel(norms, "gradient norm before clipping")
-    _line(norms, history, "train/grad_norm", "gradient norm", COLOURS[3])
+    _line(norms, history, "train/grad_norm", "gradient norm", COLORS[3])
 
     _panel(differences, "log-prob difference, trainer and engine")
-    _line(differences, history, "rollout/logprob_diff", "log-prob difference", COLOURS[4])
+    _line(differences, history, "rollout/logprob_diff", "log-prob difference", COLORS[4])
     if any(value > 0 for value in history.series("rollout/logprob_diff")[1]):
         differences.set_yscale("log", nonpositive="mask")
 
     _panel(lengths, "response length, tokens")
-    _line(lengths, history, "rollout/response_length", "response length", COLOURS[5])
+    _line(lengths, history, "rollout/response_length", "response length", COLORS[5])
 
     _panel(times, "seconds of a step, by phase")
     _stack(times, history)
 
-    losses.tick_params(axis="y", labelcolor=COLOURS[0])
-    entropies.tick_params(axis="y", labelcolor=COLOURS[1])
+    losses.tick_params(axis="y", labelcolor=COLORS[0])
+    entropies.tick_params(axis="y", labelcolor=COLORS[1])
     for axes, place, columns in ((rewards, "lower right", 1), (times, "upper left", 3)):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc=place, ncols=columns, fontsize=8, frameon=False, labelcolor=INK)
@@ -119,7 +119,7 @@ def _panel(axes: Axes, heading: str) -> None:
         spine.set_color("#adb5bd")
 
 
-def _line(axes: Axes, history: History, name: str, label: str, colour: str, *, thin: bool = True) -> None:
+def _line(axes: Axes, history: History, name: str, label: str, color: str, *, thin: bool = True) -> None:
     """Draw one metric; if `thin`, for noisy values, as a faint line under its moving average."""
     steps, values = history.series(name)
     if not steps:
@@ -128,10 +128,10 @@ def _line(axes: Axes, history: History, name: str, label: str, colour: str, *, t
         order = sorted(range(len(steps)), key=steps.__getitem__)
         steps, values = [steps[index] for index in order], [values[index] for index in order]
     if not thin:
-        axes.plot(steps, values, color=colour, linewidth=1.8, marker="o", markersize=3.5, label=label)
+        axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=3.5, label=label)
         return
-    axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3, gid=name)
-    axes.plot(steps, moving_average(values), color=colour, linewidth=1.8, label=label)
+    axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.3, gid=name)
+    axes.plot(steps, moving_average(values), color=color, linewidth=1.8, label=label)
 
 
 def moving_average(values: Sequence[float]) -> NDArray[np.float64]:
@@ -155,8 +155,8 @@ def _stack(axes: Axes, history: History) -> None:
     steps = sorted(set().union(*columns)) if columns else []
     if steps:
         rows = [[column.get(step, 0.0) for step in steps] for column in columns]
-        colours = [COLOURS[index % len(COLOURS)] for index in range(len(names))]
-        axes.stackplot(steps, rows, labels=names, colors=colours, alpha=0.75, linewidth=0)
+        colors = [COLORS[index % len(COLORS)] for index in range(len(names))]
+        axes.stackplot(steps, rows, labels=names, colors=colors, alpha=0.75, linewidth=0)
         # Occasional phases, such as save, must not flatten all other steps.
         totals = sorted(sum(parts) for parts in zip(*rows, strict=True))
         axes.set_ylim(0, max(1.5 * totals[int(0.9 * (len(totals) - 1))], 1e-6))

@@ -171,9 +171,9 @@ def _answers(shown: Sequence[Shown], title: str) -> RenderableType:
 def summary(story: Story, event: RunFinished, *, width: int) -> RenderableType:
     """First and last values, the same prompts before and after training, and the paths of all outputs. A path that does
     not fit into `width` columns after its name goes below it, unbroken."""
-    colour = "green" if event.reason == "finished" else "red"
+    color = "green" if event.reason == "finished" else "red"
     outcome = f"{event.reason} after {event.steps_done} of {story.steps} steps, {duration(event.seconds)}"
-    parts: list[RenderableType] = [Text(), Text(outcome, style=f"bold {colour}"), Text()]
+    parts: list[RenderableType] = [Text(), Text(outcome, style=f"bold {color}"), Text()]
     values = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     values.add_column("")
     headings, ends = story.history.ends(NUMBERS.values())

@@ -250,7 +250,7 @@ def scan(kind: Kind) -> list[Entry]:
     entries: dict[tuple[str, str, str], Entry] = {}
     for distribution in distributions():
         for entry in _entries_of(distribution, kind):
-            entries.setdefault((entry.name, entry.value, _normalised(entry.distribution)), entry)
+            entries.setdefault((entry.name, entry.value, _normalized(entry.distribution)), entry)
     return sorted(entries.values(), key=lambda entry: (entry.name, entry.distribution))
 
 
@@ -348,7 +348,7 @@ def _not_found(kind: Kind, name: str, entries: Sequence[Entry]) -> PluginNotFoun
 
 def _rivalry(entry: Entry, rivals: Sequence[Entry]) -> str:
     everyone = [entry, *rivals]
-    if len({_normalised(each.distribution) for each in everyone}) == 1:
+    if len({_normalized(each.distribution) for each in everyone}) == 1:
         # One distribution with two copies of its metadata: no name can tell them apart.
         return (
             f"provided twice by {entry.distribution}, as "
@@ -376,7 +376,7 @@ def _is_module(path: str) -> bool:
 def is_named(entry: Entry, name: str) -> bool:
     """Whether `name`, plain or as 'distribution:name', refers to this entry point."""
     left, colon, right = name.rpartition(":")
-    return entry.name == right and (not colon or _normalised(entry.distribution) == _normalised(left))
+    return entry.name == right and (not colon or _normalized(entry.distribution) == _normalized(left))
 
 
 def _path(distribution: Distribution) -> str:
@@ -388,7 +388,7 @@ def _times(count: int) -> str:
     return "twice" if count == 2 else f"{count} times"
 
 
-def _normalised(distribution: str) -> str:
+def _normalized(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 

@@ -71,13 +71,13 @@ class TrainGroup:
         host, port, listening = self.processes.listen(0)  # first: later it would queue behind slow imports
         constructing = self.processes.construct([(assignment,) for assignment in self.plan.assignments])
         meeting = [(host, port, listening if rank == 0 else None) for rank in range(len(self.processes))]
-        initialising = self.processes.start_each("init", meeting)
+        initializing = self.processes.start_each("init", meeting)
 
         def wait() -> InitResult:
             self.processes.wait(constructing)
-            return self._agreed(self.processes.wait(initialising))
+            return self._agreed(self.processes.wait(initializing))
 
-        return Call(self.processes, initialising, wait)
+        return Call(self.processes, initializing, wait)
 
     def _agreed(self, results: Sequence[InitResult]) -> InitResult:
         self.layouts = [result.layout for result in results]

@@ -119,7 +119,7 @@ def example() -> list[StepPlan]:
 
 
 def draw_sample(picture: Picture, x: float, y: float, sample: int, *, filler: bool = False) -> float:
-    """Its tokens as squares, the prompt's grey; gives where it ends."""
+    """Its tokens as squares, the prompt's gray; gives where it ends."""
     group, width = GROUPS[sample // 2], (PROMPT + RESPONSES[sample]) * TOKEN
     if filler:
         picture.box(x, y, width, 22, "empty", round=0)
@@ -286,7 +286,7 @@ def sources() -> Picture:
             start = end
     bars(picture, 382, [(3, 5, 0, "train 0"), (5, 8, 1, "train 1"), (8, 11, 2, "train 2"), (11, 14, 3, "train 3")])
     picture.text(
-        150, 434, "Colours are versions of the weights. In the last row a bar is a response; some are drawn by two."
+        150, 434, "Colors are versions of the weights. In the last row a bar is a response; some are drawn by two."
     )
     return picture
 
@@ -550,7 +550,7 @@ def episode() -> Picture:
             word = tokenizer.convert_ids_to_tokens(int(token)).replace("<eos>", "eos")
             picture.text(x + size / 2, y + 20, word, "small middle" if len(word) > 1 else "name middle")
         if row:
-            picture.text(left, y + 48, "as they were, never tokenised again")
+            picture.text(left, y + 48, "as they were, never tokenized again")
             picture.text(left + before * size, y + 48, "new: the tool's message, and the answer to it")
     x = left
     for cls, words in (

@@ -44,7 +44,7 @@ class WithExtra(PlainBackend):
         self.noise, self.offset = state["noise"], state["offset"]  # type: ignore[assignment]
 
 
-def initialised(backend: Backend, setup: Setup, resume: str = "") -> Any:
+def initialized(backend: Backend, setup: Setup, resume: str = "") -> Any:
     """The backend by itself: no process group, no host."""
     backend.init(evolve(role_config(setup, resume=resume), options=PlainConfig()), CONTEXT)
     return backend
@@ -100,23 +100,23 @@ def test_a_backend_whose_init_found_no_model_shuts_down() -> None:
 
 
 def test_extra_state_comes_back_to_the_same_backend_and_to_no_other(setup: Setup, tmp_path: Path) -> None:
-    backend = initialised(WithExtra(), setup)
+    backend = initialized(WithExtra(), setup)
     backend.noise, backend.offset = torch.tensor([9, 8, 7], dtype=torch.uint8), 5
     backend.save(str(tmp_path), step_at(3), False)
 
-    same = initialised(WithExtra(), setup, str(tmp_path))
+    same = initialized(WithExtra(), setup, str(tmp_path))
     assert (same.noise.tolist(), same.offset) == ([9, 8, 7], 5)
 
     class Renamed(WithExtra):
         pass
 
-    other = initialised(Renamed(), setup, str(tmp_path))
+    other = initialized(Renamed(), setup, str(tmp_path))
     assert (other.noise.tolist(), other.offset) == ([0, 1, 2], 4)
     assert torch.equal(next(iter(other.params.values())), next(iter(backend.params.values())))
 
 
 def test_counters_of_a_checkpoint_are_its_own(setup: Setup, tmp_path: Path) -> None:
-    backend = initialised(PlainBackend(), setup)
+    backend = initialized(PlainBackend(), setup)
     backend.adam_step = 2  # of three steps one was skipped
     backend.update_weights(InProcessSender(lambda bucket: None), 8)
     backend.save(str(tmp_path), step_at(3), False)
@@ -126,7 +126,7 @@ def test_counters_of_a_checkpoint_are_its_own(setup: Setup, tmp_path: Path) -> N
 
 
 def test_bytes_of_an_update_are_the_buckets_or_what_the_transport_made_of_them(setup: Setup) -> None:
-    backend, sender = initialised(PlainBackend(), setup), InProcessSender(lambda tensors: None)
+    backend, sender = initialized(PlainBackend(), setup), InProcessSender(lambda tensors: None)
     assert backend.update_weights(sender, 1).bytes == sum(param.nbytes for param in backend.params.values())
     sender.sent = 5  # as of changes alone
     assert backend.update_weights(sender, 2).bytes == 5
@@ -135,10 +135,10 @@ def test_bytes_of_an_update_are_the_buckets_or_what_the_transport_made_of_them(s
 def test_a_checkpoint_of_another_model_is_refused_with_the_first_tensor_that_does_not_fit(
     setup: Setup, model_directories: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    initialised(PlainBackend(), setup).save(str(tmp_path), step_at(0), False)
+    initialized(PlainBackend(), setup).save(str(tmp_path), step_at(0), False)
     untied = evolve(setup, model=str(model_directories["qwen3"]))
     with pytest.raises(ModelError) as caught:
-        initialised(PlainBackend(), untied, str(tmp_path))
+        initialized(PlainBackend(), untied, str(tmp_path))
     assert caught.value.message == (
         f"checkpoint {tmp_path} has no tensor 'lm_head.weight' of shape [97, 64], which the model needs"
     )
@@ -148,9 +148,9 @@ def test_a_checkpoint_of_a_larger_model_is_refused_though_it_has_all_that_is_ask
     setup: Setup, model_directories: Mapping[str, Path], tmp_path: Path
 ) -> None:
     untied = evolve(setup, model=str(model_directories["qwen3"]))
-    initialised(PlainBackend(), untied).save(str(tmp_path), step_at(0), False)
+    initialized(PlainBackend(), untied).save(str(tmp_path), step_at(0), False)
     with pytest.raises(CheckpointError) as caught:
-        initialised(PlainBackend(), setup, str(tmp_path))
+        initialized(PlainBackend(), setup, str(tmp_path))
     assert caught.value.message == (
         f"checkpoint {tmp_path} contains 'lm_head.weight' [97, 64], which this model does not have; resume "
         "with the model that the checkpoint was written with"
@@ -158,10 +158,10 @@ def test_a_checkpoint_of_a_larger_model_is_refused_though_it_has_all_that_is_ask
 
 
 def test_a_checkpoint_that_lost_a_file_is_refused(setup: Setup, tmp_path: Path) -> None:
-    initialised(PlainBackend(), setup).save(str(tmp_path), step_at(0), False)
+    initialized(PlainBackend(), setup).save(str(tmp_path), step_at(0), False)
     (tmp_path / "rank-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"rank-00000.safetensors cannot be read .*resume from another"):
-        initialised(PlainBackend(), setup, str(tmp_path))
+        initialized(PlainBackend(), setup, str(tmp_path))
 
 
 def test_a_model_directory_that_lacks_a_tensor_is_refused(
@@ -173,14 +173,14 @@ def test_a_model_directory_that_lacks_a_tensor_is_refused(
         (broken / file.name).write_bytes(file.read_bytes())
     (broken / "config.json").write_bytes((model_directories["qwen3"] / "config.json").read_bytes())
     with pytest.raises(ModelError, match=r"model directory .*/model has no tensor 'lm_head.weight' of shape"):
-        initialised(PlainBackend(), evolve(setup, model=str(broken)))
+        initialized(PlainBackend(), evolve(setup, model=str(broken)))
 
 
 def test_a_background_save_that_failed_is_told_at_shutdown_at_the_latest(
     setup: Setup, host_memory: Noting, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    backend = initialised(PlainBackend(), setup)
+    backend = initialized(PlainBackend(), setup)
     backend.save(str(tmp_path / "file"), step_at(0), True)
     with pytest.raises(SaveFailed, match="the background save failed: cannot write"):
         backend.shutdown("finished")
@@ -192,7 +192,7 @@ def test_a_background_save_that_failed_is_told_by_the_next_one_in_the_foreground
     setup: Setup, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    backend = initialised(PlainBackend(), setup)
+    backend = initialized(PlainBackend(), setup)
     backend.save(str(tmp_path / "file"), step_at(0), True)
     with pytest.raises(SaveFailed, match="the background save failed: cannot write"):
         backend.save(str(tmp_path / "next"), step_at(1), False)
@@ -211,7 +211,7 @@ def test_a_backend_is_told_of_a_snapshots_weights_and_again_of_its_own_also_afte
             super().after_load(keys, adam_step)
             self.copied = float(next(iter(self.params.values())).detach().flatten()[0])
 
-    backend = initialised(Caches(), setup)
+    backend = initialized(Caches(), setup)
     backend.create_snapshot("old")
     old = backend.copied
     with torch.no_grad():
@@ -275,7 +275,7 @@ def test_host_memory_is_reserved_for_weights_and_moments_to_come_where_the_run_s
 
 
 def test_that_memory_is_not_pinned_is_said_once(setup: Setup, host_memory: Noting) -> None:
-    backend = initialised(PlainBackend(), setup)
+    backend = initialized(PlainBackend(), setup)
     notes = []
     for _ in range(2):
         notes.append(backend.sleep(set(MemoryKind)).notes)
@@ -388,4 +388,4 @@ def test_weights_travel_in_the_precision_of_training_unless_another_is_named(
     setup: Setup, wanted: Any, precision: Any, dtype: str
 ) -> None:
     chosen = evolve(setup, weights=WeightsConfig(dtype=wanted), train=evolve(setup.train, precision=precision))
-    assert initialised(PlainBackend(), chosen).manifest.dtype == dtype
+    assert initialized(PlainBackend(), chosen).manifest.dtype == dtype

@@ -12,7 +12,7 @@ MEMORY = Number(what="memory", values=[2.0, 4.0, 3.0], unit="GB", target=3.0)
 REPORT = Report(name="steps", size="three samples", comparisons=[STEP], numbers=[MEMORY], note="Nothing else.")
 
 
-def test_a_ratio_is_the_median_over_rounds_of_neighbours() -> None:
+def test_a_ratio_is_the_median_over_rounds_of_neighbors() -> None:
     assert STEP.row() == [
         "a step / a bare one",
         "30 ms (10 to 40)",

@@ -49,7 +49,7 @@ def test_ranks_on_both_nodes_talk_to_each_other_and_leave_the_cluster_as_it_was(
                 group.start_each("init", [(host, port, listening if rank == 0 else None, "") for rank in range(4)])
             )
             nodes = group.call("node")
-            assert nodes[0] == nodes[1] != nodes[2] == nodes[3]  # neighbours in rank are neighbours in the machine
+            assert nodes[0] == nodes[1] != nodes[2] == nodes[3]  # neighbors in rank are neighbors in the machine
             assert group.call("train", "") == [10.0] * 4
             group.kill()
     with ray_session(address=address, cpus=4.0):

@@ -209,7 +209,7 @@ def test_each_process_needs_a_seat(seats: list[Seat]) -> None:
 
 def test_seats_are_shares_of_their_bundles(seats: list[Seat]) -> None:
     assert [(seat.cpus, seat.gpus) for seat in seats] == [(1.0, 0.0)] * 3
-    assert [(seat.bundle, seat.neighbours) for seat in seats] == [(0, 3), (1, 3), (2, 3)]
+    assert [(seat.bundle, seat.neighbors) for seat in seats] == [(0, 3), (1, 3), (2, 3)]
     # One CPU of four is left, and two processes share it.
     with seated(arrange({"actor": 1, "engines": 1}), timeout=60.0) as both:
         assert [(seat.bundle, seat.cpus) for seat in (*both["actor"], *both["engines"])] == [(0, 0.5), (0, 0.5)]

@@ -124,7 +124,7 @@ def test_a_traced_call_brings_what_its_object_showed_and_nothing_of_the_call_bef
 
 
 @pytest.mark.parametrize(
-    ("neighbours", "quota", "by_ray", "wanted"),
+    ("neighbors", "quota", "by_ray", "wanted"),
     [
         (3, "max 100000", "1", "4"),
         (1, "max 100000", "1", "12"),
@@ -135,20 +135,20 @@ def test_a_traced_call_brings_what_its_object_showed_and_nothing_of_the_call_bef
     ],
 )
 def test_a_process_takes_half_of_its_share_of_the_cores(
-    neighbours: int, quota: str, by_ray: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    neighbors: int, quota: str, by_ray: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
     (tmp_path / "environ").write_bytes(b"HOME=/root\0PATH=/bin\0")
     monkeypatch.setattr("corerl.cluster.process.Path", lambda path: tmp_path / path.rpartition("/")[2])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)))
     monkeypatch.setenv(THREADS, by_ray)
-    Process("actor rank 0", "nowhere:Nothing", neighbours=neighbours)
+    Process("actor rank 0", "nowhere:Nothing", neighbors=neighbors)
     assert os.environ[THREADS] == wanted
     (tmp_path / "environ").unlink()  # as where there is no /proc
     monkeypatch.setenv(THREADS, "7")
-    Process("actor rank 0", "nowhere:Nothing", neighbours=neighbours)
+    Process("actor rank 0", "nowhere:Nothing", neighbors=neighbors)
     assert os.environ[THREADS] == "7"
     (tmp_path / "environ").write_bytes(b"HOME=/root\0OMP_NUM_THREADS=9\0")
     monkeypatch.setenv(THREADS, "9")
-    Process("actor rank 0", "nowhere:Nothing", neighbours=neighbours)
+    Process("actor rank 0", "nowhere:Nothing", neighbors=neighbors)
     assert os.environ[THREADS] == "9"

@@ -100,7 +100,7 @@ def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[s
     assert changed == value and type(changed) is type(value)
 
 
-def test_the_last_override_of_a_value_counts_and_its_neighbours_stay(tmp_path: Path) -> None:
+def test_the_last_override_of_a_value_counts_and_its_neighbors_stay(tmp_path: Path) -> None:
     path = write(tmp_path, SMALLEST + "[run]\nsteps = 1\nseed = 7\n")
     run = load_config(path, ["run.steps=2", "run.steps=3"]).run
     assert (run.steps, run.seed) == (3, 7)

@@ -86,7 +86,7 @@ def test_what_is_given_back_is_handed_out_again_and_nothing_is_pinned_anew(pool:
     pool.reserve(8 * PAGE)
     first, second, third = (pool.take(2 * PAGE) for _ in range(3))
     pool.give_back(second)
-    pool.give_back(first)  # in any order: neighbours are one again
+    pool.give_back(first)  # in any order: neighbors are one again
     assert sizes(pool.take(4 * PAGE)) == [4 * PAGE]
     pool.give_back(third)
     assert sizes(pool.take(4 * PAGE)) == [4 * PAGE]

@@ -22,6 +22,6 @@ def test_gaps_are_bridged_and_nothing_is_an_empty_plot() -> None:
     assert characters([Line([], [], "")], width=3, height=2) == [chr(0x2800) * 3] * 2
 
 
-def test_the_later_line_colours_a_shared_character() -> None:
+def test_the_later_line_colors_a_shared_character() -> None:
     lines = [Line([0, 1], [0.0, 1.0], "red"), Line([0], [0.0], "blue")]
     assert [style for _, style in draw(lines, width=2, height=1).rows[0]] == ["blue", "red"]

@@ -103,7 +103,7 @@ def test_scores_of_several_weights_are_one_line_whatever_was_scored_first(tmp_pa
 
 
 def test_the_moving_average_is_centred_and_leaves_out_what_is_not_finite() -> None:
-    values = [float(step) for step in range(60)]  # 60 steps: three neighbours on each side
+    values = [float(step) for step in range(60)]  # 60 steps: three neighbors on each side
     values[30] = math.nan
     expected = [np.nanmean(values[max(0, i - 3) : i + 4]) for i in range(60)]
     assert moving_average(values) == pytest.approx(expected)

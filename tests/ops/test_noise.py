@@ -41,7 +41,7 @@ def test_keys_differ_by_value_order_and_count_of_their_parts():
     assert grid[205] == hash_key(3, 2, 5)
 
 
-def test_uniform_numbers_fill_their_cells_evenly_along_counters_and_along_neighbouring_keys():
+def test_uniform_numbers_fill_their_cells_evenly_along_counters_and_along_neighboring_keys():
     along_counters = uniform(torch.tensor([7]), torch.arange(64_000))[0]
     along_keys = uniform(torch.arange(64_000), torch.tensor([7]))[:, 0]
     for sample in (along_counters, along_keys):

@@ -56,11 +56,11 @@ CASES = {
         "ModuleNotFoundError: No module named 'moduleless_spec'; repair or reinstall corerl-moduleless",
     ),
     "exiting": Case(
-        source="raise SystemExit('no licence')",
+        source="raise SystemExit('no license')",
         offered_by=("corerl-exiting",),
         error="PluginBroken",
         message="backend 'exiting' (corerl-exiting 0.2) cannot be loaded from exiting_spec:SPEC: "
-        "SystemExit: no licence; repair or reinstall corerl-exiting",
+        "SystemExit: no license; repair or reinstall corerl-exiting",
     ),
     "wrong": Case(
         source="SPEC = 3",

@@ -56,7 +56,7 @@ def spread(engines: Sequence[Engine], request: GenerateRequest) -> Generation:
 
 
 def random_model(fields: Mapping[str, Any], seed: int) -> PreTrainedModel:
-    """A plain transformers model, initialised and run by transformers alone."""
+    """A plain transformers model, initialized and run by transformers alone."""
     torch.manual_seed(seed)
     config = hf_config(ModelConfig(config=fields))
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

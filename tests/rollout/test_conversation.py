@@ -73,7 +73,7 @@ def test_the_row_of_two_turns_is_what_was_sampled_with_the_templates_words_betwe
     assert conversation.begun == sum(lengths[1:])
 
 
-def test_what_was_sampled_is_never_tokenised_from_its_text() -> None:
+def test_what_was_sampled_is_never_tokenized_from_its_text() -> None:
     inner = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "?": 3}, [("a", "b")]))
     inner.pre_tokenizer = pre_tokenizers.Split("?", "isolated")
     inner.decoder = decoders.Fuse()

@@ -210,7 +210,7 @@ def test_samples_are_distributed_as_the_softmax_of_logits_over_temperature(
     assert chi_square(torch.bincount(then, minlength=VOCAB).double(), second) < 37.7
 
 
-def test_top_p_draws_from_the_renormalised_nucleus_and_records_the_whole_distributions_logprobs(
+def test_top_p_draws_from_the_renormalized_nucleus_and_records_the_whole_distributions_logprobs(
     tied: tuple[TransformersEngine, Any],
 ) -> None:
     served, model = tied

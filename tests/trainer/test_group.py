@@ -103,7 +103,7 @@ def layout(rank: int, **changes: Any) -> ParallelLayout:
 
 
 def group_with(*layouts: ParallelLayout, **answers: Sequence[Any]) -> tuple[TrainGroup, Answers]:
-    """A group that is initialised; of two data-parallel ranks where nothing else is said."""
+    """A group that is initialized; of two data-parallel ranks where nothing else is said."""
     layouts = layouts or (layout(0), layout(1))
     processes = Answers(init=[InitResult(layout=each) for each in layouts], **answers)
     plan = evolve(PLAN, data_parallel=layouts[0].dp_size)
@@ -230,7 +230,7 @@ def of_four(dp_ranks: Sequence[int], outputs: Sequence[bool]) -> list[ParallelLa
     ]
 
 
-# Four ranks, by how they share models: pairs of tensor-parallel neighbours, the first of which outputs; two stages of a
+# Four ranks, by how they share models: pairs of tensor-parallel neighbors, the first of which outputs; two stages of a
 # pipeline, the last of which outputs; one model of four ranks.
 SHARED = {
     "dp 2 x tp 2": of_four([0, 0, 1, 1], [True, False, True, False]),

@@ -82,7 +82,7 @@ def test_holes_are_elements_in_no_box_and_overlaps_and_strays_do_not_hide_them()
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
-def test_fill_takes_no_quantised_numbers_for_weights(dtype: torch.dtype) -> None:
+def test_fill_takes_no_quantized_numbers_for_weights(dtype: torch.dtype) -> None:
     view = torch.full((2,), torch.nan)
     source = Memory({"w": torch.ones(2).to(dtype)})
     with pytest.raises(ModelError, match=f"memory has 'w' quantized as {dtype}, wanted 16 or 32 bits"):

@@ -111,7 +111,7 @@ def test_what_is_made_of_them_again_is_near() -> None:
         ("lm_head.weight", (8, 8), False),
     ],
 )
-def test_the_matrices_of_layers_are_quantised(name: str, shape: tuple[int, ...], wanted: bool) -> None:
+def test_the_matrices_of_layers_are_quantized(name: str, shape: tuple[int, ...], wanted: bool) -> None:
     assert is_quantized(name, shape, ["shared_expert_gate"]) is wanted
 
 

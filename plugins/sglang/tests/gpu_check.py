@@ -432,7 +432,7 @@ def experts(findings: Findings) -> None:
 
 
 def in_blocks(model: Any, weights: WeightsConfig) -> dict[str, torch.Tensor]:
-    """The model's tensors as they are sent, which here are quantised one by one."""
+    """The model's tensors as they are sent, which here are quantized one by one."""
     sent: dict[str, torch.Tensor] = {}
     for name, tensor in hf_tensors(model).items():
         if not is_quantized(name, tuple(tensor.shape), weights.unquantized):
@@ -457,7 +457,7 @@ def put_together(model: Any, sent: Mapping[str, torch.Tensor]) -> Any:
 
 @contextmanager
 def activations_in_fp8(model: Any, sent: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """What goes into the linear layers that are quantised is rounded as SGLang's kernels round it: each token's, in
+    """What goes into the linear layers that are quantized is rounded as SGLang's kernels round it: each token's, in
     groups of 128 columns. Of experts that is what goes into them, and nothing inside."""
 
     def rounded(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -480,7 +480,7 @@ def activations_in_fp8(model: Any, sent: Mapping[str, torch.Tensor]) -> Iterator
 def fp8(findings: Findings, fields: Mapping[str, Any], kernels: str) -> None:
     """Weights in blocks of FP8, other ones with each update, by broadcast and by handle, before and after a sleep.
 
-    Beside them stands transformers in bfloat16 with the weights that the blocks say. SGLang quantises what goes into
+    Beside them stands transformers in bfloat16 with the weights that the blocks say. SGLang quantizes what goes into
     linear layers too. How much that changes is measured in transformers, and SGLang's log-probs may be half as far
     again: not token by token, since the least difference rounds to other numbers of FP8, but on average.
     """
@@ -504,7 +504,7 @@ def fp8(findings: Findings, fields: Mapping[str, Any], kernels: str) -> None:
             told_sums(findings, served, sent)
             compare_fp8(findings, served, put_together(model, sent), sent, version)
         error, _ = push(served, models[0], 4, "disk")
-        findings.tell("weights that are not quantised are refused", error, "the trainer does not send" in error)
+        findings.tell("weights that are not quantized are refused", error, "the trainer does not send" in error)
 
 
 def compare_fp8(

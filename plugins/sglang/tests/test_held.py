@@ -269,7 +269,7 @@ def send_in_blocks(ranks: list[Held], seed: int) -> dict[str, torch.Tensor]:
     return bucket.views(room[32:])
 
 
-def test_sums_of_blocks_and_scales_are_those_of_the_quantised_stream() -> None:
+def test_sums_of_blocks_and_scales_are_those_of_the_quantized_stream() -> None:
     ranks = [Held(Blocks(rank)) for rank in range(2)]
     for seed in (1, 2):
         sent = send_in_blocks(ranks, seed)
