@@ -1,5 +1,5 @@
-"""One weight update from ranks to engines: on the same GPUs by CUDA IPC, beside the engine's own load of ready buckets,
-or on other GPUs by NCCL, beside a broadcast of the bytes.
+"""Measure one weight update from ranks to engines: on the same GPUs by CUDA IPC, against the engine's own load of ready
+buckets, or on other GPUs by NCCL, against a broadcast of the bytes.
 
 python -m benchmarks.colocated_update 0.6b 8b                               # one GPU
 python -m benchmarks.colocated_update 0.6b 8b --engine sglang               # the same, with engines that are SGLang
@@ -9,20 +9,20 @@ python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.co
 torchrun --standalone --nproc-per-node 2 -m benchmarks.colocated_update 8b --apart                         # on 2 others
 python -m benchmarks.colocated_update 0.6b --tiny                           # on a CPU: does it run?
 
-An engine is a process with the model's parameters in bfloat16. The update is what a run does from the call of
-`update_weights` on the ranks and of `receive` in the engine until both return: meeting, gathering each bucket in
-bfloat16 from the backend's own parameters, a checksum on either side, the engine's copy into its parameters, its
-acknowledgement. The other side is that copy alone, in the engine, out of a buffer of a bucket's size that lies there:
-no other process, no checksum. On several ranks it is that and an all-gather of as many bytes. Parameters alone are
-resident: no moments, no gradients.
+An engine is a process that holds the model's parameters in bfloat16. The update is timed as in a run, from the call of
+`update_weights` on the ranks and of `receive` in the engine until both return. It includes the rendezvous, gathering
+each bucket in bfloat16 from the backend's own parameters, a checksum on each side, the engine's copy into its
+parameters, and its acknowledgment. The other side is that copy alone, in the engine, from a ready buffer of a bucket's
+size, without another process or a checksum. On several ranks an all-gather of as many bytes is added. Only parameters
+are resident: no moments, no gradients.
 
-With `--engine sglang` an engine is CoreRL's for SGLang, in a process of its own, with its server; the other side is a
-second SGLang on the same GPUs, `sglang.Engine`, that is handed flattened buckets of the same tensors, which lie there.
-In the end each is asked whether it holds what it was given. One GPU then has a shape's bytes three times beside the
-ranks' own parameters: the 8B shape wants one of 141 GB.
+With `--engine sglang` an engine is CoreRL's SGLang engine with its server, in a separate process. The other side is a
+second SGLang on the same GPUs, `sglang.Engine`, which is passed ready flattened buckets of the same tensors. At the end
+each engine is asked whether it holds the weights it was sent. A GPU then holds a shape's bytes three times in addition
+to the ranks' own parameters: the 8B shape needs one of 141 GB.
 
-With `--apart` each rank's engine is on a GPU of its own, the first rank sends all, and the other side is a broadcast of
-a buffer that lies there, bucket after bucket, from a process on the first rank's GPU to the engines' processes.
+With `--apart` each rank's engine is on a GPU of its own, and the first rank sends everything. The other side is a
+broadcast of a ready buffer, bucket after bucket, from a process on the first rank's GPU to the engines' processes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 TARGET, TARGET_APART = 1.5, 1.4
 BARE = "--bare"  # how this program starts itself as an engine
-DIFFERENT = "THE ENGINES DO NOT HOLD WHAT THEY WERE GIVEN, and the ratio says nothing:"
+DIFFERENT = "THE ENGINES DO NOT HOLD THE WEIGHTS THEY WERE SENT, so the ratio is meaningless:"
 # What torch's launcher tells its ranks: an engine would take their place, or their store, for its own.
 LAUNCHER = re.compile(r"(TORCHELASTIC|MASTER|GROUP|ROLE)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
 TIMEOUT = 300.0  # seconds that one side waits for the other
@@ -412,7 +412,7 @@ def measure(
     sides.close()
     worker.shutdown("measured")
     sent = result.bytes
-    held = "Both sides' engines held what they were given." if engine == "sglang" else ""
+    held = "The engines of both sides held the weights they were sent." if engine == "sglang" else ""
     if found := [each for every in wrong for each in every]:
         held = f"{DIFFERENT} {'; '.join(found)}."
     return Report(
@@ -434,7 +434,7 @@ def measure(
             Number(what="bytes a second", values=[sent / each / 1e9 for each in seconds], unit="GB/s"),
             *(Number(what=f"in it: {name}", values=values, unit="s") for name, values in sorted(parts_of.items())),
         ],
-        note=f"Parts are of the first rank, which goes on while its engine loads. {held}".strip(),
+        note=f"Parts are those of the first rank, which continues while its engine loads. {held}".strip(),
     )
 
 

@@ -1,9 +1,9 @@
-"""What NCCL's communicators hold of a GPU, and what comes back of it where they are suspended.
+"""Measure the GPU memory that NCCL's communicators hold, and how much of it suspending them releases.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.communicators
 
-Three groups of two ranks or more, as tensor, pipeline and data parallelism make them: used, suspended, resumed and used
-again, twice; the last time they are destroyed while they are suspended. Fails where a sum is wrong afterwards.
+Three groups of two ranks or more, as for tensor, pipeline and data parallelism, are used, suspended, resumed and used
+again, twice. In the end they are suspended once more and destroyed. Fails if a result is wrong after a resumption.
 """
 
 from __future__ import annotations

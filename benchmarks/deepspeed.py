@@ -1,28 +1,29 @@
-"""The DeepSpeed backend on GPUs: training steps beside a bare DeepSpeed loop, and the plugin's sleep.
+"""Measure the DeepSpeed backend on GPUs: training steps against a bare DeepSpeed loop, and the plugin's sleep.
 
 python -m benchmarks.deepspeed stage2 stage3 offload 8b-zero3 --output found
 python -m benchmarks.deepspeed --table found/*.json
 
-Each case starts a process for each of its GPUs, and a file is there as soon as it is done. With `--tiny`, on CPUs over
-gloo, it is seen that everything runs. By its name alone: as a file it would hide the package `deepspeed`. What FLOPs
-and MFU are, `steps` says.
+Each case starts one process per GPU, and its file is written as soon as it is done. `--tiny` runs everything on CPUs
+over gloo, to check that it works. Start it with `-m`: run as a file, it would shadow the package `deepspeed`. `steps`
+defines FLOPs and MFU.
 
-Where two models fit beside each other, plugin and bare loop take turns in one process. Where they do not, cases are
-`apart`: plugin and bare loop have the machine to themselves, one after the other, several times.
+If two models fit into memory together, plugin and bare loop take turns in one process. Otherwise the case is `apart`:
+plugin and bare loop each have the machine to themselves, one after the other, several times.
 
-With `--awake 5` five more steps are measured before the plugin sleeps for the first time, and told apart from those
-after it, with what the process's CPU and torch's allocator did in each; the bare loop takes as many, and never sleeps.
+With `--awake 5` five more steps are measured before the plugin sleeps for the first time. They are reported separately
+from those after it, with what the process's CPU and torch's allocator did in each. The bare loop takes as many, and
+never sleeps.
 
-Host memory of the 4B shape with its optimizer there, 4.02 B parameters, in bytes a parameter. Stage 2: 4 masters, 4
-gradients and 2 weights on their way back, pinned, and 8 moments: 18, that is 72 GB (67 GiB); 4 more for a moment before
-there are moments, since each pinned tensor is a copy of one that is not. On the GPU 2, and 4 in a step, where gradients
-are summed. Stage 3: 4 masters, 8 moments, 4 gradients, pinned in groups of up to 1e9, and 4 sums of them, pinned in one
-tensor that torch rounds up to 16 GiB: 20.3, that is 81 GB (76 GiB); on the GPU 2. Either fits into 128 GiB once, and
-not twice: these cases are apart.
+Host memory of the 4B shape, 4.02 B parameters, with its optimizer on the host, in bytes per parameter. Stage 2: 4 for
+masters, 4 for gradients and 2 for weights on their way back, all pinned, and 8 for moments: 18, that is 72 GB (67 GiB).
+Before there are moments, 4 more are needed temporarily, since each pinned tensor is a copy of an unpinned one. On the
+GPU 2, and 4 in a step, while gradients are summed. Stage 3: 4 for masters, 8 for moments, 4 for gradients, pinned in
+groups of up to 1e9, and 4 for their sums, pinned in one tensor that torch rounds up to 16 GiB: 20.3, that is 81 GB (76
+GiB); on the GPU 2. Either fits into 128 GiB once, but not twice, so these cases are apart.
 
-Nothing is compiled: with a client's optimizer, here torch's AdamW, DeepSpeed 0.19.8 loads none of its operations, and
-it pins through torch. Only `offload-cpu-adam` compiles DeepSpeed's own CPU Adam, with g++ and, beside a GPU, CUDA's
-headers; where that fails the plugin's side is measured all the same.
+Nothing is compiled: with a client's optimizer, here torch's AdamW, DeepSpeed 0.19.8 loads none of its ops, and it pins
+memory through torch. Only `offload-cpu-adam` compiles DeepSpeed's own CPU Adam, with g++ and, on a machine with a GPU,
+CUDA's headers; if that fails, the plugin's side is still measured.
 """
 
 from __future__ import annotations
@@ -453,8 +454,8 @@ def say(text: str) -> None:
 
 NOTE = (
     "One optimizer step from micro-batches on the host: forward, clipped loss over per-token log-probs, backward, "
-    "clipping, AdamW. The plugin's is its `train` hook through the worker's host, with metrics; the bare loop uses the "
-    "same attention and the same kernel for log-probs, and computes no metric."
+    "clipping, AdamW. The plugin's side is its `train` hook through the worker's host, with metrics; the bare loop "
+    "uses the same attention and the same kernel for log-probs, and computes no metric."
 )
 
 
@@ -507,7 +508,7 @@ def report(starts: Sequence[Found]) -> Report:
         pairs = "; ".join(f"{a:.5g} and {b:.5g}" for a, b in zip(*warm, strict=True))
         notes.append(f"Norms of the first gradients, plugin and bare loop: {pairs}.")
     if first.apart:
-        notes.append("Plugin and bare loop ran one after the other, in processes of their own.")
+        notes.append("Plugin and bare loop ran one after the other, in separate processes.")
     return Report(
         name=first.name,
         size=first.size,

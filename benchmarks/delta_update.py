@@ -1,4 +1,4 @@
-"""Weight updates that write only what has changed, against those that write all of it: seconds, and bytes."""
+"""Compare weight updates that write only what has changed with updates that write everything: seconds and bytes."""
 
 from __future__ import annotations
 
@@ -124,10 +124,10 @@ def measure(*, rounds: int, size: int, bucket_mib: int) -> Report:
         comparisons=comparisons,
         numbers=numbers,
         note=(
-            "From a sender that has its buckets in host memory to a receiver in another process of the same machine, "
-            "over its own disk, whose page cache takes what is written: the time that a slower way than this would "
-            "take for the bytes is not in it. Changed elements become the next number up or down. Where more than two "
-            "of three have changed, the whole bucket is written."
+            "A sender with its buckets in host memory updates a receiver in another process of the same machine, over "
+            "the local disk. The page cache absorbs what is written, so the time that a slower path would take for the "
+            "bytes is not included. Changed elements become the next number up or down. If more than two of three have "
+            "changed, the whole bucket is written."
         ),
     )
 

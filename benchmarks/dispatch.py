@@ -1,4 +1,4 @@
-"""What it costs to reach a backend: `TrainGroup.train` around an empty `train`, against bare calls of Ray actors."""
+"""Measure the cost of reaching a backend: `TrainGroup.train` around an empty `train`, against bare Ray actor calls."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def measure(*, rounds: int, size: int, calls: int) -> Report:
         ],
         numbers=[Number(what=what, values=seconds, unit="s", target=5e-3)],
         note=(
-            "One call from the driver and back: both sides pass a reference to the batch, the plan of one step, the "
-            "loss and the step, and get a TrainResult of eight metrics from each of two processes. CoreRL's goes "
-            "through RayGroup, Worker, PluginHost and pluggy, and is merged over the ranks."
+            "One call from the driver and back. Both sides pass a reference to the batch, the plan of one step, the "
+            "loss and the step, and get a TrainResult of eight metrics from each of two processes. CoreRL's call goes "
+            "through RayGroup, Worker, PluginHost and pluggy, and its results are merged over the ranks."
         ),
     )
 

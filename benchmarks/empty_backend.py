@@ -1,4 +1,4 @@
-"""A backend that does nothing, so that what is left is what it costs to reach it."""
+"""A backend that does nothing, so that only the cost of reaching it is left."""
 
 from __future__ import annotations
 

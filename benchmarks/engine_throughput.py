@@ -1,14 +1,15 @@
-"""What sampling through CoreRL costs: the same requests through its sampler, and through SGLang's own offline engine.
+"""Measure the overhead of sampling through CoreRL: the same requests through its sampler and SGLang's offline engine.
 
 python -m benchmarks.engine_throughput 0.6b --output found/throughput.json         # one GPU
 python -m benchmarks.engine_throughput 8b --rows 256 --new 512
 python -m benchmarks.engine_throughput 0.6b --tiny                                  # on a CPU, with a stand-in
 
-On one side a run's own parts: `Sampler.sample` encodes the prompts, asks the fleet (Ray), which asks the engine's
-actor, which asks its server over HTTP; tokens, log-probs and versions are laid out as a batch, and texts decoded. On
-the other `sglang.Engine(...).generate` with the same token ids in one call, in a process of its own; what it returns is
-left as it is. Both have the same server arguments, log-probs on, and lengths that are fixed: no token ends a sample.
-Weights are random on both sides. Both engines stay on the GPU, and wait while the other one works.
+One side uses the parts of a run: `Sampler.sample` encodes the prompts and calls the fleet (Ray), which calls the
+engine's actor, which calls its server over HTTP. Tokens, log-probs and versions are laid out as a batch, and texts are
+decoded. The other side is one call of `sglang.Engine(...).generate` with the same token ids, in a separate process;
+what it returns is not processed. Both have the same server arguments, log-probs enabled, and fixed lengths: no token
+ends a sample. Weights are random on both sides. Both engines stay on the GPU, and each is idle while the other one
+works.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def measure(args: argparse.Namespace) -> Report:
             Number(what="the other", values=[rows * new / each for each in others], unit="tokens/s"),
             *(Number(what=f"of CoreRL's: {what}", values=values, unit="s") for what, values in stages.items()),
         ],
-        note="The prompts are the same in each round, and both sides have seen them before the first one.",
+        note="The prompts are the same in each round, and both sides have processed them before the first one.",
     )
 
 

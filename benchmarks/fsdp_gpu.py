@@ -1,14 +1,13 @@
-"""An optimizer step of the FSDP backend on one GPU, compiled, beside a bare compiled loop; tokens a second and MFU.
+"""Measure a compiled optimizer step of the FSDP backend on one GPU, against a bare compiled loop: tokens/s and MFU.
 
 python -m benchmarks.fsdp_gpu --output found/fsdp.json
 python -m benchmarks.fsdp_gpu 0.6b
 python -m benchmarks.fsdp_gpu --tiny
 
 8 layers of the Qwen3-8B shape, 2.79 B parameters, 16k tokens in packed sequences of 2k; or the whole 0.6B shape, four
-times 16k tokens in sequences of 512, as a GRPO step has them. bfloat16, with float32 weights, gradients and moments.
-The bare loop is what one writes by hand: transformers' model, torch's varlen attention, each layer compiled and under
-`fully_shard`, fused AdamW. Both are on the GPU all the time: the slice wants 120 GiB. What FLOPs and MFU are, `steps`
-says.
+times 16k tokens in sequences of 512, as in a GRPO step. bfloat16, with float32 weights, gradients and moments. The bare
+loop is what one would write by hand: transformers' model, torch's varlen attention, each layer compiled and wrapped by
+`fully_shard`, fused AdamW. Both are on the GPU all the time, so the slice needs 120 GiB. `steps` defines FLOPs and MFU.
 """
 
 from __future__ import annotations
@@ -230,7 +229,7 @@ class Found:
             else [],
             numbers=numbers,
             note="One optimizer step from micro-batches on the host: forward, clipped loss over per-token log-probs, "
-            "backward, clipping, AdamW. The plugin's is its `train` hook through the worker's host, with metrics. "
+            "backward, clipping, AdamW. The plugin's side is its `train` hook through the worker's host, with metrics. "
             "Gradient norms, plugin and bare loop: "
             + "; ".join(f"{a:.5g} and {b:.5g}" for a, b in zip(*self.norms, strict=False))
             + f". {'' if same else DIFFERENT}",

@@ -1,7 +1,7 @@
 """An optimizer step of the FSDP backend on two CPU ranks, against bare `fully_shard` loops with the same mathematics.
 
-All of them live in the same two processes, start from the same weights and see the same batches in turns; where the
-norms of their first gradients differ, the benchmark fails.
+All of them run in the same two processes, start from the same weights and process the same batches in turns. The
+benchmark fails if the norms of their first gradients differ.
 """
 
 from __future__ import annotations
@@ -273,8 +273,8 @@ def measure(*, rounds: int, size: int, steps: int) -> Report:
         comparisons=comparisons,
         note=(
             "One optimizer step on the ranks: packing, forward, clipped loss with entropy bonus, backward, clipping to "
-            "norm 1, AdamW. CoreRL's is `Worker.train`, with its metrics; without Ray on either side. The bare loops "
-            "compute no metric but the gradient's norm, and use torch's fused AdamW on DTensors."
+            "norm 1, AdamW. CoreRL's side is `Worker.train`, with its metrics; neither side uses Ray. The bare loops "
+            "compute no metric except the gradient norm, and use torch's fused AdamW on DTensors."
         ),
     )
 

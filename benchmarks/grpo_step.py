@@ -1,19 +1,19 @@
-"""Where a colocated GRPO step spends its time: seconds by phase of a real run, beside the limit of each.
+"""Measure where a colocated GRPO step spends its time: seconds by phase of a real run, with a limit for each phase.
 
 python -m benchmarks.grpo_step 0.6b --output found/grpo.json                                        # one GPU
 python -m benchmarks.grpo_step 8b --ranks 4 --replicas 4 --limit rollout=3.1 train=4.9 update_weights=0.2
 python -m benchmarks.grpo_step 0.6b --tiny                                                          # on a CPU
 
-The run is `corerl train`: random weights, the quickstart's prompts, engine SGLang, samples of fixed length (of 151,936
-tokens one ends a sample). Phases are those that the run itself reports for each step (`time/...`), the first steps left
-out. A limit is what the same work takes by itself, on the same machine, as other scripts measure it:
+The run is `corerl train` with random weights, the quickstart's prompts, the SGLang engine, and samples of fixed length
+(only one of 151,936 tokens ends a sample). Phases are those that the run reports for each step (`time/...`), without
+the first steps. A limit is the time that the same work takes alone, on the same machine, as measured by other scripts:
 
     rollout          the other side of engine_throughput, with as many samples and tokens
     train            model FLOPs over the bare loop's FLOP/s (fsdp_gpu, megatron, deepspeed)
     update_weights   the other side of colocated_update, the engine's own load
     sleep, wake_up   bytes over the bandwidth of raw pinned copies (sleep)
 
-Given as `--limit PHASE=SECONDS`, they stand beside their phase, and their sum beside the step.
+Limits given as `--limit PHASE=SECONDS` are shown next to their phases, and their sum next to the step.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def report(args: argparse.Namespace, ended: Ended, command: str) -> Report:
             Number(what="sampled", values=[step["perf/tokens_per_second"] for step in steps], unit="tokens/s"),
             Number(what="mean log-prob difference", values=differences, unit=""),
         ],
-        note=f"`{command}`. Steps {args.warm} to {len(ended.steps) - 1}. With one optimizer step for each batch.",
+        note=f"`{command}`. Steps {args.warm} to {len(ended.steps) - 1}, with one optimizer step per batch.",
     )
 
 

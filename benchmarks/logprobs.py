@@ -1,11 +1,11 @@
-"""Log-probs and entropy, forward and backward, beside the matrix products in them and beside torch's operators.
+"""Measure log-probs and entropy, forward and backward, against their matrix products and against torch's operators.
 
 python -m benchmarks.logprobs --output found/logprobs.json
 python -m benchmarks.logprobs --tiny
 
-16k tokens of Qwen3's vocabulary; hidden states are 1024 wide as in the 0.6B shape and 4096 as in the 8B one, in
-bfloat16. The products are those of logits, twice since the backward pass makes them again, of the gradient of hidden
-states and of the weight's, whose sum is float32; in chunks of as many tokens.
+16k tokens of Qwen3's vocabulary, in bfloat16; hidden states are 1024 wide as in the 0.6B shape and 4096 as in the 8B
+one. The products are those of the logits, twice since the backward pass recomputes them, of the gradient of the hidden
+states, and of the weight's gradient, which is accumulated in float32; in chunks of as many tokens.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def measure(
         size=f"{tokens:,} tokens, {words:,} words, chunks of {head.chunk} tokens",
         comparisons=comparisons,
         numbers=numbers,
-        note="Forward and backward, the gradients of hidden states and of the weight.",
+        note="Forward and backward, with the gradients of the hidden states and of the weight.",
         versions={"GPU": torch.cuda.get_device_name(device)} if device.type == "cuda" else {},
     )
 

@@ -1,11 +1,12 @@
-"""The Megatron backend on GPUs: a training step beside a bare megatron-core loop, and layouts of several ranks.
+"""Measure the Megatron backend on GPUs: a training step against a bare megatron-core loop, and multi-rank layouts.
 
 python -m benchmarks.megatron bf16 --output found/bf16.json
 python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.megatron tp2-dp2 --overlap
 python -m benchmarks.megatron --table found/*.json
 
-One case a start, with a process for each GPU (`CASES` has them); on a CPU, with `--tiny`, to see that everything runs.
-By its name alone: as a file it would hide megatron-core's own package `megatron`. What FLOPs and MFU are, `steps` says.
+Each start runs one of `CASES`, with one process per GPU; `--tiny` runs it on a CPU, to check that everything works.
+Start it with `-m`: run as a file, it would shadow megatron-core's own package `megatron`. `steps` defines FLOPs and
+MFU.
 """
 
 from __future__ import annotations
@@ -406,8 +407,8 @@ def take_turns(plugin: Plugin, bare: Bare, case: Case, batch: PackedBatch, *, en
 
 BARE_NOTE = (
     "One optimizer step from micro-batches on the host: forward, clipped loss over per-token log-probs, backward, "
-    "clipping, the distributed optimizer. The plugin's is its `train` hook through the worker's host, with metrics; "
-    "the bare loop uses the same kernel for log-probs and computes no metric."
+    "clipping, the distributed optimizer. The plugin's side is its `train` hook through the worker's host, with "
+    "metrics; the bare loop uses the same kernel for log-probs and computes no metric."
 )
 
 
@@ -451,7 +452,7 @@ def measure_bare(case: Case, *, name: str, rounds: int) -> Report:
         notes.append(f"Gradient norms{' with entropy' if entropy else ''}, plugin and bare loop: {first}.")
         if held:
             both = ", ".join(f"{who} {peak / GIB:.1f} GiB" for who, peak in turns.peaks.items())
-            notes.append(f"Torch's peak while each ran, with both models there: {both}.")
+            notes.append(f"Torch's peak while each ran, with both models in memory: {both}.")
     if held:
         notes.append(f"Before its first step the plugin held {held / GIB:.1f} GiB.")
     return Report(
@@ -567,7 +568,7 @@ def measure_head(case: Case, *, rounds: int) -> Report:
         name=HEAD,
         size=f"{tokens} tokens, head of {vocabulary} x {width}",
         numbers=[found(size, entropy=entropy) for size in sizes for entropy in (False, True)],
-        note="Forward and back. TFLOP/s are of three multiplications; the one that is done again is not counted.",
+        note="Forward and backward. TFLOP/s count three multiplications, without the one that is recomputed.",
         versions=measured_with(case),
     )
 

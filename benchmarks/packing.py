@@ -1,4 +1,4 @@
-"""Plan and pack a large rollout batch, against numpy's copy of the same arrays."""
+"""Plan and pack a large rollout batch, against a numpy copy of the same arrays."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def measure(*, rounds: int, size: int) -> Report:
             Number(what="peak memory of it, the arrays included", values=peaks, unit="x the arrays", target=3.0),
         ],
         note=(
-            "Samples of 1000 to 2000 tokens with loss_mask, two columns of log-probs, advantages and versions, planned "
-            f"as one optimizer step and packed in this process for all {DP_SIZE} dp ranks, in micro-batches of "
-            f"{TOKENS_PER_MICRO_BATCH} tokens that are dropped as soon as they are built. In a run each rank packs its "
-            "own share, one micro-batch at a time. The copy is of each array as a whole."
+            "Samples of 1000 to 2000 tokens, with loss_mask, two columns of log-probs, advantages and versions. They "
+            f"are planned as one optimizer step and packed in this process for all {DP_SIZE} dp ranks, in "
+            f"micro-batches of {TOKENS_PER_MICRO_BATCH} tokens that are dropped as soon as they are built. In a run "
+            "each rank packs its own share, one micro-batch at a time. The other side copies each array as a whole."
         ),
     )
 

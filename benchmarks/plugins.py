@@ -1,4 +1,4 @@
-"""What plugins cost: the start of a command beside many of them, and a hook call through wrappers."""
+"""Measure the cost of plugins: the start of a command with many installed, and a hook call through wrappers."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ def measure(*, rounds: int, size: int, calls: int, starts: int) -> Report:
         comparisons=comparisons,
         numbers=numbers,
         note=(
-            "A start is a Python process from its creation to its end; the plugins are backends on PYTHONPATH beside "
-            "those that are installed. `corerl backends` imports the spec of each. A call is PluginHost.train around "
-            "an empty backend, all of its checks included."
+            "A start is a Python process from its creation to its end; the plugins are backends on PYTHONPATH, in "
+            "addition to the installed ones. `corerl backends` imports the spec of each. A call is PluginHost.train "
+            "around an empty backend, including all of its checks."
         ),
     )
 

@@ -1,7 +1,7 @@
-"""The quickstart's training loop against TRL's GRPOTrainer on the same task, each in two processes, run after run.
+"""Compare the quickstart's training loop with TRL's GRPOTrainer on the same task, each in two processes, run after run.
 
-The first time it creates TRL's own environment in benchmarks/.peers/trl; --torch-index, or TORCH_INDEX in the
-environment, names a package index to take torch from.
+The first time it creates a separate environment for TRL in benchmarks/.peers/trl. --torch-index, or TORCH_INDEX in the
+environment, names the package index for torch.
 """
 
 from __future__ import annotations
@@ -184,18 +184,18 @@ def measure(*, rounds: int, size: int, torch_index: str) -> Report:
             ),
         ],
         note=(
-            "In CoreRL's loop (the sum of time/step in metrics.jsonl, from when all processes are up to the last "
-            "step's report): the first push of weights, and in each step sampling in two engines, rewards, advantages, "
-            "two optimizer steps on two FSDP ranks, the weights' update, a metrics line. In TRL's (on_train_begin to "
-            "on_train_end): generation in both processes, rewards, advantages, log-probs of the old policy, two "
-            "optimizer steps under DDP, metrics kept once a rollout step; it samples from the weights that it trains, "
-            "so none are sent. In neither: start-up, the greedy evaluation of 256 held-out prompts at the end, saving. "
-            "The same: model, initial weights, tokenizer, prompts and their order, reward, batch (64 x 8 samples, 256 "
-            "an optimizer step, 128 a process), AdamW, clipping, entropy bonus, temperature and length, one thread a "
-            "process. Other: TRL's warm-up begins at 5 % of the peak instead of 10 % (its decay ends at 5 % as "
-            "CoreRL's does), it normalizes the loss by half of the rollout batch's tokens instead of the "
-            "mini-batch's own, splits the batch into mini-batches by sample instead of by prompt, and draws samples "
-            "from another generator."
+            "CoreRL's loop (the sum of time/step in metrics.jsonl, from when all processes are up to the last step's "
+            "report) includes the first push of weights and, in each step, sampling in two engines, rewards, "
+            "advantages, two optimizer steps on two FSDP ranks, the weight update, and a metrics line. TRL's loop "
+            "(on_train_begin to on_train_end) includes generation in both processes, rewards, advantages, log-probs of "
+            "the old policy, two optimizer steps under DDP, and metrics kept once per rollout step; it samples from "
+            "the weights that it trains, so none are sent. Neither includes start-up, the greedy evaluation of 256 "
+            "held-out prompts at the end, or saving. Equal on both sides: model, initial weights, tokenizer, prompts "
+            "and their order, reward, batch (64 x 8 samples, 256 per optimizer step, 128 per process), AdamW, "
+            "clipping, entropy bonus, temperature and length, one thread per process. Different: TRL's warm-up begins "
+            "at 5 % of the peak instead of 10 % (its decay ends at 5 %, as CoreRL's does), it normalizes the loss by "
+            "half of the rollout batch's tokens instead of the mini-batch's own, splits the batch into mini-batches by "
+            "sample instead of by prompt, and draws samples from another generator."
         ),
         versions={f"{name} (peer)": version for name, version in others[0]["versions"].items()},
     )

@@ -1,4 +1,4 @@
-"""What all benchmarks share: rounds that take turns, rows of ratios, the machine in words, and the file they end in."""
+"""What all benchmarks share: rounds in turns, rows of ratios, a description of the machine, and the result file."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What a rank holds of its GPU while all of it sleeps, beside the CUDA context: each backend, after real steps.
+"""Measure the GPU memory that a sleeping rank holds in addition to the CUDA context: each backend, after real steps.
 
 python -m benchmarks.residual fsdp megatron deepspeed-stage3 --output found/residual.json
 python -m benchmarks.residual fsdp megatron --ranks 2                                      # and with --suspend
 python -m benchmarks.residual fsdp --tiny
 
-The whole 0.6B shape takes two steps, sleeps, wakes, takes one more and sleeps again. Each case has processes of its
-own, one a GPU. The context is what the driver counts before anything runs; what is left, when all sleeps. It lies apart
-as torch's, which its allocator keeps, and as others': loaded kernels, NCCL's buffers, libraries. With `--suspend` ranks
-sleep as they do with `cluster.suspend_communicators`; where that gives nothing back, they say so.
+The whole 0.6B shape takes two steps, sleeps, wakes, takes one more and sleeps again. Each case has its own processes,
+one per GPU. The context is what the driver reports before anything runs. What is left while everything sleeps is split
+into torch's part, held by its allocator, and the rest: loaded kernels, NCCL's buffers, libraries. With `--suspend`
+ranks sleep as with `cluster.suspend_communicators`; if that frees nothing, they say so.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ CASES = {
 
 
 NOTE = (
-    "Two optimizer steps, `sleep` of all kinds through the worker, `wake_up`, one step, and `sleep` again; a value is "
-    "one rank's. The context is what the driver counts of a GPU before a process group or a model is there."
+    "Two optimizer steps, `sleep` of all kinds through the worker, `wake_up`, one step, and `sleep` again; each value "
+    "is one rank's. The context is the GPU memory that the driver reports before there is a process group or a model."
 )
 
 

@@ -1,4 +1,4 @@
-"""Run the benchmarks one after the other, each in a process of its own, and write one markdown file.
+"""Run the benchmarks one after the other, each in its own process, and write one markdown file.
 
 python -m benchmarks.run --output benchmarks/results/two-cores.md
 python -m benchmarks.run --only dispatch fsdp_step --rounds 3 --trial

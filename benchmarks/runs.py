@@ -1,4 +1,4 @@
-"""`corerl train` as a user starts it, watched from outside: its metrics, its processes, and an end by a deadline."""
+"""Run `corerl train` as a user starts it and watch it from outside: its metrics, its processes, and a deadline."""
 
 from __future__ import annotations
 

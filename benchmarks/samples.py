@@ -1,4 +1,4 @@
-"""Batches of made-up samples, of the columns that a GRPO step has."""
+"""Batches of made-up samples with the columns of a GRPO step."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Two processes with a model in SGLang: one takes updates through CoreRL's engine, the other loads by SGLang alone.
+"""Two processes with a model in SGLang: one takes updates through CoreRL's engine, the other loads with SGLang alone.
 
-The first is `SglangEngine` and the server that it starts, as in a run. The second is `sglang.Engine`, which is handed
-flattened buckets that lie on its GPUs already: `update_weights_from_tensor(..., load_format="flattened_bucket")`, of
+The first is `SglangEngine` with the server that it starts, as in a run. The second is `sglang.Engine`, which is passed
+flattened buckets that are already on its GPUs: `update_weights_from_tensor(..., load_format="flattened_bucket")`, with
 the same tensors in the same order and buckets. Its call does not wait for the copies on the device; CoreRL's does. Both
-have the same server arguments. On a CPU a stand-in takes SGLang's place on both sides.
+have the same server arguments. On a CPU a stand-in replaces SGLang on both sides.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Sleep and wake-up of a slice of 8B training state on one GPU, beside a bare loop over the same storages.
+"""Measure sleep and wake-up of a slice of 8B training state on one GPU, against a bare loop over the same storages.
 
 python -m benchmarks.sleep --output found/sleep.json
 python -m benchmarks.sleep --tiny
 
-15 layers of the Qwen3-8B shape are 4.1 B parameters: 50 GB of float32 weights and moments. Both sides move the same
-storages in turns, so that neither finds other sizes, and every bit is compared at the end of each round. Wants a GPU of
-its own with 60 GiB, and twice the state in host memory, since the bare loop has pinned memory of its own.
+15 layers of the Qwen3-8B shape have 4.1 B parameters: 50 GB of float32 weights and moments. Both sides move the same
+storages in turns, so the sizes are equal, and every bit is compared at the end of each round. Needs a GPU of its own
+with 60 GiB, and twice the state in host memory, since the bare loop has its own pinned memory.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class Found:
 
 
 NOTE = (
-    "CoreRL's are the hooks `sleep` and `wake_up` of the FSDP backend through the worker, with all kinds, freeing, "
-    "emptying torch's cache and the driver's count included; the bare loop frees and empties too, and counts nothing. "
-    "Bits are compared between the two, outside of what is measured."
+    "CoreRL's side is the FSDP backend's hooks `sleep` and `wake_up` through the worker, with all kinds, including "
+    "freeing, emptying torch's cache and reading the driver's count. The bare loop also frees memory and empties the "
+    "cache, but counts nothing. Bits are compared after each side's turn, outside of the timing."
 )
 
 

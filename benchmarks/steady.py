@@ -1,14 +1,14 @@
-"""Does a colocated run grow? GPU and host memory of each step, with every step's weights verified in the engine.
+"""Check whether a colocated run grows: GPU and host memory of each step, with every update verified.
 
 python -m benchmarks.steady --output found/steady.json                                 # FSDP and SGLang on one GPU
 python -m benchmarks.steady --backend megatron --set engines.sglang.attention_backend=fa3
 python -m benchmarks.steady --tiny --steps 12                                          # on a CPU, engine transformers
 
-The run is `corerl train` on the quickstart's task, which takes turns with its engine in the memory of one GPU: sleep,
-wake-up, an update by `ipc`, all sums compared (`weights.verify_every=1`). Watched from outside, fifty times a second:
-the fullest GPU's memory as the driver counts it, this program's own context included; what the run's processes have for
-themselves (RssAnon of each); and /dev/shm. A step's numbers are the largest and the smallest that were seen in it.
-Growth is the slope of a straight line through the steps after the first ten: pools and caches fill up in those.
+The run is `corerl train` on the quickstart's task. Trainer and engine take turns in the memory of one GPU: sleep,
+wake-up, an update by `ipc`, all sums compared (`weights.verify_every=1`). Memory is sampled from outside, fifty times a
+second: that of the fullest GPU as the driver reports it, including this program's own context; the private memory of
+the run's processes (RssAnon of each); and /dev/shm. A step's numbers are the largest and the smallest values seen in
+it. Growth is the slope of a straight line through the steps after the first ten, in which pools and caches fill up.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def report(args: argparse.Namespace, ended: Ended, seen: dict[int, Seen], comman
         name="steady",
         size=f"{steps} colocated steps, {args.backend}, {'a CPU' if args.tiny else 'one GPU'}",
         numbers=rows,
-        note=f"`{command}`. Growth over the last {len(counted)} steps. A run whose engine holds other weights than it "
-        "was sent ends; this one " + ("ended well." if ended.status == 0 else f"ended with {ended.status}."),
+        note=f"`{command}`. Growth is over the last {len(counted)} steps. A run ends if its engine holds other weights "
+        "than it was sent; this one " + ("ended well." if ended.status == 0 else f"ended with {ended.status}."),
     )
 
 

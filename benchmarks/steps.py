@@ -1,9 +1,9 @@
-"""What benchmarks of training steps share: shapes of models, their FLOPs, quick weights, a rank of the plugin, a clock.
+"""What benchmarks of training steps share: model shapes, their FLOPs, quick weights, a rank of the plugin, a clock.
 
-Model FLOPs of an optimizer step, as in `flops`: 6 N T + 6 L H sum(s^2). N are the matrices that a token passes through:
-all but the embedding, of experts the chosen ones. The second term is causal attention: 12 L H T s / 2 for T tokens in
-sequences of s each, with H the width of all query heads together. Recomputing counts for nothing. MFU is these, over
-seconds x GPUs x 989 TFLOP/s, the dense bf16 peak of an H100 or H200, for FP8 too.
+Model FLOPs of an optimizer step, as in `flops`: 6 N T + 6 L H sum(s^2). N are the parameters in the matrices that a
+token passes through: all except the embedding, and of the experts the chosen ones. The second term is causal attention:
+12 L H T s / 2 for T tokens in sequences of s each, with H the width of all query heads together. Recomputation is not
+counted. MFU is these FLOPs over seconds x GPUs x 989 TFLOP/s, the dense bf16 peak of an H100 or H200, also for FP8.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-6, clip_norm=1.0)
 ENDED_WITHIN = 45.0  # seconds, of which torchrun gives its ranks 30
 TIMEOUT = 600.0  # seconds that a rank waits for another: the first step compiles
 TARGET = 0.97  # of the bare loop's tokens a second
-DIFFERENT = "THE FIRST GRADIENTS OF BOTH DIFFER: they do not do the same work, and the ratio says nothing."
+DIFFERENT = "THE FIRST GRADIENTS DIFFER: the two sides do not do the same work, so the ratio is meaningless."
 
 COMMON = {
     "vocab_size": 151936,

@@ -1,4 +1,4 @@
-"""One weight update from two FSDP ranks to an engine, as a run does it, against a broadcast of as many bytes."""
+"""Measure one weight update from two FSDP ranks to an engine, as in a run, against a broadcast of as many bytes."""
 
 from __future__ import annotations
 
@@ -108,10 +108,10 @@ def measure(*, rounds: int, size: int, updates: int, bucket_mib: int) -> Report:
         ],
         numbers=[Number(what="bytes a second", values=[4e-9 * numel / each for each in seconds], unit="GB/s")],
         note=(
-            "From the driver's calls until all ranks and the engine have answered: half of the weights gathered from "
-            "rank 1 to rank 0, the whole sent to the engine, a checksum on either side, and the engine's own copy into "
-            "its parameters; over Ray, in the processes that a run has. The broadcast is of one tensor of as many "
-            "bytes that is there already, among three processes of their own."
+            "From the driver's calls until all ranks and the engine have answered, over Ray, in the processes of a "
+            "run. Half of the weights are gathered from rank 1 to rank 0, all are sent to the engine, each side "
+            "computes a checksum, and the engine copies the weights into its parameters. The broadcast sends one ready "
+            "tensor of as many bytes among three other processes."
         ),
     )
 
