@@ -128,10 +128,10 @@ def numbers_of(ranks: Sequence[Sequence[Left]], *, name: str, tiny: bool) -> lis
     target = None if tiny else ALLOWED
     return [
         gib("the context", 0, "context"),
-        gib("left beside it, asleep", 0, "all", target),
-        gib("and asleep again, after one more step", 1, "all", target),
-        gib("of it what torch keeps", 1, "torchs"),
-        gib("of that in tensors", 1, "tensors"),
+        gib("besides the context, asleep", 0, "all", target),
+        gib("the same after one more step", 1, "all", target),
+        gib("of that, held by torch's allocator", 1, "torchs"),
+        gib("of that, in tensors", 1, "tensors"),
         gib(COUNTED, 1, "counted"),
     ]
 
