@@ -49,7 +49,7 @@ def test_a_backend_adds_to_the_environment_and_contradicts_nothing(prepared: Pre
         return environment_of(prepared, "plain", own)
 
     assert environment(ITS_OWN="1")["ITS_OWN"] == "1"
-    with pytest.raises(ConfigError, match="OMP_NUM_THREADS: corerl wants '1', plain wants '4'"):
+    with pytest.raises(ConfigError, match="OMP_NUM_THREADS: corerl needs '1', but plain needs '4'"):
         environment(OMP_NUM_THREADS="4")
 
 
@@ -60,5 +60,5 @@ def test_what_the_user_gives_is_what_processes_have(prepared: Prepared) -> None:
     assert (found["OMP_NUM_THREADS"], found["NCCL_DEBUG"], found["HF_HUB_OFFLINE"]) == ("4", "INFO", "1")
     engine = load(Kind.ENGINES, "transformers").spec  # repeats nothing that a run gives by itself
     assert environment_of(own, "transformers", engine.environment(engine.config(), ClusterInfo(device="cpu", ranks=1)))
-    with pytest.raises(ConfigError, match="OMP_NUM_THREADS: cluster.environment wants '4', plain wants '1'"):
+    with pytest.raises(ConfigError, match="OMP_NUM_THREADS: cluster.environment needs '4', but plain needs '1'"):
         environment_of(own, "plain", {"OMP_NUM_THREADS": "1"})

@@ -110,8 +110,8 @@ def test_an_unknown_name_is_answered_with_the_known_ones(
 
 
 def test_several_problems_are_told_at_once(refused: Callable[..., list[str]]) -> None:
-    lines = refused("run.steps=ten", "rollout.temperature=0", "train.optimizer.lr=1")
-    assert sorted(line.split(":")[0] for line in lines) == ["rollout.temperature", "run.steps", "train.optimizer"]
+    lines = refused("run.steps=ten", "rollout.temperature=0", "train.optimiser.lr=1")
+    assert sorted(line.split(":")[0] for line in lines) == ["rollout.temperature", "run.steps", "train.optimiser"]
 
 
 def test_a_run_directory_that_cannot_be_written_is_one_line(refused: Callable[..., list[str]], tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_moments_that_are_replicas_alone_are_named(runs: Runs, tmp_path: Path) -
 
 def test_host_memory_that_was_not_reserved_is_told_with_the_method_that_counts_it(runs: Runs, tmp_path: Path) -> None:
     subject = subject_of("tests.testing.faults:FORGETS_MOMENTS_TO_COME", runs, tmp_path)
-    with pytest.raises(AssertionError, match=r"^\d+ bytes of host memory were reserved .* from moments_to_come\(\)"):
+    with pytest.raises(AssertionError, match=r"^\d+ bytes of host memory were reserved .*; moments_to_come\(\) must"):
         test_memory.test_sleep_frees_what_it_says_and_waking_restores_every_bit(
             subject, test_memory.ENDS, test_memory.ENDS
         )
