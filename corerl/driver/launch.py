@@ -167,7 +167,7 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
         before=answers_in(state),
     )
     if fleet is not None:
-        fleet.on_lost = run.mend_engines
+        fleet.on_lost = run.bring_weights
         progress.begin("sending the first weights")
     return run
 

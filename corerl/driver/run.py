@@ -230,10 +230,14 @@ class Run:
         self._pushed_at = self.actor.optimizer_step
 
     def mend_engines(self) -> None:
-        """Replace dead engines, if there are any, and update the weights; called outside of `training`."""
+        """Replace dead engines, if there are any, and update the weights."""
         if self.updates is not None and self.updates.fleet.dead:
-            with self.training():
-                self.push_weights()
+            self.bring_weights()
+
+    def bring_weights(self) -> None:
+        """Push weights outside the regular schedule; this also replaces dead engines."""
+        with self.training():
+            self.push_weights()
 
     def _push_due(self, fleet: EngineFleet) -> bool:
         slept = self.residency.shared
