@@ -58,6 +58,8 @@ class HFBox:
 
     def _oriented(self, part: Tensor) -> Tensor:
         """A box in the parameter's dims as a view in the HF tensor's dims."""
+        if self.axes == tuple(range(part.dim())):
+            return part
         walked = [axis for axis in self.axes if axis is not None]
         rest = [axis for axis in range(part.dim()) if axis not in walked]
         part = part.permute(*rest, *walked)[(0,) * len(rest)]

@@ -9,11 +9,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 KINDS = ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3-moe")
+DEEP = "-deep"  # ends the name of a kind with twice the layers, such as "qwen3-tied-deep"
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 97,  # a prime, so that shards are uneven
     "hidden_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,  # the first and the last
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 96,
@@ -38,9 +39,10 @@ _OWN: dict[str, dict[str, Any]] = {
 
 
 def tiny_fields(kind: str) -> dict[str, Any]:
-    """The `[model.config]` of this kind: about 0.2 million parameters, 4 layers, 97 tokens."""
+    """The `[model.config]` of this kind: about 0.1 million parameters, 2 layers, 97 tokens; 4 layers if it is DEEP."""
+    kind, deep = kind.removesuffix(DEEP), kind.endswith(DEEP)
     model_type = {"qwen3-tied": "qwen3", "qwen3-moe": "qwen3_moe"}.get(kind, kind)
-    return {"model_type": model_type, **_COMMON, **_OWN[kind]}
+    return {"model_type": model_type, **_COMMON, **_OWN[kind], **({"num_hidden_layers": 4} if deep else {})}
 
 
 def tiny_config(kind: str) -> PreTrainedConfig:

@@ -18,6 +18,7 @@ from corerl.cluster.placement import Seat, arrange, seated
 from corerl.cluster.process import Outcome, fair_threads
 from corerl.cluster.runtime import ray_session
 from corerl.errors import CorerlError, EngineFailed, HookFailed, WorkerDied, WrongState
+from tests.forks.ray import fork_workers
 
 MEMBER = "tests.cluster.members:Member"
 FOREVER = 600.0
@@ -27,7 +28,8 @@ Start = Callable[..., RayGroup]
 
 @pytest.fixture(scope="module")
 def seats() -> Iterator[list[Seat]]:
-    """Three, of one CPU each."""
+    """Three, of one CPU each, of a Ray that has no more than one to spare."""
+    fork_workers()
     with ray_session(address="", cpus=4):
         with seated(arrange({"actor": 3}), timeout=60.0) as seats:
             yield seats["actor"]

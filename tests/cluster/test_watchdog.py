@@ -105,7 +105,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 
 @pytest.fixture(scope="module")
-def ranks(told: Told) -> Iterator[RayGroup]:
+def ranks(told: Told, shared_ray: None) -> Iterator[RayGroup]:
     """Four that have met; the last was held up while it built its model."""
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with ray_session(address="", cpus=4), seated(arrange({"ranks": 4}), timeout=60.0) as seats:

@@ -15,11 +15,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.forks.client import Forked, forked_for, processes_of
+from tests.forks.ray import environment, shared
+
 ROOT = Path(__file__).resolve().parents[2]
 STARTS_WITHIN = 240.0  # seconds, against hangs: processes start, import and meet
 ENDS_WITHIN = 30.0  # seconds in which a run has ended after a fault, a second signal, or its driver's death
 # Where a driver is killed, these two of Ray's own go on looking for their lost server for a minute, and then end.
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+
+FORKED = """
+{before}
+import sys
+from contextlib import nullcontext
+from tests.forks.ray import fork_workers, joined
+fork_workers()
+with {join}:
+    from corerl.cli.main import main
+    status = main()
+sys.exit(status)
+"""
 
 SMALL = """
 backend.name = "fsdp"
@@ -80,27 +95,22 @@ def write_small(directory: Path) -> Path:
 
 
 class Command:
-    """`corerl ARGUMENTS`, started at once. Use it as a context: whatever is left of it is killed at the end."""
+    """`corerl ARGUMENTS`, begun at once in a fork of what has imported its modules. Use it as a context: whatever is left
+    of it is killed at the end."""
 
-    def __init__(self, *arguments: str | Path, logs: Path, before: str = "") -> None:
-        """`before` is Python that its process runs first."""
+    def __init__(self, *arguments: str | Path, logs: Path, before: str = "", own_ray: bool = False) -> None:
+        """`before` is Python that its process runs first. With `own_ray` it starts Ray on this machine, as users do;
+        else it joins the one that this test process has."""
         name = uuid.uuid4().hex
         self._paths = (logs / f"{name}.out", logs / f"{name}.err")
-        environment = {
-            **{name: value for name, value in os.environ.items() if name != "CORERL_DEBUG"},
-            "PYTHONPATH": str(ROOT),  # where the tests' own backends are found, by the workers too
-            "OMP_NUM_THREADS": "1",
-        }
-        program = started_after(before) if before else [str(Path(sys.executable).with_name("corerl"))]
+        self._ray = None if own_ray else shared()
+        code = FORKED.format(before=before, join=f"joined({self._ray.address!r})" if self._ray else "nullcontext()")
+        # Where the tests' own backends are found, by the workers too.
+        ours = {"CORERL_DEBUG", *(["RAY_AUTH_MODE"] if own_ray else [])}
+        given = {name: value for name, value in environment(PYTHONPATH=str(ROOT)).items() if name not in ours}
         with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
-            self.process = subprocess.Popen(
-                [*program, *map(str, arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=environment,
-                start_new_session=True,
-            )
+            program = Path(sys.executable).with_name("corerl")
+            self.process = Forked([program, *map(str, arguments)], code, environment=given, stdout=out, stderr=err)
 
     def __enter__(self) -> Command:
         return self
@@ -122,19 +132,9 @@ class Command:
     def processes(self) -> dict[int, str]:
         """Every process that comes of the command and runs now, itself included, with its command line.
 
-        All of them are in its session: none of Ray's processes leaves it. (Environments would not do: a process that
-        sets its title overwrites what /proc shows of them.)
+        All of them are in its session, or were forked for one that is: none of Ray's processes leaves it.
         """
-        found = {}
-        for directory in Path("/proc").glob("[0-9]*"):
-            try:
-                state, _, _, session = (directory / "stat").read_text().rpartition(")")[2].split()[:4]
-                if int(session) == self.process.pid and state != "Z":
-                    line = (directory / "cmdline").read_bytes().replace(bytes(1), b" ").decode(errors="replace")
-                    found[int(directory.name)] = line.strip()
-            except OSError:  # it has ended meanwhile
-                continue
-        return found
+        return processes_of(self.process.pid) | (forked_for(self._ray.session) if self._ray else {})
 
     def finish(self, within: float = STARTS_WITHIN) -> int:
         """Wait for the exit status."""
@@ -163,12 +163,6 @@ class Command:
         while left := [f"{pid} {line[:200]}" for pid, line in self.processes().items() if line not in but]:
             assert time.monotonic() < deadline, f"still there: {left}"
             time.sleep(0.05)
-
-
-def started_after(before: str) -> list[str]:
-    """The command, in a process that runs `before` first."""
-    main = "import sys; from corerl.cli.main import main; sys.exit(main())"
-    return [sys.executable, "-c", f"{before}\n{main}"]
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -142,7 +142,9 @@ def test_a_second_run_in_one_directory_is_refused_and_a_killed_one_leaves_it_fre
     monkeypatch.syspath_prepend(str(tmp_path))  # so that what the second run puts there goes again
     endless = ["run.steps=100000", f"reward.name={FUNCTIONS}:constant", CONSOLE, *FAKE]
     with Command(
-        *("train", config, f"run.dir={run_dir}", *endless, *fault("train", "wait", step=3)), logs=tmp_path
+        *("train", config, f"run.dir={run_dir}", *endless, *fault("train", "wait", step=3)),
+        logs=tmp_path,
+        own_ray=True,
     ) as first:
         first.until((run_dir / "fault").exists, "in its fourth step")
         first.until(lambda: latest(run_dir) is not None, "behind its first checkpoint, which it writes meanwhile")
@@ -227,7 +229,7 @@ def go_on(earlier: Path, status: int, *arguments: str, before: str = "") -> str:
     """Resume, in vain; what was there is there, and no process is. Returns the one line of the error."""
     found = content(earlier / "checkpoints")
     overrides = [f"run.dir={earlier}", "checkpoint.resume=auto", *FAKE, *arguments]
-    with Command("train", write_small(earlier), *overrides, logs=earlier, before=before) as command:
+    with Command("train", write_small(earlier), *overrides, logs=earlier, before=before, own_ray=True) as command:
         assert command.finish() == status, command.err
         command.assert_nothing_is_left()
     assert command.out == ""
@@ -254,7 +256,7 @@ def test_ports_that_others_have_taken_do_not_matter(tmp_path: Path) -> None:
                 continue  # somebody else has it: taken all the same
             taken.listen()
         options = [f"run.dir={tmp_path}/run", "run.steps=2", "eval.every=0"]
-        with Command("train", write_small(tmp_path), *options, logs=tmp_path) as command:
+        with Command("train", write_small(tmp_path), *options, logs=tmp_path, own_ray=True) as command:
             assert command.finish() == 0, command.err
             command.assert_nothing_is_left()
     assert steps_done(tmp_path / "run") == 2
@@ -286,7 +288,7 @@ def test_too_few_resources_are_said_with_what_is_there_and_what_is_asked(address
 def test_an_object_store_that_others_have_filled_is_one_line(address: str, tmp_path: Path) -> None:
     saved = ["checkpoint.every=1", "checkpoint.background=false", f"run.dir={tmp_path}/run"]
     filled = [f"cluster.address={address}", f"rollout.postprocess={FUNCTIONS}:fill_store"]
-    with Command("train", write_small(tmp_path), *PLAIN, *saved, *filled, logs=tmp_path) as command:
+    with Command("train", write_small(tmp_path), *PLAIN, *saved, *filled, logs=tmp_path, own_ray=True) as command:
         assert command.finish() == 1, command.err
         command.assert_nothing_is_left()
     (line,) = command.err.splitlines()

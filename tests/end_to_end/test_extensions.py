@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlflow import MlflowClient
 
+from corerl.observability import specs
 from tests.end_to_end.command import Command, metrics, write_small
 
 STEPS, RANKS = 4, 2
@@ -127,17 +129,11 @@ def test_the_trace_of_hooks_reaches_the_terminal_from_every_rank(
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_tracker_without_its_package_is_refused_before_any_process_starts(name: str, tmp_path: Path) -> None:
-    overrides = [f'extensions=[{{name="jsonl"}},{{name="{name}"}}]']
-    hide = (
-        "import importlib.util as u; find = u.find_spec; "
-        f"u.find_spec = lambda name, package=None: None if name == {name!r} else find(name, package)"
-    )
-    with Command(
-        "train", write_small(tmp_path), f"run.dir={tmp_path}/run", *overrides, logs=tmp_path, before=hide
-    ) as command:
-        assert command.finish() == 2
-    assert command.err == (
-        f"corerl: error: extensions[1].options: the package {name!r} is not installed; pip install 'corerl[{name}]'\n"
-    )
-    assert not (tmp_path / "run").exists()
+def test_a_tracker_without_its_package_is_refused_before_any_process_starts(
+    refused: Callable[..., list[str]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = specs.find_spec
+    monkeypatch.setattr(specs, "find_spec", lambda package: None if package == name else find(package))
+    assert refused(f'extensions=[{{name="jsonl"}},{{name="{name}"}}]') == [
+        f"extensions[1].options: the package {name!r} is not installed; pip install 'corerl[{name}]'"
+    ]

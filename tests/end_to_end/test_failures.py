@@ -65,7 +65,7 @@ def test_a_rank_that_is_killed_in_init_is_named(tmp_path: Path) -> None:
 def test_a_signal_to_the_whole_job_ends_it_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = ["train", write_small(tmp_path), f"run.dir={run_dir}", *SAVED, *fault("train", "wait", step=1)]
-    with Command(*arguments, "extensions=[{name='console'}]", logs=tmp_path) as command:
+    with Command(*arguments, "extensions=[{name='console'}]", logs=tmp_path, own_ray=True) as command:
         command.until((run_dir / "fault").exists, "in the middle of its second step")
         command.signal_group(signal.SIGTERM)
         command.until(lambda: "SIGTERM: finishing this step" in command.out, "told of the signal")

@@ -71,7 +71,7 @@ def test_a_run_that_is_stopped_then_killed_during_a_save_then_between_two_steps_
 
     # SIGKILL while rank 1 has not written its part of the save after step 4, and step 5 was trained meanwhile.
     (run_dir / "go").unlink()
-    with Command(*resumed, *fault("save", "wait", step=4), logs=tmp_path) as command:
+    with Command(*resumed, *fault("save", "wait", step=4), logs=tmp_path, own_ray=True) as command:
         command.until(lambda: steps_done(run_dir) >= 5, "through the step after the save began")
         partial = checkpoints / "step-00000004.partial"
         command.until((partial / "actor/rank-00000.safetensors").exists, "done with rank 0's part of the save")

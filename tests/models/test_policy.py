@@ -132,7 +132,7 @@ def test_a_model_that_does_more_than_full_attention_and_a_head_is_refused() -> N
     scaled.final_logit_softcapping = 30.0
     with pytest.raises(ModelError, match=r"changes its logits with final_logit_softcapping=30\.0"):
         CausalPolicy(build_on_meta(scaled, dtype=torch.float32, attention=PACKED))
-    sliding = type(scaled)(**{**tiny_config("qwen3").to_dict(), "layer_types": ["sliding_attention"] * 4})
+    sliding = type(scaled)(**{**tiny_config("qwen3").to_dict(), "layer_types": ["sliding_attention"] * 2})
     with pytest.raises(ModelError, match="has layers with sliding_attention"):
         CausalPolicy(build_on_meta(sliding, dtype=torch.float32, attention=PACKED))
     with pytest.raises(ModelError, match="built with 'sdpa' attention, expected 'corerl_packed'"):

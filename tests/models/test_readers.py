@@ -45,7 +45,7 @@ def test_a_box_is_that_part_of_the_tensor(tiny_models: dict[str, Path], tmp_path
         save_file(whole, tmp_path / SINGLE)
         directory = tmp_path
     source = SafetensorsSource(directory)
-    name = "model.layers.2.mlp.gate_proj.weight"
+    name = "model.layers.1.mlp.gate_proj.weight"
     assert source.shape(name) == (96, 64)
     assert torch.equal(source.read(name, (10, 5), (7, 9)), whole[name][10:17, 5:14])
     assert (source.bytes_read, source.largest_read) == (7 * 9 * 4, 7 * 9 * 4)

@@ -178,7 +178,7 @@ def test_the_driver_says_in_one_line_what_is_amiss_with_a_backend(
 
 
 @pytest.fixture(scope="module")
-def refusals(amiss: Path, stale: Path, good: Path) -> dict[str, tuple[str, str]]:
+def refusals(amiss: Path, stale: Path, good: Path, shared_ray: None) -> dict[str, tuple[str, str]]:
     """What a worker with the sites that are amiss answers to a driver with the good one, by name."""
     before = list(sys.path)
     sys.path.insert(0, str(good))

@@ -52,7 +52,7 @@ def assigned(count: int, *, bundles: int = 1) -> list[EngineAssignment]:
 
 
 @pytest.fixture
-def fleet() -> Iterator[EngineFleet]:
+def fleet(shared_ray: None) -> Iterator[EngineFleet]:
     assignments = assigned(2)
     with ray_session(address="", cpus=2):
         with seated(arrange({"engines": 2}), timeout=60.0) as seats:

@@ -461,7 +461,7 @@ def test_a_sample_that_was_never_given_is_an_error() -> None:
 
 
 @pytest.fixture(scope="module")
-def seats() -> Iterator[list[Seat]]:
+def seats(shared_ray: None) -> Iterator[list[Seat]]:
     with ray_session(address="", cpus=2):
         with seated(arrange({"actor": 2}), timeout=60.0) as seats:
             yield seats["actor"]

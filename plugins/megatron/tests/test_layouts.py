@@ -11,7 +11,7 @@ from attrs import evolve
 
 from corerl.testing.compare import assert_follows, assert_same_metrics, grad_norm_of, loss_of
 from corerl.testing.harness import Setup
-from corerl.testing.models import tiny_fields
+from corerl.testing.models import DEEP, tiny_fields, write_tiny_model
 from corerl.testing.pool import RankPool
 from corerl.testing.subject import STEPS, Runs, Subject
 from corerl.testing.suite import CHECKS
@@ -49,15 +49,19 @@ EXPERTS = {
 }
 ONCE, MLP, WHOLE = (1, 1), (1, 2), (2, 2)  # how often a layer runs for a micro-batch, and its MLP
 RECOMPUTED = {
-    "tp2 sp": ("qwen3-tied", {"tensor_parallel": 2, "sequence_parallel": True}, [WHOLE] * 4),
+    "tp2 sp": ("qwen3-tied", {"tensor_parallel": 2, "sequence_parallel": True}, [WHOLE] * 2),
     "pp2, one of two layers": (
-        "qwen3-tied",
+        f"qwen3-tied{DEEP}",
         {"pipeline_parallel": 2, "recompute_method": "block", "recompute_layers": 1},
         [WHOLE, ONCE],
     ),
-    "cp2, in pairs": ("qwen3-tied", {"context_parallel": 2, "recompute_layers": 2}, [WHOLE] * 4),
-    "pp2 vpp2, MLPs": ("qwen3-tied", {"pipeline_parallel": 2, "virtual_pipeline": 2, "recompute": "mlp"}, [MLP] * 2),
-    "ep2, experts": ("qwen3-moe", {"expert_parallel": 2, "recompute": "mlp"}, [MLP] * 4),
+    "cp2, in pairs": (f"qwen3-tied{DEEP}", {"context_parallel": 2, "recompute_layers": 2}, [WHOLE] * 4),
+    "pp2 vpp2, MLPs": (
+        f"qwen3-tied{DEEP}",
+        {"pipeline_parallel": 2, "virtual_pipeline": 2, "recompute": "mlp"},
+        [MLP] * 2,
+    ),
+    "ep2, experts": ("qwen3-moe", {"expert_parallel": 2, "recompute": "mlp"}, [MLP] * 2),
 }
 
 
@@ -69,13 +73,27 @@ def four_ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="module")
+def runs(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """With deeper models, for pipelines; what is trained is shared with nobody."""
+    kinds = [f"{kind}{DEEP}" for kind in ("qwen3", "qwen3-tied")]
+    deep = {kind: write_tiny_model(kind, tmp_path_factory.mktemp("deep") / kind) for kind in kinds}
+    return Runs(runs.rank_sets, {**runs.models, **deep})
+
+
+@pytest.fixture(scope="module")
 def runs_of_four(runs: Runs, four_ranks: RankPool) -> Runs:
     return Runs({**runs.rank_sets, 4: four_ranks}, runs.models)
+
+
+def kind_for(kind: str, options: Mapping[str, Any]) -> str:
+    """Interleaved stages want two layers each."""
+    return f"{kind}{DEEP}" if "virtual_pipeline" in options else kind
 
 
 def assert_trains_as_plain(
     runs: Runs, world_size: int, kind: str, options: Mapping[str, Any], *, value_head: bool = False
 ) -> None:
+    kind = kind_for(kind, options)
     setup = evolve(runs.setup("megatron", kind), options=options, value_head=value_head)
     found = runs.train(world_size, setup, range(STEPS))
     wanted = runs.trained_as(1, evolve(runs.setup("plain", kind), value_head=value_head))
@@ -95,7 +113,9 @@ def test_forward_gives_what_transformers_gives_in_every_layout(
     runs_of_four: Runs, tmp_path: Path, world_size: int, kind: str, options: Mapping[str, Any]
 ) -> None:
     subject = Subject(backend="megatron", world_size=world_size, runs=runs_of_four, directory=tmp_path, options=options)
-    CHECKS["test_forward_gives_what_transformers_gives_in_the_samples_order"](subject, kind, "packed")
+    CHECKS["test_forward_gives_what_transformers_gives_in_the_samples_order"](
+        subject, kind_for(kind, options), "packed"
+    )
 
 
 @pytest.mark.parametrize("layout", TWO)
@@ -116,7 +136,7 @@ def test_four_ranks_train_as_the_plain_backend_does(runs_of_four: Runs, layout: 
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_a_stage_without_experts_trains_beside_one_that_has_some(runs_of_four: Runs, distributed: bool) -> None:
-    fields = {**tiny_fields("qwen3-moe"), "mlp_only_layers": [0, 1]}  # of four layers
+    fields = {**tiny_fields(f"qwen3-moe{DEEP}"), "mlp_only_layers": [0, 1]}  # of four layers
     options = {"expert_parallel": 2, "pipeline_parallel": 2, "distributed_optimizer": distributed}
     setup = Setup(backend="megatron", model="", fields=fields, options=options)
     wanted = runs_of_four.train(1, evolve(setup, backend="plain", options={}), range(3))

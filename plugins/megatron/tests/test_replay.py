@@ -74,7 +74,7 @@ def test_so_it_does_where_tokens_are_split_twice_and_where_layers_are_too(
 def test_layers_without_experts_are_passed_over_and_stages_without_them_too(
     runs: Runs, tmp_path: Path, dense: Mapping[str, Any], ranks: int
 ) -> None:
-    fields = {**tiny_fields("qwen3-moe"), **dense}
+    fields = {**tiny_fields("qwen3-moe-deep"), **dense}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32)
@@ -109,14 +109,14 @@ def test_columns_of_another_model_are_refused_in_one_line(runs: Runs) -> None:
     tokens = len(make_samples(7).tokens)
     columns = [
         np.broadcast_to(np.array([1, expert], np.int16), (tokens, layers, 2))
-        for layers, expert in ((3, 0), (4, 8), (4, 1))
+        for layers, expert in ((3, 0), (2, 8), (2, 1))
     ]
     (said,) = runs.rank_sets[1].run(refusals_of, setup_of(runs, {}), columns)
     failed = "column 'routed_experts'"
     cure = "replay what was recorded with the same model"
     unlike = "must have 2 different experts per token, numbered 0 to 7, or -1 where there is nothing to replay"
     assert said == [
-        f"{failed} has shape [3, 2] per token, but the model has 4 layers with 2 experts per token; {cure}",
+        f"{failed} has shape [3, 2] per token, but the model has 2 layers with 2 experts per token; {cure}",
         f"{failed} {unlike}; {cure}",
         f"{failed} {unlike}; {cure}",
     ]

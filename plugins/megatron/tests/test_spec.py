@@ -20,7 +20,7 @@ from corerl_megatron.model import uses_transformer_engine
 from corerl_megatron.spec import SPEC, check
 from plugins.megatron.tests.test_rope import LLAMA3
 
-QWEN3 = tiny_config("qwen3").to_dict()  # 4 layers, 4 heads, 2 key-value heads, 96 columns
+QWEN3 = tiny_config("qwen3-deep").to_dict()  # 4 layers, 4 heads, 2 key-value heads, 96 columns
 MOE = tiny_config("qwen3-moe").to_dict()  # 8 experts
 
 

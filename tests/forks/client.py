@@ -1,0 +1,146 @@
+"""Ask the fork server of a test session for a process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from tests.forks.server import LENGTH, PROCESSES, SOCKET
+
+ROOT = Path(__file__).resolve().parents[2]
+DIRECTORY, OWNER = "CORERL_TEST_FORKS", "CORERL_TEST_FORKS_OWNER"  # where the server is, and whose end is its own
+STARTS_WITHIN = 240.0  # seconds, against hangs
+
+
+class Forked:
+    """What `subprocess.Popen` is to a process of one's own."""
+
+    def __init__(
+        self,
+        argv: Sequence[str | Path],
+        code: str,
+        *,
+        environment: Mapping[str, str],
+        stdout: IO[Any],
+        stderr: IO[Any],
+        stdin: IO[Any] | None = None,
+        directory: Path | None = None,
+    ) -> None:
+        request = {
+            "argv": list(map(str, argv)),
+            "code": code,
+            "environment": dict(environment),
+            "directory": str(directory or Path.cwd()),
+            "session": True,
+        }
+        self._answers = connect()
+        with open(os.devnull, "rb") as nothing:
+            body = json.dumps(request).encode()
+            given = [each.fileno() for each in (stdin or nothing, stdout, stderr)]
+            socket.send_fds(self._answers, [LENGTH.pack(len(body))], given)
+            self._answers.sendall(body)
+        self._read = b""
+        self.pid = self._line()
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(timeout=0.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, negative for a signal. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            # 0 would make reading fail at once even where the answer is there.
+            self._answers.settimeout(None if timeout is None else max(timeout, 0.001))
+            try:
+                self.returncode = os.waitstatus_to_exitcode(self._line())
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0) from None
+            self._answers.close()
+        return self.returncode
+
+    def _line(self) -> int:
+        while b"\n" not in self._read:
+            more = self._answers.recv(64)
+            assert more, f"the fork server is gone: {(Path(os.environ[DIRECTORY]) / 'log').read_text()}"
+            self._read += more
+        line, _, self._read = self._read.partition(b"\n")
+        return int(line)
+
+
+def connect() -> socket.socket:
+    """To the server, which the first of a session's processes to ask starts."""
+    directory = Path(os.environ[DIRECTORY])
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path = directory / SOCKET
+        if not path.exists():
+            # Not a child that someone must wait for: it ends with the test session.
+            os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-m", "tests.forks.server", str(directory), os.environ[OWNER]],
+                {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_OPEN, 1, str(directory / "log"), os.O_WRONLY | os.O_CREAT, 0o600),
+                    (os.POSIX_SPAWN_DUP2, 1, 2),
+                ],
+                setsid=True,
+            )
+            deadline = time.monotonic() + STARTS_WITHIN
+            while not path.exists():
+                assert time.monotonic() < deadline, (directory / "log").read_text()
+                time.sleep(0.01)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(STARTS_WITHIN)
+    connection.connect(str(path))
+    return connection
+
+
+def processes_of(session: int) -> dict[int, str]:
+    """The processes of a session that run now, and those forked for them, each with its command line. (Environments
+    would not do: a process that sets its title overwrites what /proc shows of them.)"""
+    found = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, own = (directory / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(own) == session and state != "Z":
+                found[int(directory.name)] = _title(directory)
+        except OSError:  # it has ended meanwhile
+            continue
+    return found | forked_for(session)
+
+
+def forked_for(session: int) -> dict[int, str]:
+    """The processes forked on behalf of a session's, such as the workers of its Ray."""
+    found = {}
+    for path in (Path(os.environ[DIRECTORY]) / PROCESSES).glob("*"):
+        directory = Path("/proc") / path.name
+        try:
+            if path.read_text() == str(session) and (directory / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found[int(path.name)] = _title(directory)
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+def _title(directory: Path) -> str:
+    return (directory / "cmdline").read_bytes().replace(bytes(1), b" ").decode(errors="replace").strip()
+
+
+def kill_session(session: int) -> None:
+    for pid in processes_of(session):
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,118 @@
+"""One Ray for all runs of a test process, whose workers are forked instead of started."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from attrs import frozen
+from ray._private import ray_constants
+
+from tests.forks.client import ROOT, Forked, kill_session
+
+WORKER = Path(__file__).with_name("ray_worker.py")
+CPUS = 64  # bundles are reserved, not used: runs ask for one a process
+STORE = 200 * 2**20  # bytes
+ENDS_WITHIN = 30.0  # seconds
+HEAD = """
+import sys
+import ray
+from tests.forks.ray import CPUS, STORE, fork_workers
+fork_workers()
+settings = {"prestart_worker_first_driver": False}
+node = ray.init(
+    address="local", num_cpus=CPUS, object_store_memory=STORE, include_dashboard=False, log_to_driver=False,
+    logging_level="ERROR", _system_config=settings,
+)
+print(node.address_info["gcs_address"], flush=True)
+sys.stdin.read()
+ray.shutdown()
+"""
+
+
+_open = contextlib.ExitStack()
+
+
+@functools.cache
+def shared() -> Head:
+    """This test process's Ray, started by the first who asks, for all runs in turn; `close` ends it."""
+    return _open.enter_context(head())
+
+
+def close() -> None:
+    _open.close()
+
+
+@frozen
+class Head:
+    """A Ray that runs."""
+
+    address: str
+    session: int  # of its processes
+
+
+@contextlib.contextmanager
+def head() -> Iterator[Head]:
+    """Start Ray in a session of its own."""
+    reads, writes = os.pipe()
+    told, tells = os.pipe()
+    with open(reads, "rb") as stdin, open(writes, "wb") as end, open(told) as out, open(tells, "wb") as stdout:
+        own = environment(PYTHONPATH="")
+        process = Forked(
+            [sys.executable], HEAD, environment=own, directory=ROOT, stdin=stdin, stdout=stdout, stderr=stdout
+        )
+        stdout.close()
+        lines = []
+        try:
+            for line in out:
+                lines.append(line)
+                if line.strip().rpartition(":")[2].isdigit():
+                    break
+            else:
+                raise AssertionError(f"Ray did not start:\n{''.join(lines)}")
+            yield Head(lines[-1].strip(), process.pid)
+            end.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDS_WITHIN)
+        finally:
+            kill_session(process.pid)
+            process.wait()
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process of a test: what Ray does where memory is short is no subject of ours, and threads are one a process."""
+    own = {"OMP_NUM_THREADS": "1", "RAY_memory_monitor_refresh_ms": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    return {**os.environ, **own, **more}
+
+
+def fork_workers() -> None:
+    """Have the Ray that this process starts start its workers by `ray_worker.py`.
+
+    Ray joins the name of its own file to the directory that has it, which an absolute path replaces (read in 2.60).
+    """
+    ray_constants.SETUP_WORKER_FILENAME = str(WORKER)
+
+
+@contextlib.contextmanager
+def joined(address: str) -> Iterator[None]:
+    """Where this process would start Ray on this machine inside the block, it joins the one at `address`."""
+    init = ray.init
+
+    def joining(**options: Any) -> Any:
+        if options["address"] != "local":
+            return init(**options)
+        asked = {name: options[name] for name in ("log_to_driver", "logging_level", "namespace")}
+        return init(address=address, **asked)
+
+    ray.init = joining
+    try:
+        yield
+    finally:
+        ray.init = init

@@ -1,0 +1,181 @@
+"""A process that has imported what the processes of tests import, and forks them on request: what takes four seconds of
+CPU time takes a few milliseconds. `python -m tests.forks.server DIRECTORY PID` serves until the process PID is gone.
+
+A request is a JSON object behind its length, with three file descriptors: `argv`, `environment`, `directory`, whether
+the process leads a `session` of its own, and `code` that it runs as __main__. Two lines answer it: the pid, and in the
+end the status that `os.waitpid` gave. DIRECTORY/processes has a file for each living one, with the session of who
+asked for it: a process that is forked here is in the server's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import io
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import traceback
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+# Together they import nearly all of what ranks, engines and drivers run, but for Ray: its library reads the environment
+# of a worker as it is loaded.
+PRELOAD = [
+    *("corerl.trainer.worker", "corerl.rollout.service", "corerl.rollout.transformers_engine", "corerl.rollout.sources"),
+    *("corerl.rollout.asynchronous", "corerl.rollout.play", "corerl.rollout.rewards", "corerl.data.prompts"),
+    *("corerl.checkpoint.reader", "corerl.plugin.options", "corerl.config.load", "corerl.observability.console"),
+    *("corerl.testing.plain.backend", "corerl_fsdp.backend", "transformers.models.qwen3.modeling_qwen3"),
+    *("google.protobuf", "packaging", "yaml", "msgpack", "psutil", "click", "jsonschema", "requests", "filelock"),
+]
+SOCKET, PROCESSES = "socket", "processes"
+LENGTH = struct.Struct("!I")
+
+
+def main(directory: Path, owner: int) -> dict[str, Any]:
+    """Serve; returns only in a process that was forked, with its request."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    (directory / PROCESSES).mkdir(exist_ok=True)
+    # Whoever asks while modules are being imported is served afterwards.
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(directory / SOCKET))
+    listening.listen(64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in PRELOAD:
+            importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would copy every page
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    assert threads == 1, f"{threads} threads: only one of them survives a fork"
+
+    waiting = selectors.DefaultSelector()
+    waiting.register(listening, selectors.EVENT_READ)
+    waiting.register(os.pidfd_open(owner), selectors.EVENT_READ)
+    running: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> process, and who asked
+    while True:
+        for key, _ in waiting.select():
+            if key.fileobj is listening:
+                asking, _ = listening.accept()
+                received = receive(asking)
+                if received is None:
+                    asking.close()
+                    continue
+                request, descriptors = received
+                pid = os.fork()
+                if pid == 0:
+                    waiting.close()
+                    for each in (listening, asking, *(each for _, each in running.values())):
+                        each.close()
+                    for descriptor in running:
+                        os.close(descriptor)
+                    become(request, descriptors)
+                    return request
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                (directory / PROCESSES / str(pid)).write_text(str(session_of(asking)))
+                tell(asking, pid)
+                watch = os.pidfd_open(pid)
+                waiting.register(watch, selectors.EVENT_READ)
+                running[watch] = pid, asking
+            elif key.fd in running:
+                pid, asking = running.pop(key.fd)
+                waiting.unregister(key.fd)
+                os.close(key.fd)
+                _, status = os.waitpid(pid, 0)
+                (directory / PROCESSES / str(pid)).unlink()
+                tell(asking, status)
+                asking.close()
+            else:
+                os._exit(0)  # its owner is gone
+
+
+def receive(asking: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """A request with its file descriptors; None if whoever connected only looked whether the server is there."""
+    head, descriptors, _, _ = socket.recv_fds(asking, LENGTH.size, 3)
+    if not head:
+        return None
+    (length,) = LENGTH.unpack(head)
+    body = b""
+    while len(body) < length:
+        body += asking.recv(length - len(body))
+    request: dict[str, Any] = json.loads(body)
+    return request, descriptors
+
+
+def tell(asking: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # it is gone
+        asking.sendall(f"{number}\n".encode())
+
+
+def session_of(asking: socket.socket) -> int:
+    pid, _, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def become(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Make of this fork what a new interpreter with these arguments would be, as far as the process shows."""
+    if request["session"]:
+        os.setsid()
+    else:
+        os.setpgid(0, 0)  # Ray ends a worker with its process group
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    theirs = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    script = str(Path(request["argv"][0]).parent) if os.path.sep in request["argv"][0] else ""
+    sys.path[:] = [script, *theirs, *(path for path in sys.path[1:] if path not in own)]
+    sys.argv[:] = request["argv"]
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        raw = open(number, "rb" if number == 0 else "wb", closefd=False)  # noqa: SIM115  -- for good
+        text = io.TextIOWrapper(
+            raw,
+            encoding="utf-8",
+            errors="backslashreplace" if name == "stderr" else "strict",
+            line_buffering=name == "stderr" or os.isatty(number),
+            write_through=unbuffered and number > 0,
+        )
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)
+    import numpy as np
+    import torch
+
+    np.random.seed()
+    # What torch reads of the environment as it is imported.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+
+
+def run(request: dict[str, Any]) -> None:
+    """The request's code, as a program of its own."""
+    module = types.ModuleType("__main__")
+    module.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    if os.path.isfile(request["argv"][0]):
+        module.__file__ = request["argv"][0]  # what multiprocessing imports in the processes that it spawns
+    sys.modules["__main__"] = module
+    exec(compile(request["code"], "<forked>", "exec"), module.__dict__)
+
+
+if __name__ == "__main__":
+    try:
+        asked = main(Path(sys.argv[1]), int(sys.argv[2]))
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)
+    run(asked)
