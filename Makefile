@@ -22,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 # Where this is set, every process of every run would compile anew what it imports: pip has not compiled it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-fsdp-oldest lint types docs wheels
+.PHONY: help setup quickstart test test-fast test-fsdp-oldest lint types docs wheels
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -66,7 +66,10 @@ quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and 
 	$(BIN)/corerl train examples/quickstart.toml run.dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 test: $(DEV) ## the tests of core and plugins that pass without a GPU
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-fast: $(DEV) ## those of them that start no process: a minute, for the inner loop
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not processes" $(ARGS)
 
 test-fsdp-oldest: $(OLDEST)/.installed ## the tests of models and of the FSDP plugin with the oldest transformers, of kernels without a GPU
 	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -o corerl_level=1 plugins/fsdp/tests tests/models $(ARGS)

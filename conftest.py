@@ -9,17 +9,96 @@ from typing import Any
 
 import pytest
 
+from corerl.testing import pool
+from corerl.testing.marks import MARK
+from tests import machine
+from tests.forks.server import BACKENDS
+
 pytest_plugins = ["corerl.testing.plugin"]
+pool.PRELOAD += BACKENDS  # else each rank imports its own
 
 pytest.register_assert_rewrite("tests.bare_loop")
 
+# Fixtures of tests that start processes: ranks, Ray, a command.
+STARTING = {"rank_pool", "rank_sets", "runs", "subject", "seats", "shared_ray", "uninterrupted"}
+STARTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "tests.forks"}  # audit events
+# The files that take longest begin first, so that no process ends long after the others.
+LONGEST = [
+    "plugins/deepspeed/tests/test_conformance_of_stage_3.py",
+    "tests/testing/test_broken.py",
+    "plugins/megatron/tests/test_conformance.py",
+    "plugins/fsdp/tests/test_conformance.py",
+    "tests/cli/test_new_backend.py",
+    "plugins/deepspeed/tests/test_conformance_of_stage_2.py",
+    "plugins/deepspeed/tests/test_conformance_of_stage_1.py",
+    "plugins/megatron/tests/test_layouts.py",
+    "plugins/deepspeed/tests/test_options.py",
+]
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "processes: it starts processes; `make test-fast` leaves it out")
     if not hasattr(config, "workerinput"):  # a worker of pytest-xdist uses what its controller has chosen
         os.environ["CORERL_TEST_FORKS"] = tempfile.mkdtemp(prefix="corerl-")  # short: a socket's path has 108 bytes
         os.environ["CORERL_TEST_FORKS_OWNER"] = str(os.getpid())
+        os.environ[machine.PACE] = str(machine.measure())
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ["RAY_AUTH_MODE"] = "disabled"  # else a token is asked of whoever joins a Ray that is there
+    config.pluginmanager.register(Unmarked())
+    pool.TIMEOUT_SECONDS = machine.paced(pool.TIMEOUT_SECONDS)
+
+
+def pytest_report_header() -> str:
+    return f"corerl deadlines: {machine.paced(1.0):.1f} times the usual, {machine.available():.1f} GiB free"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    usual = float(config.getini("timeout") or 0)
+    for item in items:
+        own = item.get_closest_marker("timeout")
+        item.add_marker(pytest.mark.timeout(machine.paced(own.args[0] if own else usual)))
+        if STARTING.intersection(getattr(item, "fixturenames", ())) or item.get_closest_marker(MARK):
+            item.add_marker("processes")
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+
+
+class Unmarked:
+    """Sees processes that start in a test without the mark, which would slow `make test-fast` down."""
+
+    def __init__(self) -> None:
+        self.watching = False
+        self.started: list[str] = []
+        sys.addaudithook(self.hear)
+
+    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.watching and event in STARTS:
+            self.started.append(f"{event} {arguments}"[:200])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
+        yield from self.watch(item)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        yield from self.watch(item)
+
+    def watch(self, item: pytest.Item) -> Iterator[None]:
+        self.started.clear()
+        self.watching = item.get_closest_marker("processes") is None
+        try:
+            yield
+        finally:
+            self.watching = False
+        if self.started:
+            pytest.fail(f"it starts processes without pytest.mark.processes: {self.started[0]}", pytrace=False)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if "tests.forks.ray" in sys.modules:
+        sys.modules["tests.forks.ray"].close()
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["CORERL_TEST_FORKS"])
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +117,3 @@ def seats(shared_ray: None) -> Iterator[Mapping[str, Any]]:
 
     with groups.seats() as seats:
         yield seats
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if "tests.forks.ray" in sys.modules:
-        sys.modules["tests.forks.ray"].close()
-    if not hasattr(config, "workerinput"):
-        shutil.rmtree(os.environ["CORERL_TEST_FORKS"])

@@ -71,10 +71,12 @@ def test_the_search_for_backend_names_sees_code_and_comments_but_not_documentati
     assert backend_names_in("x = 1  # as DeepSpeed does\n") == [1]
 
 
+@pytest.mark.processes
 def test_import_corerl_loads_no_heavy_package() -> None:
     assert loaded_by("import corerl", "torch", "ray", "transformers", "cattrs") == []
 
 
+@pytest.mark.processes
 def test_corerl_help_loads_no_heavy_package() -> None:
     code = (
         "from corerl.cli.main import main\ntry:\n    main(['--help'])\nexcept SystemExit as e:\n    assert e.code == 0"
@@ -82,6 +84,7 @@ def test_corerl_help_loads_no_heavy_package() -> None:
     assert loaded_by(code, "torch", "ray", "transformers", "cattrs") == []
 
 
+@pytest.mark.processes
 def test_reading_every_installed_spec_loads_neither_torch_nor_ray() -> None:
     code = (
         "from importlib.metadata import entry_points\n"
@@ -92,6 +95,7 @@ def test_reading_every_installed_spec_loads_neither_torch_nor_ray() -> None:
     assert loaded_by(code, "torch", "ray", "transformers") == []
 
 
+@pytest.mark.processes
 def test_config_loads_neither_torch_nor_ray() -> None:
     assert loaded_by("import corerl.config.load", "torch", "ray", "transformers") == []
 

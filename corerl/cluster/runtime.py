@@ -31,7 +31,7 @@ ANSWER_SECONDS = 20.0  # for a cluster to answer
 @contextlib.contextmanager
 def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator[None]:
     """Start Ray on this machine with `cpus` logical CPUs and shut it down at the end, or join and leave `address`.
-    With `forward`, output of its processes is printed here too.
+    With `forward`, output of its processes is printed here too. A start that takes too long is tried once more.
 
     Raises CorerlError, in one line, if Ray cannot start or the cluster does not answer.
     """
@@ -42,21 +42,15 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        with _within(START_SECONDS):
-            if address:
-                ray.init(address=address, log_to_driver=forward, logging_level=logging.ERROR, namespace="corerl")
-            else:
-                with _group_of_its_own():
-                    ray.init(
-                        address="local",  # never a cluster that someone else started here
-                        num_cpus=max(1, int(-(-cpus // 1))),
-                        include_dashboard=False,
-                        log_to_driver=forward,
-                        logging_level=logging.ERROR,
-                        namespace="corerl",
-                        # No workers in advance: ours need environments of their own.
-                        _system_config={"prestart_worker_first_driver": False},
-                    )
+        try:
+            _init(address, cpus, forward)
+        except Exception as error:
+            # On a busy machine Ray gives up on its own processes after some 30 seconds; the next ones find their files
+            # in memory.
+            if address or ray.is_initialized() or not _timed_out(error):
+                raise
+            ray.shutdown()
+            _init(address, cpus, forward)
     except Exception as error:  # Ray may raise a bare Exception here
         where = f"connect to the Ray cluster at {address}" if address else "start Ray on this machine"
         room = "" if address or ray.is_initialized() else _room()
@@ -71,6 +65,29 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
         if forward:
             time.sleep(FORWARD_SECONDS)
         ray.shutdown()
+
+
+def _init(address: str, cpus: float, forward: bool) -> None:
+    with _within(START_SECONDS):
+        if address:
+            ray.init(address=address, log_to_driver=forward, logging_level=logging.ERROR, namespace="corerl")
+            return
+        with _group_of_its_own():
+            ray.init(
+                address="local",  # never a cluster that someone else started here
+                num_cpus=max(1, int(-(-cpus // 1))),
+                include_dashboard=False,
+                log_to_driver=forward,
+                logging_level=logging.ERROR,
+                namespace="corerl",
+                # No workers in advance: ours need environments of their own.
+                _system_config={"prestart_worker_first_driver": False},
+            )
+
+
+def _timed_out(error: Exception) -> bool:
+    """Whether Ray did not start in time, for which it has no type of its own."""
+    return isinstance(error, TimeoutError) or "timed out" in str(error)
 
 
 @contextlib.contextmanager

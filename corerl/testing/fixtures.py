@@ -63,9 +63,9 @@ def rank_sets(rank_pool: RankPool) -> Mapping[int, Ranks]:
 @pytest.fixture(scope="session")
 def model_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Kind of model -> a directory written by transformers."""
-    from corerl.testing.models import KINDS, write_tiny_model
+    from corerl.testing.models import MODELS, write_tiny_model
 
-    return {kind: write_tiny_model(kind, tmp_path_factory.mktemp("models") / kind) for kind in KINDS}
+    return {kind: write_tiny_model(kind, tmp_path_factory.mktemp("models") / kind) for kind in MODELS}
 
 
 @pytest.fixture(scope="session")

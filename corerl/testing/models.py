@@ -9,7 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 KINDS = ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3-moe")
-DEEP = "-deep"  # ends the name of a kind with twice the layers, such as "qwen3-tied-deep"
+DEEP = "-deep"  # ends the name of a kind with twice the layers
+MODELS = (*KINDS, f"qwen3{DEEP}", f"qwen3-tied{DEEP}", f"qwen3-moe{DEEP}")
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 97,  # a prime, so that shards are uneven

@@ -143,7 +143,7 @@ def _select(item: pytest.Item, check: Check) -> Selected:
         needs.append(Capability.CPU)
     if world_size > 1:
         needs.append(Capability.MULTI_RANK)
-    if parameters.get("kind") == "qwen3-moe":
+    if str(parameters.get("kind")).startswith("qwen3-moe"):
         needs.append(Capability.MOE)
     return Selected(
         check=check,

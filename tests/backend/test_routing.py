@@ -68,7 +68,7 @@ def test_a_column_of_another_model_is_refused(sizes: dict[str, int], others: dic
 
 def test_routers_are_told_the_column_but_for_free_tokens_or_nothing_where_there_is_none() -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_fields("qwen3-moe")))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_fields("qwen3-moe-deep")))
     routers = Routers(model)
     named = np.random.default_rng(0).permuted(np.tile(np.arange(8), (6, 4, 1)), axis=2)[..., :2]
     named[1, 2, 0] = -1
@@ -82,7 +82,7 @@ def test_routers_are_told_the_column_but_for_free_tokens_or_nothing_where_there_
 
 def test_a_model_whose_routers_are_not_known_is_refused() -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_fields("qwen3-moe")))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_fields("qwen3-moe-deep")))
     model._can_record_outputs = {}  # transformers does not name them
     with pytest.raises(
         ModelError, match=r"^Qwen3MoeForCausalLM does not report the experts it chooses; .*set algorithm\.routing"

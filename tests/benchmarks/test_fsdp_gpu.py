@@ -17,6 +17,7 @@ def measured(case: str, output: str) -> Report:
     return measure(evolve(CASES[case].tiny, micro_batches=2), rounds=2, output=output)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("case", "tokens"), [("slice", 512), ("0.6b", 2048)])
 def test_plugin_and_bare_loop_take_the_same_steps_and_the_file_has_both(tmp_path: Path, case: str, tokens: int) -> None:
     (report,) = OneRank().run(measured, case, str(tmp_path / "fsdp.json"))

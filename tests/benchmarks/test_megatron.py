@@ -20,6 +20,7 @@ def bare_report() -> Report:
     return measure_bare(CASES["bf16"].tiny, name="bf16", rounds=1)
 
 
+@pytest.mark.processes
 def test_plugin_and_bare_loop_take_the_same_steps_and_the_table_has_both(tmp_path: Path) -> None:
     (report,) = OneRank().run(bare_report)
     assert DIFFERENT not in report.note  # the norms of their gradients

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.report import Comparison, Number, Report, document, finish, in_turns, load, table
 
 # Round by round 0.5, 2.0 and 1.2: the median of ratios is none of the ratio of medians, 0.03 / 0.02.
@@ -48,6 +50,7 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
     assert load(tmp_path / "found.json") == REPORT
 
 
+@pytest.mark.processes
 def test_the_result_file_names_machine_versions_commit_command_and_what_failed() -> None:
     text = document([REPORT], command="python -m benchmarks.run", failures={"packing": "ended with 1"}, load_before=0.5)
     cells = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.count("|") == 3]

@@ -71,6 +71,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("launcher", "left"), [("heeds", "its ranks are ended"), ("does not", "began")])
 def test_what_is_not_done_in_time_may_end_its_ranks_and_is_killed_else(
     launcher: str, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -81,6 +82,7 @@ def test_what_is_not_done_in_time_may_end_its_ranks_and_is_killed_else(
     assert (tmp_path / "left").read_text() == left
 
 
+@pytest.mark.processes
 def test_a_program_that_fails_is_told_by_its_status() -> None:
     assert run_ranks([sys.executable, "-c", "exit(4)"], more={}, limit=60) == "exit status 4"
     looks = "import os; exit(os.environ['WORD'] != 'given')"

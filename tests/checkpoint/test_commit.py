@@ -329,6 +329,7 @@ def test_what_cannot_be_removed_is_told_and_the_others_go(tmp_path: Path, monkey
     assert not first.exists() and latest(tmp_path) == newest
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("moment", ["step-*.partial/actor/.rank-00000*", "step-*.partial/actor/rank-00000.json"])
 def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before_as_the_latest(
     tmp_path: Path, moment: str

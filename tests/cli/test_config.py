@@ -9,6 +9,7 @@ import pytest
 
 from corerl.cli.main import main
 from corerl.config.load import load_config
+from tests.machine import paced
 
 SOUND = """
 extensions = []
@@ -166,6 +167,7 @@ def test_show_can_explain_each_setting(sound: str, capsys: pytest.CaptureFixture
     assert "# the ratio is clipped above 1 + clip_high\nclip_high = 0.2\n" in explained
 
 
+@pytest.mark.processes
 def test_showing_loads_neither_torch_nor_ray(sound: str) -> None:
     program = (
         "import sys\n"
@@ -173,5 +175,5 @@ def test_showing_loads_neither_torch_nor_ray(sound: str) -> None:
         f"assert main(['config', 'show', {sound!r}]) == 0\n"
         "print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))\n"
     )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=paced(60))
     assert (finished.stdout.splitlines()[-1], finished.stderr) == ("[]", "")

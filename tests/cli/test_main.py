@@ -14,6 +14,7 @@ import pytest
 import corerl
 from corerl.cli import main as command
 from corerl.errors import ConfigError, HookFailed, NothingLeft, PluginNotFound, SaveFailed
+from tests.machine import paced
 
 
 class Failing(ModuleType):
@@ -150,6 +151,7 @@ def test_debug_may_stand_behind_a_nested_command(capsys: pytest.CaptureFixture[s
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_a_reader_that_has_gone_ends_the_command_in_silence() -> None:
     program = "import sys\nfrom corerl.cli.main import main\nsys.exit(main(['options', 'console']))"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -158,6 +160,7 @@ def test_a_reader_that_has_gone_ends_the_command_in_silence() -> None:
         assert (process.stderr.read(), process.wait()) == (b"", 141)
 
 
+@pytest.mark.processes
 def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("backend.name = 'plain'\ndata.source = 'caf\u00e9.jsonl'\n", encoding="utf-8")
     program = "import sys\nfrom corerl.cli.main import main\nsys.exit(main(['config', 'show', 'run.toml']))"
@@ -189,6 +192,7 @@ def test_a_wrong_command_line_ends_with_2(argv: list[str]) -> None:
     assert ended.value.code == 2
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
@@ -208,12 +212,13 @@ def test_help_and_version_load_nothing_heavy(argv: list[str], expected: list[str
         "    heavy = {'torch', 'ray', 'cattrs', 'transformers'} & set(sys.modules)\n"
         "    sys.exit(f'loaded {heavy}' if heavy else ended.code)\n"
     )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=paced(60))
     assert (finished.returncode, finished.stderr) == (0, "")
     for text in expected:
         assert text in finished.stdout
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_what_is_wrong_in_a_file_is_told_without_torch(command: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('backend.name = "plain"\n')
@@ -223,7 +228,7 @@ def test_what_is_wrong_in_a_file_is_told_without_torch(command: str, tmp_path: P
         f"status = main([{command!r}, {str(tmp_path / 'run.toml')!r}, 'run.stepps=3'])\n"
         "print(status, sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))\n"
     )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=paced(60))
     assert finished.stdout == "2 []\n"
     assert finished.stderr.startswith("corerl: error: run.stepps: unknown key; did you mean 'steps'?")
 

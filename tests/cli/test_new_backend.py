@@ -23,6 +23,8 @@ from corerl.cli.new_backend import LONGEST, TEMPLATE
 from corerl.config.load import load_config
 from corerl.plugin.registry import INSTALL_HINTS, Kind
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "two-words"
 TRAIN_SHORTLY = ["run.steps=2", "eval.every=1", "data.held_out=8", "rollout.prompts=8", "rollout.samples=4"]

@@ -162,6 +162,7 @@ def test_extensions_are_listed_for_programs_too(capsys: pytest.CaptureFixture[st
     assert not {"transformers", "good", "plain"} & rows.keys()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", ["backends", "engines", "extensions"])
 def test_listing_loads_neither_torch_nor_ray(command: str) -> None:
     program = (

@@ -37,7 +37,7 @@ def cluster(*nodes: dict[str, Any], **environment: str) -> Iterator[str]:
             assert address, "the cluster did not start"
             yield address
             process.stdin.close()
-            process.wait(timeout=60.0)
+            process.wait(timeout=120.0)
         finally:
             for pid in session(process.pid):
                 with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile

@@ -21,11 +21,14 @@ from corerl.cluster.runtime import ray_session
 from corerl.errors import CorerlError
 from tests.cluster.nodes import cluster, session
 from tests.end_to_end.command import AGENTS
+from tests.machine import paced
+
+pytestmark = pytest.mark.processes
 
 MEMBER = "tests.cluster.members:Member"
 RANK = "tests.cluster.ranks:Rank"
 STORE = 100 * 2**20  # bytes of each node's object store
-ENDS_WITHIN = 60.0  # seconds
+ENDS_WITHIN = paced(60.0)  # seconds
 FULL_DISK = {"RAY_local_fs_capacity_threshold": "0.0001"}  # what Ray then finds: it writes to none above this share
 
 
@@ -40,7 +43,7 @@ def test_ranks_on_both_nodes_talk_to_each_other_and_leave_the_cluster_as_it_was(
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with ray_session(address=address, cpus=4.0):
         there = ray.cluster_resources()["CPU"]
-        with seated(arrange({"ranks": 4}), timeout=60.0) as seats:
+        with seated(arrange({"ranks": 4}), timeout=paced(60.0)) as seats:
             names = [f"actor rank {rank}" for rank in range(4)]
             group = RayGroup(names, RANK, seats["ranks"], environment)
             host, port, listening = group.listen(0)
@@ -64,7 +67,7 @@ def test_ranks_on_both_nodes_talk_to_each_other_and_leave_the_cluster_as_it_was(
 def test_bundles_go_where_the_custom_resource_is(address: str) -> None:
     with ray_session(address=address, cpus=2.0):
         having = [node["NodeID"] for node in ray.nodes() if "h200" in node["Resources"]]
-        with seated(arrange({"ranks": 2}, resources={"h200": 1.0}), timeout=60.0) as seats:
+        with seated(arrange({"ranks": 2}, resources={"h200": 1.0}), timeout=paced(60.0)) as seats:
             group = RayGroup(["actor rank 0", "actor rank 1"], MEMBER, seats["ranks"], {})
             group.wait(group.construct([(0,), (1,)]))
             assert group.call("node") == having * 2
@@ -122,7 +125,7 @@ def test_no_process_outlives_a_driver_that_is_killed(address: str, joins: bool) 
 def drive(address: str) -> None:
     """A driver whose two processes work for longer than it lives."""
     with ray_session(address=address, cpus=2.0):
-        with seated(arrange({"ranks": 2}), timeout=60.0) as seats:
+        with seated(arrange({"ranks": 2}), timeout=paced(60.0)) as seats:
             group = RayGroup(["actor rank 0", "actor rank 1"], MEMBER, seats["ranks"], {})
             group.wait(group.construct([(0,), (1,)]))
             print(*group.call("pid"), flush=True)

@@ -19,6 +19,7 @@ from corerl.cluster.process import Outcome, fair_threads
 from corerl.cluster.runtime import ray_session
 from corerl.errors import CorerlError, EngineFailed, HookFailed, WorkerDied, WrongState
 from tests.forks.ray import fork_workers
+from tests.machine import paced
 
 MEMBER = "tests.cluster.members:Member"
 FOREVER = 600.0
@@ -31,7 +32,7 @@ def seats() -> Iterator[list[Seat]]:
     """Three, of one CPU each, of a Ray that has no more than one to spare."""
     fork_workers()
     with ray_session(address="", cpus=4):
-        with seated(arrange({"actor": 3}), timeout=60.0) as seats:
+        with seated(arrange({"actor": 3}), timeout=paced(60.0)) as seats:
             yield seats["actor"]
 
 
@@ -66,7 +67,7 @@ def alive(pid: int) -> bool:
 
 def wait_until_gone(pids: Sequence[int]) -> list[int]:
     """Those that are still there after a while; Ray ends processes in the background."""
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + paced(30.0)
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return [pid for pid in pids if alive(pid)]
@@ -213,7 +214,7 @@ def test_seats_are_shares_of_their_bundles(seats: list[Seat]) -> None:
     assert [(seat.cpus, seat.gpus) for seat in seats] == [(1.0, 0.0)] * 3
     assert [(seat.bundle, seat.neighbors) for seat in seats] == [(0, 3), (1, 3), (2, 3)]
     # One CPU of four is left, and two processes share it.
-    with seated(arrange({"actor": 1, "engines": 1}), timeout=60.0) as both:
+    with seated(arrange({"actor": 1, "engines": 1}), timeout=paced(60.0)) as both:
         assert [(seat.bundle, seat.cpus) for seat in (*both["actor"], *both["engines"])] == [(0, 0.5), (0, 0.5)]
 
 
@@ -283,7 +284,7 @@ def test_what_waits_in_one_thread_is_let_go_by_a_call_in_the_other(start: Start)
 def test_a_group_is_ready_once_a_member_failed_though_the_others_never_answer(start: Start) -> None:
     group = members(start, 2)
     pending = group.start("die", 1)
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + paced(60.0)
     while not group.ready(pending, timeout=0.1):
         assert time.monotonic() < deadline
     with pytest.raises(WorkerDied, match="actor rank 1"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -17,6 +18,9 @@ from corerl.cluster import runtime
 from corerl.cluster.runtime import ray_session
 from corerl.errors import ConfigError, CorerlError
 from tests.cluster.nodes import session
+from tests.machine import paced
+
+pytestmark = pytest.mark.processes
 
 
 def closed_port() -> int:
@@ -45,7 +49,7 @@ def test_rays_processes_begin_in_the_drivers_process_group_unless_they_are_given
     whose: str, there: bool
 ) -> None:
     """Where the first case fails Ray keeps SIGTERM to the group from them by itself, and `_group_of_its_own` can go."""
-    found = subprocess.run([sys.executable, "-c", SESSION, whose], capture_output=True, text=True, timeout=120)
+    found = subprocess.run([sys.executable, "-c", SESSION, whose], capture_output=True, text=True, timeout=paced(120))
     assert found.returncode == 0, found.stderr
     assert ("gcs_server" in found.stdout and "raylet" in found.stdout) == there, found.stdout
     assert there or found.stdout == "[]\n"
@@ -124,10 +128,36 @@ def test_a_ray_that_hangs_at_its_start_is_given_up_and_leaves_no_process(tmp_pat
         # Ray sees no signal while it waits in native code, here for its server: for 30 s at a time by itself.
         env={**os.environ, "RAY_gcs_server_port_wait_time_s": "4"},
     ) as driver:
-        out, _ = driver.communicate(timeout=60.0)
-        deadline = time.monotonic() + 60.0
+        out, _ = driver.communicate(timeout=paced(60.0))
+        deadline = time.monotonic() + paced(60.0)
         while left := session(driver.pid):
             assert time.monotonic() < deadline, f"still there: {left}"
             time.sleep(0.05)
     (line,) = out.splitlines()
     assert line.startswith("cannot start Ray on this machine: no answer within 3 s; Ray writes to ")
+
+
+@pytest.mark.parametrize(
+    ("errors", "starts", "said"),
+    [
+        (["The current node timed out during startup."], 2, ""),
+        (["The current node timed out during startup."] * 2, 2, "The current node timed out during startup."),
+        (["No space left on device"], 1, "No space left on device"),
+    ],
+)
+def test_a_start_of_ray_that_takes_too_long_is_tried_once_more(
+    monkeypatch: pytest.MonkeyPatch, errors: list[str], starts: int, said: str
+) -> None:
+    asked: list[dict[str, object]] = []
+
+    def init(**options: object) -> None:
+        asked.append(options)
+        if len(asked) <= len(errors):
+            raise Exception(errors[len(asked) - 1])
+
+    monkeypatch.setattr(runtime.ray, "init", init)
+    refused = pytest.raises(CorerlError, match=f"^cannot start Ray on this machine: {said}; Ray writes to ")
+    with refused if said else contextlib.nullcontext():
+        with ray_session(address="", cpus=1):
+            pass
+    assert asked == asked[:1] * starts

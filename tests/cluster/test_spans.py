@@ -12,6 +12,7 @@ import pytest
 
 from corerl.cluster.spans import CallRecord, Recorder, collective_in
 from corerl.plugin.events import Span
+from tests.machine import paced
 from tests.observability.run import Clock
 
 C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
@@ -76,13 +77,13 @@ def test_calls_at_the_same_time_have_lanes_and_spans_of_their_own(recorder: Reco
         recorder.begin()
         with recorder("other"):
             entered.set()
-            leave.wait(timeout=60.0)
+            leave.wait(timeout=paced(60.0))
         found["other"] = recorder.end(9.0)
 
     recorder.begin()
     thread = threading.Thread(target=other)
     thread.start()
-    entered.wait(timeout=60.0)
+    entered.wait(timeout=paced(60.0))
     clock.now = 4.0
     with recorder("mine"):
         clock.now = 5.0

@@ -13,6 +13,7 @@ from corerl.cluster.group import RayGroup, Watching
 from corerl.cluster.placement import arrange, seated
 from corerl.cluster.runtime import ray_session
 from corerl.cluster.watchdog import Status, late, listed, sentence
+from tests.machine import paced
 
 RANK = "tests.cluster.ranks:Rank"
 NAMES = [f"actor rank {rank}" for rank in range(8)]
@@ -108,7 +109,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 def ranks(told: Told, shared_ray: None) -> Iterator[RayGroup]:
     """Four that have met; the last was held up while it built its model."""
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with ray_session(address="", cpus=4), seated(arrange({"ranks": 4}), timeout=60.0) as seats:
+    with ray_session(address="", cpus=4), seated(arrange({"ranks": 4}), timeout=paced(60.0)) as seats:
         group = RayGroup(NAMES[:4], RANK, seats["ranks"], environment, watching=Watching(notify=told, seconds=1.0))
         host, port, listening = group.listen(0)
         group.wait(group.construct([(rank, 4) for rank in range(4)]))

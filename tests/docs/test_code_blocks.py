@@ -52,6 +52,7 @@ def test_a_block_is_found_with_its_line_and_language() -> None:
     assert blocks_of("p.md", page) == [Block("p.md", 3, "toml", "a = 1\n"), Block("p.md", 9, "python", "x = 1\n")]
 
 
+@pytest.mark.processes
 @each("python")
 def test_python_runs_as_it_stands(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -111,6 +111,7 @@ def test_every_page_is_in_a_table_of_contents() -> None:
     assert pages - listed == {"index"}
 
 
+@pytest.mark.processes
 def test_the_script_of_the_pictures_writes_them_beside_itself(tmp_path: Path) -> None:
     script = tmp_path / "draw.py"
     script.write_text((DOCS / "pictures" / "draw.py").read_text())

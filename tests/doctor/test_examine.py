@@ -20,6 +20,8 @@ from corerl.plugin.spec import Finding, Level
 from tests.doctor.sites import distribution, spec
 from tests.end_to_end.command import write_small
 
+pytestmark = pytest.mark.processes
+
 DYING = "a worker would die silently"
 
 

@@ -19,6 +19,8 @@ from tests.cluster.nodes import cluster
 from tests.doctor.sites import distribution, spec
 from tests.end_to_end.command import write_small
 
+pytestmark = pytest.mark.processes
+
 KNOWN = ", ".join(installed_names(Kind.BACKENDS))
 
 BARE = "bare"

@@ -17,10 +17,12 @@ from typing import Any
 
 from tests.forks.client import Forked, forked_for, processes_of
 from tests.forks.ray import environment, shared
+from tests.machine import paced, wait_for_memory
 
 ROOT = Path(__file__).resolve().parents[2]
-STARTS_WITHIN = 240.0  # seconds, against hangs: processes start, import and meet
-ENDS_WITHIN = 30.0  # seconds in which a run has ended after a fault, a second signal, or its driver's death
+STARTS_WITHIN = paced(240.0)  # seconds, against hangs: processes start, import and meet
+ENDS_WITHIN = paced(30.0)  # seconds in which a run has ended after a fault, a second signal, or its driver's death
+GIB = 2.0  # of memory that a run's processes take, forked as they are
 # Where a driver is killed, these two of Ray's own go on looking for their lost server for a minute, and then end.
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
@@ -95,12 +97,13 @@ def write_small(directory: Path) -> Path:
 
 
 class Command:
-    """`corerl ARGUMENTS`, begun at once in a fork of what has imported its modules. Use it as a context: whatever is left
-    of it is killed at the end."""
+    """`corerl ARGUMENTS`, begun at once in a fork of what has imported its modules. Use it as a context: whatever is
+    left of it is killed at the end."""
 
     def __init__(self, *arguments: str | Path, logs: Path, before: str = "", own_ray: bool = False) -> None:
         """`before` is Python that its process runs first. With `own_ray` it starts Ray on this machine, as users do;
         else it joins the one that this test process has."""
+        wait_for_memory(GIB, "a run")
         name = uuid.uuid4().hex
         self._paths = (logs / f"{name}.out", logs / f"{name}.err")
         self._ray = None if own_ray else shared()

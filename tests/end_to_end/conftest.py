@@ -17,6 +17,12 @@ from corerl.cli.main import main
 from tests.end_to_end.command import Command, write_small
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker("processes")
+
+
 @frozen(kw_only=True)
 class Finished:
     """A run that has ended by itself."""

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests.forks.server import LENGTH, PROCESSES, SOCKET
+from tests.machine import paced
 
 ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY, OWNER = "CORERL_TEST_FORKS", "CORERL_TEST_FORKS_OWNER"  # where the server is, and whose end is its own
-STARTS_WITHIN = 240.0  # seconds, against hangs
+STARTS_WITHIN = paced(240.0)  # seconds, against hangs
 
 
 class Forked:
@@ -71,6 +72,11 @@ class Forked:
             self._answers.close()
         return self.returncode
 
+    def kill(self) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(self.pid, signal.SIGKILL)
+
     def _line(self) -> int:
         while b"\n" not in self._read:
             more = self._answers.recv(64)
@@ -82,6 +88,7 @@ class Forked:
 
 def connect() -> socket.socket:
     """To the server, which the first of a session's processes to ask starts."""
+    sys.audit("tests.forks")
     directory = Path(os.environ[DIRECTORY])
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -129,7 +136,8 @@ def forked_for(session: int) -> dict[int, str]:
     for path in (Path(os.environ[DIRECTORY]) / PROCESSES).glob("*"):
         directory = Path("/proc") / path.name
         try:
-            if path.read_text() == str(session) and (directory / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            state = (directory / "stat").read_text().rpartition(")")[2].split()[0]
+            if path.read_text() == str(session) and state != "Z":
                 found[int(path.name)] = _title(directory)
         except OSError:  # it has ended meanwhile
             continue

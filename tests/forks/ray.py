@@ -16,11 +16,13 @@ from attrs import frozen
 from ray._private import ray_constants
 
 from tests.forks.client import ROOT, Forked, kill_session
+from tests.machine import paced, wait_for_memory
 
 WORKER = Path(__file__).with_name("ray_worker.py")
 CPUS = 64  # bundles are reserved, not used: runs ask for one a process
 STORE = 200 * 2**20  # bytes
-ENDS_WITHIN = 30.0  # seconds
+GIB = 1.0  # of memory, for its own processes
+ENDS_WITHIN = paced(30.0)  # seconds
 HEAD = """
 import sys
 import ray
@@ -61,6 +63,7 @@ class Head:
 @contextlib.contextmanager
 def head() -> Iterator[Head]:
     """Start Ray in a session of its own."""
+    wait_for_memory(GIB, "Ray")
     reads, writes = os.pipe()
     told, tells = os.pipe()
     with open(reads, "rb") as stdin, open(writes, "wb") as end, open(told) as out, open(tells, "wb") as stdout:
@@ -87,7 +90,7 @@ def head() -> Iterator[Head]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a process of a test: what Ray does where memory is short is no subject of ours, and threads are one a process."""
+    """Of a process of a test: one thread, and no end of it by Ray where memory is short, which tests wait for."""
     own = {"OMP_NUM_THREADS": "1", "RAY_memory_monitor_refresh_ms": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     return {**os.environ, **own, **more}
 

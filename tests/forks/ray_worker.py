@@ -1,5 +1,5 @@
-"""What Ray starts in place of its own `setup_worker.py`: it has the worker forked by the server of `tests.forks`, and ends
-with it. Imports next to nothing."""
+"""What Ray starts in place of its own `setup_worker.py`: it has the worker forked by the server of `tests.forks`, and
+ends with it. Imports next to nothing."""
 
 from __future__ import annotations
 

@@ -26,13 +26,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+# What only some environments have, and what these import as they build a model.
+BACKENDS = ["corerl_megatron.backend", "corerl_deepspeed.backend", "torch._inductor.compile_fx"]
 # Together they import nearly all of what ranks, engines and drivers run, but for Ray: its library reads the environment
 # of a worker as it is loaded.
 PRELOAD = [
-    *("corerl.trainer.worker", "corerl.rollout.service", "corerl.rollout.transformers_engine", "corerl.rollout.sources"),
-    *("corerl.rollout.asynchronous", "corerl.rollout.play", "corerl.rollout.rewards", "corerl.data.prompts"),
-    *("corerl.checkpoint.reader", "corerl.plugin.options", "corerl.config.load", "corerl.observability.console"),
-    *("corerl.testing.plain.backend", "corerl_fsdp.backend", "transformers.models.qwen3.modeling_qwen3"),
+    *("corerl.trainer.worker", "corerl.rollout.service", "corerl.rollout.transformers_engine"),
+    *("corerl.rollout.sources", "corerl.rollout.asynchronous", "corerl.rollout.play", "corerl.rollout.rewards"),
+    *("corerl.data.prompts", "corerl.checkpoint.reader", "corerl.plugin.options", "corerl.config.load"),
+    *("corerl.observability.console", "corerl.testing.plain.backend", "corerl_fsdp.backend"),
+    "transformers.models.qwen3.modeling_qwen3",
+    *BACKENDS,
     *("google.protobuf", "packaging", "yaml", "msgpack", "psutil", "click", "jsonschema", "requests", "filelock"),
 ]
 SOCKET, PROCESSES = "socket", "processes"
@@ -50,11 +54,13 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in PRELOAD:
-            importlib.import_module(module)
+            with contextlib.suppress(ModuleNotFoundError):  # the worker that needs it says so
+                importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection in a forked process would copy every page
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    assert threads == 1, f"{threads} threads: only one of them survives a fork"
+    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    others = set(threads) - {"python", "jemalloc_bg_thd"}  # jemalloc starts its own anew after a fork
+    assert threads.count("python") == 1 and not others, f"only one thread survives a fork: {threads}"
 
     waiting = selectors.DefaultSelector()
     waiting.register(listening, selectors.EVENT_READ)
@@ -142,6 +148,9 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     script = str(Path(request["argv"][0]).parent) if os.path.sep in request["argv"][0] else ""
     sys.path[:] = [script, *theirs, *(path for path in sys.path[1:] if path not in own)]
     sys.argv[:] = request["argv"]
+    # wandb makes directories as it is imported, and each process that has it would remove them at its end.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
+        del sys.modules[name]
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         raw = open(number, "rb" if number == 0 else "wb", closefd=False)  # noqa: SIM115  -- for good
@@ -154,10 +163,8 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
         )
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
-    import numpy as np
     import torch
 
-    np.random.seed()
     # What torch reads of the environment as it is imported.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
 

@@ -37,6 +37,7 @@ def test_only_an_able_terminal_gets_the_live_display(
     assert type(choose_view(Story(Clock()), Terminal(file=file, _environ=environment), every=1)) is view
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_piped_output_holds_no_control_codes(encoding: str, tmp_path: object) -> None:
     code = (

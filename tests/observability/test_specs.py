@@ -19,6 +19,7 @@ WORKERS = [specs.PROFILER, specs.MEMORY, specs.NAN_GUARD]
 CLUSTER = ClusterInfo(device="cpu", ranks=2)
 
 
+@pytest.mark.processes
 def test_listing_the_extensions_loads_no_heavy_library() -> None:
     code = (
         "import sys, corerl.observability.specs\n"

@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from wandb.proto import wandb_internal_pb2
+
+pytestmark = pytest.mark.processes
 
 PROGRAM = """
 import sys

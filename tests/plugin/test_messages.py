@@ -18,6 +18,7 @@ from corerl.cluster.runtime import ray_session
 from corerl.plugin.registry import Kind, installed, installed_names, load
 from corerl.trainer.assign import plan_role
 from tests.end_to_end.command import write_small
+from tests.machine import paced
 from tests.trainer.configs import config_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -190,7 +191,7 @@ def refusals(amiss: Path, stale: Path, good: Path, shared_ray: None) -> dict[str
             (assignments[name],) = plan.assignments
         environment = {"PYTHONPATH": os.pathsep.join(map(str, (stale, amiss, ROOT))), "OMP_NUM_THREADS": "1"}
         with ray_session(address="", cpus=1.0):
-            with seated(arrange({"ranks": 1}), timeout=60.0) as seats:
+            with seated(arrange({"ranks": 1}), timeout=paced(60.0)) as seats:
                 group = RayGroup(["actor rank 0"], "tests.plugin.workers:Refusing", seats["ranks"], environment)
                 group.wait(group.construct([()]))
                 found = {name: group.call("refusal", assignment)[0] for name, assignment in assignments.items()}

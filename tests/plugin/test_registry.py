@@ -234,6 +234,7 @@ def test_damaged_metadata_of_an_unrelated_distribution_is_passed_over(install: I
     assert "no-name" not in installed_names(Kind.BACKENDS)
 
 
+@pytest.mark.processes
 def test_importing_the_registry_is_light() -> None:
     program = (
         "import corerl.plugin.registry, sys\n"

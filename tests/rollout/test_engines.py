@@ -1,10 +1,13 @@
 import subprocess
 import sys
 
+import pytest
+
 from corerl.config.schema import ClusterInfo
 from corerl.rollout.engines import FAKE, TRANSFORMERS, TransformersConfig
 
 
+@pytest.mark.processes
 def test_describing_the_engines_imports_neither_torch_nor_transformers() -> None:
     code = "import sys, corerl.rollout.engines; print(sorted({'torch', 'transformers', 'ray'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -27,6 +27,7 @@ from corerl.rollout.service import EngineAssignment
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import open_sender
+from tests.machine import paced
 
 REQUEST = GenerateRequest(
     tokens=np.arange(10),
@@ -55,7 +56,7 @@ def assigned(count: int, *, bundles: int = 1) -> list[EngineAssignment]:
 def fleet(shared_ray: None) -> Iterator[EngineFleet]:
     assignments = assigned(2)
     with ray_session(address="", cpus=2):
-        with seated(arrange({"engines": 2}), timeout=60.0) as seats:
+        with seated(arrange({"engines": 2}), timeout=paced(60.0)) as seats:
             processes = RayGroup(
                 ["engine-0", "engine-1"],
                 "tests.rollout.services:Mortal",

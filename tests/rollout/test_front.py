@@ -12,6 +12,7 @@ import pytest
 
 from corerl.rollout.conversation import Refused
 from corerl.rollout.front import ChatAnswer, ChatRequest, Front
+from tests.machine import paced
 
 USER = {"role": "user", "content": "hello"}
 
@@ -50,7 +51,7 @@ def front() -> Iterator[Front]:
 
 
 def post(url: str, body: Any) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=paced(20))
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection.request("POST", urlsplit(url).path, content, {"Authorization": "Bearer none"})
     response = connection.getresponse()

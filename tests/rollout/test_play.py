@@ -32,6 +32,7 @@ from corerl.rollout.rewards import Failure, Reward
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.table import Player, Table
 from corerl.rollout.transformers_engine import TransformersEngine
+from tests.machine import paced
 from tests.rollout.models import TIED, context, hf_tensors, plain_logprobs, random_model, update
 
 TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")  # <eos> 2, 0 = 4 ... 9 = 13, > = 14
@@ -297,7 +298,7 @@ def test_async_functions_share_an_event_loop_and_end_when_their_time_is_over(pla
     assert rollout.outcomes[:4] == [2.0] * 4
     assert {each.kind for each in rollout.outcomes[4:] if isinstance(each, Failure)} == {"timeout"}
     assert_equal(rollout, play(single))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + paced(20)
     while len(ended) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(ended) == 4 and len(loops) == 1
@@ -604,7 +605,7 @@ def test_what_an_engine_raises_ends_the_play_and_releases_the_functions(play: Pl
 
     with pytest.raises(EngineFailed, match="it is gone"):
         play(note, generate=broken)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + paced(20)
     while len(ended) < 8 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert ended == ["the episode is over; its requests are no longer answered"] * 8

@@ -20,6 +20,7 @@ from corerl.rollout.reward_pool import scorer
 from corerl.rollout.rewards import Reward, Scores, resolve_reward
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
+from tests.machine import paced
 
 ACT = "tests.rollout.user_rewards:act"
 
@@ -174,10 +175,10 @@ def test_a_thread_that_scores_while_the_pool_is_closed_is_told_and_starts_no_oth
 
         thread = threading.Thread(target=score)
         thread.start()
-        end = time.monotonic() + 60
+        end = time.monotonic() + paced(60)
         while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < end:
             time.sleep(0.05)
-    thread.join(timeout=60)
+    thread.join(timeout=paced(60))
     assert not thread.is_alive()
     assert [type(error) for error in told] == [RewardError] and "were stopped because the run has ended" in str(told[0])
     assert multiprocessing.active_children() == before and len(list(tmp_path.iterdir())) == 2
@@ -203,6 +204,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_busy_processes_do_not_outlive_a_driver_that_is_killed_or_interrupted(
     tmp_path: Path, how: signal.Signals
@@ -214,12 +216,12 @@ def test_busy_processes_do_not_outlive_a_driver_that_is_killed_or_interrupted(
     driver = subprocess.Popen(
         [sys.executable, str(script), str(marks)], env=environment, start_new_session=True, stderr=subprocess.DEVNULL
     )
-    end = time.monotonic() + 60
+    end = time.monotonic() + paced(60)
     while len(list(marks.iterdir())) < 2 and time.monotonic() < end:
         time.sleep(0.05)
     pids = {int(mark.name) for mark in marks.iterdir()}
     assert len(pids) == 2 and all(map(alive, pids))
     # Ctrl-C in a terminal reaches the whole group: the processes leave it to the driver.
     (os.kill if how is signal.SIGKILL else os.killpg)(driver.pid, how)
-    assert driver.wait(timeout=30) != 0
+    assert driver.wait(timeout=paced(30)) != 0
     assert gone(pids)

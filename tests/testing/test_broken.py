@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,14 @@ from corerl.plugin.registry import Kind, load
 from corerl.testing.broken import BROKEN
 from corerl.testing.subject import Runs, Subject
 from corerl.testing.suite import test_gpu
+from tests.forks.client import Forked
+from tests.machine import wait_for_memory
+
+pytestmark = pytest.mark.processes
 
 PROCESSES = 2
+GIB = 3.0  # of memory that they and their ranks take
+PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 
 # Many broken backends in one process: what plain trains, which each is compared with, is trained once.
 SUITE = """
@@ -70,15 +75,27 @@ def pytest_collection_finish():
 @pytest.fixture(scope="session")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Name of a broken backend -> the report of levels 0 to 2."""
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "corerl.testing.plugin", "-c", "/dev/null"]
-    command += ["-p", "no:cacheprovider", "--rootdir", ".", "--corerl-level", "2", "--corerl-report", "report.json"]
+    wait_for_memory(GIB, "the suite with broken backends")
+    arguments = [
+        "pytest",
+        "-q",
+        "--tb=line",
+        "-p",
+        "corerl.testing.plugin",
+        "-c",
+        "/dev/null",
+        "-p",
+        "no:cacheprovider",
+    ]
+    arguments += ["--rootdir", ".", "--corerl-level", "2", "--corerl-report", "report.json", "test_suite.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     running = []
     for part in range(PROCESSES):
         directory = tmp_path_factory.mktemp("broken")
         (directory / "test_suite.py").write_text(SUITE.format(names=list(BROKEN)[part::PROCESSES]))
         (directory / "conftest.py").write_text(CONFTEST)
         with (directory / "out.txt").open("w") as out:
-            process = subprocess.Popen([*command, "test_suite.py"], cwd=directory, stdout=out, stderr=out)
+            process = Forked(arguments, PYTEST, environment=environment, directory=directory, stdout=out, stderr=out)
         running.append((directory, process))
     reports = {}
     for directory, process in running:

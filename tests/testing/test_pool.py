@@ -41,8 +41,8 @@ def die_on_one() -> None:
     dist.barrier()
 
 
-def imported() -> list[str]:
-    return [name for name in PRELOAD if name in sys.modules]
+def imported(modules: list[str]) -> list[str]:
+    return [name for name in modules if name in sys.modules]
 
 
 def gone(pid: int, within: float = 20.0) -> bool:
@@ -59,7 +59,7 @@ def gone(pid: int, within: float = 20.0) -> bool:
 def test_a_rank_has_imported_what_ranks_need_before_it_is_told_anything() -> None:
     pool = RankPool(1)
     try:
-        assert pool.run(imported) == [PRELOAD]
+        assert pool.run(imported, PRELOAD) == [PRELOAD]
     finally:
         pool.close()
 

@@ -78,7 +78,7 @@ def test_a_gradient_that_stays_after_a_skipped_step_is_told_as_one_that_was_not_
 def test_an_optimizer_whose_steps_differ_is_told_as_that(runs: Runs, tmp_path: Path) -> None:
     subject = subject_of("corerl.testing.broken:KEEPS_FIRST_RATE", runs, tmp_path)
     with pytest.raises(AssertionError, match="the first step agrees, so the optimizer's step"):
-        test_training.test_training_follows_the_plain_backend(subject, "qwen3-tied", "packed")
+        test_training.test_training_follows_the_plain_backend(subject, "qwen3-tied-deep", "packed")
 
 
 def test_moments_that_are_replicas_alone_are_named(runs: Runs, tmp_path: Path) -> None:

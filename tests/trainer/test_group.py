@@ -39,6 +39,7 @@ from corerl.types import (
 )
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
+from tests.machine import paced
 from tests.trainer import fakes
 from tests.trainer.configs import config_for
 from tests.trainer.fakes import MANIFEST
@@ -463,7 +464,7 @@ def test_a_sample_that_was_never_given_is_an_error() -> None:
 @pytest.fixture(scope="module")
 def seats(shared_ray: None) -> Iterator[list[Seat]]:
     with ray_session(address="", cpus=2):
-        with seated(arrange({"actor": 2}), timeout=60.0) as seats:
+        with seated(arrange({"actor": 2}), timeout=paced(60.0)) as seats:
             yield seats["actor"]
 
 

@@ -23,7 +23,7 @@ from corerl.testing.compare import (
 )
 from corerl.testing.harness import Setup
 from corerl.testing.marks import check
-from corerl.testing.models import KINDS, tiny_config, tiny_fields
+from corerl.testing.models import DEEP, KINDS, tiny_config, tiny_fields
 from corerl.testing.scenarios import loading, training
 from corerl.testing.subject import PLAIN, Subject
 
@@ -54,7 +54,7 @@ def test_init_tells_where_training_stands_and_loads_the_models_weights_to_the_la
 
 
 @check("C45", level=1, builds_on=["C11"])
-@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
+@pytest.mark.parametrize("kind", ["qwen3-tied", f"qwen3-moe{DEEP}"])  # large beside its largest parameter
 def test_loading_reads_each_ranks_share_once_and_never_holds_the_model(subject: Subject, kind: str) -> None:
     directory = subject.model(kind)
     total = 4 * sum(math.prod(shape) for shape in files_of(directory).values())

@@ -102,7 +102,7 @@ LARGEST = 97 * 64 / 136_000  # the embedding's share of this model's parameters
 def test_in_bfloat16_a_rank_holds_what_the_page_says(
     runs: Runs, rank_pool: RankPool, options: Mapping[str, Any], per_parameter: Mapping[str, float]
 ) -> None:
-    setup = evolve(runs.setup("deepspeed", "qwen3"), options=options)
+    setup = evolve(runs.setup("deepspeed", "qwen3-deep"), options=options)
     half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
     for found in rank_pool.run(ranks.memory, half):
         assert found == pytest.approx(per_parameter, rel=0.01, abs=0.03)
@@ -141,8 +141,9 @@ def test_a_model_shares_the_ranks_group_and_leaves_nothing_behind(
     assert rank_pool.run(ranks.left_behind, setup) == [nothing] * 2
 
 
+@pytest.mark.processes
 def test_after_sleep_parameters_are_gathered_ahead_as_before(runs: Runs, rank_pool: RankPool) -> None:
-    setup = evolve(runs.setup("deepspeed", "qwen3"), options={"gather_bucket": 20_000})
+    setup = evolve(runs.setup("deepspeed", "qwen3-deep"), options={"gather_bucket": 20_000})
     for first, second, third, awake, after in rank_pool.run(ranks.gathers, setup):
         assert len(first) > 2 * len(second)  # before DeepSpeed knows what comes next
         assert second == third == after

@@ -7,6 +7,8 @@ import pytest
 from corerl.testing.tolerances import GRAD_NORM
 from tests.end_to_end.command import Command, metrics, write_small
 
+pytestmark = pytest.mark.processes
+
 PPO = [
     *("algorithm.name=ppo", "rollout.samples=1", "rollout.prompts=16"),
     *("run.steps=3", "checkpoint.every=0", "eval.every=0"),

@@ -112,7 +112,7 @@ def test_a_backend_with_options_keeps_the_contract(
 
 
 def test_with_recomputed_layers_few_activations_are_kept(runs: Runs, rank_pool: RankPool) -> None:
-    setup = runs.setup("fsdp", "qwen3", PACKINGS["one by one"])
+    setup = runs.setup("fsdp", "qwen3-deep", PACKINGS["one by one"])
     kept = rank_pool.run(ranks.saved_for_backward, setup)
     fewer = rank_pool.run(ranks.saved_for_backward, with_options(setup, {}, recompute="full"))
     for few, many in zip(fewer, kept, strict=True):

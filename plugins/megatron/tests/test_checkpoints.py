@@ -28,7 +28,7 @@ EP1 = ("megatron", {}, 1)
     ("kind", "places"),
     [
         ("qwen3-tied", [TP2, PP2, FSDP, TP2]),
-        ("qwen3", [DP2, VPP2, PLAIN, CP2]),
+        ("qwen3-deep", [DP2, VPP2, PLAIN, CP2]),
         ("qwen3-moe", [EP2, EP1, FSDP, EP2]),
     ],
     ids=["tp2 pp2 fsdp tp2", "dp2 vpp2 plain cp2", "ep2 ep1 fsdp ep2"],
@@ -41,7 +41,7 @@ def test_a_run_that_moves_every_two_steps_follows_one_that_stays(
 
 @pytest.mark.parametrize(
     ("kind", "saved", "read"),
-    [("qwen3-tied", TP2, PP2), ("qwen3", PP2, DP2), ("qwen3", VPP2, VPP2), ("qwen3-moe", EP2, EP2)],
+    [("qwen3-tied", TP2, PP2), ("qwen3", PP2, DP2), ("qwen3-deep", VPP2, VPP2), ("qwen3-moe", EP2, EP2)],
     ids=["tp2 to pp2", "pp2 to dp2", "vpp2, whole optimizer", "ep2"],
 )
 def test_megatrons_own_checkpoint_holds_what_ours_does(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from corerl.testing.models import DEEP
 from corerl.testing.pool import RankPool
 from corerl.testing.subject import Runs, Subject
 from corerl.testing.suite import CHECKS
@@ -47,6 +48,9 @@ def arguments_of(check: str) -> list[str]:
     ],
 )
 def test_a_layout_keeps_the_contract(runs: Runs, tmp_path: Path, layout: str, check: str) -> None:
+    if layout == "pp2 vpp2":  # stages in turns want two layers each
+        deeper = {kind: runs.models[f"{kind}{DEEP}"] for kind in ("qwen3", "qwen3-tied")}
+        runs = Runs(runs.rank_sets, {**runs.models, **deeper})
     subject = Subject(
         backend="megatron", world_size=2, runs=runs, directory=tmp_path / "checkpoints", options=LAYOUTS[layout]
     )

@@ -11,7 +11,7 @@ from attrs import evolve
 
 from corerl.testing.compare import assert_follows, assert_same_metrics, grad_norm_of, loss_of
 from corerl.testing.harness import Setup
-from corerl.testing.models import DEEP, tiny_fields, write_tiny_model
+from corerl.testing.models import DEEP, tiny_fields
 from corerl.testing.pool import RankPool
 from corerl.testing.subject import STEPS, Runs, Subject
 from corerl.testing.suite import CHECKS
@@ -70,14 +70,6 @@ def four_ranks() -> Iterator[RankPool]:
     pool = RankPool(4)
     yield pool
     pool.close()
-
-
-@pytest.fixture(scope="module")
-def runs(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """With deeper models, for pipelines; what is trained is shared with nobody."""
-    kinds = [f"{kind}{DEEP}" for kind in ("qwen3", "qwen3-tied")]
-    deep = {kind: write_tiny_model(kind, tmp_path_factory.mktemp("deep") / kind) for kind in kinds}
-    return Runs(runs.rank_sets, {**runs.models, **deep})
 
 
 @pytest.fixture(scope="module")

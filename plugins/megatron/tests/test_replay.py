@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from corerl.errors import ModelError
 from corerl.testing.compare import grad_norm_of, loss_of
 from corerl.testing.harness import Setup, forward, make_samples, running
-from corerl.testing.models import tiny_fields
+from corerl.testing.models import DEEP, tiny_fields
 from corerl.testing.pool import RankPool
 from corerl.testing.routing import assert_replays, through_experts, token_mean
 from corerl.testing.scenarios import training
@@ -38,7 +38,8 @@ CASES = [(layout, recompute) for layout in LAYOUTS for recompute in ("none", "fu
 
 
 def setup_of(runs: Runs, options: Mapping[str, Any], recompute: str = "none") -> Setup:
-    setup = runs.setup("megatron", "qwen3-moe", PACKINGS["packed"])
+    kind = f"qwen3-moe{DEEP}" if "virtual_pipeline" in options else "qwen3-moe"
+    setup = runs.setup("megatron", kind, PACKINGS["packed"])
     return evolve(setup, options=options, train=evolve(setup.train, recompute=recompute))
 
 

@@ -12,6 +12,8 @@ import pytest
 from corerl.rollout.saved import read_rollout, saved_rollouts
 from tests.end_to_end.command import Command, numbers
 
+pytestmark = pytest.mark.processes
+
 RUN = """
 backend.name = "megatron"
 run.steps = 1

@@ -7,6 +7,8 @@ import pytest
 from corerl.testing.tolerances import GRAD_NORM
 from tests.end_to_end.command import Command, metrics, write_small
 
+pytestmark = pytest.mark.processes
+
 RUNS = {
     "plain": ["backend.name=plain", "roles.actor.ranks=1"],
     "tp2": ["backend.name=megatron", "backends.megatron.tensor_parallel=2"],

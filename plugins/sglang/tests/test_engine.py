@@ -33,6 +33,8 @@ from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
 from tests.rollout.models import MOE, TIED, context, hf_tensors, plain_logprobs, random_model, sequences
 
+pytestmark = pytest.mark.processes
+
 STAND_IN = "plugins.sglang.tests.stand_in"
 REQUEST = GenerateRequest(
     tokens=np.array([3, 4, 5, 3, 4, 5, 9, 1, 2, 8, 8, 8]),

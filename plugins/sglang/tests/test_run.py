@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.command import Command, metrics, write_small
+
+pytestmark = pytest.mark.processes
 
 
 def test_a_run_learns_from_a_server_of_two_ranks_and_outlives_its_death(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from corerl.errors import EngineFailed, WorkerDied
 from corerl_sglang import server as module
 from corerl_sglang.server import Server
 
+pytestmark = pytest.mark.processes
+
 QUICK = "plugins.sglang.tests.quick"
 FAKE_ARGS = """
 from dataclasses import dataclass

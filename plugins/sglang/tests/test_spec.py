@@ -223,6 +223,7 @@ def test_a_server_in_fp8_starts_where_its_device_has_it_and_keeps_parameters_as_
     assert (FP8_BLOCK, quantization([])["weight_block_size"]) == (BLOCK, [BLOCK, BLOCK])
 
 
+@pytest.mark.processes
 def test_the_spec_is_light() -> None:
     code = "import sys, corerl_sglang; print([m for m in ('torch', 'sglang', 'ray', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

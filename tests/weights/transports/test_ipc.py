@@ -19,6 +19,7 @@ from corerl.weights.shared import opened
 from corerl.weights.transport import Address
 from corerl.weights.transports import ipc, open_receiver, open_sender
 from corerl.weights.transports.ipc import IpcReceiver, IpcSender
+from tests.machine import paced
 from tests.weights.transports.test_transports import Peer, manifest_of, push, sums_of, weights
 
 FOUR = build_manifest([(name, (4,)) for name in "abcd"], dtype="float32", bucket_bytes=16)  # a bucket each
@@ -84,7 +85,7 @@ def test_a_bucket_is_gathered_while_the_one_before_is_loaded_and_no_further(pair
 
     gathering = threading.Thread(target=gather)
     gathering.start()
-    assert filled.acquire(timeout=20) and filled.acquire(timeout=20)
+    assert filled.acquire(timeout=paced(20)) and filled.acquire(timeout=paced(20))
     assert not filled.acquire(timeout=0.3)  # the engine has loaded neither: both buffers are taken
     for _ in FOUR.buckets:
         reader.go.release()
@@ -177,6 +178,7 @@ def test_one_rank_sends_where_all_engines_are_on_its_device() -> None:
     assert {sender.sender_of(bucket) for bucket in manifest_of().buckets} == {1}
 
 
+@pytest.mark.processes
 def test_an_engine_that_dies_while_it_loads_is_known_at_once_and_its_successor_gets_the_next_update() -> None:
     address = address_of("a", "b", timeout=120.0)
     peers = [Peer(address, index) for index in range(2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -19,7 +20,6 @@ import attrs
 import pytest
 import torch
 
-import corerl
 from corerl.errors import ConfigError
 from corerl.testing.inprocess import InProcessSender
 from corerl.weights.checksum import Digest
@@ -32,7 +32,10 @@ from corerl.weights.transports.collective import CollectiveSender
 from corerl.weights.transports.delta import DeltaSender
 from corerl.weights.transports.disk import DiskSender
 from corerl.weights.transports.ipc import IpcSender
+from tests.forks.client import ROOT, Forked
 from tests.weights.transports.peer import bit_sum
+
+pytestmark = pytest.mark.processes
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [("embed", (16, 6)), ("norm", (6,)), ("layers.0.q", (8, 6)), ("scale", ())]
 BUCKET_BYTES = 200  # two or three buckets
@@ -65,25 +68,19 @@ class Peer:
     """One engine process."""
 
     def __init__(self, address: Address, index: int) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(Path(corerl.__file__).parents[1]),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [
-            sys.executable,
-            str(Path(__file__).with_name("peer.py")),
-            json.dumps(attrs.asdict(address)),
-            str(index),
-        ]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        argv = [str(Path(__file__).with_name("peer.py")), json.dumps(attrs.asdict(address)), str(index)]
+        orders, ours = os.pipe()
+        theirs, answers = os.pipe()
+        with open(orders, "rb") as stdin, open(answers, "wb") as stdout, open(os.devnull, "wb") as stderr:
+            files: dict[str, Any] = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+            self.process: Forked | subprocess.Popen[bytes]
+            if torch.cuda.is_available():  # which may be in use where processes are forked
+                self.process = subprocess.Popen([sys.executable, *argv], env=environment, **files)
+            else:
+                code = "from tests.weights.transports.peer import main; main()"
+                self.process = Forked(argv, code, environment=environment, **files)
+        self.orders, self.answers = open(ours, "w"), open(theirs)  # noqa: SIM115  -- until `close`
 
     def order(
         self,
@@ -94,7 +91,6 @@ class Peer:
         shapes: list[tuple[str, tuple[int, ...]]] = SHAPES,
         senders: Mapping[str, int] | None = None,
     ) -> None:
-        assert self.process.stdin is not None
         line = {
             "version": version,
             "act": act,
@@ -103,17 +99,19 @@ class Peer:
             "bucket_bytes": bucket_bytes,
             "senders": senders,
         }
-        self.process.stdin.write(json.dumps(line) + "\n")
-        self.process.stdin.flush()
+        self.orders.write(json.dumps(line) + "\n")
+        self.orders.flush()
 
     def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        answer: dict[str, Any] = json.loads(self.answers.readline())
         return answer
 
     def close(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        with contextlib.suppress(BrokenPipeError):  # an order that it has not read
+            self.orders.close()
+        self.answers.close()
 
 
 class FlipsCollective(CollectiveSender):
