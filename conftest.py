@@ -43,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CORERL_TEST_FORKS_OWNER"] = str(os.getpid())
         os.environ[machine.PACE] = str(machine.measure())
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each rank that compiles starts processes
         os.environ["RAY_AUTH_MODE"] = "disabled"  # else a token is asked of whoever joins a Ray that is there
     config.pluginmanager.register(Unmarked())
     pool.TIMEOUT_SECONDS = machine.paced(pool.TIMEOUT_SECONDS)
@@ -56,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     usual = float(config.getini("timeout") or 0)
     for item in items:
         own = item.get_closest_marker("timeout")
-        item.add_marker(pytest.mark.timeout(machine.paced(own.args[0] if own else usual)))
+        item.add_marker(pytest.mark.timeout(machine.paced(own.args[0] if own else usual)), append=False)
         if STARTING.intersection(getattr(item, "fixturenames", ())) or item.get_closest_marker(MARK):
             item.add_marker("processes")
     order = {name: place for place, name in enumerate(LONGEST)}

@@ -78,7 +78,9 @@ def _to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
     """The parameter on meta, or None to keep it as it is. (torch's stubs say that hooks return nothing.)"""
     if param is None or param.is_meta:
         return None  # a tied parameter must remain the same object under both names
-    return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+    on_meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+    on_meta._is_hf_initialized = True  # type: ignore[attr-defined]  # else transformers draws values for it, in vain
+    return on_meta
 
 
 def materialize(model: nn.Module, tensors: Mapping[str, nn.Parameter]) -> None:

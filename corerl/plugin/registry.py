@@ -6,10 +6,11 @@ names win, and return nothing for an unknown name.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -254,19 +255,36 @@ def scan(kind: Kind) -> list[Entry]:
     return sorted(entries.values(), key=lambda entry: (entry.name, entry.distribution))
 
 
-def _entries_of(distribution: Distribution, kind: Kind) -> Iterator[Entry]:
+def _entries_of(distribution: Distribution, kind: Kind) -> Sequence[Entry]:
+    path = _path(distribution)
+    try:
+        changed = os.stat(os.path.join(path, "entry_points.txt")).st_mtime_ns
+    except OSError:  # it has no entry points, or a finder of its own
+        return () if os.path.isdir(path) else _read(distribution, kind)
+    return _read_once(path, changed, kind)
+
+
+@functools.cache
+def _read_once(path: str, changed: int, kind: Kind) -> Sequence[Entry]:
+    """What is installed in `path` since `changed`: each worker and each command scans several times."""
+    from importlib.metadata import Distribution
+
+    return _read(Distribution.at(path), kind)
+
+
+def _read(distribution: Distribution, kind: Kind) -> Sequence[Entry]:
     try:
         # Most distributions are not ours. A substring test is quick; parsing them all would dominate the scan.
         if kind.group not in (distribution.read_text("entry_points.txt") or ""):
-            return
+            return ()
         points = [point for point in distribution.entry_points if point.group == kind.group]
         name, version = distribution.metadata["Name"], distribution.version
     except Exception:  # someone else's damaged metadata, which raises all sorts of errors
-        return
+        return ()
     if not name or not version:  # a missing value is None in some Pythons and raises in others
-        return
-    for point in points:
-        yield Entry(
+        return ()
+    return [
+        Entry(
             name=point.name,
             distribution=name,
             version=version,
@@ -274,6 +292,8 @@ def _entries_of(distribution: Distribution, kind: Kind) -> Iterator[Entry]:
             location=str(distribution.locate_file("")),
             metadata=_path(distribution),
         )
+        for point in points
+    ]
 
 
 def _loaded(kind: Kind, entry: Entry) -> Loaded:

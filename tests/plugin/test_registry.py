@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -242,3 +243,12 @@ def test_importing_the_registry_is_light() -> None:
     )
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert finished.stdout.strip() == "[]"
+
+
+def test_what_is_installed_anew_in_the_same_place_is_read_again(install: Install, backend_spec: str) -> None:
+    site = install("corerl-mine", {"backends": {"mine": "mine_a:SPEC"}}, mine_a=backend_spec)
+    assert "mine" in installed_names(Kind.BACKENDS)
+    points = site / "corerl_mine-0.1.0.dist-info/entry_points.txt"
+    points.write_text("[corerl.backends]\nrenamed = mine_a:SPEC\n")
+    os.utime(points, ns=(0, points.stat().st_mtime_ns + 1))  # later, even by a coarse clock
+    assert {"mine", "renamed"} & set(installed_names(Kind.BACKENDS)) == {"renamed"}
