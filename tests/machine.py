@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 
 PACE = "CORERL_TEST_PACE"
-USUAL = 0.1  # seconds that `measure` takes where both of two cores are idle
+USUAL = 0.1  # seconds that starting a process and a little Python take at most, on two cores that are not busy
 LONGEST_WAIT = 120.0  # seconds
 
 
 def measure() -> float:
-    """How many times longer than usual this machine takes for starting a process and a little Python, at least 1."""
+    """How many times longer than usual this machine takes for that, at least 1."""
     started = time.perf_counter()
     subprocess.run([sys.executable, "-I", "-c", "sum(range(2_000_000))"], check=True)
     return max(1.0, (time.perf_counter() - started) / USUAL)

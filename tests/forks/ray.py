@@ -67,7 +67,7 @@ def head() -> Iterator[Head]:
     reads, writes = os.pipe()
     told, tells = os.pipe()
     with open(reads, "rb") as stdin, open(writes, "wb") as end, open(told) as out, open(tells, "wb") as stdout:
-        own = environment(PYTHONPATH="")
+        own = environment(PYTHONPATH=str(ROOT))
         process = Forked(
             [sys.executable], HEAD, environment=own, directory=ROOT, stdin=stdin, stdout=stdout, stderr=stdout
         )

@@ -104,14 +104,17 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
 
 
 def receive(asking: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """A request with its file descriptors; None if whoever connected only looked whether the server is there."""
-    head, descriptors, _, _ = socket.recv_fds(asking, LENGTH.size, 3)
-    if not head:
+    """A request with its file descriptors; None if whoever connected has gone before it was told."""
+    body, length, descriptors = b"", 0, list[int]()
+    with contextlib.suppress(ConnectionError):
+        head, descriptors, _, _ = socket.recv_fds(asking, LENGTH.size, 3)
+        length = LENGTH.unpack(head)[0] if head else 0
+        while len(body) < length and (more := asking.recv(length - len(body))):
+            body += more
+    if not length or len(body) < length:
+        for descriptor in descriptors:
+            os.close(descriptor)
         return None
-    (length,) = LENGTH.unpack(head)
-    body = b""
-    while len(body) < length:
-        body += asking.recv(length - len(body))
     request: dict[str, Any] = json.loads(body)
     return request, descriptors
 
@@ -148,8 +151,9 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     script = str(Path(request["argv"][0]).parent) if os.path.sep in request["argv"][0] else ""
     sys.path[:] = [script, *theirs, *(path for path in sys.path[1:] if path not in own)]
     sys.argv[:] = request["argv"]
-    # wandb makes directories as it is imported, and each process that has it would remove them at its end.
-    for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
+    # A process has to find the tests' own modules by itself; and wandb makes directories as it is imported, which each
+    # process that has it would remove at its end.
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "wandb")]:
         del sys.modules[name]
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     for number, name in enumerate(("stdin", "stdout", "stderr")):
