@@ -147,6 +147,7 @@ class Left:
 
 def left_behind(setup: Setup) -> Left:
     before = _groups()
+    entered = len(parameter_offload.FWD_MODULE_STACK)  # and never left, where a pass has failed in this process
     with running(setup) as worker:
         for number in (0, 1):  # from the second step on DeepSpeed knows what comes next, and keeps that
             train(worker, setup, number)
@@ -156,7 +157,7 @@ def left_behind(setup: Setup) -> Left:
     del worker
     gc.collect()
     return Left(
-        modules=len(parameter_offload.FWD_MODULE_STACK),
+        modules=len(parameter_offload.FWD_MODULE_STACK) - entered,
         policy=policy() is not None,
         groups=_groups() - before,
         groups_meanwhile=meanwhile - before,

@@ -50,7 +50,8 @@ def arguments_of(check: str) -> list[str]:
 def test_a_layout_keeps_the_contract(runs: Runs, tmp_path: Path, layout: str, check: str) -> None:
     kind = "qwen3-moe" if layout == "ep2" else "qwen3-tied"
     if layout == "pp2 vpp2":  # stages in turns want two layers each
-        kind, runs = f"{kind}{DEEP}", Runs(runs.rank_sets, {**runs.models, "qwen3": runs.models[f"qwen3{DEEP}"]})
+        deeper = {each: runs.models[f"{each}{DEEP}"] for each in ("qwen3", "qwen3-tied")}
+        kind, runs = f"{kind}{DEEP}", Runs(runs.rank_sets, {**runs.models, **deeper})
     subject = Subject(
         backend="megatron", world_size=2, runs=runs, directory=tmp_path / "checkpoints", options=LAYOUTS[layout]
     )
