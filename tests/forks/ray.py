@@ -15,7 +15,7 @@ import ray
 from attrs import frozen
 from ray._private import ray_constants
 
-from tests.forks.client import ROOT, Forked, kill_session
+from tests.forks.client import ROOT, Forked, connect, kill_session
 from tests.machine import paced, wait_for_memory
 
 WORKER = Path(__file__).with_name("ray_worker.py")
@@ -100,6 +100,7 @@ def fork_workers() -> None:
 
     Ray joins the name of its own file to the directory that has it, which an absolute path replaces (read in 2.60).
     """
+    connect().close()  # `ray_worker.py` takes the server to be there
     ray_constants.SETUP_WORKER_FILENAME = str(WORKER)
 
 
