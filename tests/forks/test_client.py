@@ -1,0 +1,83 @@
+"""A forked process is what a started one would be, as far as it shows: arguments, streams, environment, status, end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.forks.client import Forked, forked_for, processes_of
+from tests.machine import paced
+
+pytestmark = pytest.mark.processes
+
+SHOWS = """
+import json, os, sys
+given = [sys.argv, os.getcwd(), os.environ["WORD"], "PATH" in os.environ, sys.stdin.read()]
+print(json.dumps([*given, ["torch" in sys.modules, "tests" in sys.modules], os.getsid(0)]))
+print("told", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def forked(tmp_path: Path, code: str, *argv: str, said: str = "", **environment: str) -> Forked:
+    (tmp_path / "in").write_text(said)
+    with (
+        (tmp_path / "in").open("rb") as stdin,
+        (tmp_path / "out").open("wb") as stdout,
+        (tmp_path / "err").open("wb") as stderr,
+    ):
+        return Forked(
+            argv, code, environment=environment, directory=tmp_path, stdin=stdin, stdout=stdout, stderr=stderr
+        )
+
+
+def test_it_has_what_it_was_given_and_nothing_of_the_server_but_its_imports(tmp_path: Path) -> None:
+    process = forked(tmp_path, SHOWS, "program", "word", said="heard", WORD="own")
+    assert process.wait(paced(60.0)) == 3
+    seen = "[true, false]"
+    given = f'[["program", "word"], "{tmp_path}", "own", false, "heard", {seen}, {process.pid}]\n'
+    assert (tmp_path / "out").read_text() == given
+    assert (tmp_path / "err").read_text() == "told\n"
+
+
+def test_one_that_runs_is_listed_and_ends_by_its_signal(tmp_path: Path) -> None:
+    process = forked(tmp_path, "import time; print('begun', flush=True); time.sleep(600)", "sleeper")
+    deadline = time.monotonic() + paced(60.0)
+    while not (tmp_path / "out").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.05)
+    assert list(processes_of(process.pid)) == [process.pid]
+    assert process.pid in forked_for(os.getsid(0))
+    process.kill()
+    assert process.wait(paced(60.0)) == process.poll() == -signal.SIGKILL
+    assert processes_of(process.pid) == {}
+
+
+UNMARKED = """
+import subprocess
+import pytest
+
+def test_alone(): pass
+
+@pytest.mark.processes
+def test_marked(): subprocess.run(["true"], check=True)
+
+def test_unmarked(): subprocess.run(["true"], check=True)
+"""
+
+
+def test_a_test_that_starts_a_process_without_the_mark_fails(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(UNMARKED)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "--rootdir", tmp_path]
+    done = subprocess.run([*command, tmp_path / "test_some.py"], capture_output=True, text=True, check=False)
+    assert "it starts processes without pytest.mark.processes: subprocess.Popen" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("1 failed, 2 passed")
