@@ -1,4 +1,4 @@
-"""A process forked by `tests.forks` is what a started one would be, as far as it shows: arguments, streams, environment, status, end."""
+"""A process forked by `tests.forks` is what a started one would be: arguments, streams, environment, status, end."""
 
 from __future__ import annotations
 
