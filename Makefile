@@ -68,7 +68,7 @@ quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and 
 test: $(DEV) ## the tests of core and plugins that pass without a GPU
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-fast: $(DEV) ## those of them that start no process: a minute, for the inner loop
+test-fast: $(DEV) ## those of them that start no process: under two minutes, for the inner loop
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not processes" $(ARGS)
 
 test-fsdp-oldest: $(OLDEST)/.installed ## the tests of models and of the FSDP plugin with the oldest transformers, of kernels without a GPU

@@ -51,11 +51,15 @@ def session(leader: int) -> dict[int, str]:
         try:
             state, _, _, of = (directory / "stat").read_text().rpartition(")")[2].split()[:4]
             if int(of) == leader and state != "Z":
-                title = (directory / "cmdline").read_bytes().replace(bytes(1), b" ").decode(errors="replace")
-                found[int(directory.name)] = title.strip()
+                found[int(directory.name)] = title_in(directory)
         except OSError:  # it has ended meanwhile
             continue
     return found
+
+
+def title_in(directory: Path) -> str:
+    """Of the process that this is the directory of in /proc."""
+    return (directory / "cmdline").read_bytes().replace(bytes(1), b" ").decode(errors="replace").strip()
 
 
 def main() -> None:

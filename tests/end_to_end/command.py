@@ -108,9 +108,9 @@ class Command:
         self._paths = (logs / f"{name}.out", logs / f"{name}.err")
         self._ray = None if own_ray else shared()
         code = FORKED.format(before=before, join=f"joined({self._ray.address!r})" if self._ray else "nullcontext()")
+        without = {"CORERL_DEBUG", *(["RAY_AUTH_MODE"] if own_ray else [])}
         # Where the tests' own backends are found, by the workers too.
-        ours = {"CORERL_DEBUG", *(["RAY_AUTH_MODE"] if own_ray else [])}
-        given = {name: value for name, value in environment(PYTHONPATH=str(ROOT)).items() if name not in ours}
+        given = {name: value for name, value in environment(PYTHONPATH=str(ROOT)).items() if name not in without}
         with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
             program = Path(sys.executable).with_name("corerl")
             self.process = Forked([program, *map(str, arguments)], code, environment=given, stdout=out, stderr=err)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from tests.cluster.nodes import session, title_in
 from tests.forks.server import LENGTH, PROCESSES, SOCKET
 from tests.machine import paced
 
@@ -116,39 +117,27 @@ def connect() -> socket.socket:
     return connection
 
 
-def processes_of(session: int) -> dict[int, str]:
-    """The processes of a session that run now, and those forked for them, each with its command line. (Environments
-    would not do: a process that sets its title overwrites what /proc shows of them.)"""
-    found = {}
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, _, own = (directory / "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(own) == session and state != "Z":
-                found[int(directory.name)] = _title(directory)
-        except OSError:  # it has ended meanwhile
-            continue
-    return found | forked_for(session)
+def processes_of(leader: int) -> dict[int, str]:
+    """The processes of a session that run now, and those forked for them, each with its title. (Environments would not
+    do: a process that sets its title overwrites what /proc shows of them.)"""
+    return session(leader) | forked_for(leader)
 
 
-def forked_for(session: int) -> dict[int, str]:
+def forked_for(leader: int) -> dict[int, str]:
     """The processes forked on behalf of a session's, such as the workers of its Ray."""
     found = {}
     for path in (Path(os.environ[DIRECTORY]) / PROCESSES).glob("*"):
         directory = Path("/proc") / path.name
         try:
             state = (directory / "stat").read_text().rpartition(")")[2].split()[0]
-            if path.read_text() == str(session) and state != "Z":
-                found[int(path.name)] = _title(directory)
+            if path.read_text() == str(leader) and state != "Z":
+                found[int(path.name)] = title_in(directory)
         except OSError:  # it has ended meanwhile
             continue
     return found
 
 
-def _title(directory: Path) -> str:
-    return (directory / "cmdline").read_bytes().replace(bytes(1), b" ").decode(errors="replace").strip()
-
-
-def kill_session(session: int) -> None:
-    for pid in processes_of(session):
+def kill_session(leader: int) -> None:
+    for pid in processes_of(leader):
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
             os.kill(pid, signal.SIGKILL)

@@ -14,6 +14,17 @@ from corerl.models.build import build_on_meta, materialize, move_buffers, recomp
 from corerl.testing.models import KINDS, tiny_config
 
 
+def test_transformers_draws_no_values_for_parameters_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this fails, it has another way to know that a parameter needs none than the mark that `_to_meta` gives."""
+    drawn: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "normal_", lambda tensor, *_, **__: drawn.append(tensor) or tensor)
+    AutoModelForCausalLM.from_config(tiny_config("qwen3-moe"))
+    assert len(drawn) > 10
+    drawn.clear()
+    build_on_meta(tiny_config("qwen3-moe"), dtype=torch.float32, attention="sdpa")
+    assert [tuple(each.shape) for each in drawn] == [(97, 64)]  # by torch, as it makes an embedding
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_are_on_meta_and_buffers_are_those_of_transformers(kind: str) -> None:
     model = build_on_meta(tiny_config(kind), dtype=torch.bfloat16, attention="sdpa")
