@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ pool.PRELOAD += BACKENDS  # else each rank imports its own
 pytest.register_assert_rewrite("tests.bare_loop")
 
 # Fixtures of tests that start processes: ranks, Ray, a command.
-STARTING = {"rank_pool", "rank_sets", "runs", "subject", "seats", "shared_ray", "uninterrupted"}
+STARTING = {"forked_python", "rank_pool", "rank_sets", "runs", "subject", "seats", "shared_ray", "uninterrupted"}
 STARTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "tests.forks"}  # audit events
 # The files that take longest begin first, so that no process ends long after the others.
 LONGEST = [
@@ -102,6 +103,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         sys.modules["tests.forks.ray"].close()
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ["CORERL_TEST_FORKS"])
+
+
+@pytest.fixture
+def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python programs that the test starts by module or code are forked, and so are those that these start."""
+    from tests.forks import client, server
+
+    client.connect().close()  # programs take the server to be there
+    monkeypatch.setenv(server.FORK_PYTHON, "1")
+    monkeypatch.setattr(subprocess, "Popen", server.Popen)
 
 
 @pytest.fixture(scope="module")

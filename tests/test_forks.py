@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +62,50 @@ def test_one_that_runs_is_listed_and_ends_by_its_signal(tmp_path: Path) -> None:
     process.kill()
     assert process.wait(paced(60.0)) == process.poll() == -signal.SIGKILL
     assert processes_of(process.pid) == {}
+
+
+def ran(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, **options)
+
+
+def test_a_python_program_is_forked_with_its_words_streams_and_status(tmp_path: Path, forked_python: None) -> None:
+    done = ran("-u", "-c", SHOWS, "word", cwd=tmp_path, input="heard", env={**os.environ, "WORD": "own"})
+    assert (done.returncode, done.stderr) == (3, "told\n")
+    words, directory, _, _, heard, imported, _ = json.loads(done.stdout)
+    assert (words, directory, heard) == (["-c", "word"], str(tmp_path), "heard")
+    assert imported == [True, False]
+    (tmp_path / "program.py").write_text("import sys\nprint(__name__, __file__, sys.argv)\nraise SystemExit('no')\n")
+    done = ran("-m", "program", "word", cwd=tmp_path)
+    file = str(tmp_path / "program.py")
+    assert (done.returncode, done.stderr, done.stdout) == (1, "no\n", f"__main__ {file} {[file, 'word']}\n")
+
+
+def test_it_ends_by_its_own_signal_and_by_those_that_are_sent_to_what_stands_for_it(forked_python: None) -> None:
+    done = ran("-X", "faulthandler", "-c", "import os\n\nos.abort()")
+    assert done.returncode == -signal.SIGABRT
+    assert "line 3 in <module>" in done.stderr
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+        started = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert started.stdout is not None
+        pid = int(started.stdout.readline())
+        assert pid != started.pid and pid in forked_for(os.getsid(0))
+        started.send_signal(number)
+        assert started.wait(paced(60.0)) == -number
+        deadline = time.monotonic() + paced(60.0)
+        while pid in forked_for(os.getsid(0)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        started.stdout.close()
+
+
+def test_a_program_that_a_forked_one_starts_is_forked_too_and_no_other(forked_python: None) -> None:
+    def starts(program: str) -> str:
+        return f"import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}], check=True)"
+
+    looks = "import sys; print('torch' in sys.modules)"
+    assert ran("-c", starts(looks)).stdout == "True\n"
+    assert ran("-c", starts(starts(looks))).stdout == ran("-I", "-c", looks).stdout == "False\n"
 
 
 UNMARKED = """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from benchmarks.colocated_update import SHAPES, measure
 from benchmarks.report import Report
 from benchmarks.steps import TINY
 from corerl.testing.pool import OneRank, RankPool
+from tests.forks.server import Popen
 
 
 def parameters(fields: dict[str, object]) -> int:
@@ -21,9 +24,10 @@ def parameters(fields: dict[str, object]) -> int:
 
 
 def report(split: bool, apart: bool = False) -> Report:
-    return measure(
-        "0.6b", backend="fsdp", engine="bare", rounds=2, bucket_mib=0.02, split=split, apart=apart, tiny=True
-    )
+    with mock.patch.object(subprocess, "Popen", Popen):
+        return measure(
+            "0.6b", backend="fsdp", engine="bare", rounds=2, bucket_mib=0.02, split=split, apart=apart, tiny=True
+        )
 
 
 def test_shapes_have_the_sizes_that_they_are_named_by() -> None:
@@ -31,6 +35,7 @@ def test_shapes_have_the_sizes_that_they_are_named_by() -> None:
     assert parameters({**SHAPES["8b"]}) == pytest.approx(8.19e9, rel=1e-3)
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_update_sends_all_parameters_and_stands_beside_the_engines_load(
     world_size: int, rank_pool: RankPool
@@ -47,6 +52,7 @@ def test_an_update_sends_all_parameters_and_stands_beside_the_engines_load(
         assert math.fsum(values[number] for values in parts.values()) <= took
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_an_update_of_engines_elsewhere_stands_beside_a_broadcast_of_as_many_bytes(rank_pool: RankPool) -> None:
     found, other = rank_pool.run(report, False, True)
     (comparison,) = found.comparisons

@@ -14,8 +14,7 @@ from benchmarks.report import load
 from benchmarks.steps import GIB
 
 
-@pytest.mark.processes
-def test_each_case_says_what_each_of_its_ranks_holds(tmp_path: Path) -> None:
+def test_each_case_says_what_each_of_its_ranks_holds(tmp_path: Path, forked_python: None) -> None:
     output = tmp_path / "residual.json"
     words = ["residual", "deepspeed-stage3", "megatron", "--ranks", "2", "--tiny", "--output", str(output)]
     with mock.patch.object(sys, "argv", words):

@@ -22,6 +22,7 @@ from corerl.cli.main import main
 from corerl.cli.new_backend import LONGEST, TEMPLATE
 from corerl.config.load import load_config
 from corerl.plugin.registry import INSTALL_HINTS, Kind
+from tests.end_to_end.command import Command
 
 pytestmark = pytest.mark.processes
 
@@ -46,6 +47,7 @@ class Environment:
     """A virtual environment that the package was installed into, as a user would; what it needs is lent by ours."""
 
     python: Path
+    site: Path  # its site-packages
     package: Path
 
     def run(self, *arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -59,9 +61,9 @@ class Environment:
             check=False,
         )
 
-    def corerl(self, *arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-        program = "import sys; from corerl.cli.main import main; sys.exit(main())"
-        return self.run("-c", program, *arguments, cwd=cwd)
+    def corerl(self, *arguments: str | Path, cwd: Path) -> Command:
+        """The command, where Python finds this environment's packages first."""
+        return Command(*arguments, logs=cwd, directory=cwd, packages=self.site)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     (own,) = (directory / "venv/lib").glob("python*/site-packages")
     ours = sysconfig.get_paths()["purelib"]
     (own / "lent.pth").write_text(f"import site; site.addsitedir({ours!r})\n")  # a plain line would skip its .pth files
-    environment = Environment(python, package)
+    environment = Environment(python, own, package)
     done = environment.run("-m", "pip", "install", "--no-index", "--no-build-isolation", package, cwd=directory)
     assert done.returncode == 0, done.stderr
     return environment
@@ -214,10 +216,11 @@ def test_a_directory_with_something_in_it_is_left_as_it_is(tmp_path: Path, capsy
 # ---- what it is worth ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_the_backend_conforms_on_one_rank_and_on_two(installed: Environment, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    done = installed.corerl("verify", NAME, "--level", "2", "--report", report, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    with installed.corerl("verify", NAME, "--level", "2", "--report", report, cwd=tmp_path) as command:
+        assert command.finish() == 0, command.out + command.err
     found = json.loads(report.read_text())
     assert (found["backend"], found["distribution"], found["levels"]) == (NAME, "corerl-two-words", [0, 1, 2])
     lacks = {name for name, support in found["capabilities"].items() if support["grade"] != "full"}
@@ -235,15 +238,9 @@ def test_its_own_tests_run_the_suite(installed: Environment) -> None:
 
 def test_it_trains_our_quickstart_on_two_ranks(installed: Environment, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    done = installed.corerl(
-        "train",
-        ROOT / "examples/quickstart.toml",
-        f"backend.name={NAME}",
-        f"run.dir={run_dir}",
-        *TRAIN_SHORTLY,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    settings = [f"backend.name={NAME}", f"run.dir={run_dir}", *TRAIN_SHORTLY]
+    with installed.corerl("train", ROOT / "examples/quickstart.toml", *settings, cwd=tmp_path) as command:
+        assert command.finish() == 0, command.out + command.err
     assert load_config(run_dir / "config.toml").roles.actor.ranks == 2
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     norms = [line["train/grad_norm"] for line in lines if "train/grad_norm" in line]

@@ -24,7 +24,7 @@ def verify(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.processes
+@pytest.mark.usefixtures("forked_python")
 def test_a_backend_is_verified_by_level_and_reported(tmp_path: Path) -> None:
     done = verify("plain", "--level", "0", "--report", str(tmp_path / "report.json"), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -41,7 +41,7 @@ def test_a_backend_is_verified_by_level_and_reported(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]  # nothing else is left where it was called
 
 
-@pytest.mark.processes
+@pytest.mark.usefixtures("forked_python")
 def test_a_backend_by_module_that_lies_where_it_is_called_is_verified_and_its_fault_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n"
@@ -55,7 +55,7 @@ def test_a_backend_by_module_that_lies_where_it_is_called_is_verified_and_its_fa
     assert "the spec imports neither torch nor ray" in line
 
 
-@pytest.mark.processes
+@pytest.mark.usefixtures("forked_python")
 def test_expected_failures_are_strict(tmp_path: Path) -> None:
     file = tmp_path / "expected.toml"
     file.write_text("C08 = 'it cannot be pickled, see our tracker'\n")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.end_to_end.command import Command
 
 pytestmark = pytest.mark.processes
 
@@ -18,14 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_run_of_the_tutorial_trains_two_steps_with_the_engine_of_ones_own(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples" / "engine", tmp_path, dirs_exist_ok=True)
-    finished = subprocess.run(
-        [str(Path(sys.executable).with_name("corerl")), "train", "run.toml", "cluster.offload=always"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
+    with Command("train", "run.toml", "cluster.offload=always", logs=tmp_path, directory=tmp_path) as command:
+        assert command.finish() == 0, command.err
     lines = (tmp_path / "runs/my-engine/metrics.jsonl").read_text().splitlines()
     steps = [line for line in map(json.loads, lines) if "rollout/logprob_diff" in line]
     assert [step["step"] for step in steps] == [0, 1]

@@ -100,9 +100,17 @@ class Command:
     """`corerl ARGUMENTS`, begun at once in a fork of what has imported its modules. Use it as a context: whatever is
     left of it is killed at the end."""
 
-    def __init__(self, *arguments: str | Path, logs: Path, before: str = "", own_ray: bool = False) -> None:
-        """`before` is Python that its process runs first. With `own_ray` it starts Ray on this machine, as users do;
-        else it joins the one that this test process has."""
+    def __init__(
+        self,
+        *arguments: str | Path,
+        logs: Path,
+        directory: Path | None = None,
+        packages: Path = ROOT,
+        before: str = "",
+        own_ray: bool = False,
+    ) -> None:
+        """`packages` is where Python looks first, and `before` is what its process runs first. With `own_ray` it starts
+        Ray on this machine, as users do; else it joins the one that this test process has."""
         wait_for_memory(GIB, "a run")
         name = uuid.uuid4().hex
         self._paths = (logs / f"{name}.out", logs / f"{name}.err")
@@ -110,10 +118,16 @@ class Command:
         code = FORKED.format(before=before, join=f"joined({self._ray.address!r})" if self._ray else "nullcontext()")
         without = {"CORERL_DEBUG", *(["RAY_AUTH_MODE"] if own_ray else [])}
         # Where the tests' own backends are found, by the workers too.
-        given = {name: value for name, value in environment(PYTHONPATH=str(ROOT)).items() if name not in without}
+        given = {
+            name: value
+            for name, value in environment(PYTHONPATH=f"{packages}{os.pathsep}{ROOT}").items()
+            if name not in without
+        }
         with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
             program = Path(sys.executable).with_name("corerl")
-            self.process = Forked([program, *map(str, arguments)], code, environment=given, stdout=out, stderr=err)
+            self.process = Forked(
+                [program, *map(str, arguments)], code, environment=given, directory=directory, stdout=out, stderr=err
+            )
 
     def __enter__(self) -> Command:
         return self

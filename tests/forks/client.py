@@ -43,7 +43,7 @@ class Forked:
             "code": code,
             "environment": dict(environment),
             "directory": str(directory or Path.cwd()),
-            "session": True,
+            "leads": True,
         }
         self._answers = connect()
         with open(os.devnull, "rb") as nothing:

@@ -1,14 +1,13 @@
-"""What Ray starts in place of its own `setup_worker.py`: it has the worker forked by the server of `tests.forks`, and
-ends with it. Imports next to nothing."""
+"""What Ray starts in place of its own `setup_worker.py`: it has the worker forked. Imports next to nothing."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import socket
-import struct
 import sys
+
+from asking import become
 
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
@@ -25,21 +24,7 @@ def main() -> None:
     if usual != sys.executable or any(wanted.values()) or environment.get("CORERL_TEST_FORKS", "off") == "off":
         theirs = os.path.join(os.path.dirname(rest[0]), "setup_worker.py")
         os.execv(sys.executable, [sys.executable, theirs, *arguments])
-    request = {
-        "argv": rest,
-        "code": "import runpy, sys; runpy.run_path(sys.argv[0], run_name='__main__')",
-        "environment": environment,
-        "directory": os.getcwd(),
-        "session": False,
-    }
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(os.path.join(environment["CORERL_TEST_FORKS"], "socket"))
-    body = json.dumps(request).encode()
-    socket.send_fds(connection, [struct.pack("!I", len(body))], [0, 1, 2])
-    connection.sendall(body)
-    lines = connection.makefile("r")
-    lines.readline()  # its pid
-    os._exit(max(0, os.waitstatus_to_exitcode(int(lines.readline() or 1))))
+    become(rest, "import runpy, sys; runpy.run_path(sys.argv[0], run_name='__main__')", environment)
 
 
 main()

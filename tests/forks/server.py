@@ -2,14 +2,16 @@
 CPU time takes a few milliseconds. `python -m tests.forks.server DIRECTORY PID` serves until the process PID is gone.
 
 A request is a JSON object behind its length, with three file descriptors: `argv`, `environment`, `directory`, whether
-the process leads a `session` of its own, and `code` that it runs as __main__. Two lines answer it: the pid, and in the
-end the status that `os.waitpid` gave. DIRECTORY/processes has a file for each living one, with the session of who
-asked for it: a process that is forked here is in the server's.
+the process `leads` a session of its own, and `code` that it runs as __main__. Two lines answer it: the pid, and in the
+end the status that `os.waitpid` gave. One that leads none is killed when whoever asked for it has gone.
+DIRECTORY/processes has a file for each living one, with the session of who asked for it: a process that is forked here
+is in the server's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import io
@@ -19,10 +21,12 @@ import selectors
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import traceback
 import types
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,8 @@ PRELOAD = [
     *BACKENDS,
     *("google.protobuf", "packaging", "yaml", "msgpack", "psutil", "click", "jsonschema", "requests", "filelock"),
 ]
+PYTHON = Path(__file__).with_name("python.py")
+FORK_PYTHON = "CORERL_TEST_FORK_PYTHON"  # how many generations of programs have theirs forked, after this process
 SOCKET, PROCESSES = "socket", "processes"
 LENGTH = struct.Struct("!I")
 
@@ -91,10 +97,17 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
                 watch = os.pidfd_open(pid)
                 waiting.register(watch, selectors.EVENT_READ)
                 running[watch] = pid, asking
+                if not request["leads"]:
+                    waiting.register(asking, selectors.EVENT_READ, watch)
+            elif key.data in running:  # whoever asked says no more: it has gone
+                waiting.unregister(key.fileobj)
+                os.kill(running[key.data][0], signal.SIGKILL)
             elif key.fd in running:
                 pid, asking = running.pop(key.fd)
                 waiting.unregister(key.fd)
                 os.close(key.fd)
+                if asking in waiting.get_map():
+                    waiting.unregister(asking)
                 _, status = os.waitpid(pid, 0)
                 (directory / PROCESSES / str(pid)).unlink()
                 tell(asking, status)
@@ -134,7 +147,7 @@ def session_of(asking: socket.socket) -> int:
 
 def become(request: dict[str, Any], descriptors: list[int]) -> None:
     """Make of this fork what a new interpreter with these arguments would be, as far as the process shows."""
-    if request["session"]:
+    if request["leads"]:
         os.setsid()
     else:
         os.setpgid(0, 0)  # Ray ends a worker with its process group
@@ -149,7 +162,7 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.chdir(request["directory"])
     theirs = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     script = str(Path(request["argv"][0]).parent) if os.path.sep in request["argv"][0] else ""
-    sys.path[:] = [script, *theirs, *(path for path in sys.path[1:] if path not in own)]
+    sys.path[:] = [script, *theirs, *(path for path in sys.path[1:] if path not in own), *own]
     sys.argv[:] = request["argv"]
     # A process has to find the tests' own modules by itself; and wandb makes directories as it is imported, which each
     # process that has it would remove at its end.
@@ -173,8 +186,22 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
 
 
+class Popen(subprocess.Popen[Any]):
+    """Has Python programs forked; for `subprocess.Popen`, in which `subprocess.run` finds it too."""
+
+    def __init__(self, args: Any, *rest: Any, **named: Any) -> None:
+        if isinstance(args, Sequence) and args[0] == sys.executable:
+            args = [sys.executable, "-SE", PYTHON, *args[1:]]
+        super().__init__(args, *rest, **named)
+
+
 def run(request: dict[str, Any]) -> None:
     """The request's code, as a program of its own."""
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    if (generations := int(os.environ.get(FORK_PYTHON, "0"))) > 0:
+        os.environ[FORK_PYTHON] = str(generations - 1)
+        subprocess.Popen = Popen  # type: ignore[misc]
     module = types.ModuleType("__main__")
     module.__builtins__ = __builtins__  # type: ignore[attr-defined]
     if os.path.isfile(request["argv"][0]):

@@ -73,7 +73,7 @@ def run(directory: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     return done.returncode, done.stdout + done.stderr, json.loads(report.read_text()) if report.exists() else {}
 
 
-@pytest.mark.processes
+@pytest.mark.usefixtures("forked_python")
 def test_each_check_ends_as_what_it_builds_on_and_what_the_backend_declares_let_it(tmp_path: Path) -> None:
     (tmp_path / "expected.toml").write_text("C08 = 'see our tracker'\n")
     status, out, report = run(tmp_path, "--corerl-expected-failures", "expected.toml")
@@ -115,7 +115,7 @@ def test_each_check_ends_as_what_it_builds_on_and_what_the_backend_declares_let_
     assert "test_above" not in out
 
 
-@pytest.mark.processes
+@pytest.mark.usefixtures("forked_python")
 def test_an_expected_failure_that_passes_and_one_that_does_not_exist_are_errors(tmp_path: Path) -> None:
     (tmp_path / "expected.toml").write_text("C13 = 'see our tracker'\n")
     select = ["-k", "of_a_kind or someone"]
@@ -128,7 +128,7 @@ def test_an_expected_failure_that_passes_and_one_that_does_not_exist_are_errors(
     assert "expected failures name checks that do not exist: C77; remove them from expected.toml" in out
 
 
-@pytest.mark.processes
+@pytest.mark.usefixtures("forked_python")
 def test_a_clean_run_ends_with_status_0(tmp_path: Path) -> None:
     status, out, report = run(tmp_path, "-k", "lowest or first or of_a_kind")
     assert (status, report["summary"]["passed"]) == (0, 4)
