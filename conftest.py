@@ -16,10 +16,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from corerl.testing import pool
 from corerl.testing.marks import MARK
 from tests import machine
-from tests.forks.server import BACKENDS
+from tests.forks import server
 
 pytest_plugins = ["corerl.testing.plugin"]
-pool.PRELOAD += BACKENDS  # else each rank imports its own
+server.fork_fork_servers()
 
 pytest.register_assert_rewrite("tests.bare_loop")
 
@@ -108,7 +108,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture
 def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python programs that the test starts by module or code are forked, and so are those that these start."""
-    from tests.forks import client, server
+    from tests.forks import client
 
     client.connect().close()  # programs take the server to be there
     monkeypatch.setenv(server.FORK_PYTHON, "1")

@@ -10,14 +10,15 @@ import struct
 from typing import NoReturn
 
 
-def become(argv: list[str], code: str, environment: dict[str, str]) -> NoReturn:
-    """Have it forked with these streams and this directory, hand signals on to it, and end as it does. It ends with
-    this process."""
+def become(argv: list[str], code: str, environment: dict[str, str], *, descriptors: tuple[int, ...] = ()) -> NoReturn:
+    """Have it forked with this process's streams, directory and these descriptors, hand signals on to it, and end as it
+    does. It ends with this process."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(os.path.join(environment["CORERL_TEST_FORKS"], "socket"))
-    request = {"argv": argv, "code": code, "environment": environment, "directory": os.getcwd(), "leads": False}
-    body = json.dumps(request).encode()
-    socket.send_fds(connection, [struct.pack("!I", len(body))], [0, 1, 2])
+    given = [0, 1, 2, *descriptors]
+    request = {"argv": argv, "code": code, "environment": environment, "directory": os.getcwd()}
+    body = json.dumps({**request, "descriptors": given, "leads": False}).encode()
+    socket.send_fds(connection, [struct.pack("!I", len(body))], given)
     connection.sendall(body)
     lines = connection.makefile("r")
     pid = int(lines.readline())

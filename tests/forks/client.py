@@ -43,6 +43,7 @@ class Forked:
             "code": code,
             "environment": dict(environment),
             "directory": str(directory or Path.cwd()),
+            "descriptors": [0, 1, 2],
             "leads": True,
         }
         self._answers = connect()

@@ -15,21 +15,25 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def main(arguments: list[str]) -> None:
+    descriptors: tuple[int, ...] = ()
+    if arguments[0] == "--descriptors":
+        descriptors = tuple(map(int, arguments[1].split(",")))
+        arguments = arguments[2:]
     rest, environment = list(arguments), dict(os.environ)
     while rest and rest[0] not in ("-c", "-m"):
         if rest[:2] == ["-X", "faulthandler"]:
             environment["PYTHONFAULTHANDLER"] = "1"
             del rest[:2]
-        elif rest[0] == "-u":
-            environment["PYTHONUNBUFFERED"] = "1"
-            del rest[0]
+        elif rest[0] in ("-u", "-B"):
+            if rest.pop(0) == "-u":
+                environment["PYTHONUNBUFFERED"] = "1"
         else:
             rest = []
     if not rest:
         os.execv(sys.executable, [sys.executable, *arguments])
     how, what, *words = rest
     if how == "-c":
-        become(["-c", *words], what, environment)
+        become(["-c", *words], what, environment, descriptors=descriptors)
     become(["-m", what, *words], MODULE, environment)
 
 

@@ -1,21 +1,23 @@
 """A process that has imported what the processes of tests import, and forks them on request: what takes four seconds of
 CPU time takes a few milliseconds. `python -m tests.forks.server DIRECTORY PID` serves until the process PID is gone.
 
-A request is a JSON object behind its length, with three file descriptors: `argv`, `environment`, `directory`, whether
-the process `leads` a session of its own, and `code` that it runs as __main__. Two lines answer it: the pid, and in the
-end the status that `os.waitpid` gave. One that leads none is killed when whoever asked for it has gone.
-DIRECTORY/processes has a file for each living one, with the session of who asked for it: a process that is forked here
-is in the server's.
+A request is a JSON object behind its length, with file descriptors: `argv`, `environment`, `directory`, the numbers of
+the `descriptors`, whether the process `leads` a session of its own, and `code` that it runs as __main__. Two lines
+answer it: the pid, and in the end the status that `os.waitpid` gave. One that leads none is killed when whoever asked
+for it has gone. DIRECTORY/processes has a file for each living one, with the session of who asked for it: a process
+that is forked here is in the server's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import gc
 import importlib
 import io
 import json
+import multiprocessing.util
 import os
 import selectors
 import signal
@@ -39,6 +41,7 @@ PRELOAD = [
     *("corerl.rollout.sources", "corerl.rollout.asynchronous", "corerl.rollout.play", "corerl.rollout.rewards"),
     *("corerl.data.prompts", "corerl.checkpoint.reader", "corerl.plugin.options", "corerl.config.load"),
     *("corerl.observability.console", "corerl.testing.plain.backend", "corerl_fsdp.backend"),
+    *("corerl.testing.scenarios.states", "corerl.testing.scenarios.training"),
     "transformers.models.qwen3.modeling_qwen3",
     *BACKENDS,
     *("google.protobuf", "packaging", "yaml", "msgpack", "psutil", "click", "jsonschema", "requests", "filelock"),
@@ -47,6 +50,7 @@ PYTHON = Path(__file__).with_name("python.py")
 FORK_PYTHON = "CORERL_TEST_FORK_PYTHON"  # how many generations of programs have theirs forked, after this process
 SOCKET, PROCESSES = "socket", "processes"
 LENGTH = struct.Struct("!I")
+DESCRIPTORS = 8  # at most, in a request
 
 
 def main(directory: Path, owner: int) -> dict[str, Any]:
@@ -120,7 +124,7 @@ def receive(asking: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """A request with its file descriptors; None if whoever connected has gone before it was told."""
     body, length, descriptors = b"", 0, list[int]()
     with contextlib.suppress(ConnectionError):
-        head, descriptors, _, _ = socket.recv_fds(asking, LENGTH.size, 3)
+        head, descriptors, _, _ = socket.recv_fds(asking, LENGTH.size, DESCRIPTORS)
         length = LENGTH.unpack(head)[0] if head else 0
         while len(body) < length and (more := asking.recv(length - len(body))):
             body += more
@@ -151,7 +155,11 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
         os.setsid()
     else:
         os.setpgid(0, 0)  # Ray ends a worker with its process group
-    for number, descriptor in enumerate(descriptors):
+    # Out of the way first: one that was received may have the number that another is to have.
+    moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 1 + max(request["descriptors"])) for each in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(moved, request["descriptors"], strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
@@ -195,6 +203,22 @@ class Popen(subprocess.Popen[Any]):
         super().__init__(args, *rest, **named)
 
 
+def fork_fork_servers() -> None:
+    """The fork server that this process has of multiprocessing is forked too: it has imported what it forks."""
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def spawnv_passfds(path: bytes | str, args: Sequence[str], passfds: Sequence[int]) -> int:
+        if "multiprocessing.forkserver" in args[-1]:
+            from tests.forks.client import connect
+
+            connect().close()  # `python.py` takes the server to be there
+            given = ",".join(map(str, passfds))
+            args = [args[0], "-SE", str(PYTHON), "--descriptors", given, *args[1:]]
+        return spawn(path, args, passfds)
+
+    multiprocessing.util.spawnv_passfds = spawnv_passfds
+
+
 def run(request: dict[str, Any]) -> None:
     """The request's code, as a program of its own."""
     if os.environ.get("PYTHONFAULTHANDLER"):
@@ -202,6 +226,7 @@ def run(request: dict[str, Any]) -> None:
     if (generations := int(os.environ.get(FORK_PYTHON, "0"))) > 0:
         os.environ[FORK_PYTHON] = str(generations - 1)
         subprocess.Popen = Popen  # type: ignore[misc]
+    fork_fork_servers()
     module = types.ModuleType("__main__")
     module.__builtins__ = __builtins__  # type: ignore[attr-defined]
     if os.path.isfile(request["argv"][0]):
