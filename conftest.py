@@ -112,7 +112,7 @@ def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
     client.connect().close()  # programs take the server to be there
     monkeypatch.setenv(server.FORK_PYTHON, "1")
-    monkeypatch.setattr(subprocess, "Popen", server.Popen)
+    monkeypatch.setattr(subprocess.Popen, "__init__", server.forking(subprocess.Popen.__init__))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from benchmarks.colocated_update import SHAPES, measure
 from benchmarks.report import Report
 from benchmarks.steps import TINY
 from corerl.testing.pool import OneRank, RankPool
-from tests.forks.server import Popen
+from tests.forks.server import forking
 
 
 def parameters(fields: dict[str, object]) -> int:
@@ -24,7 +24,7 @@ def parameters(fields: dict[str, object]) -> int:
 
 
 def report(split: bool, apart: bool = False) -> Report:
-    with mock.patch.object(subprocess, "Popen", Popen):
+    with mock.patch.object(subprocess.Popen, "__init__", forking(subprocess.Popen.__init__)):
         return measure(
             "0.6b", backend="fsdp", engine="bare", rounds=2, bucket_mib=0.02, split=split, apart=apart, tiny=True
         )

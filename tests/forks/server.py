@@ -28,7 +28,7 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ PRELOAD = [
     *("google.protobuf", "packaging", "yaml", "msgpack", "psutil", "click", "jsonschema", "requests", "filelock"),
 ]
 PYTHON = Path(__file__).with_name("python.py")
-FORK_PYTHON = "CORERL_TEST_FORK_PYTHON"  # how many generations of programs have theirs forked, after this process
+FORK_PYTHON = "CORERL_TEST_FORK_PYTHON"  # how many generations of programs, after this one, have theirs forked
 SOCKET, PROCESSES = "socket", "processes"
 LENGTH = struct.Struct("!I")
 DESCRIPTORS = 8  # at most, in a request
@@ -194,13 +194,16 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
 
 
-class Popen(subprocess.Popen[Any]):
-    """Has Python programs forked; for `subprocess.Popen`, in which `subprocess.run` finds it too."""
+def forking(start: Callable[..., None]) -> Callable[..., None]:
+    """For `subprocess.Popen.__init__`, which it is given: Python programs are forked. (Other modules may hold the class
+    itself.)"""
 
-    def __init__(self, args: Any, *rest: Any, **named: Any) -> None:
+    def init(self: Any, args: Any, *rest: Any, **named: Any) -> None:
         if isinstance(args, Sequence) and args[0] == sys.executable:
             args = [sys.executable, "-SE", PYTHON, *args[1:]]
-        super().__init__(args, *rest, **named)
+        start(self, args, *rest, **named)
+
+    return init
 
 
 def fork_fork_servers() -> None:
@@ -225,7 +228,7 @@ def run(request: dict[str, Any]) -> None:
         faulthandler.enable()
     if (generations := int(os.environ.get(FORK_PYTHON, "0"))) > 0:
         os.environ[FORK_PYTHON] = str(generations - 1)
-        subprocess.Popen = Popen  # type: ignore[misc]
+        subprocess.Popen.__init__ = forking(subprocess.Popen.__init__)  # type: ignore[method-assign]
     fork_fork_servers()
     module = types.ModuleType("__main__")
     module.__builtins__ = __builtins__  # type: ignore[attr-defined]
