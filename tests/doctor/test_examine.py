@@ -21,6 +21,7 @@ from tests.doctor.sites import distribution, spec
 from tests.end_to_end.command import write_small
 
 pytestmark = pytest.mark.processes
+forked = pytest.mark.usefixtures("forked_python")
 
 DYING = "a worker would die silently"
 
@@ -41,6 +42,7 @@ def amiss(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.level is not Level.OK]
 
 
+@forked
 def test_a_spec_that_aborts_its_process_is_found_with_its_line_and_the_others_are_looked_at(site: Path) -> None:
     distribution(site, "corerl-aborts", "aborts = aborts_spec:SPEC", aborts_spec="import os\nos.abort()\n")
     distribution(site, "corerl-leaves", "leaves = leaves_spec:SPEC", leaves_spec="import os\nos._exit(3)\n")
@@ -73,6 +75,7 @@ def test_without_a_name_no_process_imports_torch(site: Path) -> None:
     assert amiss(list(examine())) == []
 
 
+@forked
 def test_an_implementation_that_aborts_is_found_by_name(site: Path) -> None:
     distribution(
         site,
@@ -88,6 +91,7 @@ def test_an_implementation_that_aborts_is_found_by_name(site: Path) -> None:
     )
 
 
+@forked
 def test_by_name_a_backend_is_imported_its_hooks_are_checked_and_its_probe_is_asked(site: Path) -> None:
     probe = 'yield Finding(level=Level.WARNING, what="an old driver", why="it is slow", mend="apt upgrade")'
     distribution(site, "corerl-mine", "mine = mine_spec:SPEC", mine_spec=spec(probe=probe))
@@ -104,6 +108,7 @@ def test_by_name_a_backend_is_imported_its_hooks_are_checked_and_its_probe_is_as
     assert any(text.startswith("torch ") for text in told)
 
 
+@forked
 def test_a_probe_that_raises_and_hooks_that_break_the_contract_are_errors(site: Path) -> None:
     distribution(
         site,
@@ -118,6 +123,7 @@ def test_a_probe_that_raises_and_hooks_that_break_the_contract_are_errors(site: 
     assert probe.what == "the probe of backend 'mine' (corerl-mine 0.1) raised OSError: no libcudart"
 
 
+@forked
 def test_names_that_are_unknown_broken_twofold_or_of_another_api_come_with_what_mends_them(site: Path) -> None:
     distribution(site, "corerl-bad", "bad = bad_spec:SPEC", bad_spec="import a_library_that_is_not_there")
     distribution(site, "corerl-later", "later = later_spec:SPEC", later_spec=spec().replace("(1, 0)", "(2, 0)"))
@@ -142,6 +148,7 @@ def test_names_that_are_unknown_broken_twofold_or_of_another_api_come_with_what_
     assert unknown.what.endswith("; did you mean 'later'?")
 
 
+@forked
 def test_a_run_in_a_plugins_place_is_told_how_a_run_is_examined(site: Path, tmp_path: Path) -> None:
     hint = "; for a run's file: corerl doctor --config FILE"
     for name in (str(tmp_path), "mine.toml"):
@@ -157,6 +164,7 @@ def test_a_backend_of_ours_that_is_not_installed_is_mended_by_its_extra(absent_b
     assert finding_of(caught.value, Kind.BACKENDS, absent_backend).mend == "pip install 'corerl[absent]'"
 
 
+@forked
 def test_a_distribution_that_is_found_twice_is_told_with_both_places(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +181,7 @@ def test_a_distribution_that_is_found_twice_is_told_with_both_places(
     assert finding.mend.startswith("python -m pip uninstall -y corerl-mine")
 
 
+@forked
 def test_entry_points_that_were_edited_after_an_installation_in_place_are_told(site: Path, tmp_path: Path) -> None:
     project = tmp_path / "mine"
     project.mkdir()
@@ -189,6 +198,7 @@ def test_entry_points_that_were_edited_after_an_installation_in_place_are_told(s
     assert {finding.mend for finding in findings} == {f"python -m pip install --no-deps -e {project}"}
 
 
+@forked
 def test_metadata_of_an_installation_that_are_damaged_end_nothing(site: Path) -> None:
     for number, text in enumerate(("{", "[]", '{"url": 3, "dir_info": {"editable": true}}', '{"dir_info": null}')):
         distribution(site, f"corerl-mine{number}", f"mine{number} = mine_spec6:SPEC", mine_spec6=spec())
@@ -234,6 +244,7 @@ def test_what_the_driver_says_is_counted(
     assert slow.level is Level.WARNING and "1.4 to 2.7 times the kernels' time" in slow.why and "gcc" in slow.mend
 
 
+@forked
 def test_a_config_is_checked_and_what_its_processes_are_given_is_shown(tmp_path: Path, site: Path) -> None:
     distribution(site, "corerl-mine", "mine = mine_spec5:SPEC", mine_spec5=spec())
     file = write_small(tmp_path)
