@@ -10,18 +10,18 @@ import pytest
 
 from corerl.testing.compare import Tensors, weights_apart
 from corerl.testing.harness import samples_at, step_at
-from corerl.testing.subject import PACKINGS, STEPS, Runs
+from corerl.testing.subject import PACKINGS, Runs, steps_of
 from corerl.testing.tolerances import GRAD_NORM, LOSS, WEIGHTS_L2
 from tests import reference
 
 
 @cache
-def bare_run(directory: Path) -> reference.BareRun:
-    batches = [samples_at(number) for number in range(STEPS)]
+def bare_run(directory: Path, steps: int) -> reference.BareRun:
+    batches = [samples_at(number) for number in range(steps)]
     return reference.train(
         directory,
         [list(reference.sequences(batch.tokens, batch.offsets, batch.columns)) for batch in batches],
-        [step_at(number).lr for number in range(STEPS)],
+        [step_at(number).lr for number in range(steps)],
         [batch.temperature for batch in batches],
     )
 
@@ -43,8 +43,9 @@ def module_tensors(found: Tensors) -> Tensors:
 
 def assert_follows_a_bare_loop(runs: Runs, backend: str, world_size: int, kind: str, packing: str) -> None:
     """The steps that the suite trains too: the backend's trajectory is the same object."""
-    found = runs.trained(backend, world_size, kind, PACKINGS[packing])
-    wanted = bare_run(runs.models[kind])
+    steps = steps_of(packing)
+    found = runs.trained(backend, world_size, kind, PACKINGS[packing], steps)
+    wanted = bare_run(runs.models[kind], steps)
     assert found.losses == pytest.approx(wanted.losses, rel=LOSS.relative, abs=LOSS.absolute)
     assert found.grad_norms == pytest.approx(wanted.grad_norms, rel=GRAD_NORM.relative)
     assert weights_apart(module_tensors(found.state["master"]), wanted.weights) < WEIGHTS_L2

@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 PLAIN = "plain"
 STEPS = 10
+FEW_STEPS = 4  # of other packings of the same samples: what is wrong with one is so in its first step
 WHOLE = (10**6, 1)  # (tokens per micro-batch, sequence multiple): everything in one micro-batch
 PACKINGS = {"packed": (48, 1), "one by one": (1, 1), "padded": (48, 4)}
 CASES = [
@@ -25,6 +26,11 @@ CASES = [
     ("qwen2", "packed"),
     ("llama", "packed"),
 ]
+
+
+def steps_of(packing: str) -> int:
+    """How many steps a trajectory with it has."""
+    return STEPS if packing == "packed" else FEW_STEPS
 
 
 class Runs:
@@ -35,9 +41,11 @@ class Runs:
         self.models = models
         self._trained: dict[tuple[int, int, str], Trajectory] = {}
 
-    def trained(self, backend: str, world_size: int, kind: str, packing: tuple[int, int]) -> Trajectory:
-        """A trajectory of STEPS steps from the model's weights."""
-        return self.trained_as(world_size, self.setup(backend, kind, packing))
+    def trained(
+        self, backend: str, world_size: int, kind: str, packing: tuple[int, int], steps: int = STEPS
+    ) -> Trajectory:
+        """A trajectory from the model's weights."""
+        return self.trained_as(world_size, self.setup(backend, kind, packing), steps)
 
     def trained_as(self, world_size: int, setup: Setup, steps: int = STEPS) -> Trajectory:
         key = (world_size, steps, repr(setup))
@@ -81,8 +89,8 @@ class Subject:
         return self.runs.train(self.world_size, setup, numbers, **saving)
 
     def trained(self, kind: str, packing: str = "packed") -> Trajectory:
-        """A trajectory of STEPS steps from the model's weights, trained once for all checks."""
-        return self.runs.trained_as(self.world_size, self.setup(kind, PACKINGS[packing]))
+        """A trajectory from the model's weights, trained once for all checks."""
+        return self.runs.trained_as(self.world_size, self.setup(kind, PACKINGS[packing]), steps_of(packing))
 
     def undisturbed(self, setup: Setup, steps: int) -> Trajectory:
         """The first steps without interruption, trained once for all checks that interrupt them."""

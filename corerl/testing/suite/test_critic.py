@@ -25,7 +25,7 @@ from corerl.testing.harness import Setup, make_samples
 from corerl.testing.marks import check
 from corerl.testing.models import tiny_fields
 from corerl.testing.scenarios import training
-from corerl.testing.subject import PACKINGS, PLAIN, STEPS, WHOLE, Subject
+from corerl.testing.subject import PACKINGS, PLAIN, WHOLE, Subject, steps_of
 from corerl.testing.tolerances import LOGPROBS
 from corerl.types import FloatArray, Output, SampleBatch
 
@@ -53,9 +53,9 @@ def transformers_values(directory: Path, head: FloatArray, samples: SampleBatch)
 def test_a_critic_trains_as_the_plain_one_does(subject: Subject, kind: str, packing: str) -> None:
     setup = critic(subject, kind, packing)
     plain = evolve(subject.runs.setup(PLAIN, kind, WHOLE), value_head=True)
-    found = subject.train(setup, range(STEPS))
-    assert_follows(found, subject.runs.trained_as(1, plain))
-    assert len(set(found.losses)) == STEPS
+    found = subject.train(setup, range(steps_of(packing)))
+    assert_follows(found, subject.runs.trained_as(1, plain, steps_of(packing)))
+    assert len(set(found.losses)) == steps_of(packing)
 
 
 @check("C52", level=1, needs=[Capability.CRITIC], builds_on=["C51"])

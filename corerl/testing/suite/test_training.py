@@ -25,7 +25,7 @@ from corerl.testing.compare import (
 from corerl.testing.harness import Setup, make_samples, samples_at
 from corerl.testing.marks import check
 from corerl.testing.scenarios import training
-from corerl.testing.subject import CASES, PACKINGS, PLAIN, STEPS, WHOLE, Subject
+from corerl.testing.subject import CASES, PACKINGS, PLAIN, STEPS, WHOLE, Subject, steps_of
 from corerl.testing.tolerances import BFLOAT16_GRAD_NORM, BFLOAT16_LOSS, GRAD_NORM, LOSS
 from corerl.types import Output
 
@@ -34,10 +34,10 @@ from corerl.types import Output
 @pytest.mark.parametrize(("kind", "packing"), CASES)
 def test_training_follows_the_plain_backend(subject: Subject, kind: str, packing: str) -> None:
     found = subject.trained(kind, packing)
-    plain = subject.runs.trained(PLAIN, 1, kind, WHOLE)
+    plain = subject.runs.trained(PLAIN, 1, kind, WHOLE, steps_of(packing))
     assert_follows(found, plain)
     assert_same_metrics(found, plain)
-    assert found.adam_step == STEPS
+    assert found.adam_step == steps_of(packing)
 
 
 @check("C15", level=1, builds_on=["C12"])

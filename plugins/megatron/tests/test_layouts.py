@@ -13,11 +13,12 @@ from corerl.testing.compare import assert_follows, assert_same_metrics, grad_nor
 from corerl.testing.harness import Setup
 from corerl.testing.models import DEEP, tiny_fields
 from corerl.testing.pool import RankPool
-from corerl.testing.subject import STEPS, Runs, Subject
+from corerl.testing.subject import Runs, Subject
 from corerl.testing.suite import CHECKS
 from corerl.testing.tolerances import GRAD_NORM, LOSS
 from plugins.megatron.tests import ranks
 
+STEPS = 4
 TWO = {
     "tp2": {"tensor_parallel": 2},
     "tp2 sp": {"tensor_parallel": 2, "sequence_parallel": True},
@@ -88,7 +89,7 @@ def assert_trains_as_plain(
     kind = kind_for(kind, options)
     setup = evolve(runs.setup("megatron", kind), options=options, value_head=value_head)
     found = runs.train(world_size, setup, range(STEPS))
-    wanted = runs.trained_as(1, evolve(runs.setup("plain", kind), value_head=value_head))
+    wanted = runs.trained_as(1, evolve(runs.setup("plain", kind), value_head=value_head), STEPS)
     assert_follows(found, wanted)
     assert_same_metrics(found, wanted)
 
