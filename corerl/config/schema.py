@@ -436,8 +436,8 @@ class RolloutConfig:
         validator=at_least(0),
     )
     stop: tuple[str, ...] = option(
-        "tokens that end a sample, besides those of the tokenizer and the model's generation_config.json; they are "
-        "stripped from the text before scoring",
+        "tokens that end a sample, besides those that the tokenizer, config.json and generation_config.json name; they "
+        "are stripped from the text before scoring",
         default=(),
     )
     function: str = option(

@@ -168,7 +168,7 @@ def _sampled(
     if tokenizer is not None:
         with problems.stage("rollout.stop"):
             replays = config.algorithm.routing_replay == "engine"
-            ends = end_tokens(tokenizer, config.model.path)
+            ends = end_tokens(tokenizer, config.model)
             params = evolve(sampling_params(config.rollout, tokenizer, ends), routed_experts=replays)
     prompts: PromptSource | None = None
     with problems.stage("data", path="data.source"):
