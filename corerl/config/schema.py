@@ -364,6 +364,18 @@ class DataConfig:
     answer_key: str = option("field that holds the answer; may be missing", default="answer")
     chat: bool = option("wrap string prompts as a user message in the tokenizer's chat template", default=False)
     system: str = option("with chat: the system message of chats that have none", default="")
+    tools_key: str = option(
+        "field that holds a chat's tools for the chat template, as in OpenAI's `tools`; may be missing; empty: none",
+        default="tools",
+    )
+    chat_template_options: Mapping[str, Any] = option(
+        "arguments of the tokenizer's own chat template, such as {enable_thinking = false}", factory=dict
+    )
+    refused: Literal["fail", "skip"] = option(
+        "chats that the chat template refuses; fail: an error names the first one before the first step; skip: they "
+        "are left out and counted",
+        default="fail",
+    )
     held_out: int = option(
         "prompts of each source held out for evaluation and never trained on", default=256, validator=at_least(0)
     )

@@ -119,6 +119,8 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
     roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.plan.roles.items()}
     if config.algorithm.kl_coef and config.run.trains:
         groups[ACTOR].snapshot(REFERENCE).load()
+    if config.run.samples and (notice := prepared.chats.finish()):
+        progress.notice(notice)
     source, sampler = start_source(prepared, fleet, reward, stack)
     sharing = offloaded(config, prepared.device)
     residency = Residency(

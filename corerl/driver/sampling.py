@@ -61,8 +61,9 @@ def make_sampler(prepared: Prepared, fleet: EngineFleet, front: Front | None, *,
     thread that does not update weights."""
     generate = fleet.generate_aside if aside else fleet.generate
     seed, tokenizer = prepared.config.run.seed, prepared.tokenizer
+    template_options = prepared.config.data.chat_template_options
     if prepared.function is None or front is None:
-        return Sampler(tokenizer=tokenizer, generate=generate, seed=seed)
+        return Sampler(tokenizer=tokenizer, generate=generate, seed=seed, template_options=template_options)
     return EpisodeSampler(
         tokenizer=tokenizer,
         generate=generate,
@@ -73,6 +74,7 @@ def make_sampler(prepared: Prepared, fleet: EngineFleet, front: Front | None, *,
         aside=fleet.generate_aside,
         calls=calls_of(prepared),
         longest_prompt=prepared.longest_prompt,
+        template_options=template_options,
     )
 
 

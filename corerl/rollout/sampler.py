@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from attrs import field, frozen
@@ -120,7 +120,10 @@ class Sampler:
         tokenizer: PreTrainedTokenizerBase,
         generate: Callable[[GenerateRequest], Generation],
         seed: int,
+        template_options: Mapping[str, Any] | None = None,
     ) -> None:
+        """`template_options`: arguments of the tokenizer's chat template."""
+        self._template_options = template_options or {}
         self._tokenizer = tokenizer
         self._generate = generate
         self._seed = seed
@@ -129,8 +132,7 @@ class Sampler:
         self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
     ) -> Rollout:
         """Draw `samples` responses to each prompt. They depend on the weights, the seed, `rollout_step`, the prompt and
-        the sample's number; another `attempt` at the same step draws others. Text prompts are encoded with the
-        tokenizer's own special tokens (its <bos>).
+        the sample's number; another `attempt` at the same step draws others.
 
         Raises DataError for a prompt without tokens, EngineFailed for an unfinished response, and what `generate`
         raises.
@@ -182,7 +184,7 @@ class Sampler:
 
     def _encode(self, prompts: Sequence[Prompt]) -> tuple[IntArray, IntArray]:
         """Encode prompts as ragged tokens [n] and offsets [P + 1]."""
-        encoded = encode(self._tokenizer, prompts)
+        encoded = encode(self._tokenizer, prompts, self._template_options)
         tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
         return tokens, offsets_of([len(ids) for ids in encoded])
 

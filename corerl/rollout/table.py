@@ -7,9 +7,9 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import define, evolve, field, frozen
@@ -83,11 +83,12 @@ class Table:
         config: EpisodesConfig,
         state: threading.Condition,
         longest_prompt: int = UNLIMITED,
+        template_options: Mapping[str, Any] | None = None,
     ) -> None:
         """`longest_prompt`: tokens that an episode's first request may have."""
         self._front = front
         self._tokenizer = tokenizer
-        self._renderer = Renderer(tokenizer, format_of(config.tool_calls, tokenizer.chat_template))
+        self._renderer = Renderer(tokenizer, format_of(config.tool_calls, tokenizer.chat_template), template_options)
         self._params = params
         self._function = function
         self._config = config

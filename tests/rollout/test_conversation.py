@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.conversation import Answer, Asked, Conversation, Refused, Renderer
+from corerl.rollout.encoding import behind
 from corerl.rollout.engine import Generation
 from corerl.rollout.tool_calls import FORMATS
 
@@ -198,7 +199,11 @@ def test_marks_of_a_call_may_be_special_tokens() -> None:
     ("messages", "told"),
     [
         ([], "^messages: nothing to answer"),
-        ([USER, {"role": "assistant", "content": "0"}], "^messages: nothing to answer"),
+        (
+            [USER, {"role": "assistant", "content": "0"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}],
+            "^messages: nothing to answer; the last message must not be a tool call",
+        ),
+        ([USER, {"role": "assistant", "content": "0"}], "^messages: got 2, but the episode already has 2, including"),
         ([USER], "^messages: got 1, but the episode already has 2, including its last answer; send all of those "),
         (
             [{"role": "user", "content": "13"}, TOOL, TOOL],
@@ -209,13 +214,13 @@ def test_marks_of_a_call_may_be_special_tokens() -> None:
         ([{**USER, "name": "t"}, TOOL, TOOL], r"^messages\[0\].name: got 't', but the episode has None"),
         (
             [USER, {"role": "assistant", "content": "0"}, {"content": "4"}],
-            r"^messages\[2\]: got {'content': '4'}, wanted an object with a role",
+            r"^messages\[2\] has no string 'role'; every message needs",
         ),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}, TOOL],
-            r"^messages\[0\]: content has parts that are",
+            r"^messages\[0\] has a content part of type 'image_url', but",
         ),
-        ([{"role": "user", "content": 5}, TOOL], r"^messages\[0\]: content is int, wanted text"),
+        ([{"role": "user", "content": 5}, TOOL], r"^messages\[0\] has no string 'content'; every message needs"),
     ],
 )
 def test_a_request_that_does_not_continue_the_conversation_is_refused(
@@ -229,7 +234,9 @@ def test_a_request_that_does_not_continue_the_conversation_is_refused(
 
 def test_what_the_template_refuses_is_told_with_the_roles() -> None:
     renderer = Renderer(tokenizer("{{ raise_exception('no') }}"))
-    with pytest.raises(Refused, match=r"chat template rejects them \(no\); their roles are: user, tool"):
+    with pytest.raises(
+        Refused, match=r"chat template rejects its messages \(TemplateError: no\); their roles are: user, tool"
+    ):
         renderer.ask(Conversation(), [USER, TOOL])
     silent = Renderer(tokenizer("{{ messages[0]['content'] }}"))
     conversation = answered(silent, Conversation(), messages := [USER], [4, 2])
@@ -247,3 +254,72 @@ def test_experts_are_those_of_when_a_token_was_drawn_or_else_read() -> None:
     second = answered(renderer, first, [*messages, TOOL], [5], experts=experts(9, 9, 9, 7, 6, 5, -1))
     assert second.routed_experts is not None
     assert second.routed_experts.ravel().tolist() == [1, 2, 3, 7, 6, 5, -1]
+
+
+# ---- an answer that the request begins -------------------------------------------------------------------------------
+
+
+def test_a_request_whose_last_message_is_the_assistants_is_answered_from_where_that_ends() -> None:
+    two = "{% if loop.previtem and loop.previtem['role'] == message['role'] %}{{ raise_exception('two') }}{% endif %}"
+    ours = tokenizer(TEMPLATE.replace("in messages %}", "in messages %}" + two))
+    renderer, messages = Renderer(ours), [USER, {"role": "assistant", "content": "3"}]
+    conversation = answered(renderer, Conversation(), messages, [*ours.encode("7")[1:], 2])
+    assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:37<eos>"
+    assert (conversation.text, conversation.prompt_length) == ("7", len(ours.encode("u:12<eos>;a:3")))
+    conversation = answered(renderer, conversation, [*messages, TOOL, {"role": "assistant", "content": "5"}], [4, 2])
+    assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:37<eos>;t:45<eos>;a:50<eos>"
+
+
+def test_without_a_template_a_begun_answer_is_text_like_any_other() -> None:
+    ours = tokenizer(template=None)
+    asked = Renderer(ours).ask(Conversation(), [USER, {"role": "assistant", "content": "3"}])
+    assert ours.decode(asked.tokens) == "<bos>123"
+
+
+def test_arguments_of_the_template_hold_in_every_turn() -> None:
+    ours = tokenizer(TEMPLATE.replace("a:{% endif %}", "a:{% if brief %}9{% endif %}{% endif %}"))
+    renderer, messages = Renderer(ours, options={"brief": True}), [USER]
+    conversation = answered(renderer, Conversation(), messages, [4, 2])
+    conversation = answered(renderer, conversation, [*messages, TOOL], [4, 2])
+    assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:90<eos>;t:45<eos>;a:90<eos>"
+
+
+# ---- tokenizers with habits ------------------------------------------------------------------------------------------
+
+
+def metaspace(scheme: str) -> PreTrainedTokenizerBase:
+    """Puts a space before a text, as sentencepiece does; merges a space with the letter behind it."""
+    letters = {char: index for index, char in enumerate("\u2581abcdef.\n")}
+    vocabulary = {"<s>": 20, "</s>": 2, **{char: 3 + index for char, index in letters.items()}, "\u2581a": 21, "ab": 22}
+    inner = tokenizers.Tokenizer(models.BPE(vocabulary, [("\u2581", "a"), ("a", "b")]))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    inner.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)
+    inner.add_special_tokens(["<s>", "</s>"])
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 20), ("</s>", 2)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+@pytest.mark.parametrize("follows", ["abc", " abc", "a", "\nab", ".", "  b"])
+def test_texts_without_a_template_are_exactly_concatenated_whatever_the_tokenizer_puts_before_one(
+    scheme: str, follows: str
+) -> None:
+    ours = metaspace(scheme)
+    assert ours.decode(ours.encode("abc", add_special_tokens=False)[1:]) != "abc"  # the space is in the first token
+    renderer, messages = Renderer(ours), [{"role": "user", "content": "de"}]
+    said = [ours.convert_tokens_to_ids("f")]
+    conversation = answered(renderer, Conversation(), messages, said)
+    conversation = answered(renderer, conversation, [*messages, {"role": "user", "content": follows}], said)
+    assert ours.decode(conversation.tokens, skip_special_tokens=True) == f"def{follows}f"
+    assert conversation.tokens.tolist().count(20) == 1 and 2 not in conversation.tokens
+
+
+def test_a_byte_level_tokenizer_encodes_what_follows_as_it_encodes_any_text() -> None:
+    inner = tokenizers.Tokenizer(models.BPE({char: n for n, char in enumerate("ab\u0120")}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    ours = PreTrainedTokenizerFast(tokenizer_object=inner)
+    for text in ("ab", " ab", "a b"):
+        assert behind(ours, text) == ours.encode(text)
