@@ -47,6 +47,12 @@ def finite(_: Any, attribute: Attribute[Any], value: Any) -> None:
         raise ValueError(f"must be finite, got {value!r}")
 
 
+def finite_values(_: Any, attribute: Attribute[Any], value: Mapping[str, float]) -> None:
+    for name, each in value.items():
+        if not math.isfinite(each):
+            raise ValueError(f"each must be finite, got {name!r} = {each!r}")
+
+
 def between(low: float, high: float) -> Callable[[Any, Attribute[Any], Any], None]:
     def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
         if not low <= value <= high:
@@ -382,9 +388,37 @@ class DataConfig:
 
 
 @frozen(kw_only=True)
+class RewardFunction:
+    """One of several reward functions, whose weighted sum is the reward."""
+
+    name: str = option("a built-in reward, or 'module:function'")
+    label: str = option("its name in metrics; empty uses the function's name", default="")
+    weight: float = option("factor of its value in the reward", default=1.0, validator=finite)
+    options: Mapping[str, Any] = option("keyword arguments of the function", factory=dict)
+    weights: Mapping[str, float] = option(
+        "if it returns several values by name: the weight of each in its sum; empty: 1 each",
+        factory=dict,
+        validator=finite_values,
+    )
+
+
+@frozen(kw_only=True)
 class RewardConfig:
     name: str = option("a built-in reward, or 'module:function'", default="position-match")
     options: Mapping[str, Any] = option("keyword arguments of the reward function", factory=dict)
+    weights: Mapping[str, float] = option(
+        "if the function returns several values by name: the weight of each in the reward, their sum; empty: 1 each",
+        factory=dict,
+        validator=finite_values,
+    )
+    functions: tuple[RewardFunction, ...] = option(
+        "alternative to name: several functions, whose weighted sum is the reward", default=()
+    )
+    special_tokens: bool = option(
+        "keep special tokens in the text that is scored, such as a <think> that the tokenizer declares special; the "
+        "token that ended the sample is always left out",
+        default=False,
+    )
     processes: int = option(
         "processes that score samples in parallel; 0 scores them in the driver, without a time limit",
         default=2,

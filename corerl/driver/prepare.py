@@ -29,7 +29,7 @@ from corerl.plugin.registry import load
 from corerl.rollout.encoding import longer_than, require_encodable
 from corerl.rollout.engine import UNLIMITED, SamplingParams
 from corerl.rollout.episodes import EpisodeFunction, resolve_function
-from corerl.rollout.rewards import Reward, resolve_reward
+from corerl.rollout.rewards import Reward, reward_of
 from corerl.rollout.sampler import sampling_params
 from corerl.rollout.saved import SavedRollouts
 from corerl.rollout.sources import Scored
@@ -187,7 +187,7 @@ def _sampled(
                 chats.finish()
     reward: Reward | None = None
     with problems.stage("reward", path="reward.name"):
-        reward = resolve_reward(config.reward.name, config.reward.options)
+        reward = reward_of(config.reward)
     return prompts, chats, reward, params
 
 

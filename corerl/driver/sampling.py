@@ -62,8 +62,15 @@ def make_sampler(prepared: Prepared, fleet: EngineFleet, front: Front | None, *,
     generate = fleet.generate_aside if aside else fleet.generate
     seed, tokenizer = prepared.config.run.seed, prepared.tokenizer
     template_options = prepared.config.data.chat_template_options
+    special_tokens = prepared.config.reward.special_tokens
     if prepared.function is None or front is None:
-        return Sampler(tokenizer=tokenizer, generate=generate, seed=seed, template_options=template_options)
+        return Sampler(
+            tokenizer=tokenizer,
+            generate=generate,
+            seed=seed,
+            template_options=template_options,
+            special_tokens=special_tokens,
+        )
     return EpisodeSampler(
         tokenizer=tokenizer,
         generate=generate,
@@ -75,6 +82,7 @@ def make_sampler(prepared: Prepared, fleet: EngineFleet, front: Front | None, *,
         calls=calls_of(prepared),
         longest_prompt=prepared.longest_prompt,
         template_options=template_options,
+        special_tokens=special_tokens,
     )
 
 

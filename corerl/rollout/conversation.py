@@ -39,8 +39,8 @@ def _empty(dtype: type) -> Any:
 class Answer:
     """One answer of the policy."""
 
-    text: str  # the whole answer, without special tokens
-    content: str  # `text` without the tool calls
+    text: str  # the whole answer, for the reward
+    content: str  # without special tokens and tool calls, for the client
     calls: tuple[Mapping[str, Any], ...] = ()  # tool calls in the shape of OpenAI's `message.tool_calls`
 
     @property
@@ -145,9 +145,12 @@ class Renderer:
         tokenizer: PreTrainedTokenizerBase,
         calls: CallFormat | None = None,
         options: Mapping[str, Any] | None = None,
+        *,
+        special_tokens: bool = False,
     ) -> None:
         """`calls`: the format of tool calls in answers; None leaves calls in the text. `options`: arguments of the chat
-        template."""
+        template. `special_tokens`: keep them in the texts of answers, though not in what is sent to the client."""
+        self._special_tokens = special_tokens
         self._tokenizer = tokenizer
         self._calls = calls
         self._options = options
@@ -210,15 +213,17 @@ class Renderer:
         parsed out of it; malformed ones stay text."""
         ended = bool(len(tokens)) and int(tokens[-1]) in stop_tokens
         said = (tokens[:-1] if ended else tokens).tolist()
-        text = str(self._tokenizer.decode(said, skip_special_tokens=True))
+        plain_text = str(self._tokenizer.decode(said, skip_special_tokens=True))
+        whole = str(self._tokenizer.decode(said, skip_special_tokens=False))
+        text = whole if self._special_tokens else plain_text
         if self._calls is not None and asked.tools and ended:
             # In some tokenizers a call's delimiters are special tokens; in others, special tokens must be skipped.
-            for written in (text, str(self._tokenizer.decode(said, skip_special_tokens=False))):
+            for written in (plain_text, whole):
                 if (read := self._calls.read(written)) is not None:
                     content, calls = read
                     told = as_told(calls, number=len(asked.messages))
                     return Answer(text=text, content=content, calls=tuple(told))
-        return Answer(text=text, content=text)
+        return Answer(text=text, content=plain_text)
 
 
 def _read(number: int, message: Any) -> Message:

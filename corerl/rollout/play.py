@@ -47,11 +47,18 @@ class EpisodeSampler(Sampler):
         calls: int = 1,
         longest_prompt: int = UNLIMITED,
         template_options: Mapping[str, Any] | None = None,
+        special_tokens: bool = False,
     ) -> None:
         """`aside` is `generate` for other threads: up to `calls` of them call it at once, so that a long answer delays
         no other; it raises NoneLeft if no engine is left. Without it, calls run one after the other. `longest_prompt`:
         tokens that an episode's first request may have."""
-        super().__init__(tokenizer=tokenizer, generate=generate, seed=seed, template_options=template_options)
+        super().__init__(
+            tokenizer=tokenizer,
+            generate=generate,
+            seed=seed,
+            template_options=template_options,
+            special_tokens=special_tokens,
+        )
         self._aside = aside
         self._calls = calls
         self._function = function
@@ -91,6 +98,7 @@ class EpisodeSampler(Sampler):
             state=state,
             longest_prompt=self._longest_prompt,
             template_options=self._template_options,
+            special_tokens=self._special_tokens,
         )
 
 

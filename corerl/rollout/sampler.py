@@ -37,7 +37,9 @@ class Rollout:
 
     batch: SampleBatch
     prompts: tuple[Prompt, ...]  # [P]
-    texts: list[str]  # [B] responses without special tokens; of an episode, the last answer
+    texts: list[
+        str
+    ]  # [B] responses, without special tokens unless reward.special_tokens; of an episode, the last answer
     # [B] for episodes: the reward from its function, why it failed, or None to be scored like any sample.
     outcomes: Sequence[float | Failure | None] = field(factory=list)
 
@@ -121,8 +123,10 @@ class Sampler:
         generate: Callable[[GenerateRequest], Generation],
         seed: int,
         template_options: Mapping[str, Any] | None = None,
+        special_tokens: bool = False,
     ) -> None:
-        """`template_options`: arguments of the tokenizer's chat template."""
+        """`template_options`: arguments of the tokenizer's chat template. `special_tokens`: keep them in texts."""
+        self._special_tokens = special_tokens
         self._template_options = template_options or {}
         self._tokenizer = tokenizer
         self._generate = generate
@@ -179,7 +183,7 @@ class Sampler:
             prompts=tuple(prompts),
             # Without the stop token, which may not be a special one: it is not part of the answer.
             # Arrays, although the annotation omits them: for a list, transformers inspects every token.
-            texts=self._tokenizer.batch_decode(said, skip_special_tokens=True),  # type: ignore[arg-type]
+            texts=self._tokenizer.batch_decode(said, skip_special_tokens=not self._special_tokens),  # type: ignore[arg-type]
         )
 
     def _encode(self, prompts: Sequence[Prompt]) -> tuple[IntArray, IntArray]:

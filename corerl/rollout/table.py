@@ -84,11 +84,17 @@ class Table:
         state: threading.Condition,
         longest_prompt: int = UNLIMITED,
         template_options: Mapping[str, Any] | None = None,
+        special_tokens: bool = False,
     ) -> None:
         """`longest_prompt`: tokens that an episode's first request may have."""
         self._front = front
         self._tokenizer = tokenizer
-        self._renderer = Renderer(tokenizer, format_of(config.tool_calls, tokenizer.chat_template), template_options)
+        self._renderer = Renderer(
+            tokenizer,
+            format_of(config.tool_calls, tokenizer.chat_template),
+            template_options,
+            special_tokens=special_tokens,
+        )
         self._params = params
         self._function = function
         self._config = config

@@ -106,6 +106,13 @@ def test_without_a_template_texts_stand_one_behind_the_other() -> None:
         renderer.ask(Conversation(), [USER], [{"name": "u"}])
 
 
+@pytest.mark.parametrize(("kept", "text"), [(False, "3"), (True, "<unk>3")])
+def test_special_tokens_are_for_the_reward_where_it_wants_them_and_never_for_the_client(kept: bool, text: str) -> None:
+    renderer = Renderer(tokenizer(), special_tokens=kept)
+    answer = renderer.answer(renderer.ask(Conversation(), [USER]), np.array([3, 7, 2]), [2])
+    assert (answer.text, answer.content) == (text, "3")
+
+
 def test_tools_are_shown_once_and_stay_the_same() -> None:
     ours = tokenizer()
     renderer = Renderer(ours)

@@ -7,6 +7,7 @@ from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, EngineFailed
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
+from corerl.rollout.rewards import samples_of
 from corerl.rollout.sampler import Rollout, Sampler, sampling_params
 from tests.rollout.scored import scored
 
@@ -91,6 +92,27 @@ def test_the_token_that_ends_a_sample_is_no_part_of_its_text_special_or_not() ->
     rollout = sampler.sample(PROMPTS, rollout_step=5, samples=1, params=evolve(PARAMS, stop_tokens=(2, 6)))
     assert rollout.texts == ["10", "200"]
     assert rollout.batch.rows["response_length"].tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(("kept", "texts"), [(False, ["12", "1"]), (True, ["<think>1<unk>2", "<think>1"])])
+def test_special_tokens_stand_in_texts_where_they_are_asked_for_and_the_one_that_ends_a_sample_never(
+    kept: bool, texts: list[str]
+) -> None:
+    tokenizer = load_tokenizer(tokenizer="characters:0123456789>s", path="")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    think = tokenizer.convert_tokens_to_ids("<think>")
+    drawn = Generation(
+        tokens=np.array([think, 5, 3, 6, 2, think, 5]),
+        offsets=np.array([0, 5, 7]),
+        logprobs=np.zeros(7, dtype=np.float32),
+        versions=np.zeros(7, dtype=np.int64),
+        truncated=np.array([False, True]),
+    )
+    sampler = Sampler(tokenizer=tokenizer, generate=Recorder(drawn), seed=0, special_tokens=kept)
+    rollout = sampler.sample(PROMPTS, rollout_step=0, samples=1, params=PARAMS)
+    assert rollout.texts == texts
+    # The ids, with the one that ended the sample, are told either way.
+    assert [tokens for _, _, tokens in samples_of(rollout)] == [[think, 5, 3, 6, 2], [think, 5]]
 
 
 def test_the_experts_that_an_engine_tells_stand_at_prompts_and_responses_alike() -> None:

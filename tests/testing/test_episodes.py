@@ -23,7 +23,7 @@ def test_a_script_refuses_a_request_that_a_run_would_refuse() -> None:
     with scripted(PROMPT, ["one", "two"]) as script:
         messages = script.episode.messages
         messages.append(script.episode.chat(messages)["message"])
-        with pytest.raises(RuntimeError, match="nothing to answer"):
+        with pytest.raises(RuntimeError, match="got 2, but the episode already has 2, including its last answer"):
             script.episode.chat(messages)
         changed = [{"role": "user", "content": "2+4="}, messages[1], {"role": "user", "content": "and?"}]
         with pytest.raises(RuntimeError, match=r"messages\[0\].content: got '2\+4=', but the episode has '2\+3='"):
