@@ -482,8 +482,8 @@ class RolloutConfig:
         validator=at_least(0),
     )
     stop: tuple[str, ...] = option(
-        "tokens that end a sample, besides those that the tokenizer, config.json and generation_config.json name; they "
-        "are stripped from the text before scoring",
+        "texts that end a sample, besides the end tokens that the tokenizer, config.json and generation_config.json "
+        "name; a sample keeps all tokens up to the one that completes the text, and the text is scored without it",
         default=(),
     )
     function: str = option(

@@ -12,7 +12,8 @@ from attrs import field, frozen
 from corerl.data.chat import read_message
 from corerl.messages import short_repr
 from corerl.rollout.encoding import Rejected, begun, behind, plain, render
-from corerl.rollout.engine import Generation
+from corerl.rollout.engine import Generation, SamplingParams
+from corerl.rollout.stops import Stops
 from corerl.rollout.tool_calls import CallFormat, as_told, meant
 from corerl.types import Array, BoolArray, FloatArray, IntArray
 
@@ -208,13 +209,14 @@ class Renderer:
         except Rejected as rejected:
             raise Refused(f"messages: {rejected}") from rejected
 
-    def answer(self, asked: Asked, tokens: IntArray, stop_tokens: Sequence[int]) -> Answer:
-        """Decode an answer without its stop token. If the request has tools and the answer was not cut, tool calls are
-        parsed out of it; malformed ones stay text."""
-        ended = bool(len(tokens)) and int(tokens[-1]) in stop_tokens
+    def answer(self, asked: Asked, tokens: IntArray, params: SamplingParams) -> Answer:
+        """Decode an answer without its stop token or stop text. If the request has tools and the answer was not cut,
+        tool calls are parsed out of it; malformed ones stay text."""
+        stops = Stops(self._tokenizer, params.stop)
+        ended = bool(len(tokens)) and int(tokens[-1]) in params.stop_tokens
         said = (tokens[:-1] if ended else tokens).tolist()
-        plain_text = str(self._tokenizer.decode(said, skip_special_tokens=True))
-        whole = str(self._tokenizer.decode(said, skip_special_tokens=False))
+        ended = ended or stops.end(said) is not None
+        plain_text, whole = (stops.text(said, special_tokens=special) for special in (False, True))
         text = whole if self._special_tokens else plain_text
         if self._calls is not None and asked.tools and ended:
             # In some tokenizers a call's delimiters are special tokens; in others, special tokens must be skipped.

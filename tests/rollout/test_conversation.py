@@ -13,10 +13,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.conversation import Answer, Asked, Conversation, Refused, Renderer
 from corerl.rollout.encoding import behind
-from corerl.rollout.engine import Generation
+from corerl.rollout.engine import Generation, SamplingParams
 from corerl.rollout.tool_calls import FORMATS
 
 STOP = "<eos>"
+PARAMS = SamplingParams(stop_tokens=(2,))
 # Ends each turn as Qwen's and Llama's do, and writes an answer that is not the last one in other words than its own.
 TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %}{{ tool['name'] }}{% endfor %}"
@@ -50,7 +51,7 @@ def answered(
     renderer: Renderer, conversation: Conversation, messages: list[dict[str, Any]], tokens: Sequence[int], **told: Any
 ) -> Conversation:
     asked = renderer.ask(conversation, messages)
-    answer = renderer.answer(asked, np.array(tokens), [2])
+    answer = renderer.answer(asked, np.array(tokens), PARAMS)
     messages.append(answer.message)
     return conversation.answered(asked, answer, drawn(tokens, **told))
 
@@ -109,8 +110,19 @@ def test_without_a_template_texts_stand_one_behind_the_other() -> None:
 @pytest.mark.parametrize(("kept", "text"), [(False, "3"), (True, "<unk>3")])
 def test_special_tokens_are_for_the_reward_where_it_wants_them_and_never_for_the_client(kept: bool, text: str) -> None:
     renderer = Renderer(tokenizer(), special_tokens=kept)
-    answer = renderer.answer(renderer.ask(Conversation(), [USER]), np.array([3, 7, 2]), [2])
+    answer = renderer.answer(renderer.ask(Conversation(), [USER]), np.array([3, 7, 2]), PARAMS)
     assert (answer.text, answer.content) == (text, "3")
+
+
+def test_a_stop_text_ends_an_answer_and_is_no_part_of_it() -> None:
+    renderer, ours = calling()
+    asked = renderer.ask(Conversation(), [USER], [{"name": "t"}])
+    params = SamplingParams(stop_tokens=(2,), stop=("Observation:",))
+    said = np.array(ours.encode(CALLS + "\nObservation:", add_special_tokens=False))
+    answer = renderer.answer(asked, said, params)
+    assert (answer.text, answer.content) == (CALLS + "\n", "1")
+    assert [call["function"]["name"] for call in answer.calls] == ["t", "u"]  # it was not cut
+    assert renderer.answer(asked, said[:-1], params).calls == ()
 
 
 def test_tools_are_shown_once_and_stay_the_same() -> None:
@@ -144,7 +156,7 @@ CALLS = '1<tool_call>{"name":"t","arguments":{"a":"5"}}</tool_call><tool_call>{"
 
 
 def calling() -> tuple[Renderer, PreTrainedTokenizerBase]:
-    ours = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} ", path="")
+    ours = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} \n", path="")
     ours.chat_template = CALLING
     return Renderer(ours, FORMATS["hermes"]), ours
 
@@ -154,7 +166,7 @@ def test_an_answer_with_calls_is_known_again_and_stays_as_it_was_sampled() -> No
     tools = [{"name": "t"}]
     said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
     asked = renderer.ask(Conversation(), [USER], tools)
-    answer = renderer.answer(asked, said, [2])
+    answer = renderer.answer(asked, said, PARAMS)
     assert (answer.text, answer.content) == (CALLS, "1")
     assert [call["function"]["name"] for call in answer.calls] == ["t", "u"]
     conversation = Conversation().answered(asked, answer, drawn(said.tolist()))
@@ -182,14 +194,14 @@ def test_calls_stay_text_without_tools_where_they_are_cut_and_where_they_are_mal
     without, with_tools = (renderer.ask(Conversation(), [USER], tools) for tools in ([], [{"name": "t"}]))
 
     def read(asked: Asked, text: str, *end: int) -> Answer:
-        return renderer.answer(asked, np.array([*ours.encode(text, add_special_tokens=False), *end]), [2])
+        return renderer.answer(asked, np.array([*ours.encode(text, add_special_tokens=False), *end]), PARAMS)
 
     assert read(with_tools, CALLS, 2).calls
     malformed = CALLS.replace('"5"', '"5')
     for asked, text, *end in ((without, CALLS, 2), (with_tools, CALLS), (with_tools, malformed, 2)):
         assert read(asked, text, *end) == Answer(text=text, content=text)
     said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
-    assert not Renderer(ours).answer(with_tools, said, [2]).calls
+    assert not Renderer(ours).answer(with_tools, said, PARAMS).calls
 
 
 def test_marks_of_a_call_may_be_special_tokens() -> None:
@@ -197,7 +209,7 @@ def test_marks_of_a_call_may_be_special_tokens() -> None:
     ours.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
     renderer = Renderer(ours, FORMATS["hermes"])
     said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
-    answer = renderer.answer(renderer.ask(Conversation(), [USER], [{"name": "t"}]), said, [2])
+    answer = renderer.answer(renderer.ask(Conversation(), [USER], [{"name": "t"}]), said, PARAMS)
     assert answer.content == "1" and len(answer.calls) == 2
     assert "tool_call" not in answer.text
 

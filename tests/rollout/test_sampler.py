@@ -157,14 +157,21 @@ def test_a_prompt_that_comes_twice_in_a_step_draws_other_noise_the_second_time()
     assert twice[:2] == keys()[:2]
 
 
-def test_stop_texts_become_tokens_after_the_models_own_ends() -> None:
-    config = RolloutConfig(temperature=0.7, top_p=0.9, max_tokens=7, stop=("s", ">"))
+def test_stop_texts_of_one_token_become_tokens_after_the_models_own_ends_and_others_stay_texts() -> None:
+    config = RolloutConfig(temperature=0.7, top_p=0.9, max_tokens=7, stop=("s", "12", ">", "<pad>", "12"))
     assert sampling_params(config, TOKENIZER, [2, 14]) == SamplingParams(
-        temperature=0.7, top_p=0.9, max_tokens=7, stop_tokens=(2, 14, 15)
+        temperature=0.7, top_p=0.9, max_tokens=7, stop_tokens=(2, 14, 15, 0), stop=("12",)
     )
-    for text in ("12", "x"):
-        with pytest.raises(ConfigError, match=f"rollout.stop: '{text}'"):
+    for text, told in [("x", "does not know all of it"), ("1x", "does not know all of it"), ("", "is an empty text")]:
+        with pytest.raises(ConfigError, match=f"^rollout.stop: '{text}' is .*{told.removeprefix('is ')}"):
             sampling_params(RolloutConfig(stop=(text,)), TOKENIZER, [2])
+
+
+def test_a_stop_text_is_no_part_of_a_samples_text_and_all_its_tokens_are_trained_on() -> None:
+    sampler = Sampler(tokenizer=TOKENIZER, generate=Recorder(FOUR), seed=0)
+    rollout = sampler.sample(PROMPTS, rollout_step=5, samples=2, params=evolve(PARAMS, stop=("00", "5")))
+    assert rollout.texts == ["12", "9", "", ""]
+    assert rollout.batch.rows["response_length"].tolist() == [3, 2, 2, 3]
 
 
 def test_prompts_are_taken_and_joined_with_their_samples() -> None:
