@@ -122,6 +122,18 @@ def make_source(
     return source
 
 
+def unseen_tokens(prepared: Prepared) -> dict[int, str]:
+    """The special tokens that the texts of a run's samples leave out, by id, besides those that any tokenizer has and
+    those that end samples."""
+    tokenizer = prepared.tokenizer
+    if prepared.config.reward.special_tokens or not prepared.config.run.samples:
+        return {}
+    common = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
+    known = common | set(prepared.params.stop_tokens)
+    special = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {index: token for index, token in special.items() if index not in known}
+
+
 def calls_of(prepared: Prepared) -> int:
     """How many `generate` calls one engine of the run answers concurrently."""
     return prepared.plan.engine.spec.calls(prepared.config.engines[prepared.plan.engine.name], prepared.plan.engines)
