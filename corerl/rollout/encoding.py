@@ -84,12 +84,13 @@ def begun(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list
     """[n] each text's tokens as the beginning of a row: after what the tokenizer puts before a text (its <bos>), unless
     the text begins with that itself. What it puts behind one ends it, and would leave nothing to continue."""
     encoded = plain(tokenizer, texts)
-    before = _put_before(tokenizer) if encoded else []
+    before = _put_before(tokenizer, texts[0]) if encoded else []
     return [ids if ids[: len(before)] == before else before + ids for ids in encoded]
 
 
-def _put_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    for probe in PROBES:
+def _put_before(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens that the tokenizer puts before a text. They are found with an ordinary one, or else with `text`."""
+    for probe in (*PROBES, text):
         (inner,), whole = plain(tokenizer, [probe]), tokenizer(probe)["input_ids"]
         places = [at for at in range(len(whole)) if inner and whole[at : at + len(inner)] == inner]
         if places:

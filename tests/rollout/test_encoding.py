@@ -142,6 +142,13 @@ def test_a_text_gets_what_begins_one_once_and_nothing_that_ends_one(template: st
     assert renderer.ask(Conversation(), [{"role": "user", "content": text}]).tokens.tolist() == ids
 
 
+def test_a_tokenizer_that_knows_few_characters_begins_a_text_all_the_same() -> None:
+    inner = tokenizers.Tokenizer(models.BPE({"<s>": 0, "x": 1, "y": 2}, []))
+    inner.add_special_tokens(["<s>"])
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    assert encode(PreTrainedTokenizerFast(tokenizer_object=inner), [evolve(TEXT, text="xy")]) == [[0, 1, 2]]
+
+
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
