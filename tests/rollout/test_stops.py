@@ -111,25 +111,27 @@ def request(rows: int, *, max_tokens: int = 24, routed_experts: bool = False) ->
     )
 
 
-def served(kind: str, tmp_path: Path) -> Engine:
-    if kind == "fake":
-        engine: Engine = FakeEngine(ModelConfig(), FakeConfig(), context())
-        update([engine], {"w": torch.ones(2)}, version=1, path=tmp_path / "weights")
-        return engine
-    fields = MOE if kind == "moe" else TIED
-    engine = TransformersEngine(ModelConfig(config=fields), TransformersConfig(), context())
-    update([engine], hf_tensors(random_model(fields, seed=1), tmp_path / "hf"), version=1, path=tmp_path / "weights")
-    return engine
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
+    """Engines with weights, which nobody changes."""
+    fake = FakeEngine(ModelConfig(), FakeConfig(), context())
+    update([fake], {"w": torch.ones(2)}, version=1, path=tmp_path_factory.mktemp("w"))
+    made: dict[str, Engine] = {"fake": fake}
+    for kind, fields in (("transformers", TIED), ("moe", MOE)):
+        made[kind] = TransformersEngine(ModelConfig(config=fields), TransformersConfig(), context())
+        tensors = hf_tensors(random_model(fields, seed=1), tmp_path_factory.mktemp("hf"))
+        update([made[kind]], tensors, version=1, path=tmp_path_factory.mktemp("w"))
+    return made
 
 
 @pytest.mark.parametrize("part", [1, 5, 64])
 @pytest.mark.parametrize("kind", ["fake", "transformers", "moe"])
 @pytest.mark.parametrize("stop", [("12",), ("7", "84", "123"), ("0", "1", "2")])
 def test_an_engine_keeps_the_tokens_up_to_the_one_that_completes_a_stop_text(
-    kind: str, stop: tuple[str, ...], part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, stop: tuple[str, ...], part: int, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PART", part)
-    engine, asked = served(kind, tmp_path), request(24, routed_experts=kind == "moe")
+    engine, asked = engines[kind], request(24, routed_experts=kind == "moe")
     whole = engine.generate(asked)
     found = until_stop(engine.generate, evolve(asked, params=evolve(asked.params, stop=stop)), Stops(CHARACTERS, stop))
     stopped = assert_cut_at(stop, found, whole, CHARACTERS)
@@ -146,9 +148,9 @@ def test_an_engine_keeps_the_tokens_up_to_the_one_that_completes_a_stop_text(
 
 @pytest.mark.parametrize("asked_first", [1, 3, 6, 10])
 def test_a_stop_text_is_found_though_a_pause_cut_it_in_two(
-    asked_first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked_first: int, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = served("fake", tmp_path)
+    engine = engines["fake"]
     stop = ("12", "84")
     asked = evolve(request(24), params=evolve(request(24).params, stop=stop))
     whole = engine.generate(request(24))
@@ -162,8 +164,8 @@ def test_a_stop_text_is_found_though_a_pause_cut_it_in_two(
     assert_cut_at(stop, joined(asked, first, more), whole, CHARACTERS)
 
 
-def test_of_an_episode_only_the_answer_being_sampled_is_looked_through(tmp_path: Path) -> None:
-    engine = served("fake", tmp_path)
+def test_of_an_episode_only_the_answer_being_sampled_is_looked_through(engines: dict[str, Engine]) -> None:
+    engine = engines["fake"]
     first = request(1)
     whole = engine.generate(first)
     text = CHARACTERS.decode(whole.tokens[:2].tolist())
