@@ -47,6 +47,12 @@ def finite(_: Any, attribute: Attribute[Any], value: Any) -> None:
         raise ValueError(f"must be finite, got {value!r}")
 
 
+def finite_values(_: Any, attribute: Attribute[Any], value: Mapping[str, float]) -> None:
+    for name, each in value.items():
+        if not math.isfinite(each):
+            raise ValueError(f"each must be finite, got {name!r} = {each!r}")
+
+
 def between(low: float, high: float) -> Callable[[Any, Attribute[Any], Any], None]:
     def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
         if not low <= value <= high:
@@ -364,8 +370,35 @@ class DataConfig:
     answer_key: str = option("field that holds the answer; may be missing", default="answer")
     chat: bool = option("wrap string prompts as a user message in the tokenizer's chat template", default=False)
     system: str = option("with chat: the system message of chats that have none", default="")
+    tools_key: str = option(
+        "field that holds a chat's tools for the chat template, as in OpenAI's `tools`; may be missing; empty: none",
+        default="tools",
+    )
+    chat_template_options: Mapping[str, Any] = option(
+        "arguments of the tokenizer's own chat template, such as {enable_thinking = false}", factory=dict
+    )
+    refused: Literal["fail", "skip"] = option(
+        "chats that the chat template refuses; fail: an error names the first one before the first step; skip: they "
+        "are left out and counted",
+        default="fail",
+    )
     held_out: int = option(
         "prompts of each source held out for evaluation and never trained on", default=256, validator=at_least(0)
+    )
+
+
+@frozen(kw_only=True)
+class RewardFunction:
+    """One of several reward functions, whose weighted sum is the reward."""
+
+    name: str = option("a built-in reward, or 'module:function'")
+    label: str = option("its name in metrics; empty uses the function's name", default="")
+    weight: float = option("factor of its value in the reward", default=1.0, validator=finite)
+    options: Mapping[str, Any] = option("keyword arguments of the function", factory=dict)
+    weights: Mapping[str, float] = option(
+        "if it returns several values by name: the weight of each in its sum; empty: 1 each",
+        factory=dict,
+        validator=finite_values,
     )
 
 
@@ -373,6 +406,19 @@ class DataConfig:
 class RewardConfig:
     name: str = option("a built-in reward, or 'module:function'", default="position-match")
     options: Mapping[str, Any] = option("keyword arguments of the reward function", factory=dict)
+    weights: Mapping[str, float] = option(
+        "if the function returns several values by name: the weight of each in the reward, their sum; empty: 1 each",
+        factory=dict,
+        validator=finite_values,
+    )
+    functions: tuple[RewardFunction, ...] = option(
+        "alternative to name: several functions, whose weighted sum is the reward", default=()
+    )
+    special_tokens: bool = option(
+        "keep special tokens in the text that is scored, such as a <think> that the tokenizer declares special; the "
+        "token that ended the sample is always left out",
+        default=False,
+    )
     processes: int = option(
         "processes that score samples in parallel; 0 scores them in the driver, without a time limit",
         default=2,
@@ -436,8 +482,8 @@ class RolloutConfig:
         validator=at_least(0),
     )
     stop: tuple[str, ...] = option(
-        "tokens that end a sample, besides those of the tokenizer and the model's generation_config.json; they are "
-        "stripped from the text before scoring",
+        "texts that end a sample, besides the end tokens that the tokenizer, config.json and generation_config.json "
+        "name; a sample keeps all tokens up to the one that completes the text, and the text is scored without it",
         default=(),
     )
     function: str = option(

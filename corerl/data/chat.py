@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import evolve
 
 from corerl.data.prompts import Prompt, PromptSource, Share
+from corerl.messages import short_repr
 
+SHOWN = 60  # characters of a value that a message shows
 Messages = tuple[Mapping[str, Any], ...]
 
 
@@ -16,15 +19,86 @@ def read_messages(value: Sequence[Any]) -> Messages:
     """The messages in a row's field. Raises ValueError naming the first one that cannot be used."""
     messages = []
     for number, message in enumerate(value, start=1):
-        # A column of structs has the fields of all messages, null in messages that lack them.
-        known = {key: held for key, held in message.items() if held is not None} if isinstance(message, dict) else {}
-        for key in ("role", "content"):
-            if not isinstance(known.get(key), str):
-                raise ValueError(
-                    f"message {number} has no string {key!r}; every message needs a role and a content, both strings"
-                )
-        messages.append(known)
+        try:
+            messages.append(read_message(message))
+        except ValueError as error:
+            raise ValueError(f"message {number} {error}") from error
+    last = messages[-1]
+    if last["role"] == "assistant" and last.get("tool_calls"):
+        raise ValueError(
+            f"message {len(messages)}, the last one, is a tool call of the assistant, which leaves nothing to answer; "
+            "add the tool's result, or remove the call"
+        )
     return tuple(messages)
+
+
+def read_message(message: Any) -> dict[str, Any]:
+    """A message in OpenAI's format as chat templates expect it: without null fields, content as one text ("" beside
+    tool calls), the arguments of tool calls as objects. Raises ValueError that says what it is instead."""
+    known = {key: held for key, held in message.items() if held is not None} if isinstance(message, Mapping) else {}
+    if not isinstance(known.get("role"), str):
+        raise ValueError("has no string 'role'; every message needs a role, a string, and content")
+    calls = known.get("tool_calls")
+    if calls:
+        known["tool_calls"] = [_read_call(call) for call in calls] if isinstance(calls, list | tuple) else calls
+    content = known.get("content", "" if calls else None)
+    if isinstance(content, list | tuple):
+        if wrong := [part for part in content if not _is_text(part)]:
+            kind = wrong[0].get("type") if isinstance(wrong[0], Mapping) else type(wrong[0]).__name__
+            raise ValueError(f"has a content part of type {kind!r}, but the model reads only text parts; remove it")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise ValueError(
+            "has no string 'content'; every message needs a content, a string or a list of text parts, unless it has "
+            "tool_calls"
+        )
+    return {**known, "content": content}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+
+
+def _read_call(call: Any) -> Any:
+    """OpenAI writes arguments as JSON text; a template would show that as a string in JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):  # a policy's malformed call stays as it was written
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def read_tools(value: Any) -> Messages:
+    """The tools in a row's field: a list of objects, each of them or the whole list also as JSON text. Raises
+    ValueError."""
+    tools = _parsed(value) if value else []
+    read = [_parsed(tool) for tool in tools] if isinstance(tools, list | tuple) else [tools]
+    if not all(isinstance(tool, Mapping) for tool in read):
+        raise ValueError(
+            f"got {short_repr(value, SHOWN)}, wanted a list of tools, each an object as in OpenAI's `tools`; set "
+            "data.tools_key to the field that holds the tools, or to '' if none does"
+        )
+    return tuple(read)
+
+
+def _parsed(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without the null fields of its objects. A column of structs has the fields of all rows' objects, null
+    where a row lacks them: as other arguments of tool calls, or other properties of schemas."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(held) for key, held in value.items() if held is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(each) for each in value]
+    return value
 
 
 def readable(messages: Messages) -> str:
@@ -48,6 +122,9 @@ class ChatPrompts(PromptSource):
     @property
     def shares(self) -> tuple[Share, ...]:
         return self._source.shares
+
+    def where(self, index: int) -> str:
+        return self._source.where(index)
 
     def prompt(self, index: int) -> Prompt:
         prompt = self._source.prompt(index)

@@ -72,4 +72,6 @@ def _source(
         need_answers=answer_key != fields(type(data)).answer_key.default,
         held_out=data.held_out,
         seed=seed,
+        tools_key=data.tools_key,
+        chat=data.chat,
     )

@@ -35,6 +35,14 @@ class MixedPrompts(PromptSource):
         )
 
     def prompt(self, index: int) -> Prompt:
+        at, own = self._place(index)
+        return evolve(self._sources[at].prompt(own), index=index, source=self._names[at])
+
+    def where(self, index: int) -> str:
+        at, own = self._place(index)
+        return self._sources[at].where(own)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The source that a prompt comes from, and its index there."""
         at = int(np.searchsorted(self._starts, index, side="right")) - 1
-        prompt = self._sources[at].prompt(index - int(self._starts[at]))
-        return evolve(prompt, index=index, source=self._names[at])
+        return at, index - int(self._starts[at])

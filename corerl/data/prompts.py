@@ -26,6 +26,8 @@ class Prompt:
     answer: str  # "" if the data has none
     fields: Mapping[str, Any] = field(factory=dict)  # the whole row, for reward functions
     messages: tuple[Mapping[str, Any], ...] = field(default=(), converter=_tuple)  # the chat; () continues the text
+    # What the chat template tells the model of, each as in OpenAI's `tools`.
+    tools: tuple[Mapping[str, Any], ...] = field(default=(), converter=_tuple)
     source: str = ""  # name of the source, if several are mixed
 
 
@@ -49,6 +51,10 @@ class PromptSource(ABC):
     @abstractmethod
     def prompt(self, index: int) -> Prompt: ...
 
+    def where(self, index: int) -> str:
+        """Where the prompt stands, for messages, such as its file and line."""
+        return f"prompt {index}"
+
     def __len__(self) -> int:
         return len(self.train) + len(self.held_out)
 
@@ -62,7 +68,8 @@ class PromptSource(ABC):
         return [self.prompt(index) for index in self.held_out.tolist() if index not in self.left_out]
 
     def leave_out(self, indices: frozenset[int]) -> None:
-        """Skip these prompts from now on. Raises DataError if a share has no other to train on."""
+        """Skip these prompts too from now on. Raises DataError if a share has no other to train on."""
+        indices = self.left_out | indices
         for share in self.shares:
             if indices.issuperset(share.train.tolist()):
                 of = f" of source {share.name!r}" if share.name else ""

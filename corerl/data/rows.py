@@ -7,31 +7,37 @@ import json
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from corerl.data.chat import read_messages, readable
+from corerl.data.chat import Messages, read_messages, read_tools, readable, without_nulls
 from corerl.data.prompts import Prompt, PromptSource, split
 from corerl.errors import ConfigError, DataError
 from corerl.messages import did_you_mean
 
 BATCH = 1024  # rows that are decoded together
+NEWLINE = b"\n"
 
 
 class Rows(ABC):
     """The rows of one data set, numbered from 0; only their locations are kept in memory."""
 
     name: str
+    columnar: bool = False  # whether an object in a row has the fields of all rows' objects, null where it lacks them
 
     @abstractmethod
-    def scan(self, column: str) -> Iterator[tuple[str, Any]]:
-        """Yield (where, row) for each row, in order; a row holds at least `column`, if the data has it."""
+    def scan(self, column: str, more: str = "") -> Iterator[tuple[str, Any]]:
+        """Yield (where, row) for each row, in order; a row holds at least `column` and `more`, if the data has them."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> Any: ...
+
+    @abstractmethod
+    def where(self, index: int) -> str:
+        """The row's place, for messages."""
 
 
 class JsonlRows(Rows):
@@ -42,7 +48,7 @@ class JsonlRows(Rows):
         self.name = str(path)
         self._offsets = np.zeros(0, dtype=np.int64)
 
-    def scan(self, column: str) -> Iterator[tuple[str, Any]]:
+    def scan(self, column: str, more: str = "") -> Iterator[tuple[str, Any]]:
         offsets: list[int] = []
         at = 0
         try:
@@ -64,6 +70,11 @@ class JsonlRows(Rows):
             lines.seek(self._offsets[index])
             return _json(lines.readline(), f"{self._path}, prompt {index}")
 
+    def where(self, index: int) -> str:
+        with self._path.open("rb") as lines:  # read again: only a message needs it
+            before = lines.read(int(self._offsets[index]))
+        return f"{self._path}:{1 + before.count(NEWLINE)}"
+
 
 def _json(line: bytes, where: str) -> Any:
     try:
@@ -75,24 +86,30 @@ def _json(line: bytes, where: str) -> Any:
 class ArrowRows(Rows):
     """The rows of an Arrow table in memory-mapped files: the system pages them in and out as needed."""
 
+    columnar = True
+
     def __init__(self, table: Any, name: str) -> None:
         self._table = table  # pyarrow.Table
         self.name = name
 
-    def scan(self, column: str) -> Iterator[tuple[str, Any]]:
+    def scan(self, column: str, more: str = "") -> Iterator[tuple[str, Any]]:
         if not len(self._table):
             raise DataError(f"data.source: {self.name} has no rows")
         if column not in self._table.column_names:
             yield f"{self.name}, row 0", self[0]
             return
         index = 0
-        for batch in self._table.select([column]).to_batches(max_chunksize=BATCH):
+        columns = [column, *({more} & set(self._table.column_names) - {column})]
+        for batch in self._table.select(columns).to_batches(max_chunksize=BATCH):
             for row in batch.to_pylist():
                 yield f"{self.name}, row {index}", row
                 index += 1
 
     def __getitem__(self, index: int) -> Any:
         return self._table.slice(index, 1).to_pylist()[0]
+
+    def where(self, index: int) -> str:
+        return f"{self.name}, row {index}"
 
 
 def open_rows(path: Path) -> Rows:
@@ -200,14 +217,26 @@ class RowPrompts(PromptSource):
     """
 
     def __init__(
-        self, rows: Rows, *, prompt_key: str, answer_key: str, held_out: int, seed: int, need_answers: bool = False
+        self,
+        rows: Rows,
+        *,
+        prompt_key: str,
+        answer_key: str,
+        held_out: int,
+        seed: int,
+        need_answers: bool = False,
+        tools_key: str = "",
+        chat: bool = False,
     ) -> None:
-        """`need_answers`: raise DataError if no row has the field `answer_key`."""
+        """`need_answers`: raise DataError if no row has the field `answer_key`. `chat`: texts become chats, which may
+        have tools."""
         self._rows = rows
         self._prompt_key = prompt_key
         self._answer_key = answer_key
+        self._tools_key = tools_key
+        self._tools_of_texts = chat
         size, answers = 0, False
-        for where, row in rows.scan(prompt_key):
+        for where, row in rows.scan(prompt_key, tools_key):
             self.chat |= bool(self._parse(row, index=size, where=where).messages)
             answers = answers or answer_key in row
             size += 1
@@ -220,6 +249,9 @@ class RowPrompts(PromptSource):
 
     def prompt(self, index: int) -> Prompt:
         return self._parse(self._rows[index], index=index, where=f"{self._rows.name}, prompt {index}")
+
+    def where(self, index: int) -> str:
+        return self._rows.where(index)
 
     def _parse(self, row: Any, *, index: int, where: str) -> Prompt:
         key = self._prompt_key
@@ -236,10 +268,13 @@ class RowPrompts(PromptSource):
             raise DataError(
                 f"{where}: field {key!r} is {_kind(value)}, expected a non-empty string or a list of messages"
             )
-        try:
-            messages = () if isinstance(value, str) else read_messages(value)
-        except ValueError as error:
-            raise DataError(f"{where}: field {key!r}: {error}") from error
+        messages: Messages = ()
+        tools: Messages = ()
+        known = without_nulls if self._rows.columnar else _as_is
+        if isinstance(value, list):
+            messages = _read(read_messages, known(value), f"{where}: field {key!r}")
+        if messages or self._tools_of_texts:
+            tools = _read(read_tools, known(row.get(self._tools_key)), f"{where}: field {self._tools_key!r}")
         answer = row.get(self._answer_key)
         if not isinstance(answer, str):
             answer = "" if answer is None else json.dumps(answer, default=str)  # parquet has dates and the like
@@ -249,7 +284,19 @@ class RowPrompts(PromptSource):
             answer=answer,
             fields=row,
             messages=messages,
+            tools=tools,
         )
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+def _read(read: Callable[[Any], Messages], value: Any, where: str) -> Messages:
+    try:
+        return read(value)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def _kind(value: object) -> str:

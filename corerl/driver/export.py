@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -11,11 +13,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from corerl.checkpoint.commit import read_state
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.config.load import structure
-from corerl.config.schema import Config
+from corerl.config.schema import Config, ModelConfig
 from corerl.errors import ModelError
 from corerl.models.config import hf_config
 from corerl.models.export import export_directory
-from corerl.models.tokenizer import GENERATION, load_tokenizer
+from corerl.models.tokenizer import GENERATION, end_tokens, load_tokenizer
 
 SHARD_BYTES = 4 * 2**30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,12 +43,13 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", replace: b
             yield name, source.read(name, (0,) * len(shape), shape).to(dtype)
 
     tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
+    exported = _with_special_tokens(hf_config(model), tokenizer)
     export_directory(
         directory,
-        config=_with_special_tokens(hf_config(model), tokenizer),
+        config=exported,
         tokenizer=tokenizer,
         tensors=tensors(),
-        files=_kept(model.path),
+        generation=_generation(exported, model, end_tokens(tokenizer, model)),
         shard_bytes=SHARD_BYTES,
     )
     return directory
@@ -61,7 +64,12 @@ def _with_special_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenize
     return config
 
 
-def _kept(path: str) -> list[Path]:
-    """Files to copy from the model directory `path`, if there is one, besides config, tokenizer and weights."""
-    file = Path(path) / GENERATION
-    return [file] if path and file.is_file() else []
+def _generation(config: PreTrainedConfig, model: ModelConfig, ends: Sequence[int]) -> dict[str, Any]:
+    """The export's generation_config.json: the authors' settings if there are any, and all tokens that ended the run's
+    samples. Without the file, `generate` would take only what config.json names."""
+    known: dict[str, Any] = {name: getattr(config, name, None) for name in ("bos_token_id", "pad_token_id")}
+    file = Path(model.path) / GENERATION
+    if model.path and file.is_file():
+        known |= json.loads(file.read_text(encoding="utf-8"))
+    known["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends) or None
+    return {name: value for name, value in known.items() if value is not None}

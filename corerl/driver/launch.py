@@ -24,7 +24,7 @@ from corerl.driver.residency import Residency, residency_plan
 from corerl.driver.roles import Role
 from corerl.driver.run import REFERENCE, Run, answers_in, passes_of
 from corerl.driver.run_dir import changed_settings, lost_checkpoints, occupied, write_config
-from corerl.driver.sampling import calls_of, start_scorer, start_source
+from corerl.driver.sampling import calls_of, start_scorer, start_source, unseen_tokens
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates, meeting_at
 from corerl.errors import EngineFailed, SaveFailed
@@ -119,6 +119,8 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
     roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.plan.roles.items()}
     if config.algorithm.kl_coef and config.run.trains:
         groups[ACTOR].snapshot(REFERENCE).load()
+    if config.run.samples and (notice := prepared.chats.finish()):
+        progress.notice(notice)
     source, sampler = start_source(prepared, fleet, reward, stack)
     sharing = offloaded(config, prepared.device)
     residency = Residency(
@@ -165,6 +167,7 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
         checkpoints=checkpoints,
         kl_coef=state.get("kl_coef", own) if config.algorithm.kl_target else own,
         before=answers_in(state),
+        unseen=unseen_tokens(prepared),
     )
     if fleet is not None:
         fleet.on_lost = run.bring_weights

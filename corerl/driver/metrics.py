@@ -28,6 +28,7 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
         metrics["rollout/turns"] = float(rows["turns"].mean())
         # The environment's tokens are not sampled ones.
         metrics["rollout/tokens"] = float(scored.rollout.batch.columns["loss_mask"].sum())
+    metrics |= {f"reward/{name}": value / count for name, (value, count) in scored.parts.items()}
     if scored.failures:
         metrics["reward/failed"] = float(sum(scored.failures.values()))
     metrics |= {f"rollout/{name}": float(count) for name, count in scored.counts.items()}

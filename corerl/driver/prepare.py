@@ -18,6 +18,7 @@ from corerl.config.problems import Problems
 from corerl.config.schema import Config, ModelConfig, RolloutConfig
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource, PromptStream
+from corerl.driver.chats import ChatCheck
 from corerl.driver.processes import ProcessPlan, plan_processes
 from corerl.driver.run_dir import in_the_way, lies_in, require_steps_left, resume_from
 from corerl.errors import CheckpointError, ConfigError, DataError
@@ -28,7 +29,7 @@ from corerl.plugin.registry import load
 from corerl.rollout.encoding import longer_than, require_encodable
 from corerl.rollout.engine import UNLIMITED, SamplingParams
 from corerl.rollout.episodes import EpisodeFunction, resolve_function
-from corerl.rollout.rewards import Reward, resolve_reward
+from corerl.rollout.rewards import Reward, reward_of
 from corerl.rollout.sampler import sampling_params
 from corerl.rollout.saved import SavedRollouts
 from corerl.rollout.sources import Scored
@@ -48,6 +49,7 @@ class Prepared:
     plan: ProcessPlan
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
+    chats: ChatCheck  # to be finished before the first prompt is drawn
     context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
     too_long: str  # notice about prompts that are left out because they do not fit; empty if all fit
     reward: Reward
@@ -82,7 +84,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     for line in contradictions(config):
         problems.add(line)
     models, tokenizer = _models(config, problems)
-    prompts, reward, params = _sampled(config, tokenizer, problems)
+    prompts, chats, reward, params = _sampled(config, tokenizer, problems, starting=starting)
     function, postprocess = _functions(config.rollout, problems)
     if config.rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
@@ -112,10 +114,12 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         fits = resume if problems.none_in("checkpoint") else None
         plan = plan_processes(config, problems, device=device, models=models, run_dir=run_dir, resume=fits)
     problems.raise_all()
+    if chats is not None and config.run.samples:
+        chats.begin()
 
     # No problems, so nothing is missing.
     assert plan is not None and tokenizer is not None
-    assert prompts is not None and reward is not None and params is not None
+    assert prompts is not None and chats is not None and reward is not None and params is not None
     return Prepared(
         config=config,
         device=device,
@@ -125,6 +129,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         plan=plan,
         tokenizer=tokenizer,
         prompts=prompts,
+        chats=chats,
         context_length=context,
         too_long=too_long,
         reward=reward,
@@ -161,24 +166,29 @@ def _models(config: Config, problems: Problems) -> tuple[dict[str, PreTrainedCon
 
 
 def _sampled(
-    config: Config, tokenizer: PreTrainedTokenizerBase | None, problems: Problems
-) -> tuple[PromptSource | None, Reward | None, SamplingParams | None]:
-    """The prompts, and how they are sampled and scored; None for what is wrong."""
+    config: Config, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, starting: bool
+) -> tuple[PromptSource | None, ChatCheck | None, Reward | None, SamplingParams | None]:
+    """The prompts, and how they are checked, sampled and scored; None for what is wrong."""
     params: SamplingParams | None = None
     if tokenizer is not None:
         with problems.stage("rollout.stop"):
             replays = config.algorithm.routing_replay == "engine"
-            ends = end_tokens(tokenizer, config.model.path)
+            ends = end_tokens(tokenizer, config.model)
             params = evolve(sampling_params(config.rollout, tokenizer, ends), routed_experts=replays)
     prompts: PromptSource | None = None
+    chats: ChatCheck | None = None
     with problems.stage("data", path="data.source"):
         prompts = load_prompts(config.data, seed=config.run.seed)
         if tokenizer is not None:
-            require_encodable(prompts, tokenizer)
+            options = config.data.chat_template_options
+            require_encodable(prompts, tokenizer, options)
+            chats = ChatCheck(prompts, tokenizer, options, skip=config.data.refused == "skip")
+            if config.run.samples and (chats.few or not starting):
+                chats.finish()
     reward: Reward | None = None
     with problems.stage("reward", path="reward.name"):
-        reward = resolve_reward(config.reward.name, config.reward.options)
-    return prompts, reward, params
+        reward = reward_of(config.reward)
+    return prompts, chats, reward, params
 
 
 def _functions(
@@ -220,7 +230,7 @@ def _leave_out_long(
         return ""
     too_long = ""
     with problems.stage("data", path="data.source"):
-        if lengths := longer_than(longest, prompts, tokenizer):
+        if lengths := longer_than(longest, prompts, tokenizer, config.data.chat_template_options):
             why = (
                 f"they have up to {max(lengths.values())} tokens, but at most {longest} fit with "
                 f"rollout.max_tokens={rollout.max_tokens} ({bound})"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from attrs import asdict, define, evolve, field, frozen
 
 from corerl.algorithms.kl import adapted_coefficient
@@ -47,7 +48,7 @@ from corerl.rollout.rewards import Scorer
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.sources import Scored, Source, evaluate
 from corerl.trainer.assign import ACTOR, CRITIC
-from corerl.types import LossSpec, Output, TrainResult
+from corerl.types import LossSpec, Output, SampleBatch, TrainResult
 
 CONSTANT_STEPS = 3  # steps in a row with one reward for all samples before the user is warned
 REFERENCE = "reference"  # the snapshot that KL is measured against
@@ -118,6 +119,7 @@ class Run:
 
     kl_coef: float  # algorithm.kl_coef, as adapted so far
 
+    unseen: Mapping[int, str] = field(factory=dict)  # special tokens that texts leave out: id -> token; {} once told
     started: float = field(factory=time.perf_counter)
     _step_started: float = field(factory=time.perf_counter)
     _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
@@ -280,6 +282,7 @@ class Run:
 
     def _warn(self, scored: Scored) -> None:
         """Warn about whatever makes a step teach less than it could."""
+        self._warn_of_unseen(scored.rollout.batch)
         if scored.first_failure:
             failed = sum(scored.failures.values())
             self.progress.notice(f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}")
@@ -290,6 +293,21 @@ class Run:
                 f"every sample of the last {CONSTANT_STEPS} steps had the reward {rewards[0]:g}: nothing is learned "
                 "from that; check reward.name, data.answer_key and the samples"
             )
+
+    def _warn_of_unseen(self, batch: SampleBatch) -> None:
+        """Tell once that the reward misses tokens that the policy samples."""
+        if not self.unseen:
+            return
+        found = batch.columns["loss_mask"] & np.isin(batch.tokens, list(self.unseen))
+        if found.any():
+            before = np.concatenate([[0], np.cumsum(found)])
+            samples = int((np.diff(before[batch.offsets]) > 0).sum())
+            self.progress.notice(
+                f"{samples} of {len(batch)} samples contain special tokens, such as "
+                f"{self.unseen[int(batch.tokens[found][0])]!r}, which the reward's text leaves out; set "
+                "reward.special_tokens=true if it needs them"
+            )
+            self.unseen = {}
 
     def evaluate(self, *, always: bool = False) -> None:
         """Evaluate on the held-out prompts, if due. That depends only on the steps done, so a resumed run evaluates at

@@ -61,8 +61,16 @@ def make_sampler(prepared: Prepared, fleet: EngineFleet, front: Front | None, *,
     thread that does not update weights."""
     generate = fleet.generate_aside if aside else fleet.generate
     seed, tokenizer = prepared.config.run.seed, prepared.tokenizer
+    template_options = prepared.config.data.chat_template_options
+    special_tokens = prepared.config.reward.special_tokens
     if prepared.function is None or front is None:
-        return Sampler(tokenizer=tokenizer, generate=generate, seed=seed)
+        return Sampler(
+            tokenizer=tokenizer,
+            generate=generate,
+            seed=seed,
+            template_options=template_options,
+            special_tokens=special_tokens,
+        )
     return EpisodeSampler(
         tokenizer=tokenizer,
         generate=generate,
@@ -73,6 +81,8 @@ def make_sampler(prepared: Prepared, fleet: EngineFleet, front: Front | None, *,
         aside=fleet.generate_aside,
         calls=calls_of(prepared),
         longest_prompt=prepared.longest_prompt,
+        template_options=template_options,
+        special_tokens=special_tokens,
     )
 
 
@@ -110,6 +120,18 @@ def make_source(
     if prepared.postprocess is not None:
         source = Postprocessed(source, prepared.postprocess, config.rollout.postprocess)
     return source
+
+
+def unseen_tokens(prepared: Prepared) -> dict[int, str]:
+    """The special tokens that the texts of a run's samples leave out, by id, besides those that any tokenizer has and
+    those that end samples."""
+    tokenizer = prepared.tokenizer
+    if prepared.config.reward.special_tokens or not prepared.config.run.samples:
+        return {}
+    common = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
+    known = common | set(prepared.params.stop_tokens)
+    special = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {index: token for index, token in special.items() if index not in known}
 
 
 def calls_of(prepared: Prepared) -> int:

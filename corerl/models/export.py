@@ -6,8 +6,9 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -16,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from corerl.errors import SaveFailed
 from corerl.models.readers import INDEX, SINGLE
+from corerl.models.tokenizer import GENERATION
 
 
 def export_directory(
@@ -24,11 +26,11 @@ def export_directory(
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     tensors: Iterable[tuple[str, Tensor]],
-    files: Iterable[Path] = (),
+    generation: Mapping[str, Any] | None = None,
     shard_bytes: int = 5 * 2**30,
 ) -> int:
-    """Write config, tokenizer, `tensors` (HF name, tensor) and copies of `files` to `path`; returns the bytes of the
-    tensors.
+    """Write config, tokenizer, `tensors` (HF name, tensor) and the generation_config.json `generation` to `path`;
+    returns the bytes of the tensors.
 
     At most one shard of `shard_bytes` is held in memory. Each tensor is copied to the CPU as it comes, so the stream
     may reuse its buffers. Tied weights come once, under the name used in the files. Called by one process; an existing
@@ -46,8 +48,8 @@ def export_directory(
         config.save_pretrained(staging)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
-        for file in files:
-            shutil.copyfile(file, staging / file.name)
+        if generation is not None:
+            (staging / GENERATION).write_text(json.dumps(generation, indent=2), encoding="utf-8")
         if path.exists():
             os.rename(path, replaced)
         os.rename(staging, path)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import decoders, models, processors
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
 
 CHARACTERS = "characters:"
+CONFIG = "config.json"
 GENERATION = "generation_config.json"  # the authors' sampling settings; some end tokens are only listed there
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3 of a character tokenizer
 
@@ -76,18 +78,35 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     )
 
 
-def end_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> list[int]:
-    """The tokens that end a text: the tokenizer's end of sequence, then any others in the generation_config.json of the
-    model at `path`, such as a chat model's end of turn. Raises ModelError if that file cannot be read."""
-    ends = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    file = Path(path) / GENERATION
-    if path and file.is_file():
+def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[int]:
+    """The tokens that end a text: the tokenizer's end of sequence, then those of the model's generation_config.json and
+    of its config.json (or `model.config`), each of which may list several. Raises ModelError if a file cannot be read.
+
+    A config's class has end tokens of its own, which say nothing about this model: only those written down count.
+    """
+    named: list[Any] = [tokenizer.eos_token_id]
+    for file in (Path(model.path) / GENERATION, Path(model.path) / CONFIG) if model.path else ():
+        if file.is_file():
+            try:
+                named += _ends_in(json.loads(file.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                raise ModelError(f"model.path: cannot read the token ids in {file}: {first_line(error)}") from error
+    if not model.path:
         try:
-            named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            ends += [int(token) for token in (named if isinstance(named, list) else [named]) if token is not None]
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise ModelError(f"model.path: cannot read the token ids in {file}: {first_line(error)}") from error
-    return list(dict.fromkeys(ends))
+            named += _ends_in(model.config)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ModelError(f"model.config.eos_token_id: expected a token id or a list of them: {error}") from error
+    # Old configs write -1 for none.
+    return list(dict.fromkeys(token for token in named if token is not None and token >= 0))
+
+
+def _ends_in(fields: Mapping[str, Any]) -> list[int]:
+    """The end tokens that a config names, in its own fields or in those of its language model."""
+    ends: list[int] = []
+    for part in (fields, fields.get("text_config") or {}):
+        named = part.get("eos_token_id")
+        ends += [int(token) for token in (named if isinstance(named, list | tuple) else [named]) if token is not None]
+    return ends
 
 
 def require_room_for_tokens(

@@ -18,7 +18,7 @@ from corerl.data.prompts import Prompt
 from corerl.errors import RewardError
 from corerl.rollout.engine import GenerateRequest, Generation
 from corerl.rollout.partial import continued, joined, split
-from corerl.rollout.rewards import Scores
+from corerl.rollout.rewards import PartSums, Scores, added
 from corerl.rollout.sampler import Errand, Rollout
 from corerl.rollout.sources import Draws, Refill, Scored, Source, exact_share
 from corerl.types import BoolArray, FloatArray
@@ -89,6 +89,7 @@ class Tally:
     dull: int = 0  # groups without spread in their rewards
     failures: Counter[str] = field(factory=Counter)  # failed samples by kind, among those scored since then
     first_failure: str = ""
+    parts: PartSums = field(factory=dict)
 
     def give_up(self, group: PromptGroup) -> None:
         self.stale_samples += len(group.request)
@@ -97,6 +98,7 @@ class Tally:
     def score(self, scores: Scores) -> None:
         self.failures.update(scores.failures)
         self.first_failure = self.first_failure or scores.first
+        self.parts = added(self.parts, scores.parts)
 
     def batch(self, step: int, groups: Sequence[PromptGroup], refill: Refill | None) -> Scored:
         """Make `groups` the batch of rollout step `step`. Raises RewardError if every sample failed to score."""
@@ -119,6 +121,7 @@ class Tally:
             failures=dict(self.failures),
             first_failure=self.first_failure,
             counts=counts,
+            parts=self.parts,
         )
 
 

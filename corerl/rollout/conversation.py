@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import field, frozen
-from jinja2 import TemplateError
 
+from corerl.data.chat import read_message
 from corerl.messages import short_repr
-from corerl.rollout.engine import Generation
+from corerl.rollout.encoding import Rejected, begun, behind, plain, render
+from corerl.rollout.engine import Generation, SamplingParams
+from corerl.rollout.stops import Stops
 from corerl.rollout.tool_calls import CallFormat, as_told, meant
 from corerl.types import Array, BoolArray, FloatArray, IntArray
 
@@ -38,8 +40,8 @@ def _empty(dtype: type) -> Any:
 class Answer:
     """One answer of the policy."""
 
-    text: str  # the whole answer, without special tokens
-    content: str  # `text` without the tool calls
+    text: str  # the whole answer, for the reward
+    content: str  # without special tokens and tool calls, for the client
     calls: tuple[Mapping[str, Any], ...] = ()  # tool calls in the shape of OpenAI's `message.tool_calls`
 
     @property
@@ -123,10 +125,11 @@ class Asked:
 def continued(
     conversation: Conversation, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
 ) -> tuple[Message, ...]:
-    """The request's messages with text as content. Raises Refused if they do not continue the conversation."""
+    """The request's messages with text as content; a last one of the assistant is the beginning of the answer. Raises
+    Refused if they do not continue the conversation."""
     read = tuple(_read(number, message) for number, message in enumerate(messages))
-    if not read or read[-1]["role"] == "assistant":
-        raise Refused("messages: nothing to answer; the last message must have a role other than 'assistant'")
+    if not read or (read[-1]["role"] == "assistant" and read[-1].get("tool_calls")):
+        raise Refused("messages: nothing to answer; the last message must not be a tool call")
     if conversation.turns:
         _require_continued(conversation, read)
         if list(tools) != list(conversation.tools):
@@ -136,12 +139,22 @@ def continued(
 
 class Renderer:
     """Encode new messages with the tokenizer's chat template. Without a template, message texts are concatenated, and
-    the first request gets the tokenizer's own special tokens."""
+    the first request begins as the tokenizer begins a text."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, calls: CallFormat | None = None) -> None:
-        """`calls`: the format of tool calls in answers; None leaves calls in the text."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        calls: CallFormat | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        special_tokens: bool = False,
+    ) -> None:
+        """`calls`: the format of tool calls in answers; None leaves calls in the text. `options`: arguments of the chat
+        template. `special_tokens`: keep them in the texts of answers, though not in what is sent to the client."""
+        self._special_tokens = special_tokens
         self._tokenizer = tokenizer
         self._calls = calls
+        self._options = options
 
     def ask(
         self, conversation: Conversation, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -166,9 +179,9 @@ class Renderer:
             raise Refused("tools: the tokenizer has no chat template to present them; describe them in a message")
         if not template:
             text = "".join(message["content"] for message in messages[said:])
-            return self._encoded(text, special=not said)
+            return behind(self._tokenizer, text) if said else begun(self._tokenizer, [text])[0]
         if not said:
-            return self._encoded(self._rendered(messages, tools), special=False)
+            return plain(self._tokenizer, [self._rendered(messages, tools)])[0]
         # Find what the template writes after the last answer, whatever it makes of the answer itself.
         mark = uuid.uuid4().hex
         # Answers as plain text: a template may refuse tool calls that the policy made, such as two at once.
@@ -176,65 +189,53 @@ class Renderer:
             {"role": message["role"], "content": message["content"]} if number in conversation.answers else message
             for number, message in enumerate(messages)
         ]
-        marked = [*texts[: said - 1], {"role": "assistant", "content": mark}, *texts[said:]]
-        _, found, behind = self._rendered(marked, tools).rpartition(mark)
+        texts[said - 1] = {"role": "assistant", "content": mark}
+        # An answer and the beginning that its request gave it are one message.
+        beginnings = {number - 1 for number in conversation.answers if texts[number - 1]["role"] == "assistant"}
+        marked = [message for number, message in enumerate(texts) if number not in beginnings]
+        _, found, following = self._rendered(marked, tools).rpartition(mark)
         if not found:
             raise Refused(
                 "messages: the chat template omits the last answer, so nothing can follow it; use a tokenizer "
                 "(model.tokenizer) whose template includes it"
             )
-        tokens = self._encoded(behind, special=False)
+        tokens = behind(self._tokenizer, following)
         # It begins with the answer's end token, which was already sampled unless the answer was cut.
         return tokens[1:] if tokens[:1] == conversation.tokens[-1:].tolist() else tokens
 
-    def _encoded(self, text: str, *, special: bool) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
-        return ids
-
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        except (TemplateError, TypeError, ValueError) as error:  # bad roles, or messages it was not written for
-            roles = ", ".join(str(message["role"]) for message in messages)
-            raise Refused(
-                f"messages: the tokenizer's chat template rejects them ({error}); their roles are: {roles}"
-            ) from error
-        return str(text)
+            return render(self._tokenizer, messages, tools=tools, options=self._options)
+        except Rejected as rejected:
+            raise Refused(f"messages: {rejected}") from rejected
 
-    def answer(self, asked: Asked, tokens: IntArray, stop_tokens: Sequence[int]) -> Answer:
-        """Decode an answer without its stop token. If the request has tools and the answer was not cut, tool calls are
-        parsed out of it; malformed ones stay text."""
-        ended = bool(len(tokens)) and int(tokens[-1]) in stop_tokens
+    def answer(self, asked: Asked, tokens: IntArray, params: SamplingParams) -> Answer:
+        """Decode an answer without its stop token or stop text. If the request has tools and the answer was not cut,
+        tool calls are parsed out of it; malformed ones stay text."""
+        stops = Stops(self._tokenizer, params.stop)
+        ended = bool(len(tokens)) and int(tokens[-1]) in params.stop_tokens
         said = (tokens[:-1] if ended else tokens).tolist()
-        text = str(self._tokenizer.decode(said, skip_special_tokens=True))
+        ended = ended or stops.end(said) is not None
+        plain_text, whole = (stops.text(said, special_tokens=special) for special in (False, True))
+        text = whole if self._special_tokens else plain_text
         if self._calls is not None and asked.tools and ended:
             # In some tokenizers a call's delimiters are special tokens; in others, special tokens must be skipped.
-            for written in (text, str(self._tokenizer.decode(said, skip_special_tokens=False))):
+            for written in (plain_text, whole):
                 if (read := self._calls.read(written)) is not None:
                     content, calls = read
                     told = as_told(calls, number=len(asked.messages))
                     return Answer(text=text, content=content, calls=tuple(told))
-        return Answer(text=text, content=text)
+        return Answer(text=text, content=plain_text)
 
 
 def _read(number: int, message: Any) -> Message:
-    """Normalize a message: content as one text, null fields dropped."""
-    where = f"messages[{number}]"
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise Refused(f"{where}: got {short_repr(message, SHOWN)}, wanted an object with a role and content")
-    content: Any = message.get("content") or ""
-    if isinstance(content, list):
-        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
-            raise Refused(f"{where}: content has parts that are not text; the model reads only text")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise Refused(f"{where}: content is {type(content).__name__}, wanted text")
-    return {**{key: held for key, held in message.items() if held is not None}, "content": content}
+    """Normalize a message as the data's are; clients leave out empty content."""
+    if isinstance(message, Mapping):
+        message = {**message, "content": message.get("content") or ""}
+    try:
+        return read_message(message)
+    except ValueError as error:
+        raise Refused(f"messages[{number}] {error}") from error
 
 
 def _require_continued(conversation: Conversation, messages: Sequence[Message]) -> None:

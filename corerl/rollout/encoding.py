@@ -1,74 +1,193 @@
-"""Encode prompts as tokens: texts with the tokenizer's special tokens, chats with its chat template."""
+"""Encode prompts as tokens: texts with the tokenizer's begin tokens, chats with its chat template."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import TemplateError
 
 from corerl.data.prompts import Prompt, PromptSource
-from corerl.errors import DataError, ModelError
+from corerl.errors import ConfigError, DataError, ModelError
 from corerl.messages import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-LOOKED_AT = 64  # prompts of each source that are checked before a run starts
+LOOKED_AT = 64  # prompts of each source whose characters are checked before a run starts
 BATCH = 1024  # prompts encoded at once
+PROBES = ("0", "a", ".")  # texts of an ordinary token in most vocabularies
+ANCHORS = ("\n", ".", "a", "0")  # put before a text, to see how it is encoded behind another
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """[P] each prompt's tokens, up to where the response begins.
+class Rejected(Exception):
+    """The chat template refuses messages, or leaves out what is to be continued."""
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], options: Mapping[str, Any] | None = None
+) -> list[list[int]]:
+    """[P] each prompt's tokens, up to where the response begins; `options` are arguments of the chat template.
 
     Raises DataError if a prompt has no tokens, or if the template refuses a chat.
     """
-    encoded: list[list[int]] = [[]] * len(prompts)
-    for chat in (False, True):
-        rows = [row for row, prompt in enumerate(prompts) if bool(prompt.messages) is chat]
-        texts = [_rendered(tokenizer, prompts[row]) if chat else prompts[row].text for row in rows]
-        if texts:
-            # A chat template writes <bos> itself.
-            tokens = tokenizer(texts, add_special_tokens=not chat, return_attention_mask=False)["input_ids"]
-            for row, ids in zip(rows, tokens, strict=True):
-                encoded[row] = ids
-    for prompt, ids in zip(prompts, encoded, strict=True):
-        if not ids:
-            raise DataError(
-                f"prompt {prompt.index} ({prompt.text!r}) has no tokens, so the model has nothing to continue"
-            )
+    encoded: list[list[int]] = []
+    for ids in _encoded(tokenizer, prompts, options):
+        if isinstance(ids, DataError):
+            raise ids
+        encoded.append(ids)
     return encoded
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
-    messages = [dict(message) for message in prompt.messages]
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], options: Mapping[str, Any] | None
+) -> list[list[int] | DataError]:
+    """[P] each prompt's tokens, or why it has none."""
+    encoded: list[list[int] | DataError] = [[]] * len(prompts)
+    rendered: dict[int, str] = {}
+    for row, prompt in enumerate(prompts):
+        if prompt.messages:
+            try:
+                rendered[row] = render(tokenizer, prompt.messages, tools=prompt.tools, options=options)
+            except Rejected as rejected:
+                encoded[row] = DataError(f"prompt {prompt.index}: {rejected}")
+    # A chat template writes <bos> itself.
+    for row, ids in zip(rendered, plain(tokenizer, list(rendered.values())), strict=True):
+        encoded[row] = ids
+    texts = [row for row, prompt in enumerate(prompts) if not prompt.messages]
+    for row, ids in zip(texts, begun(tokenizer, [prompts[row].text for row in texts]), strict=True):
+        encoded[row] = ids
+    return [
+        ids or DataError(f"prompt {prompt.index} ({prompt.text!r}) has no tokens, so the model has nothing to continue")
+        for prompt, ids in zip(prompts, encoded, strict=True)
+    ]
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+
+def plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """[n] each text's tokens, without any that the tokenizer adds by itself."""
+    if not texts:
+        return []
+    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return ids
+
+
+def begun(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """[n] each text's tokens as the beginning of a row: after what the tokenizer puts before a text (its <bos>), unless
+    the text begins with that itself. What it puts behind one ends it, and would leave nothing to continue."""
+    encoded = plain(tokenizer, texts)
+    before = _put_before(tokenizer, texts[0]) if encoded else []
+    return [ids if ids[: len(before)] == before else before + ids for ids in encoded]
+
+
+def _put_before(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens that the tokenizer puts before a text. They are found with an ordinary one, or else with `text`."""
+    for probe in (*PROBES, text):
+        (inner,), whole = plain(tokenizer, [probe]), tokenizer(probe)["input_ids"]
+        places = [at for at in range(len(whole)) if inner and whole[at : at + len(inner)] == inner]
+        if places:
+            return list(whole[: places[0]])
+    return []
+
+
+def behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text that follows another one, such that the two decode to exactly both texts together.
+
+    Some tokenizers put a space before each text that they are given (sentencepiece's), which would then stand between.
+    """
+    (ids,) = plain(tokenizer, [text])
+    for anchor in ANCHORS:
+        before, whole = plain(tokenizer, [anchor, anchor + text])
+        wanted = _decoded(tokenizer, whole)
+        if not before:
+            continue
+        if _decoded(tokenizer, before + ids) == wanted:
+            return ids
+        if whole[: len(before)] == before:  # else the two grew together where they meet
+            return whole[len(before) :]
+    return ids
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+# ---- chats -----------------------------------------------------------------------------------------------------------
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of a chat, up to where the assistant's answer begins; a last message of the assistant is the beginning
+    of that answer. Raises Rejected, saying why."""
+    goes_on = messages[-1]["role"] == "assistant"
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+            **(options or {}),
+        )
     # Templates may reject system messages or roles that do not alternate. They are also programs, and may fail on any
     # input they were not written for.
-    except (TemplateError, TypeError, ValueError, LookupError) as error:
-        raise DataError(
-            f"prompt {prompt.index}: the tokenizer's chat template rejects its messages ({one_line(error)}); their "
-            "roles are: " + ", ".join(str(message["role"]) for message in messages)
+    except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise Rejected(
+            f"the tokenizer's chat template rejects its messages ({one_line(error)}); their roles are: {roles}"
         ) from error
     return str(text)
 
 
-def require_encodable(source: PromptSource, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check the first prompts of every share. Raises ModelError if prompts are chats and the tokenizer has no template;
-    DataError if the template refuses a prompt, or the tokenizer does not know all of its characters."""
+def refused(
+    source: PromptSource, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> Iterator[tuple[int, str]]:
+    """(index, where and why) for each chat that the template refuses or makes nothing of, in order."""
+    for index in np.sort(np.concatenate([source.train, source.held_out])).tolist():
+        prompt = source.prompt(index)
+        if not prompt.messages:
+            continue
+        try:
+            text = render(tokenizer, prompt.messages, tools=prompt.tools, options=options)
+        except Rejected as rejected:
+            yield index, f"{source.where(index)}: {rejected}"
+        else:
+            if not text:
+                yield index, f"{source.where(index)}: the tokenizer's chat template writes nothing for its messages"
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def require_encodable(
+    source: PromptSource, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
+) -> None:
+    """Check the first texts of every share, and the arguments of the chat template. Raises ModelError if prompts are
+    chats and the tokenizer has no template; ConfigError for an argument that the template does not use; DataError if
+    the tokenizer does not know all characters of a prompt. Which chats the template refuses, `refused` tells."""
     if source.chat and not tokenizer.chat_template:
         raise ModelError(
             "data: the prompts are chats, but the tokenizer has no chat template; use the tokenizer of a chat model "
             "(model.tokenizer), or plain-text prompts with data.chat=false"
         )
+    _require_options(source, tokenizer, options or {})
     for share in source.shares:
-        prompts = [source.prompt(int(index)) for index in share.train[:LOOKED_AT]]
-        for prompt, ids in zip(prompts, encode(tokenizer, prompts), strict=True):
-            if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+        prompts = [source.prompt(index) for index in share.train[:LOOKED_AT].tolist()]
+        for prompt, ids in zip(prompts, _encoded(tokenizer, prompts, options), strict=True):
+            if isinstance(ids, list) and tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
                 raise DataError(
                     f"prompt {prompt.index} ({prompt.text!r}) contains characters that the tokenizer does not know: "
                     f"the model would see {tokenizer.decode(ids)!r}; use another tokenizer (model.tokenizer), or list "
@@ -76,25 +195,46 @@ def require_encodable(source: PromptSource, tokenizer: PreTrainedTokenizerBase) 
                 )
 
 
-def longer_than(limit: int, source: PromptSource, tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
+def _require_options(source: PromptSource, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+    if options and not source.chat:
+        raise ConfigError(
+            "data.chat_template_options: set, but no prompt is a chat; set data.chat=true, or remove the table"
+        )
+    ours = inspect.signature(tokenizer.apply_chat_template).parameters
+    for name in options:
+        if name in ours or name == "messages":
+            raise ConfigError(
+                f"data.chat_template_options.{name}: is not the template's own argument; CoreRL sets it; remove it"
+            )
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise ConfigError(
+                f"data.chat_template_options.{name}: the tokenizer's chat template never reads it; correct its name, "
+                "or remove it"
+            )
+
+
+def longer_than(
+    limit: int, source: PromptSource, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
+) -> dict[int, int]:
     """The prompts of more than `limit` tokens: index -> tokens. Encodes only those that might be longer."""
     indices = np.concatenate([source.train, source.held_out])
     found: dict[int, int] = {}
+    written = len(json.dumps(dict(options or {}), default=str))
     for first in range(0, len(indices), BATCH):
         prompts = [source.prompt(index) for index in indices[first : first + BATCH].tolist()]
-        doubtful = [prompt for prompt in prompts if _tokens_at_most(prompt, tokenizer) > limit]
-        if doubtful:
-            lengths = [len(ids) for ids in encode(tokenizer, doubtful)]
-            found |= {prompt.index: n for prompt, n in zip(doubtful, lengths, strict=True) if n > limit}
+        doubtful = [prompt for prompt in prompts if _tokens_at_most(prompt, tokenizer, written) > limit]
+        lengths = [len(ids) if isinstance(ids, list) else 0 for ids in _encoded(tokenizer, doubtful, options)]
+        found |= {prompt.index: n for prompt, n in zip(doubtful, lengths, strict=True) if n > limit}
     return found
 
 
-def _tokens_at_most(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> float:
+def _tokens_at_most(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, options: int) -> float:
     """An upper bound, without encoding. A token covers at least one byte of the normalized text, which may be longer
-    than the text itself; a chat template adds at most its own length around each plain message."""
+    than the text itself; a chat template adds at most its own length, and that of its `options`, around each plain
+    message."""
     if not prompt.messages:
         return 4 * len(prompt.text.encode()) + 16
-    if any(message.keys() != {"role", "content"} for message in prompt.messages):
+    if prompt.tools or any(message.keys() != {"role", "content"} for message in prompt.messages):
         return math.inf
-    template = len(str(tokenizer.chat_template))
+    template = len(str(tokenizer.chat_template)) + options
     return sum(4 * len(message["content"].encode()) + template for message in prompt.messages) + template

@@ -24,6 +24,7 @@ class SamplingParams:
     top_p: float = 1.0
     max_tokens: int = 256  # maximum number of new tokens
     stop_tokens: tuple[int, ...] = ()  # the sampled stop token is part of the response
+    stop: tuple[str, ...] = ()  # texts that end a response too; CoreRL looks for them, engines need not (see `stops`)
     greedy: bool = False  # take the likeliest token; noise is unused
     routed_experts: bool = False  # also report `Generation.routed_experts`, if the engine can
 
@@ -39,6 +40,9 @@ class GenerateRequest:
     # [R] how many of a row's last tokens already belong to its response, after an interruption or after an episode's
     # first turn: the next token sampled is number `begun` of the response. 0 in a fresh row.
     begun: IntArray = field(default=Factory(lambda self: np.zeros(len(self), dtype=np.int64), takes_self=True))
+    # [R] how many of these belong to the answer being sampled, in which stop texts are looked for: after an episode's
+    # first turn, not the earlier answers.
+    answered: IntArray = field(default=Factory(lambda self: self.begun, takes_self=True))
     # [R] maximum length of each row's response, where an episode's turn asks for fewer than params.max_tokens.
     limits: IntArray = field(default=Factory(lambda self: np.full(len(self), UNLIMITED), takes_self=True))
 
@@ -67,6 +71,7 @@ class GenerateRequest:
             offsets=offsets,
             noise_keys=self.noise_keys[rows],
             begun=self.begun[rows],
+            answered=self.answered[rows],
             limits=self.limits[rows],
         )
 
@@ -84,6 +89,7 @@ class GenerateRequest:
             noise_keys=np.concatenate([part.noise_keys for part in parts]),
             params=parts[0].params,
             begun=np.concatenate([part.begun for part in parts]),
+            answered=np.concatenate([part.answered for part in parts]),
             limits=np.concatenate([part.limits for part in parts]),
         )
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
-import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from attrs import define, evolve, field, frozen
+from attrs import evolve, field, frozen
 
 from corerl.config.functions import imported
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
+from corerl.rollout import loop
 from corerl.rollout.front import API_KEY, MODEL, Client
-from corerl.rollout.rewards import Failure, Scorer, Scores, gathered, is_number, short, told
+from corerl.rollout.rewards import Failure, Judged, Scorer, Scores, gathered, number, short, told
 from corerl.rollout.sampler import Rollout
 from corerl.types import IntArray
 
@@ -50,15 +49,13 @@ class Episode:
         return choice
 
 
-@define(kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False)
 class EpisodeFunction:
     """A user's function with its name in the config and its options."""
 
     name: str
     function: Callable[..., Any]  # (episode, **options) -> number or None, or an awaitable of one
     options: Mapping[str, Any] = field(factory=dict)
-    _loop: asyncio.AbstractEventLoop | None = None  # one for all awaitables, so that they can share loop-bound objects
-    _beginning: threading.Lock = field(factory=threading.Lock)
 
     def play(self, episode: Episode, timeout: float) -> float | Failure | None:
         """Run the function; returns the episode's reward, if it gives one. Awaitables are cancelled after `timeout`
@@ -66,31 +63,16 @@ class EpisodeFunction:
         try:
             value = self.function(episode, **self.options)
             if inspect.isawaitable(value):
-                value = asyncio.run_coroutine_threadsafe(_within(timeout, value), self._running_loop()).result()
+                value = loop.begin(_within(timeout, value)).result()
         except BaseException as error:  # SystemExit too: it would end the thread silently
             return self.failure("raised", f"raised {told(error)}", episode.prompt)
-        if value is None or is_number(value):
-            return None if value is None else float(value)
+        if value is None or (reward := number(value)) is not None:
+            return None if value is None else reward
         return self.failure("no-number", f"returned {value!r}, wanted a finite number or None,", episode.prompt)
 
     def failure(self, kind: str, what: str, prompt: Prompt) -> Failure:
         message = f"rollout.function {self.name!r} {what} on prompt {prompt.index} ({short(prompt.text)})"
         return Failure(kind=kind, message=" ".join(message.split()))
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        with self._beginning:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_run, args=(self._loop,), name="rollout functions", daemon=True).start()
-            return self._loop
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop forever. A SystemExit in a task fails that task alone; asyncio would also let it stop the loop, and
-    with it all other episodes."""
-    while True:
-        with contextlib.suppress(SystemExit, KeyboardInterrupt):
-            loop.run_forever()
 
 
 async def _within(seconds: float, value: Awaitable[Any]) -> Any:
@@ -123,18 +105,20 @@ class EpisodeScorer:
         unknown = np.array([row for row, outcome in enumerate(outcomes) if outcome is None], dtype=np.int64)
         if not len(outcomes) or len(unknown) == len(outcomes):
             return self._scorer.score(rollout, part=part)
-        known = gathered([0.0 if each is None else each for each in outcomes], self._failed_value, part=True)
+        returned = [each if isinstance(each, Failure) else Judged(reward=each or 0.0) for each in outcomes]
+        known = gathered(returned, self._failed_value, part=True)
         rewards, failed, first = known.rewards.copy(), known.failed.copy(), known.first
-        failures = Counter(known.failures)
+        failures, parts = Counter(known.failures), known.parts
         if len(unknown):
             scores = self._scorer.score(_rows(rollout, unknown), part=True)
             rewards[unknown], failed[unknown] = scores.rewards, scores.failed
             failures.update(scores.failures)
+            parts = scores.parts
             if scores.first and failed.argmax() in unknown:
                 first = scores.first
         if failed.all() and not part:
             raise RewardError(f"{first}; none of the {len(failed)} samples has a reward")
-        return Scores(rewards=rewards, failures=dict(failures), first=first, failed=failed)
+        return Scores(rewards=rewards, failures=dict(failures), first=first, failed=failed, parts=parts)
 
 
 def _rows(rollout: Rollout, rows: IntArray) -> Rollout:

@@ -21,6 +21,7 @@ def continued(request: GenerateRequest, generation: Generation) -> GenerateReque
         noise_keys=request.noise_keys[rows],
         params=request.params,
         begun=(request.begun + np.diff(generation.offsets))[rows],
+        answered=(request.answered + np.diff(generation.offsets))[rows],
         limits=request.limits[rows],
     )
 

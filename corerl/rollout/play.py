@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -46,11 +46,19 @@ class EpisodeSampler(Sampler):
         aside: Callable[[GenerateRequest], Generation] | None = None,
         calls: int = 1,
         longest_prompt: int = UNLIMITED,
+        template_options: Mapping[str, Any] | None = None,
+        special_tokens: bool = False,
     ) -> None:
         """`aside` is `generate` for other threads: up to `calls` of them call it at once, so that a long answer delays
         no other; it raises NoneLeft if no engine is left. Without it, calls run one after the other. `longest_prompt`:
         tokens that an episode's first request may have."""
-        super().__init__(tokenizer=tokenizer, generate=generate, seed=seed)
+        super().__init__(
+            tokenizer=tokenizer,
+            generate=generate,
+            seed=seed,
+            template_options=template_options,
+            special_tokens=special_tokens,
+        )
         self._aside = aside
         self._calls = calls
         self._function = function
@@ -89,6 +97,8 @@ class EpisodeSampler(Sampler):
             config=self._config,
             state=state,
             longest_prompt=self._longest_prompt,
+            template_options=self._template_options,
+            special_tokens=self._special_tokens,
         )
 
 

@@ -10,21 +10,16 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
-
-from attrs import evolve
+from typing import TYPE_CHECKING
 
 from corerl.config.schema import RewardConfig
-from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
-from corerl.rollout.rewards import Failure, Reward, Scorer, Scores, gathered, resolve_reward, samples_of
+from corerl.rollout.rewards import Failure, Outcome, Reward, Sample, Scorer, Scores, gathered, reward_of, samples_of
 
 if TYPE_CHECKING:
     from corerl.rollout.sampler import Rollout
-
-Sample = tuple[Prompt, str]
 
 LARGEST_CHUNK = 32  # samples per message: a message costs as much as 50 cheap rewards
 TURN = 1.0  # seconds after which a process returns the part of its chunk that it has not started
@@ -36,7 +31,7 @@ START = 120.0  # seconds for a process to start and import the reward
 def scorer(reward: Reward, config: RewardConfig) -> Iterator[Scorer]:
     """The scorer of a run, with `config.processes` processes that end with the block."""
     if not config.processes:
-        yield evolve(reward, failed_value=config.failed_value)
+        yield reward
         return
     pool = RewardPool(reward, config)
     try:
@@ -54,7 +49,7 @@ class RewardPool:
         self._config = config
         self._scoring = threading.Lock()
         self._closed = False
-        self._processes = [_Process(reward, config.timeout) for _ in range(config.processes)]
+        self._processes = [_Process(reward.name, config) for _ in range(config.processes)]
 
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
         """Raises RewardError if all samples fail (unless they are only a `part` of a batch) or the pool is closed;
@@ -79,12 +74,12 @@ class RewardPool:
         while self._processes:
             self._processes.pop().end()
 
-    def _outcomes(self, samples: Sequence[Sample]) -> list[float | Failure]:
+    def _outcomes(self, samples: Sequence[Sample]) -> list[Outcome]:
         size = min(LARGEST_CHUNK, math.ceil(len(samples) / (4 * self._config.processes)) or 1)
         chunks: deque[Sequence[int]] = deque(
             range(first, min(first + size, len(samples))) for first in range(0, len(samples), size)
         )
-        outcomes: dict[int, float | Failure] = {}
+        outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(samples):
             self._refill()
             for process in self._processes:
@@ -110,7 +105,7 @@ class RewardPool:
             raise self._over()
         self._processes = [process for process in self._processes if not process.ended]
         while len(self._processes) < self._config.processes:
-            self._processes.append(_Process(self._reward, self._config.timeout))
+            self._processes.append(_Process(self._reward.name, self._config))
         if self._closed:  # closed meanwhile
             raise self._over()
 
@@ -119,8 +114,8 @@ class RewardPool:
 
     def _failure(self, lost: _Lost, sample: Sample) -> Failure:
         if lost.exitcode is None:
-            return _late(self._reward, sample, self._config.timeout)
-        return self._reward.failure("died", f"ended its process ({_status(lost.exitcode)})", *sample)
+            return self._reward.late(self._config.timeout, *sample[:2])
+        return self._reward.failure("died", f"ended its process ({_status(lost.exitcode)})", *sample[:2])
 
 
 class _Lost(Exception):
@@ -133,15 +128,15 @@ class _Lost(Exception):
 class _Process:
     """One scoring process: it starts, then alternates between idle and scoring `rows`, until it has ended."""
 
-    def __init__(self, reward: Reward, limit: float) -> None:
+    def __init__(self, name: str, config: RewardConfig) -> None:
         # A fork of a process with threads (Ray's, torch's) may hang; spawned ones also get the driver's sys.path.
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, reward.name, reward.options, limit))
+        self._process = context.Process(target=_serve, args=(theirs, config))
         self._process.start()
         theirs.close()  # now held by the process alone: the connection closes when it ends
-        self._name = reward.name
-        self._time = TURN + limit + GRACE
+        self._name = name
+        self._time = TURN + config.timeout + GRACE
         self.rows: Sequence[int] = ()
         self.until = time.monotonic() + START  # its deadline; infinite while idle
         self.ended = False
@@ -160,10 +155,10 @@ class _Process:
         self.rows, self.until = rows, time.monotonic() + self._time
         return True
 
-    def answer(self) -> list[float | Failure]:
+    def answer(self) -> list[Outcome]:
         """Rewards of its first rows; none if it has just started. Raises _Lost if it ended or its time is up,
         RewardError if that happened before it had started, ConfigError if it cannot import the reward."""
-        found: list[float | Failure] | ConfigError | None = None
+        found: list[Outcome] | ConfigError | None = None
         try:
             if self.connection.poll():
                 found = self.connection.recv()
@@ -213,10 +208,6 @@ def _status(exitcode: int) -> str:
     return signal.Signals(-exitcode).name if exitcode < 0 else f"exit status {exitcode}"
 
 
-def _late(reward: Reward, sample: Sample, limit: float) -> Failure:
-    return reward.failure("timeout", f"took longer than reward.timeout={limit:g} seconds", *sample)
-
-
 # ---- in the processes ------------------------------------------------------------------------------------------------
 
 
@@ -224,7 +215,7 @@ class _TimeUp(BaseException):
     """The sample's time is up. Not an Exception, so that the reward does not catch it as one of its own."""
 
 
-def _serve(connection: Connection, name: str, options: Mapping[str, Any], limit: float) -> None:
+def _serve(connection: Connection, config: RewardConfig) -> None:
     """Answer each list of samples with the outcomes of its first ones. The first message is an empty answer once the
     reward is imported, or the ConfigError that prevents it."""
     os.set_inheritable(connection.fileno(), False)  # a child left running by a reward would hold it open
@@ -232,14 +223,14 @@ def _serve(connection: Connection, name: str, options: Mapping[str, Any], limit:
     os.setpgrp()
     threading.Thread(target=_end_with_driver, daemon=True).start()
     try:
-        reward = resolve_reward(name, options)
+        reward = reward_of(config)
     except ConfigError as error:
         connection.send(error)
         return
     samples: Sequence[Sample] = ()
     with contextlib.suppress(EOFError, BrokenPipeError):  # the driver is gone
         while True:
-            connection.send(_score(reward, samples, limit))
+            connection.send(_score(reward, samples, config.timeout))
             samples = connection.recv()
 
 
@@ -250,9 +241,12 @@ def _end_with_driver() -> None:
         os._exit(1)  # a reward may run forever, and nobody waits for it
 
 
-def _score(reward: Reward, samples: Sequence[Sample], limit: float) -> list[float | Failure]:
-    """Outcomes of the first samples: at least one; no new one is started after `TURN` seconds."""
-    outcomes: list[float | Failure] = []
+def _score(reward: Reward, samples: Sequence[Sample], limit: float) -> list[Outcome]:
+    """Outcomes of the first samples: at least one; no new one is started after `TURN` seconds. An async reward is
+    awaited for all at once."""
+    if reward.waits:
+        return reward.outcomes(samples, limit)
+    outcomes: list[Outcome] = []
     started = time.monotonic()
     for sample in samples:
         outcomes.append(_timed(reward, sample, limit))
@@ -261,7 +255,7 @@ def _score(reward: Reward, samples: Sequence[Sample], limit: float) -> list[floa
     return outcomes
 
 
-def _timed(reward: Reward, sample: Sample, limit: float) -> float | Failure:
+def _timed(reward: Reward, sample: Sample, limit: float) -> Outcome:
     """Score one sample. A signal interrupts Python code and waits; for anything else the driver kills the process."""
 
     def end(*_: object) -> None:
@@ -275,8 +269,8 @@ def _timed(reward: Reward, sample: Sample, limit: float) -> float | Failure:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except _TimeUp:
-        return _late(reward, sample, limit)
+        return reward.late(limit, *sample[:2])
     except SystemExit as error:
-        return reward.failure("died", f"ended its process (sys.exit({error.code!r}))", *sample)
+        return reward.failure("died", f"ended its process (sys.exit({error.code!r}))", *sample[:2])
     except BaseException as error:  # such as asyncio's CancelledError, which must not end this process
-        return reward.failure("raised", f"raised {type(error).__name__}", *sample)
+        return reward.failure("raised", f"raised {type(error).__name__}", *sample[:2])

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import numbers
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, fields, frozen
 
 from corerl.config.functions import imported
 from corerl.errors import ConfigError, RewardError
 from corerl.messages import nearest, place
+from corerl.rollout import loop
 from corerl.types import BoolArray, FloatArray
 
 if TYPE_CHECKING:
+    from corerl.config.schema import RewardConfig
     from corerl.data.prompts import Prompt
     from corerl.rollout.sampler import Rollout
 
@@ -56,6 +60,29 @@ class Failure:
 
 
 @frozen(kw_only=True)
+class Judged:
+    """A sample's reward."""
+
+    reward: float
+    parts: Mapping[str, float] = field(factory=dict)  # the values that it is the weighted sum of, if there are several
+
+
+Outcome = Judged | Failure
+Sample = tuple["Prompt", str, Sequence[int]]  # prompt, response, the response's tokens
+PartSums = Mapping[str, tuple[float, int]]  # by name: the sum of a part's values, and the number of samples with it
+
+
+def added(*sums: PartSums) -> PartSums:
+    """The sums of several calls together."""
+    total: dict[str, tuple[float, int]] = {}
+    for each in sums:
+        for name, (value, count) in each.items():
+            before, counted = total.get(name, (0.0, 0))
+            total[name] = before + value, counted + count
+    return total
+
+
+@frozen(kw_only=True)
 class Scores:
     """The rewards of a rollout's samples, and which of them failed."""
 
@@ -64,6 +91,7 @@ class Scores:
     first: str = ""  # the first failure in sample order, as one line
     # [B] True for failed samples
     failed: BoolArray = field(default=Factory(lambda self: np.zeros(len(self.rewards), np.bool_), takes_self=True))
+    parts: PartSums = field(factory=dict)  # over all samples that did not fail
 
 
 class Scorer(Protocol):
@@ -76,39 +104,172 @@ LARGEST = float(np.finfo(np.float32).max)
 LONGEST = 80  # characters of a text that a message shows
 
 
+class NoNumber(ValueError):
+    """A reward function's value is no reward; the text says what it returned."""
+
+
 @frozen(kw_only=True)
 class Reward:
     """A reward function with its name in the config and its options."""
 
     name: str
-    function: Callable[..., Any]  # (prompt, response, **options) -> number
+    # (prompt, response, **options) -> number, or numbers by name; or an awaitable of that. One that has a parameter
+    # `tokens` also gets the response's token ids.
+    function: Callable[..., Any]
     options: Mapping[str, Any] = field(factory=dict)
+    weights: Mapping[str, float] = field(factory=dict)  # of the numbers by name; empty: 1 each
     failed_value: float = 0.0  # reward of a sample on which the function fails
 
-    def __call__(self, prompt: Prompt, response: str) -> float:
+    def __call__(self, prompt: Prompt, response: str, tokens: Sequence[int] = ()) -> float:
         """The reward. Raises RewardError, naming the sample, if the function raises or returns no finite number."""
-        outcome = self.outcome(prompt, response)
+        outcome = self.outcome(prompt, response, tokens)
         if isinstance(outcome, Failure):
             raise RewardError(outcome.message)
-        return outcome
+        return outcome.reward
 
-    def outcome(self, prompt: Prompt, response: str) -> float | Failure:
+    @property
+    def waits(self) -> bool:
+        """Whether the function is async, so that it can score many samples at once."""
+        return _is_async(self.function)
+
+    def outcome(self, prompt: Prompt, response: str, tokens: Sequence[int] = ()) -> Outcome:
         """The sample's reward, or why it has none."""
         try:
-            value = self.function(prompt, response, **self.options)
+            value = self._value(prompt, response, tokens)
+            if inspect.isawaitable(value):
+                waiting = loop.begin(_awaited(value))
+                try:
+                    value = waiting.result()
+                except BaseException:  # its time is up, say
+                    waiting.cancel()
+                    raise
         except Exception as error:
             return self.failure("raised", f"raised {told(error)}", prompt, response)
-        if not is_number(value):
-            return self.failure("no-number", f"returned {value!r}, wanted a finite number,", prompt, response)
-        return float(value)
+        return self._judged(value, prompt, response)
+
+    def outcomes(self, samples: Sequence[Sample], limit: float | None = None) -> list[Outcome]:
+        """The samples' rewards, of an async function awaited all at once, with a time limit in seconds for each."""
+        if not self.waits:
+            return [self.outcome(*sample) for sample in samples]
+        waiting = [loop.begin(self._outcome_within(limit, *sample)) for sample in samples]
+        return [each.result() for each in waiting]
+
+    async def _outcome_within(
+        self, limit: float | None, prompt: Prompt, response: str, tokens: Sequence[int]
+    ) -> Outcome:
+        try:
+            async with asyncio.timeout(limit) as clock:
+                value = await self._value(prompt, response, tokens)
+        except (SystemExit, KeyboardInterrupt) as error:
+            return self.failure("died", f"ended its process ({error!r})", prompt, response)
+        except BaseException as error:  # such as asyncio's CancelledError, which would end all other samples too
+            if clock.expired() and isinstance(error, TimeoutError):
+                return self.late(limit or 0.0, prompt, response)
+            return self.failure("raised", f"raised {told(error)}", prompt, response)
+        return self._judged(value, prompt, response)
+
+    def _value(self, prompt: Prompt, response: str, tokens: Sequence[int]) -> Any:
+        seen = {"tokens": list(tokens)} if takes_tokens(self.function) else {}
+        return self.function(prompt, response, **seen, **self.options)
+
+    def judge(self, value: Any) -> Judged:
+        """What the function returned, as a reward. Raises NoNumber."""
+        if not isinstance(value, Mapping):
+            if (reward := number(value)) is None:
+                raise NoNumber(f"returned {value!r}, wanted a finite number,")
+            return Judged(reward=reward)
+        parts = {str(name): part for name, each in value.items() if (part := number(each)) is not None}
+        if self.weights and (unknown := parts.keys() - self.weights.keys()):
+            raise NoNumber(
+                f"returned the part {min(unknown)!r}, but its weights list only "
+                f"{', '.join(map(repr, self.weights))}; add it there, with 0 to leave it out of the reward,"
+            )
+        reward = number(sum(self.weights.get(name, 1.0) * part for name, part in parts.items()))
+        if not value or len(parts) < len(value) or reward is None:
+            raise NoNumber(f"returned {value!r}, wanted finite numbers by name,")
+        return Judged(reward=reward, parts=parts)
+
+    def _judged(self, value: Any, prompt: Prompt, response: str) -> Outcome:
+        try:
+            return self.judge(value)
+        except NoNumber as error:
+            return self.failure("no-number", str(error), prompt, response)
 
     def failure(self, kind: str, what: str, prompt: Prompt, response: str) -> Failure:
         sample = f"on prompt {prompt.index} ({short(prompt.text)}) with the response {short(response)}"
         return Failure(kind=kind, message=" ".join(f"reward {self.name!r} {what} {sample}".split()))
 
+    def late(self, limit: float, prompt: Prompt, response: str) -> Failure:
+        return self.failure("timeout", f"took longer than reward.timeout={limit:g} seconds", prompt, response)
+
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """Score in this process, one sample at a time, without a time limit."""
-        return gathered([self.outcome(*sample) for sample in samples_of(rollout)], self.failed_value, part=part)
+        """Score in this process, without a time limit."""
+        return gathered(self.outcomes(samples_of(rollout)), self.failed_value, part=part)
+
+
+@frozen(kw_only=True)
+class Term:
+    """One of several rewards."""
+
+    label: str  # its name in metrics
+    weight: float
+    reward: Reward
+
+
+@frozen(kw_only=True)
+class WeightedSum(Reward):
+    """Several rewards as one: the sum of each one's value times its weight. Its parts are each one's value by its
+    label, and the parts of one that has parts as `label.part`."""
+
+    function: Callable[..., Any] = sum  # never called
+    terms: Sequence[Term]
+
+    @property
+    def waits(self) -> bool:
+        return any(term.reward.waits for term in self.terms)
+
+    def _value(self, prompt: Prompt, response: str, tokens: Sequence[int]) -> Any:
+        values = [term.reward._value(prompt, response, tokens) for term in self.terms]
+        return _all(values) if any(map(inspect.isawaitable, values)) else values
+
+    def judge(self, value: Any) -> Judged:
+        total = 0.0
+        parts: dict[str, float] = {}
+        for term, each in zip(self.terms, value, strict=True):
+            try:
+                judged = term.reward.judge(each)
+            except NoNumber as error:
+                raise NoNumber(f"({term.label}) {error}") from error
+            total += term.weight * judged.reward
+            parts |= {
+                term.label: judged.reward,
+                **{f"{term.label}.{name}": part for name, part in judged.parts.items()},
+            }
+        if number(total) is None:
+            raise NoNumber(f"has the sum {total!r}, wanted a finite number,")
+        return Judged(reward=total, parts=parts)
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+async def _all(values: Sequence[Any]) -> list[Any]:
+    waiting = iter(await asyncio.gather(*[_awaited(value) for value in values if inspect.isawaitable(value)]))
+    return [next(waiting) if inspect.isawaitable(value) else value for value in values]
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def takes_tokens(function: Callable[..., Any]) -> bool:
+    """Whether a reward function has a parameter of its own for the response's token ids."""
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # written in C, it has no signature to look at
+        return False
+    return "tokens" in parameters[2:]
 
 
 class InTurn:
@@ -123,31 +284,43 @@ class InTurn:
             return self._scorer.score(rollout, part=part)
 
 
-def samples_of(rollout: Rollout) -> list[tuple[Prompt, str]]:
-    """[B] (prompt, response) pairs."""
-    groups = rollout.batch.rows["group"]
-    return [(rollout.prompts[group], text) for group, text in zip(groups, rollout.texts, strict=True)]
+def samples_of(rollout: Rollout) -> list[Sample]:
+    """[B] prompt, response, and the response's tokens with the one that ended it; of an episode, its last answer's."""
+    batch = rollout.batch
+    sampled = batch.columns.get("loss_mask")
+    tokens: list[Sequence[int]] = []
+    for first, last in pairwise(batch.offsets.tolist()):
+        row = np.flatnonzero(sampled[first:last]) if sampled is not None else np.arange(last - first)
+        begins = row[np.flatnonzero(np.diff(row) > 1)[-1:] + 1]  # of the last run of sampled tokens
+        begin = begins[0] if len(begins) else row[0] if len(row) else 0
+        tokens.append(batch.tokens[first + begin : first + row[-1] + 1].tolist() if len(row) else [])
+    groups = batch.rows["group"]
+    return [(rollout.prompts[group], text, ids) for group, text, ids in zip(groups, rollout.texts, tokens, strict=True)]
 
 
-def gathered(outcomes: Sequence[float | Failure], failed_value: float, *, part: bool = False) -> Scores:
+def gathered(outcomes: Sequence[Outcome], failed_value: float, *, part: bool = False) -> Scores:
     """Collect outcomes. Raises RewardError if all are failures, unless they are only a `part` of a batch."""
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     first = failures[0].message if failures else ""
     if failures and len(failures) == len(outcomes) and not part:
         raise RewardError(first + (f"; all {len(outcomes)} samples failed" if len(outcomes) > 1 else ""))
-    rewards = [failed_value if isinstance(outcome, Failure) else outcome for outcome in outcomes]
+    rewards = [failed_value if isinstance(outcome, Failure) else outcome.reward for outcome in outcomes]
+    judged = [outcome for outcome in outcomes if isinstance(outcome, Judged)]
     return Scores(
         rewards=np.array(rewards, dtype=np.float32),
         failures=dict(Counter(failure.kind for failure in failures)),
         first=first,
         failed=np.array([isinstance(outcome, Failure) for outcome in outcomes], dtype=np.bool_),
+        parts=added(*({name: (value, 1) for name, value in each.parts.items()} for each in judged)),
     )
 
 
-def is_number(value: Any) -> bool:
-    """Whether `value` is a number that float32 can hold. numpy's bool is not a Real, its other scalars are."""
-    number = isinstance(value, numbers.Real | np.bool_)
-    return number and bool(-LARGEST <= value <= LARGEST)
+def number(value: Any) -> float | None:
+    """A number that float32 can hold, or a scalar array or tensor of one, as a float; None for anything else."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # of numpy, torch or jax
+        value = value.item()
+    fits = isinstance(value, numbers.Real) and bool(-LARGEST <= value <= LARGEST)  # type: ignore[operator]
+    return float(value) if fits else None
 
 
 def told(error: BaseException) -> str:
@@ -174,24 +347,50 @@ def short(text: str) -> str:
     return repr(text if len(text) <= LONGEST else text[: LONGEST - 3] + "...")
 
 
-def resolve_reward(name: str, options: Mapping[str, Any]) -> Reward:
-    """Look up a reward by name. Raises ConfigError if there is none, or its signature does not fit."""
+def reward_of(config: RewardConfig) -> Reward:
+    """The reward that `[reward]` describes. Raises ConfigError if there is none, or a signature does not fit."""
+    if not config.functions:
+        reward = resolve_reward(config.name, config.options, config.weights)
+        return evolve(reward, failed_value=config.failed_value)
+    if config.name != fields(type(config)).name.default or config.options or config.weights:
+        raise ConfigError(
+            "reward.functions: cannot be combined with reward.name, reward.options or reward.weights; move them into "
+            "an entry of reward.functions, or remove one of the two"
+        )
+    labels = [each.label or each.name.rpartition(":")[2] for each in config.functions]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigError(f"reward.functions: two functions are named {label!r}; give each a different label")
+    terms = [
+        Term(
+            label=label,
+            weight=each.weight,
+            reward=resolve_reward(each.name, each.options, each.weights, table=f"reward.functions[{place}]"),
+        )
+        for place, (label, each) in enumerate(zip(labels, config.functions, strict=True))
+    ]
+    return WeightedSum(name=" + ".join(labels), terms=terms, failed_value=config.failed_value)
+
+
+def resolve_reward(
+    name: str, options: Mapping[str, Any], weights: Mapping[str, float] | None = None, *, table: str = "reward"
+) -> Reward:
+    """Look up a reward by name; `table` holds it in the config. Raises ConfigError if there is none, or its signature
+    does not fit."""
     function = BUILT_IN.get(name)
     if function is None:
         if ":" not in name:
             near = nearest(name, BUILT_IN)
             raise ConfigError(
-                f"reward.name: unknown reward {name!r}{f', did you mean {near!r}?' if near else ''}; "
+                f"{table}.name: unknown reward {name!r}{f', did you mean {near!r}?' if near else ''}; "
                 f"built in: {', '.join(sorted(BUILT_IN))}; write your own as 'module:function'"
             )
-        function = imported(name, setting="reward.name")
-    _require_callable(name, function, options)
-    return Reward(name=name, function=function, options=options)
+        function = imported(name, setting=f"{table}.name")
+    _require_callable(name, function, options, table)
+    return Reward(name=name, function=function, options=options, weights=weights or {})
 
 
-def _require_callable(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"reward.name={name!r} is an async function, wanted a plain one; run an event loop inside it")
+def _require_callable(name: str, function: Callable[..., Any], options: Mapping[str, Any], table: str) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -200,19 +399,24 @@ def _require_callable(name: str, function: Callable[..., Any], options: Mapping[
         signature.bind_partial(None, "")
     except TypeError as error:
         raise ConfigError(
-            f"reward.name={name!r} takes {signature}, but is called as function(prompt, response, **options): {error}; "
-            "make its first two parameters positional"
+            f"{table}.name={name!r} takes {signature}, but is called as function(prompt, response, **options): "
+            f"{error}; make its first two parameters positional"
         ) from error
     order = [word.lower() for word in list(signature.parameters)[:2]]
     if len(order) == 2 and order[0] in RESPONSES and order[1] == "prompt":
         raise ConfigError(
-            f"reward.name={name!r} takes {signature}, but is called as function(prompt, response, **options); "
+            f"{table}.name={name!r} takes {signature}, but is called as function(prompt, response, **options); "
             "swap its first two parameters"
         )
+    if takes_tokens(function) and "tokens" in options:
+        raise ConfigError(
+            f"{table}.options.tokens: reward {name!r} gets the response's token ids under this name; rename the option"
+        )
+    seen: dict[str, Any] = {"tokens": []} if takes_tokens(function) else {}
     try:
-        signature.bind(None, "", **options)
+        signature.bind(None, "", **seen, **options)
     except TypeError as error:
         raise ConfigError(
-            f"reward.options={dict(options)} do not fit reward {name!r}, which is called with (prompt, response, "
+            f"{table}.options={dict(options)} do not fit reward {name!r}, which is called with (prompt, response, "
             f"**options): {error}"
         ) from error

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from attrs import field, frozen
@@ -17,6 +17,7 @@ from corerl.errors import ConfigError, EngineFailed
 from corerl.ops.noise import hash_keys
 from corerl.rollout.encoding import encode
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
+from corerl.rollout.stops import Stops, stops_of
 from corerl.types import Array, IntArray, Output, SampleBatch, offsets_of, rows_at
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ class Rollout:
 
     batch: SampleBatch
     prompts: tuple[Prompt, ...]  # [P]
-    texts: list[str]  # [B] responses without special tokens; of an episode, the last answer
+    texts: list[
+        str
+    ]  # [B] responses, without special tokens unless reward.special_tokens; of an episode, the last answer
     # [B] for episodes: the reward from its function, why it failed, or None to be scored like any sample.
     outcomes: Sequence[float | Failure | None] = field(factory=list)
 
@@ -120,7 +123,12 @@ class Sampler:
         tokenizer: PreTrainedTokenizerBase,
         generate: Callable[[GenerateRequest], Generation],
         seed: int,
+        template_options: Mapping[str, Any] | None = None,
+        special_tokens: bool = False,
     ) -> None:
+        """`template_options`: arguments of the tokenizer's chat template. `special_tokens`: keep them in texts."""
+        self._special_tokens = special_tokens
+        self._template_options = template_options or {}
         self._tokenizer = tokenizer
         self._generate = generate
         self._seed = seed
@@ -129,8 +137,7 @@ class Sampler:
         self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
     ) -> Rollout:
         """Draw `samples` responses to each prompt. They depend on the weights, the seed, `rollout_step`, the prompt and
-        the sample's number; another `attempt` at the same step draws others. Text prompts are encoded with the
-        tokenizer's own special tokens (its <bos>).
+        the sample's number; another `attempt` at the same step draws others.
 
         Raises DataError for a prompt without tokens, EngineFailed for an unfinished response, and what `generate`
         raises.
@@ -172,17 +179,20 @@ class Sampler:
             generation.tokens[begin : end - int(end > begin and stops[end - 1])]
             for begin, end in pairwise(generation.offsets.tolist())
         ]
-        return Rollout(
-            batch=batch,
-            prompts=tuple(prompts),
-            # Without the stop token, which may not be a special one: it is not part of the answer.
-            # Arrays, although the annotation omits them: for a list, transformers inspects every token.
-            texts=self._tokenizer.batch_decode(said, skip_special_tokens=True),  # type: ignore[arg-type]
-        )
+        return Rollout(batch=batch, prompts=tuple(prompts), texts=self._texts(said, request.params.stop))
+
+    def _texts(self, said: Sequence[IntArray], stop: Sequence[str]) -> list[str]:
+        """[R] responses as texts, without the stop token, which may not be a special one, and without a stop text: they
+        are no part of the answer."""
+        if stop:
+            stops = Stops(self._tokenizer, stop)
+            return [stops.text(tokens.tolist(), special_tokens=self._special_tokens) for tokens in said]
+        # Arrays, although the annotation omits them: for a list, transformers inspects every token.
+        return self._tokenizer.batch_decode(said, skip_special_tokens=not self._special_tokens)  # type: ignore[arg-type]
 
     def _encode(self, prompts: Sequence[Prompt]) -> tuple[IntArray, IntArray]:
         """Encode prompts as ragged tokens [n] and offsets [P + 1]."""
-        encoded = encode(self._tokenizer, prompts)
+        encoded = encode(self._tokenizer, prompts, self._template_options)
         tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
         return tokens, offsets_of([len(ids) for ids in encoded])
 
@@ -190,19 +200,18 @@ class Sampler:
 def sampling_params(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> SamplingParams:
     """The config's sampling parameters; stop tokens are `ends`, the model's own, then those of the stop texts.
 
-    Raises ConfigError if a stop text is not exactly one token.
+    Raises ConfigError for a stop text that no response can contain.
     """
-    stops = list(ends)
-    for text in rollout.stop:
-        try:
-            stops.append(stop_token(text, tokenizer))
-        except ValueError as error:
-            raise ConfigError(f"rollout.stop: {error}") from error
+    try:
+        tokens, texts = stops_of(rollout.stop, tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"rollout.stop: {error}") from error
     return SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         max_tokens=rollout.max_tokens,
-        stop_tokens=tuple(dict.fromkeys(stops)),
+        stop_tokens=tuple(dict.fromkeys([*ends, *tokens])),
+        stop=tuple(dict.fromkeys(texts)),
     )
 
 
@@ -213,17 +222,6 @@ def require_finished(generation: Generation) -> None:
             f"{int(generation.unfinished.sum())} of {len(generation)} responses came back unfinished, but the "
             "engines were not paused; an engine may return unfinished responses only between pause() and resume()"
         )
-
-
-def stop_token(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token id of a stop text. Raises ValueError if the text is not exactly one known token."""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
-        raise ValueError(
-            f"{text!r} is {len(ids)} tokens for this tokenizer ({tokenizer.convert_ids_to_tokens(ids)}), wanted "
-            "exactly one known token"
-        )
-    return int(ids[0])
 
 
 def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:

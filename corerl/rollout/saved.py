@@ -41,6 +41,7 @@ def write_rollout(directory: Path, scored: Scored) -> Path:
         "failures": dict(scored.failures),
         "first_failure": scored.first_failure,
         "counts": dict(scored.counts),
+        "parts": dict(scored.parts),
     }
     arrays: dict[str, Array] = {
         "tokens": batch.tokens,
@@ -99,6 +100,7 @@ def read_rollout(path: Path) -> Scored:
             failures=facts["failures"],
             first_failure=facts["first_failure"],
             counts=facts["counts"],
+            parts={name: tuple(sums) for name, sums in facts["parts"].items()},
         )
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise DataError(f"cannot read the rollout batch {path} ({error}); sample it again") from error

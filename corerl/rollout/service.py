@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -12,8 +13,12 @@ from corerl.config.schema import ModelConfig
 from corerl.plugin.origins import Origin, require_same
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received
+from corerl.rollout.stops import Stops, until_stop
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @frozen(kw_only=True)
@@ -36,9 +41,18 @@ class EngineService:
         options = structure(assignment.options, loaded.spec.config, path=f"engines.{loaded.name}")
         engine_class: type[Engine] = load_implementation(Kind.ENGINES, loaded)
         self.engine = engine_class(assignment.model, options, assignment.context)
+        self._model = assignment.model
 
     def generate(self, request: GenerateRequest) -> Generation:
-        return self.engine.generate(request)
+        if not request.params.stop:
+            return self.engine.generate(request)
+        return until_stop(self.engine.generate, request, Stops(self._tokenizer, request.params.stop))
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        from corerl.models.tokenizer import load_tokenizer  # slow to import, and few runs have stop texts
+
+        return load_tokenizer(tokenizer=self._model.tokenizer, path=self._model.path)
 
     def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
         return self.engine.receive(manifest, version, address)

@@ -16,7 +16,7 @@ from attrs import evolve, field, frozen
 from corerl.data.prompts import Prompt, PromptStream
 from corerl.plugin.events import Shown
 from corerl.rollout.engine import SamplingParams
-from corerl.rollout.rewards import Scorer, exact_match
+from corerl.rollout.rewards import PartSums, Scorer, added, exact_match
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.types import BoolArray, FloatArray, IntArray
 
@@ -33,6 +33,7 @@ class Scored:
     failures: Mapping[str, int] = field(factory=dict)  # failed samples by kind of failure
     first_failure: str = ""  # as one line
     counts: Mapping[str, int] = field(factory=dict)  # of other samples drawn for this step, by name
+    parts: PartSums = field(factory=dict)  # of rewards that have several, over all samples scored for this step
 
     def shown(self, count: int = 3) -> tuple[Shown, ...]:
         """The first sample of each of the first `count` prompts, for display."""
@@ -177,6 +178,7 @@ class Draws:
             seconds={"rollout": seconds, "reward": time.perf_counter() - started},
             failures=scores.failures,
             first_failure=scores.first,
+            parts=scores.parts,
         )
 
     def _refilled(self, first: Scored, refill: Refill) -> Scored:
@@ -201,6 +203,7 @@ class Draws:
             seconds=dict(seconds),
             failures=dict(failures),
             first_failure=next((scored.first_failure for scored in attempts if scored.first_failure), ""),
+            parts=added(*(scored.parts for scored in attempts)),
             counts={
                 "attempts": len(attempts),
                 "groups_without_spread": sum(len(part.rollout.prompts) for part in dull),
@@ -273,6 +276,7 @@ def evaluate(
         metrics["eval/exact_match"] = matched
     if scores.failures:
         metrics["eval/failed"] = float(sum(scores.failures.values()))
+    metrics |= {f"eval/reward/{name}": value / count for name, (value, count) in scores.parts.items()}
     sources = np.array([prompt.source for prompt in prompts])
     for name in dict.fromkeys(prompt.source for prompt in prompts if prompt.source):
         metrics[f"eval/{name}/reward"] = float(rewards[sources == name].mean(dtype=np.float64))

@@ -7,9 +7,9 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import define, evolve, field, frozen
@@ -21,7 +21,7 @@ from corerl.rollout.engine import UNLIMITED, GenerateRequest, Generation, Sampli
 from corerl.rollout.episodes import Episode, EpisodeFunction
 from corerl.rollout.front import ChatAnswer, ChatRequest, Front
 from corerl.rollout.rewards import Failure
-from corerl.rollout.sampler import stop_token
+from corerl.rollout.stops import stops_of
 from corerl.rollout.tool_calls import format_of
 from corerl.types import IntArray
 
@@ -83,16 +83,24 @@ class Table:
         config: EpisodesConfig,
         state: threading.Condition,
         longest_prompt: int = UNLIMITED,
+        template_options: Mapping[str, Any] | None = None,
+        special_tokens: bool = False,
     ) -> None:
         """`longest_prompt`: tokens that an episode's first request may have."""
         self._front = front
         self._tokenizer = tokenizer
-        self._renderer = Renderer(tokenizer, format_of(config.tool_calls, tokenizer.chat_template))
+        self._renderer = Renderer(
+            tokenizer,
+            format_of(config.tool_calls, tokenizer.chat_template),
+            template_options,
+            special_tokens=special_tokens,
+        )
         self._params = params
         self._function = function
         self._config = config
         self._state = state
         self._longest_prompt = longest_prompt
+        self._stops: dict[tuple[str, ...], tuple[list[int], list[str]]] = {}  # by the texts of a request
         self._to_begin: deque[Player] = deque()
         self._playing: dict[int, Player] = {}  # by id(), oldest first
         self._waiting: list[Player] = []  # players whose turns `look` has not returned yet
@@ -131,7 +139,7 @@ class Table:
 
     def tell(self, player: Player, turn: Turn, drawn: Generation) -> None:
         """Deliver what was drawn: it becomes part of the conversation, unless the episode has ended meanwhile."""
-        answer = self._renderer.answer(turn.asked, drawn.tokens, turn.request.params.stop_tokens)
+        answer = self._renderer.answer(turn.asked, drawn.tokens, turn.request.params)
         with self._state:
             if player.ended:
                 return
@@ -264,11 +272,15 @@ class Table:
         """The engine request for the next part of the episode's one response."""
         params = self._params
         try:
-            stops = [stop_token(text, self._tokenizer) for text in request.stop]
+            ends, texts = self._stops_of(request.stop)
         except ValueError as error:
             raise Refused(f"stop: {error}") from error
-        if stops:
-            params = evolve(params, stop_tokens=tuple(dict.fromkeys([*params.stop_tokens, *stops])))
+        if request.stop:
+            params = evolve(
+                params,
+                stop_tokens=tuple(dict.fromkeys([*params.stop_tokens, *ends])),
+                stop=tuple(dict.fromkeys([*params.stop, *texts])),
+            )
         # As a row's limit, not in `params`: rows with different limits can be drawn together.
         limit = min(begun + (request.max_tokens or params.max_tokens), params.max_tokens)
         return GenerateRequest(
@@ -277,8 +289,16 @@ class Table:
             noise_keys=np.array([player.key]),
             params=params,
             begun=np.array([begun]),
+            answered=np.array([0]),
             limits=np.array([limit]),
         )
+
+    def _stops_of(self, stop: Sequence[str]) -> tuple[list[int], list[str]]:
+        """`stops_of`, which searches the vocabulary, once for each list of texts."""
+        known = tuple(stop)
+        if known not in self._stops:
+            self._stops[known] = stops_of(known, self._tokenizer)
+        return self._stops[known]
 
     def _no_room(self, player: Player, prompt_tokens: int) -> ChatAnswer:
         """An empty answer, cut before its first token; Refused if the function asks once more after it."""

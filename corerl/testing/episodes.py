@@ -31,7 +31,8 @@ class Scripted:
 def scripted(prompt: Prompt, answers: Sequence[str], *, tool_calls: str = "hermes") -> Iterator[Scripted]:
     """Give `answers` one after the other; as in a run, refuse a request that does not continue the conversation.
 
-    If a request has tools, tool calls are parsed as `rollout.episodes.tool_calls` says.
+    An answer ends before a request's stop text. If a request has tools, tool calls are parsed as
+    `rollout.episodes.tool_calls` says.
     """
     front = Front(temperature=1.0, top_p=1.0)
     left = iter(answers)
@@ -45,6 +46,8 @@ def scripted(prompt: Prompt, answers: Sequence[str], *, tool_calls: str = "herme
         text = next(left, None)
         if text is None:
             raise Refused(f"the script has only {len(answers)} answers, but one more was requested")
+        for stop in request.stop:
+            text = text.partition(stop)[0]
         read = calling.read(text) if calling is not None and request.tools else None
         content, calls = read if read is not None else (text, [])
         said = Answer(text=text, content=content, calls=tuple(as_told(calls, number=len(messages))))

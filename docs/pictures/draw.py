@@ -20,7 +20,7 @@ from corerl.data.plan import StepPlan, plan_steps
 from corerl.driver.residency import FORWARD, SAMPLE, UPDATE, EngineMemory, residency_plan, training
 from corerl.models.tokenizer import character_tokenizer
 from corerl.rollout.conversation import Conversation, Renderer
-from corerl.rollout.engine import Generation
+from corerl.rollout.engine import Generation, SamplingParams
 from corerl.trainer.assign import ACTOR, CRITIC
 from corerl.types import MemoryKind, ParallelLayout, SampleBatch, offsets_of
 from corerl.weights.manifest import build_manifest
@@ -522,7 +522,7 @@ def conversation() -> list[Conversation]:
             truncated=np.zeros(1, dtype=np.bool_),
         )
         asked = renderer.ask(turns[-1], messages)
-        answer = renderer.answer(asked, tokens, [tokenizer.eos_token_id])
+        answer = renderer.answer(asked, tokens, SamplingParams(stop_tokens=(tokenizer.eos_token_id,)))
         turns.append(turns[-1].answered(asked, answer, generation))
         messages.append(answer.message)
     return turns[1:]

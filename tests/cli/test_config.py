@@ -84,7 +84,7 @@ def test_check_says_all_that_train_would_say(sound: str, capsys: pytest.CaptureF
     lines = [line.removeprefix("corerl: error: ") for line in checked.splitlines()]
     beginnings = (
         "model.config.hiden_size is not a field",
-        "rollout.stop: 'two words' is 9 tokens",
+        "rollout.stop: 'two words' is ['<unk>'",
         "data.source: unknown source 'nope'",
         "reward.name: unknown reward 'exakt'",
         "weights.transport: unknown weight transport 'pigeon'",

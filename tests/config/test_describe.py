@@ -42,6 +42,7 @@ def test_every_setting_of_a_run_has_help_and_a_default_that_is_toml() -> None:
     assert [entry.path for entry in entries if entry.default == "required"] == [
         "backend.name",
         "data.sources[].source",
+        "reward.functions[].name",
         "extensions[].name",
     ]
     plain = to_plain(CONFIG)

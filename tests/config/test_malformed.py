@@ -98,7 +98,7 @@ def test_a_wrong_type_and_an_unknown_key_have_their_line(
         (("rollout", "samples"), 1, "rollout.samples"),
         (("rollout", "prompts"), 63, "rollout.prompts"),
         (("rollout", "temperature"), 0.0, "rollout.temperature"),
-        (("rollout", "stop"), ["12"], "rollout.stop"),
+        (("rollout", "stop"), ["\u00e9"], "rollout.stop"),
         (("rollout", "postprocess"), "nowhere", "rollout.postprocess"),
         (("algorithm", "loss"), "cliped", "algorithm.loss"),
         (("algorithm", "kl_target"), 0.5, "algorithm.kl_target"),

@@ -1,6 +1,7 @@
 """Files as `pyarrow` and `datasets` write them."""
 
 import datetime
+import json
 import sys
 from pathlib import Path
 
@@ -43,7 +44,23 @@ def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
         ('{"prompt": ""}', "p.jsonl:2: field 'prompt' is an empty string"),
         ('{"prompt": []}', "p.jsonl:2: field 'prompt' is an empty list"),
         ('{"prompt": ["x"]}', "p.jsonl:2: field 'prompt': message 1 has no string 'role'; every message needs a role"),
-        ('{"prompt": [{"role": "user", "content": ["x"]}]}', "field 'prompt': message 1 has no string 'content'"),
+        (
+            '{"prompt": [{"role": "user", "content": ["x"]}]}',
+            "field 'prompt': message 1 has a content part of type 'str'",
+        ),
+        ('{"prompt": [{"role": "user"}]}', "field 'prompt': message 1 has no string 'content'; every message needs"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
+            "message 1 has a content part of type 'image_url', but the model reads only text parts",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}',
+            "message 2, the last one, is a tool call of the assistant, which leaves nothing to answer",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "x"}], "tools": ["add"]}',
+            r"p.jsonl:2: field 'tools': got \['add'\], wanted a list of tools, each an object .*data.tools_key",
+        ),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named_with_its_number(tmp_path: Path, line: str, message: str) -> None:
@@ -234,3 +251,76 @@ def test_an_answer_key_must_be_a_column_of_a_parquet_file(tmp_path: Path) -> Non
         DataError, match=r"no row has the field 'reslt'; .*did you mean 'result'\?; set data.answer_key"
     ):
         load(path, held_out=0, answer_key="reslt")
+
+
+# ---- messages in OpenAI's format, and tools --------------------------------------------------------------------------
+
+USER = {"role": "user", "content": "c"}
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "number", "default": None}}}},
+    {"type": "function", "function": {"name": "say", "parameters": {"text": {"type": "string"}}}},
+]
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+SAID = [
+    {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "4"},
+]
+READ = [
+    {"role": "user", "content": "2+2?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "4"},
+]
+
+
+def test_parts_empty_contents_and_written_arguments_are_read_as_openai_writes_them(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", json.dumps({"prompt": SAID, "tools": TOOLS}), json.dumps({"prompt": SAID}))
+    source = load(path)
+    assert list(source.prompt(0).messages) == list(source.prompt(1).messages) == READ
+    assert source.prompt(0).fields["prompt"] == SAID  # a reward function sees the row itself
+    # A null that a row of JSON has is its own.
+    assert (list(source.prompt(0).tools), source.prompt(1).tools) == (TOOLS, ())
+
+
+@pytest.mark.parametrize("written", [json.dumps(TOOLS), [json.dumps(tool) for tool in TOOLS]])
+def test_tools_may_be_json_text_and_stand_in_a_field_of_any_name(tmp_path: Path, written: object) -> None:
+    path = write(tmp_path / "p.jsonl", *[json.dumps({"prompt": "2+2?", "functions": written, "tools": 3})] * 2)
+    assert list(load(path, chat=True, tools_key="functions").prompt(0).tools) == TOOLS
+    assert load(path, chat=True, tools_key="").prompt(0).tools == ()
+    assert load(path).prompt(0).tools == ()  # a text has none
+
+
+@pytest.mark.parametrize("saved", ["parquet", "arrow"])
+def test_a_columnar_format_adds_nothing_to_what_the_rows_said(tmp_path: Path, saved: str) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    calls = [
+        {"function": {"name": "add", "arguments": {"a": 2, "b": 3}}},
+        {"function": {"name": "say", "arguments": {"text": "x"}}},
+    ]
+    messages = [
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [call]}, USER]
+        for call in calls
+    ]
+    tools = [[{"name": "add", "parameters": {"a": {"type": "number"}}}], [{"name": "say", "parameters": {"text": {}}}]]
+    tools[1][0]["parameters"] = {"text": {"type": "string"}}
+    table = pyarrow.table({"prompt": messages, "tools": tools})
+    assert table.to_pylist()[0]["prompt"][1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": 3, "text": None}
+    if saved == "parquet":
+        path = tmp_path / "p.parquet"
+        parquet.write_table(table, path)
+    else:
+        path = tmp_path / "saved"
+        pytest.importorskip("datasets").Dataset(table).save_to_disk(path)
+    source = load(path)
+    assert [list(source.prompt(index).messages) for index in (0, 1)] == messages
+    assert [list(source.prompt(index).tools) for index in (0, 1)] == tools
+
+
+def test_a_prompts_place_is_its_line_or_its_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", '{"prompt": "a"}', "", '{"prompt": "b"}', "", "", '{"prompt": "c"}')
+    assert [load(path).where(index) for index in range(3)] == [f"{path}:{line}" for line in (1, 3, 6)]
+    assert load(path, chat=True).where(1) == f"{path}:3"

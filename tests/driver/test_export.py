@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from corerl.config.schema import ModelConfig
 from corerl.driver.export import export
 from corerl.errors import CheckpointError, ModelError
+from corerl.models.tokenizer import end_tokens
 from tests.driver.saved import make_config, make_model, save
 
 
@@ -49,10 +51,25 @@ def test_what_the_models_authors_say_of_sampling_comes_along(tmp_path: Path) -> 
     model = make_model(config, seed=1)
     model.config.save_pretrained(base)
     (base / "generation_config.json").write_text('{"eos_token_id": [1, 7], "temperature": 0.6}')
-    path = {"path": str(base), "config": {}}
+    path = {"path": str(base), "tokenizer": "characters:0123456789>s"}
     written = export(save(tmp_path / "run", make_config(model=path), model, step=2), tmp_path / "model")
     loaded = AutoModelForCausalLM.from_pretrained(written, local_files_only=True)
-    assert (loaded.generation_config.eos_token_id, loaded.generation_config.temperature) == ([1, 7], 0.6)
+    # The run's samples ended at the tokenizer's end of sequence as well.
+    assert (loaded.generation_config.eos_token_id, loaded.generation_config.temperature) == ([2, 1, 7], 0.6)
+
+
+def test_an_export_ends_its_responses_at_every_token_that_ended_the_runs_samples(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    model = make_model(make_config(), seed=1)
+    model.config.eos_token_id = [7, 8]
+    model.config.save_pretrained(base)
+    config = make_config(model={"path": str(base), "tokenizer": "characters:0123456789>s"})
+    written = export(save(tmp_path / "run", config, model, step=2), tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(written, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(written, local_files_only=True)
+    assert loaded.generation_config.eos_token_id == [2, 7, 8]
+    assert end_tokens(tokenizer, config.model) == end_tokens(tokenizer, ModelConfig(path=str(written))) == [2, 7, 8]
 
 
 @pytest.mark.parametrize(

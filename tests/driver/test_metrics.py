@@ -59,6 +59,11 @@ def test_rollout_metrics_are_means_over_samples_and_a_count_of_sampled_tokens() 
     assert "rollout/exact_match" not in rollout_metrics(scored(None))
 
 
+def test_each_part_of_a_reward_is_a_mean_over_the_samples_that_have_it() -> None:
+    metrics = rollout_metrics(evolve(scored(None), parts={"right": (1.0, 4), "short": (-1.5, 2)}))
+    assert (metrics["reward/right"], metrics["reward/short"]) == (0.25, -0.75)
+
+
 def test_of_episodes_the_environments_tokens_are_in_the_response_and_not_sampled() -> None:
     given = scored(None)
     mask = np.array([False, False, True, False, False, True, False, True])

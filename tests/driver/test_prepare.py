@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -24,6 +25,7 @@ from corerl.driver.prepare import (
     resolve_device,
     title,
 )
+from corerl.driver.sampling import make_sampler, unseen_tokens
 from corerl.errors import CheckpointError, ConfigError, DataError, ModelError, Unsupported
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer
@@ -87,6 +89,72 @@ def test_a_context_that_no_prompt_fits_into_is_refused(tmp_path: Path) -> None:
         DataError, match=r"^data.source: all 2 training prompts .*: they have up to 11 tokens, but at most 9 fit"
     ):
         prepare(config_in(tmp_path / "run", data=data, rollout={**rollout, "context_length": 29}))
+
+
+# ---- chats -----------------------------------------------------------------------------------------------------------
+
+
+def chats_of(tmp_path: Path, *, bad: int) -> dict[str, Any]:
+    """A model and 20 chats, of which its tokenizer's template refuses one."""
+    tokenizer = character_tokenizer("0123456789>s")
+    tokenizer.chat_template = (
+        "{% if messages | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}{{ messages[0].content }}>"
+        "{% if brief %}s{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = [{"prompt": [{"role": "user", "content": "7"}] * (1 + (n == bad))} for n in range(20)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "model": {**DATA["model"], "tokenizer": str(tmp_path / "tokenizer")},
+        "data": {"source": str(tmp_path / "chats.jsonl"), "held_out": 2},
+    }
+
+
+def test_a_chat_that_the_template_refuses_is_an_error_or_left_out_before_anything_starts(tmp_path: Path) -> None:
+    tables = chats_of(tmp_path, bad=13)
+    why = r"chats.jsonl:14: the tokenizer's chat template rejects its messages \(TemplateError: one at a time\); "
+    with pytest.raises(DataError, match=rf"^data.source: .*{why}.*correct the row, or set data.refused='skip'"):
+        prepare(config_in(tmp_path / "run", **tables))
+    tables["data"]["refused"] = "skip"
+    prepared = prepare(config_in(tmp_path / "run", **tables))
+    assert prepared.prompts.left_out == {13}
+    assert prepared.chats.finish().startswith("data: 1 of 20 prompts are skipped, because the chat template refuses")
+
+
+def test_many_chats_are_checked_after_a_run_is_prepared_and_by_a_mere_check_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corerl.driver.chats.FEW", 10)
+    config = config_in(tmp_path / "run", **chats_of(tmp_path, bad=13))
+    prepared = prepare(config)
+    with pytest.raises(DataError, match=r"chats.jsonl:14: "):
+        prepared.chats.finish()  # before the first prompt is drawn
+    with pytest.raises(DataError, match=r"chats.jsonl:14: "):
+        prepare(config, starting=False)
+
+
+def test_arguments_of_the_template_reach_every_prompt_that_is_sampled(tmp_path: Path) -> None:
+    tables = chats_of(tmp_path, bad=99)
+    tables["data"]["chat_template_options"] = {"brief": True}
+    prepared = prepare(config_in(tmp_path / "run", **tables))
+    sampler = make_sampler(prepared, Mock(), None)
+    request = sampler.request([prepared.prompts.prompt(0)], rollout_step=0, samples=1, params=prepared.params)
+    assert prepared.tokenizer.decode(request.tokens) == "7>s"
+    tables["data"]["chat_template_options"] = {"breif": True}
+    with pytest.raises(ConfigError, match="^data.chat_template_options.breif: the tokenizer's chat template never"):
+        prepare(config_in(tmp_path / "run", **tables))
+
+
+def test_special_tokens_that_texts_leave_out_are_those_that_end_nothing(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer("0123456789>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<stop>", "<think>"]})
+    tokenizer.save_pretrained(tmp_path)
+    model = {"tokenizer": str(tmp_path), "config": {**DATA["model"]["config"], "vocab_size": 17}}
+    rollout = {**DATA["rollout"], "stop": ["<stop>"]}
+    for kept, unseen in ((False, {16: "<think>"}), (True, {})):
+        reward = {"special_tokens": kept}
+        config = config_in(tmp_path / "run", model=model, rollout=rollout, reward=reward)
+        assert unseen_tokens(prepare(config)) == unseen
 
 
 # ---- several problems ------------------------------------------------------------------------------------------------

@@ -319,6 +319,22 @@ def test_a_reward_that_never_differs_is_told_once_until_it_does(make_run: Callab
     assert told(ears) == [line] * 2
 
 
+def test_special_tokens_that_the_reward_does_not_see_are_told_once(make_run: Callable[..., Run]) -> None:
+    ears = Ears()
+    # Tokens 0 and 2 are the prompts'.
+    run = make_run(make_config(), ears=ears, unseen={0: "<box>", 2: "<box>", 4: "<think>"})
+    for _ in range(2):
+        run.report(scored(), None, {})
+    line = (
+        "1 of 2 samples contain special tokens, such as '<think>', which the reward's text leaves out; set "
+        "reward.special_tokens=true if it needs them"
+    )
+    assert told(ears) == [line]
+    none = Ears()
+    make_run(make_config(), ears=none, unseen={0: "<box>"}).report(scored(), None, {})
+    assert told(none) == []
+
+
 def test_the_first_sample_without_a_reward_is_named(make_run: Callable[..., Run]) -> None:
     ears = Ears()
     run = make_run(make_config(), ears=ears)

@@ -71,18 +71,43 @@ def test_a_special_token_that_no_sample_has_needs_no_room() -> None:
         require_room_for_tokens(hf_config(model), tokenizer, model)
 
 
-@pytest.mark.parametrize(("named", "ends"), [(106, [2, 106]), ([2, 107, 106], [2, 107, 106]), (None, [2])])
-def test_a_text_ends_where_the_models_generation_config_says_too(
-    tmp_path: Path, named: int | list[int] | None, ends: list[int]
-) -> None:
+def model_at(path: Path, **files: object) -> ModelConfig:
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return ModelConfig(path=str(path))
+
+
+@pytest.mark.parametrize("listed", [106, [2, 107, 106], [], None, -1])
+@pytest.mark.parametrize("file", ["generation_config", "config"])
+def test_a_text_ends_where_either_of_the_models_files_says_too(tmp_path: Path, file: str, listed: object) -> None:
     tokenizer = load_tokenizer(tokenizer=DIGITS, path="")
-    assert end_tokens(tokenizer, str(tmp_path)) == end_tokens(tokenizer, "") == [2]
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named, "temperature": 0.6}))
-    assert end_tokens(tokenizer, str(tmp_path)) == ends
+    assert end_tokens(tokenizer, ModelConfig(path=str(tmp_path))) == [2]
+    ends = {2} | (set(listed) if isinstance(listed, list) else {listed} - {None, -1})
+    model = model_at(tmp_path, **{file: {"eos_token_id": listed, "temperature": 0.6}})
+    assert set(end_tokens(tokenizer, model)) == ends
 
 
+def test_the_end_tokens_of_both_files_and_the_tokenizer_count_each_once(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer=DIGITS, path="")
+    config = {"eos_token_id": [7, 8], "text_config": {"eos_token_id": 9}}
+    assert end_tokens(tokenizer, model_at(tmp_path, generation_config={"eos_token_id": [8, 2]}, config=config)) == [
+        *(2, 8, 7, 9)
+    ]
+
+
+def test_a_model_made_of_fields_ends_where_they_say_and_not_where_its_class_does() -> None:
+    tokenizer = load_tokenizer(tokenizer=DIGITS, path="")
+    tokenizer.eos_token = None
+    assert hf_config(ModelConfig(config={"model_type": "llama"})).eos_token_id == 2  # of Llama's first tokenizer
+    assert end_tokens(tokenizer, ModelConfig(config={"model_type": "llama"})) == []
+    assert end_tokens(tokenizer, ModelConfig(config={"model_type": "llama", "eos_token_id": [5, 6]})) == [5, 6]
+    with pytest.raises(ModelError, match="^model.config.eos_token_id: expected a token id or a list of them: .*'</s>'"):
+        end_tokens(tokenizer, ModelConfig(config={"model_type": "llama", "eos_token_id": "</s>"}))
+
+
+@pytest.mark.parametrize("file", ["generation_config", "config"])
 @pytest.mark.parametrize("text", ["[]", "{", '{"eos_token_id": "</s>"}', '{"eos_token_id": [{}]}'])
-def test_ends_that_cannot_be_read_are_told_with_their_file(tmp_path: Path, text: str) -> None:
-    (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(ModelError, match=r"^model.path: cannot read the token ids in .*/generation_config.json: "):
-        end_tokens(load_tokenizer(tokenizer=DIGITS, path=""), str(tmp_path))
+def test_ends_that_cannot_be_read_are_told_with_their_file(tmp_path: Path, text: str, file: str) -> None:
+    (tmp_path / f"{file}.json").write_text(text)
+    with pytest.raises(ModelError, match=rf"^model.path: cannot read the token ids in .*/{file}.json: "):
+        end_tokens(load_tokenizer(tokenizer=DIGITS, path=""), ModelConfig(path=str(tmp_path)))

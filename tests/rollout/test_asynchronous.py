@@ -320,6 +320,14 @@ def test_groups_that_teach_nothing_are_replaced_as_often_as_is_allowed() -> None
         assert scored.counts["groups_without_spread"] >= 2 * PROMPTS
 
 
+def test_the_parts_of_rewards_are_summed_over_the_samples_scored_since_the_last_batch() -> None:
+    engines = Engines()
+    sizes = Reward(name="sizes", function=lambda prompt, response: {"size": len(response), "one": 1})
+    steps = list(trained_on(asynchronous(engines, reward=sizes), engines))
+    total, count = map(sum, zip(*(scored.parts["one"] for scored in steps if scored.parts), strict=True))
+    assert total == count >= sum(len(scored.rewards) for scored in steps)
+
+
 class OneCallAtFirst(Engines):
     """Draws one batch, and no more before that is handed out."""
 

@@ -7,15 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.conversation import Answer, Asked, Conversation, Refused, Renderer
-from corerl.rollout.engine import Generation
+from corerl.rollout.encoding import behind
+from corerl.rollout.engine import Generation, SamplingParams
 from corerl.rollout.tool_calls import FORMATS
 
 STOP = "<eos>"
+PARAMS = SamplingParams(stop_tokens=(2,))
 # Ends each turn as Qwen's and Llama's do, and writes an answer that is not the last one in other words than its own.
 TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %}{{ tool['name'] }}{% endfor %}"
@@ -49,7 +51,7 @@ def answered(
     renderer: Renderer, conversation: Conversation, messages: list[dict[str, Any]], tokens: Sequence[int], **told: Any
 ) -> Conversation:
     asked = renderer.ask(conversation, messages)
-    answer = renderer.answer(asked, np.array(tokens), [2])
+    answer = renderer.answer(asked, np.array(tokens), PARAMS)
     messages.append(answer.message)
     return conversation.answered(asked, answer, drawn(tokens, **told))
 
@@ -105,6 +107,24 @@ def test_without_a_template_texts_stand_one_behind_the_other() -> None:
         renderer.ask(Conversation(), [USER], [{"name": "u"}])
 
 
+@pytest.mark.parametrize(("kept", "text"), [(False, "3"), (True, "<unk>3")])
+def test_special_tokens_are_for_the_reward_where_it_wants_them_and_never_for_the_client(kept: bool, text: str) -> None:
+    renderer = Renderer(tokenizer(), special_tokens=kept)
+    answer = renderer.answer(renderer.ask(Conversation(), [USER]), np.array([3, 7, 2]), PARAMS)
+    assert (answer.text, answer.content) == (text, "3")
+
+
+def test_a_stop_text_ends_an_answer_and_is_no_part_of_it() -> None:
+    renderer, ours = calling()
+    asked = renderer.ask(Conversation(), [USER], [{"name": "t"}])
+    params = SamplingParams(stop_tokens=(2,), stop=("Observation:",))
+    said = np.array(ours.encode(CALLS + "\nObservation:", add_special_tokens=False))
+    answer = renderer.answer(asked, said, params)
+    assert (answer.text, answer.content) == (CALLS + "\n", "1")
+    assert [call["function"]["name"] for call in answer.calls] == ["t", "u"]  # it was not cut
+    assert renderer.answer(asked, said[:-1], params).calls == ()
+
+
 def test_tools_are_shown_once_and_stay_the_same() -> None:
     ours = tokenizer()
     renderer = Renderer(ours)
@@ -136,7 +156,7 @@ CALLS = '1<tool_call>{"name":"t","arguments":{"a":"5"}}</tool_call><tool_call>{"
 
 
 def calling() -> tuple[Renderer, PreTrainedTokenizerBase]:
-    ours = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} ", path="")
+    ours = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} \n", path="")
     ours.chat_template = CALLING
     return Renderer(ours, FORMATS["hermes"]), ours
 
@@ -146,7 +166,7 @@ def test_an_answer_with_calls_is_known_again_and_stays_as_it_was_sampled() -> No
     tools = [{"name": "t"}]
     said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
     asked = renderer.ask(Conversation(), [USER], tools)
-    answer = renderer.answer(asked, said, [2])
+    answer = renderer.answer(asked, said, PARAMS)
     assert (answer.text, answer.content) == (CALLS, "1")
     assert [call["function"]["name"] for call in answer.calls] == ["t", "u"]
     conversation = Conversation().answered(asked, answer, drawn(said.tolist()))
@@ -174,14 +194,14 @@ def test_calls_stay_text_without_tools_where_they_are_cut_and_where_they_are_mal
     without, with_tools = (renderer.ask(Conversation(), [USER], tools) for tools in ([], [{"name": "t"}]))
 
     def read(asked: Asked, text: str, *end: int) -> Answer:
-        return renderer.answer(asked, np.array([*ours.encode(text, add_special_tokens=False), *end]), [2])
+        return renderer.answer(asked, np.array([*ours.encode(text, add_special_tokens=False), *end]), PARAMS)
 
     assert read(with_tools, CALLS, 2).calls
     malformed = CALLS.replace('"5"', '"5')
     for asked, text, *end in ((without, CALLS, 2), (with_tools, CALLS), (with_tools, malformed, 2)):
         assert read(asked, text, *end) == Answer(text=text, content=text)
     said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
-    assert not Renderer(ours).answer(with_tools, said, [2]).calls
+    assert not Renderer(ours).answer(with_tools, said, PARAMS).calls
 
 
 def test_marks_of_a_call_may_be_special_tokens() -> None:
@@ -189,7 +209,7 @@ def test_marks_of_a_call_may_be_special_tokens() -> None:
     ours.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
     renderer = Renderer(ours, FORMATS["hermes"])
     said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
-    answer = renderer.answer(renderer.ask(Conversation(), [USER], [{"name": "t"}]), said, [2])
+    answer = renderer.answer(renderer.ask(Conversation(), [USER], [{"name": "t"}]), said, PARAMS)
     assert answer.content == "1" and len(answer.calls) == 2
     assert "tool_call" not in answer.text
 
@@ -198,7 +218,11 @@ def test_marks_of_a_call_may_be_special_tokens() -> None:
     ("messages", "told"),
     [
         ([], "^messages: nothing to answer"),
-        ([USER, {"role": "assistant", "content": "0"}], "^messages: nothing to answer"),
+        (
+            [USER, {"role": "assistant", "content": "0"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}],
+            "^messages: nothing to answer; the last message must not be a tool call",
+        ),
+        ([USER, {"role": "assistant", "content": "0"}], "^messages: got 2, but the episode already has 2, including"),
         ([USER], "^messages: got 1, but the episode already has 2, including its last answer; send all of those "),
         (
             [{"role": "user", "content": "13"}, TOOL, TOOL],
@@ -209,13 +233,13 @@ def test_marks_of_a_call_may_be_special_tokens() -> None:
         ([{**USER, "name": "t"}, TOOL, TOOL], r"^messages\[0\].name: got 't', but the episode has None"),
         (
             [USER, {"role": "assistant", "content": "0"}, {"content": "4"}],
-            r"^messages\[2\]: got {'content': '4'}, wanted an object with a role",
+            r"^messages\[2\] has no string 'role'; every message needs",
         ),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}, TOOL],
-            r"^messages\[0\]: content has parts that are",
+            r"^messages\[0\] has a content part of type 'image_url', but",
         ),
-        ([{"role": "user", "content": 5}, TOOL], r"^messages\[0\]: content is int, wanted text"),
+        ([{"role": "user", "content": 5}, TOOL], r"^messages\[0\] has no string 'content'; every message needs"),
     ],
 )
 def test_a_request_that_does_not_continue_the_conversation_is_refused(
@@ -229,7 +253,9 @@ def test_a_request_that_does_not_continue_the_conversation_is_refused(
 
 def test_what_the_template_refuses_is_told_with_the_roles() -> None:
     renderer = Renderer(tokenizer("{{ raise_exception('no') }}"))
-    with pytest.raises(Refused, match=r"chat template rejects them \(no\); their roles are: user, tool"):
+    with pytest.raises(
+        Refused, match=r"chat template rejects its messages \(TemplateError: no\); their roles are: user, tool"
+    ):
         renderer.ask(Conversation(), [USER, TOOL])
     silent = Renderer(tokenizer("{{ messages[0]['content'] }}"))
     conversation = answered(silent, Conversation(), messages := [USER], [4, 2])
@@ -247,3 +273,72 @@ def test_experts_are_those_of_when_a_token_was_drawn_or_else_read() -> None:
     second = answered(renderer, first, [*messages, TOOL], [5], experts=experts(9, 9, 9, 7, 6, 5, -1))
     assert second.routed_experts is not None
     assert second.routed_experts.ravel().tolist() == [1, 2, 3, 7, 6, 5, -1]
+
+
+# ---- an answer that the request begins -------------------------------------------------------------------------------
+
+
+def test_a_request_whose_last_message_is_the_assistants_is_answered_from_where_that_ends() -> None:
+    two = "{% if loop.previtem and loop.previtem['role'] == message['role'] %}{{ raise_exception('two') }}{% endif %}"
+    ours = tokenizer(TEMPLATE.replace("in messages %}", "in messages %}" + two))
+    renderer, messages = Renderer(ours), [USER, {"role": "assistant", "content": "3"}]
+    conversation = answered(renderer, Conversation(), messages, [*ours.encode("7")[1:], 2])
+    assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:37<eos>"
+    assert (conversation.text, conversation.prompt_length) == ("7", len(ours.encode("u:12<eos>;a:3")))
+    conversation = answered(renderer, conversation, [*messages, TOOL, {"role": "assistant", "content": "5"}], [4, 2])
+    assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:37<eos>;t:45<eos>;a:50<eos>"
+
+
+def test_without_a_template_a_begun_answer_is_text_like_any_other() -> None:
+    ours = tokenizer(template=None)
+    asked = Renderer(ours).ask(Conversation(), [USER, {"role": "assistant", "content": "3"}])
+    assert ours.decode(asked.tokens) == "<bos>123"
+
+
+def test_arguments_of_the_template_hold_in_every_turn() -> None:
+    ours = tokenizer(TEMPLATE.replace("a:{% endif %}", "a:{% if brief %}9{% endif %}{% endif %}"))
+    renderer, messages = Renderer(ours, options={"brief": True}), [USER]
+    conversation = answered(renderer, Conversation(), messages, [4, 2])
+    conversation = answered(renderer, conversation, [*messages, TOOL], [4, 2])
+    assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:90<eos>;t:45<eos>;a:90<eos>"
+
+
+# ---- tokenizers with habits ------------------------------------------------------------------------------------------
+
+
+def metaspace(scheme: str) -> PreTrainedTokenizerBase:
+    """Puts a space before a text, as sentencepiece does; merges a space with the letter behind it."""
+    letters = {char: index for index, char in enumerate("\u2581abcdef.\n")}
+    vocabulary = {"<s>": 20, "</s>": 2, **{char: 3 + index for char, index in letters.items()}, "\u2581a": 21, "ab": 22}
+    inner = tokenizers.Tokenizer(models.BPE(vocabulary, [("\u2581", "a"), ("a", "b")]))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    inner.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)
+    inner.add_special_tokens(["<s>", "</s>"])
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 20), ("</s>", 2)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+@pytest.mark.parametrize("follows", ["abc", " abc", "a", "\nab", ".", "  b"])
+def test_texts_without_a_template_are_exactly_concatenated_whatever_the_tokenizer_puts_before_one(
+    scheme: str, follows: str
+) -> None:
+    ours = metaspace(scheme)
+    assert ours.decode(ours.encode("abc", add_special_tokens=False)[1:]) != "abc"  # the space is in the first token
+    renderer, messages = Renderer(ours), [{"role": "user", "content": "de"}]
+    said = [ours.convert_tokens_to_ids("f")]
+    conversation = answered(renderer, Conversation(), messages, said)
+    conversation = answered(renderer, conversation, [*messages, {"role": "user", "content": follows}], said)
+    assert ours.decode(conversation.tokens, skip_special_tokens=True) == f"def{follows}f"
+    assert conversation.tokens.tolist().count(20) == 1 and 2 not in conversation.tokens
+
+
+def test_a_byte_level_tokenizer_encodes_what_follows_as_it_encodes_any_text() -> None:
+    inner = tokenizers.Tokenizer(models.BPE({char: n for n, char in enumerate("ab\u0120")}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    ours = PreTrainedTokenizerFast(tokenizer_object=inner)
+    for text in ("ab", " ab", "a b"):
+        assert behind(ours, text) == ours.encode(text)

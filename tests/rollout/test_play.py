@@ -30,6 +30,7 @@ from corerl.rollout.front import ChatRequest, Front
 from corerl.rollout.play import EpisodeSampler
 from corerl.rollout.rewards import Failure, Reward
 from corerl.rollout.sampler import Rollout, Sampler
+from corerl.rollout.stops import Stops, until_stop
 from corerl.rollout.table import Player, Table
 from corerl.rollout.transformers_engine import TransformersEngine
 from tests.machine import paced
@@ -475,11 +476,43 @@ def test_tokens_of_the_request_end_an_answer_and_are_no_part_of_its_text(play: P
     assert set(ended) & set("7>35")
     assert sorted(texts) == sorted(rollout.texts)
 
-    def two_tokens(episode: Episode) -> None:
-        episode.chat(episode.messages, stop=["12"])
+    def unknown(episode: Episode) -> None:
+        episode.chat(episode.messages, stop=["1\u00e9"])
 
-    first = play(two_tokens).outcomes[0]
-    assert isinstance(first, Failure) and "stop: '12' is 2 tokens for this tokenizer" in first.message
+    first = play(unknown).outcomes[0]
+    assert isinstance(first, Failure) and "no response can contain it; correct or remove it" in first.message
+
+
+def test_a_text_of_the_request_ends_each_answer_by_itself(play: Play) -> None:
+    stop, contents = [f"{digit}7" for digit in range(10)], []
+
+    def twice(episode: Episode) -> None:
+        messages = episode.messages
+        for _ in range(2):
+            choice = episode.chat(messages, stop=stop, max_tokens=20)
+            contents.append(choice["message"]["content"])
+            messages += [choice["message"], {"role": "user", "content": "4"}]
+
+    oracle = Oracle()
+    rollout = play(
+        twice,
+        generate=lambda request: until_stop(oracle, request, Stops(TOKENIZER, request.params.stop)),
+        samples=16,
+        params=evolve(PARAMS, max_tokens=60),
+    )
+    sampled: list[str] = []
+    batch = rollout.batch
+    for row, mask in zip(
+        *(np.split(each, batch.offsets[1:-1]) for each in (batch.tokens, batch.columns["loss_mask"])), strict=True
+    ):
+        cuts = np.flatnonzero(np.diff(mask)) + 1
+        sampled += [TOKENIZER.decode(part) for part in np.split(row, cuts)[1::2]]
+    said = [text.removesuffix("<eos>") for text in sampled]
+    assert sorted(contents) == sorted(text[:-2] if text[-2:] in stop else text for text in said)
+    assert not any(each in text[:-1] for each in stop for text in said)
+    # An answer may begin with what would complete a text begun by the environment.
+    assert any(text[0] == "7" and len(text) > 1 for text in said if text)
+    assert sum(text[-2:] in stop for text in said) > 8
 
 
 def test_calls_of_tools_are_told_and_come_back_without_changing_a_token(front: Front) -> None:

@@ -70,7 +70,7 @@ def test_samples_that_fail_get_the_failed_value_and_the_others_of_their_chunk_th
     assert found.rewards.tolist() == [2.0, *[-1.0] * 8, 4.0] * 2
     assert found.failures == {"raised": 2, "no-number": 2, "timeout": 6, "died": 6}
     assert found.first == (
-        f"reward {ACT!r} raised KeyError: 'x\\ny' (tests/rollout/user_rewards.py:18) on prompt 7 ('p') with the "
+        f"reward {ACT!r} raised KeyError: 'x\\ny' (tests/rollout/user_rewards.py:19) on prompt 7 ('p') with the "
         "response 'raise'"
     )
 
@@ -110,6 +110,14 @@ def test_samples_are_scored_side_by_side_in_processes_that_end_with_the_block() 
     pids = set(found.rewards.astype(int).tolist())
     assert len(pids) == 2 and os.getpid() not in pids
     assert gone(pids)
+
+
+@pytest.mark.processes
+def test_an_async_reward_that_ends_its_process_or_blocks_it_fails_on_that_sample_alone() -> None:
+    found = scores(["one", "exit", "three", "block", "sleep"], name="tests.rollout.user_rewards:promised", timeout=0.5)
+    assert found.rewards.tolist() == [3.0, 0.0, 5.0, 0.0, 0.0]
+    assert found.failures == {"died": 1, "timeout": 2}
+    assert found.parts == {"length": (8.0, 2)}
 
 
 def test_processes_that_cannot_import_the_reward_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +197,7 @@ DRIVER = """
 import signal
 import sys
 from types import SimpleNamespace
+import numpy as np
 from corerl.config.schema import RewardConfig
 from corerl.data.prompts import Prompt
 from corerl.rollout.reward_pool import scorer
@@ -198,7 +207,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
     config = RewardConfig(name="tests.rollout.user_rewards:mark", options={"directory": sys.argv[1]}, timeout=600.0)
     prompts = (Prompt(index=0, text="p", answer=""),)
-    rollout = SimpleNamespace(prompts=prompts, texts=["x", "x"], batch=SimpleNamespace(rows={"group": [0, 0]}))
+    batch = SimpleNamespace(rows={"group": [0, 0]}, columns={}, tokens=np.zeros(2), offsets=np.arange(3))
+    rollout = SimpleNamespace(prompts=prompts, texts=["x", "x"], batch=batch)
     with scorer(resolve_reward(config.name, config.options), config) as judge:
         judge.score(rollout)
 """

@@ -1,4 +1,6 @@
+import asyncio
 import json
+import math
 import re
 from collections.abc import Callable
 from types import ModuleType
@@ -6,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from attrs import evolve
 
+from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
-from corerl.rollout.rewards import Failure, Reward, exact_match, resolve_reward
+from corerl.rollout.rewards import Failure, Judged, Reward, exact_match, resolve_reward, reward_of
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
 
@@ -144,17 +148,12 @@ def one(prompt: Prompt) -> float:
     return 1.0
 
 
-async def promised(prompt: Prompt, response: str) -> float:
-    return 1.0
-
-
 @pytest.mark.parametrize(
     ("function", "text"),
     [
         (swapped, r"takes \(response: .* swap its first two parameters"),
         (by_name, "make its first two parameters positional"),
         (one, "make its first two parameters positional"),
-        (promised, "is an async function, wanted a plain one"),
     ],
 )
 def test_a_reward_that_cannot_be_called_with_prompt_and_response_is_refused(
@@ -188,3 +187,177 @@ def test_what_float32_cannot_hold_and_errors_without_words_are_failures(
     outcome = Reward(name="mine:f", function=function).outcome(Prompt(index=3, text="a", answer="b"), "c")
     assert isinstance(outcome, Failure)
     assert outcome.kind == kind and told in outcome.message
+
+
+# ---- what a function may return, and take ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value", [0.5, np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor(0.5).bfloat16()]
+)
+def test_a_scalar_of_numpy_or_torch_is_a_number(value: object) -> None:
+    reward = Reward(name="mine:f", function=lambda prompt, response: value)
+    assert reward(SORT, "x") == 0.5
+    assert type(reward(SORT, "x")) is float
+
+
+@pytest.mark.parametrize(("value", "number"), [(True, 1.0), (np.bool_(True), 1.0), (torch.tensor(3), 3.0), (7, 7.0)])
+def test_truth_values_and_integers_are_numbers_too(value: object, number: float) -> None:
+    assert Reward(name="mine:f", function=lambda prompt, response: value)(SORT, "x") == number
+
+
+@pytest.mark.parametrize("value", [np.array([0.5]), torch.tensor([0.5]), torch.tensor(math.nan), np.float32("inf"), {}])
+def test_arrays_and_what_is_not_finite_are_no_numbers(value: object) -> None:
+    outcome = Reward(name="mine:f", function=lambda prompt, response: value).outcome(SORT, "x")
+    assert isinstance(outcome, Failure) and outcome.kind == "no-number"
+
+
+def parts(prompt: Prompt, response: str) -> dict[str, object]:
+    return {"right": np.float32(response == "x"), "short": torch.tensor(1.0 / len(response))}
+
+
+@pytest.mark.parametrize(
+    ("weights", "rewards"),
+    [({}, [2.0, 0.5]), ({"right": 3.0, "short": -1.0}, [2.0, -0.5]), ({"right": 1, "short": 0}, [1, 0])],
+)
+def test_parts_are_weighted_in_the_reward_and_summed_as_they_are(
+    weights: dict[str, float], rewards: list[float]
+) -> None:
+    scores = Reward(name="mine:f", function=parts, weights=weights).score(rollout(["x", "yy"], [0, 0], (SORT,)))
+    assert scores.rewards.tolist() == rewards
+    assert scores.parts == {"right": (1.0, 2), "short": (1.5, 2)}
+
+
+def test_a_part_without_a_weight_where_others_have_one_is_a_failure_that_names_it() -> None:
+    outcome = Reward(name="mine:f", function=parts, weights={"rihgt": 1.0, "short": 1.0}).outcome(SORT, "x")
+    assert isinstance(outcome, Failure)
+    assert "returned the part 'right', but its weights list only 'rihgt', 'short'; add it there" in outcome.message
+    odd = Reward(name="mine:f", function=lambda prompt, response: {"a": 1.0, "b": "c"}).outcome(SORT, "x")
+    assert isinstance(odd, Failure) and "returned {'a': 1.0, 'b': 'c'}, wanted finite numbers by name" in odd.message
+
+
+def test_a_function_that_has_a_parameter_for_them_gets_the_responses_tokens(mine: ModuleType) -> None:
+    seen: list[list[int]] = []
+    mine.reward = lambda prompt, response, tokens: seen.append(tokens) or 0.0  # type: ignore[attr-defined]
+    batch = SampleBatch(
+        tokens=np.arange(12),
+        offsets=np.array([0, 4, 10, 12]),
+        # A response; an episode of two answers; an episode that asked nothing.
+        columns={"loss_mask": np.array([0, 0, 1, 1, 0, 1, 0, 1, 1, 0, 0, 0], dtype=bool)},
+        rows={"group": np.zeros(3, dtype=np.int64)},
+    )
+    resolve_reward("my_rewards:reward", {}).score(Rollout(batch=batch, prompts=(SORT,), texts=["a", "b", ""]))
+    assert seen == [[2, 3], [7, 8], []]
+    with pytest.raises(ConfigError, match="reward.options.tokens: .* gets the response's token ids under this name"):
+        resolve_reward("my_rewards:reward", {"tokens": 3})
+
+
+# ---- async functions -------------------------------------------------------------------------------------------------
+
+
+def test_an_async_function_is_awaited_for_all_samples_at_once() -> None:
+    inside, most = 0, 0
+    met: list[asyncio.Event] = []
+
+    async def judge(prompt: Prompt, response: str) -> float:
+        nonlocal inside, most
+        met = met_of()
+        inside += 1
+        most = max(most, inside)
+        if inside == 4:
+            met.set()  # none of them goes on before the last one has begun
+        await met.wait()
+        inside -= 1
+        return float(len(response))
+
+    def met_of() -> asyncio.Event:
+        if not met:
+            met.append(asyncio.Event())
+        return met[0]
+
+    scores = Reward(name="mine:f", function=judge).score(rollout(["a", "bb", "ccc", ""], [0] * 4, (SORT,)))
+    assert scores.rewards.tolist() == [1.0, 2.0, 3.0, 0.0]
+    assert most == 4
+
+
+def test_each_sample_of_an_async_function_fails_by_itself() -> None:
+    async def judge(prompt: Prompt, response: str) -> float:
+        match response:
+            case "slow":
+                await asyncio.sleep(60)
+            case "late":
+                raise TimeoutError("the judge did not answer")
+            case "over":
+                raise asyncio.CancelledError
+            case "ends":
+                raise SystemExit(3)
+        return 1.0
+
+    samples = [(SORT, text, ()) for text in ("fine", "slow", "late", "over", "ends")]
+    fine, *failures = Reward(name="mine:f", function=judge).outcomes(samples, limit=0.2)
+    assert fine == Judged(reward=1.0)
+    told = [(each.kind, each.message) for each in failures if isinstance(each, Failure)]
+    assert [kind for kind, _ in told] == ["timeout", "raised", "raised", "died"]
+    assert "took longer than reward.timeout=0.2 seconds" in told[0][1]
+    assert "raised TimeoutError: the judge did not answer" in told[1][1]
+
+
+def test_a_function_that_returns_an_awaitable_is_awaited() -> None:
+    async def later(response: str) -> float:
+        return float(len(response))
+
+    reward = Reward(name="mine:f", function=lambda prompt, response: later(response))
+    assert reward(SORT, "abc") == 3.0
+
+
+# ---- several functions -----------------------------------------------------------------------------------------------
+
+
+async def patient(prompt: Prompt, response: str, *, factor: float) -> dict[str, float]:
+    return {"length": factor * len(response), "one": 1.0}
+
+
+def counting(prompt: Prompt, response: str, tokens: list[int]) -> int:
+    return len(tokens)
+
+
+def test_several_functions_are_summed_by_weight_and_each_is_reported(mine: ModuleType) -> None:
+    mine.patient, mine.counting = patient, counting  # type: ignore[attr-defined]
+    config = RewardConfig(
+        failed_value=-1.0,
+        functions=(
+            RewardFunction(name="exact-match", weight=2.0),
+            RewardFunction(name="my_rewards:counting", label="tokens", weight=0.1),
+            RewardFunction(
+                name="my_rewards:patient", options={"factor": 3.0}, weight=10.0, weights={"length": 1.0, "one": 0.5}
+            ),
+        ),
+    )
+    scores = reward_of(config).score(rollout(["01358", "x"], [0, 0], (SORT,)))
+    assert scores.rewards.tolist() == pytest.approx([2 * 1 + 0.1 * 1 + 10 * (15 + 0.5), 0 + 0.1 * 1 + 10 * (3 + 0.5)])
+    assert scores.parts == {
+        "exact-match": (1.0, 2),
+        "tokens": (2.0, 2),
+        "patient": (19.0, 2),
+        "patient.length": (18.0, 2),
+        "patient.one": (2.0, 2),
+    }
+
+
+def test_what_is_wrong_in_one_of_several_functions_is_told_with_its_place(mine: ModuleType) -> None:
+    mine.counting, mine.odd = counting, lambda prompt, response: "x"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"^reward.functions\[1\].name: unknown reward 'exact-mach', did you mean"):
+        reward_of(RewardConfig(functions=(RewardFunction(name="exact-match"), RewardFunction(name="exact-mach"))))
+    twice = (RewardFunction(name="exact-match"), RewardFunction(name="exact-match"))
+    with pytest.raises(ConfigError, match="two functions are named 'exact-match'; give each a different label"):
+        reward_of(RewardConfig(functions=twice))
+    with pytest.raises(ConfigError, match="reward.functions: cannot be combined with reward.name"):
+        reward_of(RewardConfig(name="exact-match", functions=twice[:1]))
+    odd = reward_of(RewardConfig(functions=(twice[0], RewardFunction(name="my_rewards:odd")))).outcome(SORT, "x")
+    assert isinstance(odd, Failure)
+    assert odd.message.startswith("reward 'exact-match + odd' (odd) returned 'x', wanted a finite number, on prompt")
+
+
+def test_without_several_functions_the_one_named_is_the_reward() -> None:
+    reward = reward_of(RewardConfig(name="exact-match", failed_value=-2.0))
+    assert (reward.name, reward.failed_value, reward(SORT, "01358")) == ("exact-match", -2.0, 1.0)

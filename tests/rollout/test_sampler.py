@@ -7,6 +7,7 @@ from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, EngineFailed
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
+from corerl.rollout.rewards import samples_of
 from corerl.rollout.sampler import Rollout, Sampler, sampling_params
 from tests.rollout.scored import scored
 
@@ -93,6 +94,27 @@ def test_the_token_that_ends_a_sample_is_no_part_of_its_text_special_or_not() ->
     assert rollout.batch.rows["response_length"].tolist() == [3, 3]
 
 
+@pytest.mark.parametrize(("kept", "texts"), [(False, ["12", "1"]), (True, ["<think>1<unk>2", "<think>1"])])
+def test_special_tokens_stand_in_texts_where_they_are_asked_for_and_the_one_that_ends_a_sample_never(
+    kept: bool, texts: list[str]
+) -> None:
+    tokenizer = load_tokenizer(tokenizer="characters:0123456789>s", path="")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    think = tokenizer.convert_tokens_to_ids("<think>")
+    drawn = Generation(
+        tokens=np.array([think, 5, 3, 6, 2, think, 5]),
+        offsets=np.array([0, 5, 7]),
+        logprobs=np.zeros(7, dtype=np.float32),
+        versions=np.zeros(7, dtype=np.int64),
+        truncated=np.array([False, True]),
+    )
+    sampler = Sampler(tokenizer=tokenizer, generate=Recorder(drawn), seed=0, special_tokens=kept)
+    rollout = sampler.sample(PROMPTS, rollout_step=0, samples=1, params=PARAMS)
+    assert rollout.texts == texts
+    # The ids, with the one that ended the sample, are told either way.
+    assert [tokens for _, _, tokens in samples_of(rollout)] == [[think, 5, 3, 6, 2], [think, 5]]
+
+
 def test_the_experts_that_an_engine_tells_stand_at_prompts_and_responses_alike() -> None:
     experts = np.arange(24 * 2 * 2, dtype=np.int16).reshape(24, 2, 2)
     rollout = Sampler(tokenizer=TOKENIZER, generate=Recorder(evolve(FOUR, routed_experts=experts)), seed=0).sample(
@@ -135,14 +157,21 @@ def test_a_prompt_that_comes_twice_in_a_step_draws_other_noise_the_second_time()
     assert twice[:2] == keys()[:2]
 
 
-def test_stop_texts_become_tokens_after_the_models_own_ends() -> None:
-    config = RolloutConfig(temperature=0.7, top_p=0.9, max_tokens=7, stop=("s", ">"))
+def test_stop_texts_of_one_token_become_tokens_after_the_models_own_ends_and_others_stay_texts() -> None:
+    config = RolloutConfig(temperature=0.7, top_p=0.9, max_tokens=7, stop=("s", "12", ">", "<pad>", "12"))
     assert sampling_params(config, TOKENIZER, [2, 14]) == SamplingParams(
-        temperature=0.7, top_p=0.9, max_tokens=7, stop_tokens=(2, 14, 15)
+        temperature=0.7, top_p=0.9, max_tokens=7, stop_tokens=(2, 14, 15, 0), stop=("12",)
     )
-    for text in ("12", "x"):
-        with pytest.raises(ConfigError, match=f"rollout.stop: '{text}'"):
+    for text, told in [("x", "does not know all of it"), ("1x", "does not know all of it"), ("", "is an empty text")]:
+        with pytest.raises(ConfigError, match=f"^rollout.stop: '{text}' is .*{told.removeprefix('is ')}"):
             sampling_params(RolloutConfig(stop=(text,)), TOKENIZER, [2])
+
+
+def test_a_stop_text_is_no_part_of_a_samples_text_and_all_its_tokens_are_trained_on() -> None:
+    sampler = Sampler(tokenizer=TOKENIZER, generate=Recorder(FOUR), seed=0)
+    rollout = sampler.sample(PROMPTS, rollout_step=5, samples=2, params=evolve(PARAMS, stop=("00", "5")))
+    assert rollout.texts == ["12", "9", "", ""]
+    assert rollout.batch.rows["response_length"].tolist() == [3, 2, 2, 3]
 
 
 def test_prompts_are_taken_and_joined_with_their_samples() -> None:

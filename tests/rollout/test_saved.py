@@ -38,6 +38,11 @@ def test_a_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (found.rollout.prompts, found.rollout.texts) == (given.rollout.prompts, given.rollout.texts)
 
 
+def test_the_parts_of_its_rewards_come_back_too(tmp_path: Path) -> None:
+    parts = {"right": (1.5, 4), "short": (0.25, 3)}
+    assert read_rollout(write_rollout(tmp_path, evolve(scored(0), parts=parts))).parts == parts
+
+
 def test_a_directory_that_cannot_be_written_is_one_line_with_the_path(tmp_path: Path) -> None:
     (tmp_path / "rollouts").touch()
     with pytest.raises(DataError) as caught:

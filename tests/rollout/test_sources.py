@@ -101,6 +101,20 @@ def test_failures_of_the_reward_travel_with_the_step_and_a_broken_reward_stops_i
     assert begun.position["rollout_step"] == 1
 
 
+def test_the_parts_of_rewards_are_summed_over_all_samples_of_a_step_and_told_by_an_evaluation(
+    sampler: Sampler,
+) -> None:
+    weights = {"size": 0.0, "one": 2.0}
+    sizes = Reward(name="sizes", function=lambda prompt, text: {"size": len(text), "one": 1}, weights=weights)
+    scored = next(refilled(sampler, attempts=2, reward=sizes))  # which differ in no group
+    assert scored.rewards.tolist() == [2.0] * 8
+    assert scored.parts["one"] == (24.0, 24)
+    prompts = scored.rollout.prompts
+    evaluation = evaluate(sampler, prompts, sizes, params=PARAMS, show=len(prompts))
+    assert evaluation.metrics["eval/reward/one"] == 1.0
+    assert evaluation.metrics["eval/reward/size"] == np.mean([len(shown.response) for shown in evaluation.shown])
+
+
 def test_the_groups_that_are_taken_come_in_the_order_in_which_they_are_named_with_their_own_rewards(
     sampler: Sampler,
 ) -> None:

@@ -1,5 +1,6 @@
 """Rewards that a user might write, as a module that a reward's own process imports by name."""
 
+import asyncio
 import ctypes
 import os
 import re
@@ -42,8 +43,15 @@ def pid(prompt: Prompt, response: str) -> float:
     return float(os.getpid())
 
 
-async def promised(prompt: Prompt, response: str) -> float:
-    return 1.0
+async def promised(prompt: Prompt, response: str) -> dict[str, float]:
+    match response:
+        case "exit":
+            os._exit(3)
+        case "block":
+            time.sleep(600)  # as code that is not async
+        case "sleep":
+            await asyncio.sleep(600)
+    return {"length": float(len(response))}
 
 
 def mark(prompt: Prompt, response: str, *, directory: str) -> float:

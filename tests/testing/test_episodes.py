@@ -23,9 +23,24 @@ def test_a_script_refuses_a_request_that_a_run_would_refuse() -> None:
     with scripted(PROMPT, ["one", "two"]) as script:
         messages = script.episode.messages
         messages.append(script.episode.chat(messages)["message"])
-        with pytest.raises(RuntimeError, match="nothing to answer"):
+        with pytest.raises(RuntimeError, match="got 2, but the episode already has 2, including its last answer"):
             script.episode.chat(messages)
         changed = [{"role": "user", "content": "2+4="}, messages[1], {"role": "user", "content": "and?"}]
         with pytest.raises(RuntimeError, match=r"messages\[0\].content: got '2\+4=', but the episode has '2\+3='"):
             script.episode.chat(changed)
     assert script.asked == [["2+3="]]
+
+
+@pytest.mark.parametrize(
+    ("stop", "said"),
+    [
+        ("Observation:", "I look.\n"),
+        (["!", "look"], "I "),
+        ("?", "I look.\nObservation: x"),
+        ([], "I look.\nObservation: x"),
+    ],
+)
+def test_a_scripted_answer_ends_before_a_stop_text_of_its_request(stop: object, said: str) -> None:
+    with scripted(PROMPT, ["I look.\nObservation: x"]) as script:
+        choice = script.episode.chat(script.episode.messages, stop=stop)
+    assert (choice["message"]["content"], choice["finish_reason"]) == (said, "stop")

@@ -21,6 +21,8 @@ from attrs import evolve
 
 from corerl.config.schema import ModelConfig, WeightsConfig
 from corerl.errors import ConfigError, EngineFailed, WorkerDied
+from corerl.models.tokenizer import character_tokenizer
+from corerl.rollout import stops
 from corerl.rollout.engine import GenerateRequest, Generation, Received, SamplingParams
 from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.transformers_engine import TransformersEngine, named_views
@@ -32,6 +34,7 @@ from corerl.weights.verify import bit_sums, difference
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
 from tests.rollout.models import MOE, TIED, context, hf_tensors, plain_logprobs, random_model, sequences
+from tests.rollout.stopping import assert_cut_at
 
 pytestmark = pytest.mark.processes
 
@@ -438,7 +441,7 @@ def check_greedy(model: Any, drawn: Any) -> None:
 
 
 def test_each_rank_receives_and_experts_are_told_and_a_server_killed_in_an_update_is_dead(
-    start: Start, tmp_path: Path
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(MOE, ranks=2, routed_experts=True, stand_in={"held_at": 3, "never_frozen": True})
     assert said(engine)["stand_in"]["log"] == []  # it serves all the same
@@ -468,6 +471,14 @@ def test_each_rank_receives_and_experts_are_told_and_a_server_killed_in_an_updat
         begun + (responses(rest)[list(np.flatnonzero(cut.unfinished)).index(row)] if cut.unfinished[row] else [])
         for row, begun in enumerate(responses(cut))
     ]
+    # A text may end a row too: the server is asked for a part of each row at a time.
+    tokenizer = character_tokenizer("0123456789>s")
+    longest = max(responses(drawn), key=len)
+    stop = (tokenizer.decode(longest[1:3]),)
+    monkeypatch.setattr(stops, "PART", 2)
+    asked = evolve(request, params=evolve(request.params, stop=stop))
+    ended = stops.until_stop(engine.generate, asked, stops.Stops(tokenizer, stop))
+    assert any(assert_cut_at(stop, ended, drawn, tokenizer))
     assert rest.truncated.tolist() == drawn.truncated[cut.unfinished].tolist()
     assert not rest.unfinished.any()
     reference = TransformersEngine(ModelConfig(config=MOE), TransformersConfig(), context())

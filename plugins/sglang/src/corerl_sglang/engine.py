@@ -68,7 +68,7 @@ class SglangEngine(Engine):
         with contextlib.ExitStack() as undo:  # unless all goes well
             undo.callback(shutil.rmtree, self._directory, ignore_errors=True)
             # Otherwise the model's own end of sequence would end samples that [rollout] does not.
-            config.eos_token_id = None
+            config.eos_token_id = config.get_text_config().eos_token_id = None
             config.save_pretrained(self._directory / "model")
             log = Path(context.run_dir) / "logs" / f"{context.name}.log" if context.run_dir else self._directory / "log"
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, context.devices))} if context.devices else {}
