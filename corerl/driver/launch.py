@@ -196,7 +196,7 @@ def _start_processes(
     if config.run.samples:
         fleet = make_fleet(prepared, seats[ENGINES], watching)
         stack.callback(fleet.processes.kill)
-    return groups, fleet, _init(groups, fleet, in_turns=bool(offloaded(config, prepared.device)))
+    return groups, fleet, start_all(groups, fleet, progress, in_turns=bool(offloaded(config, prepared.device)))
 
 
 def address_of(prepared: Prepared, fleet: EngineFleet) -> Address:
@@ -243,13 +243,19 @@ def _counted(seats: Mapping[str, Sequence[Seat]]) -> str:
     return " and ".join(filter(None, [", ".join(counts[:-1]), counts[-1]]))
 
 
-def _init(groups: Mapping[str, TrainGroup], fleet: EngineFleet | None, *, in_turns: bool) -> dict[str, InitResult]:
-    """Start all groups and the engines at once. If they take turns in memory, engines start first and then sleep: an
-    engine may size itself by the free memory it finds."""
+def start_all(
+    groups: Mapping[str, TrainGroup], fleet: EngineFleet | None, progress: Progress, *, in_turns: bool
+) -> dict[str, InitResult]:
+    """Start all groups and the engines at once. If they take turns in memory, engines load first and then sleep: an
+    engine may size itself by the free memory it finds. Meanwhile ranks do what takes none, so that one that cannot
+    start ends the run before the engines have loaded."""
     calls: dict[str, Call[Any]] = {}
     if fleet is not None and in_turns:
-        fleet.start()
+        what = f"{len(fleet)} engine{'s' * (len(fleet) != 1)}"
+        progress.begin(f"loading the model into {what}, which will sleep while the ranks load")
+        together({ENGINES: fleet.start_async(), **{name: group.construct_async() for name, group in groups.items()}})
         fleet.sleep()
+        progress.begin("loading the model into the ranks")
     elif fleet is not None:
         calls[ENGINES] = fleet.start_async()
     calls |= {name: group.init_async() for name, group in groups.items()}

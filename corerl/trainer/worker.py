@@ -24,6 +24,7 @@ from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_worker_extensions
 from corerl.plugin.origins import require_same
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation
+from corerl.plugin.requirements import require_met
 from corerl.trainer.assignment import Assignment
 from corerl.trainer.collectives import collectives_begun
 from corerl.types import (
@@ -77,6 +78,7 @@ class Worker:
 
     def __init__(self, assignment: Assignment) -> None:
         self.context = assignment.context
+        require_met(each.distribution for each in assignment.origins)
         loaded = self._load(Kind.BACKENDS, assignment.backend)
         extensions = [self._load(Kind.EXTENSIONS, choice.name) for choice in assignment.extensions]
         require_same(
