@@ -12,6 +12,7 @@ import pytest
 # Before torch reads it: threads that wait for each other take the cores from the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from corerl.cli import trial
 from corerl.testing import pool
 from corerl.testing.marks import MARK
 from tests import machine
@@ -102,6 +103,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         sys.modules["tests.forks.ray"].close()
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ["CORERL_TEST_FORKS"])
+
+
+@pytest.fixture(autouse=True)
+def untried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command tries imports in another process, which only tests with the mark may start."""
+    if request.node.get_closest_marker("processes") is None:
+        monkeypatch.setattr(trial, "beside", lambda modules, plugins: lambda: None)
 
 
 @pytest.fixture(scope="module")

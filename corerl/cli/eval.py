@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
     from attrs import evolve
 
+    from corerl.cli.trial import try_imports
     from corerl.config.load import config_of, load_config
     from corerl.imports import uncollected
 
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     elif config.checkpoint.resume == "auto":  # the run's newest, not that of the directory for the scores
         newest = str(latest(config.run.dir) or "never")
         config = evolve(config, checkpoint=evolve(config.checkpoint, resume=newest))
+    try_imports(config)()
     # A separate directory, so that the run's own files stay as they are.
     summary = evaluate(evolve(config, run=evolve(config.run, dir=str(Path(config.run.dir) / "eval"))))
     if args.json:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 from corerl.config.schema import Config, CriticConfig, EpisodesConfig
 
+ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may have to start
+
 
 def problems(config: Config) -> list[str]:
     """One line for each contradiction, beginning with its dotted path; empty if the configuration can run."""
@@ -194,6 +196,15 @@ def _cluster(config: Config) -> Iterator[str]:
         yield (
             f"cluster.resources: {', '.join(config.cluster.resources)} requested, but a Ray started on this machine "
             "has only CPUs and GPUs; set cluster.address, or remove it"
+        )
+    counts = {f"roles.{role}.ranks": choice.ranks for role, choice in config.chosen_roles.items()}
+    if config.run.samples:
+        counts["rollout.replicas"] = config.rollout.replicas
+    if not config.cluster.address and sum(counts.values()) > ONE_MACHINE:
+        most = max(counts, key=lambda name: counts[name])
+        yield (
+            f"{most}: {counts[most]}, which makes {sum(counts.values())} processes on this machine, at most "
+            f"{ONE_MACHINE}; use fewer, or set cluster.address"
         )
 
 

@@ -14,6 +14,7 @@ from attrs import Attribute, field, frozen
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["float32", "bfloat16", "float16"]
+MOST = 16_384  # processes of one kind: more are a slip of the hand, and planning them would take hours
 
 
 def option(help: str, **kwargs: Any) -> Any:  # noqa: A002  -- the word that the user reads
@@ -216,7 +217,7 @@ class BackendChoice:
 
 @frozen(kw_only=True)
 class RoleChoice:
-    ranks: int = option("worker processes of this role, one per device", default=1, validator=at_least(1))
+    ranks: int = option("worker processes of this role, one per device", default=1, validator=between(1, MOST))
     backend: str = option("backend of this role only; empty uses backend.name", default="")
     options: Mapping[str, Any] | None = option(
         "backend options of this role only, replacing [backends.NAME] entirely; unset uses [backends.NAME]",
@@ -376,7 +377,7 @@ class RewardConfig:
     processes: int = option(
         "processes that score samples in parallel; 0 scores them in the driver, without a time limit",
         default=2,
-        validator=at_least(0),
+        validator=between(0, 1024),
     )
     timeout: float = option("time limit for one sample, in seconds", default=30.0, validator=[above(0), finite])
     failed_value: float = option(
@@ -394,7 +395,7 @@ class EpisodesConfig:
     concurrency: int = option(
         "episodes played in parallel; each takes two threads and two open files in the driver",
         default=256,
-        validator=at_least(1),
+        validator=between(1, MOST),
     )
     tool_calls: Literal["auto", "hermes", "llama-json", "none"] = option(
         "format of the policy's tool calls, which are parsed from its answers: hermes (Qwen 2.5 and 3), llama-json "
@@ -411,7 +412,7 @@ class EpisodesConfig:
 @frozen(kw_only=True)
 class RolloutConfig:
     engine: str = option("an installed rollout engine", default="transformers")
-    replicas: int = option("number of engines; they share the prompts", default=1, validator=at_least(1))
+    replicas: int = option("number of engines; they share the prompts", default=1, validator=between(1, MOST))
     restarts: int = option(
         "times in a row, with no completed step in between, that an engine that died or failed is restarted",
         default=3,

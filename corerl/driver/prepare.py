@@ -30,7 +30,7 @@ from corerl.plugin.requirements import require_met
 from corerl.rollout.encoding import longer_than, require_encodable
 from corerl.rollout.engine import UNLIMITED, SamplingParams
 from corerl.rollout.episodes import EpisodeFunction, resolve_function
-from corerl.rollout.rewards import Reward, resolve_reward
+from corerl.rollout.rewards import Reward, require_any_thread, resolve_reward
 from corerl.rollout.sampler import sampling_params
 from corerl.rollout.saved import SavedRollouts
 from corerl.rollout.sources import Scored
@@ -181,6 +181,10 @@ def _sampled(
     reward: Reward | None = None
     with problems.stage("reward", path="reward.name"):
         reward = resolve_reward(config.reward.name, config.reward.options)
+        aside = config.rollout.source != "synchronous" and config.run.mode == "train"
+        if prompts is not None and aside and not config.reward.processes:
+            first = prompts.prompt(int(prompts.train[0]))
+            require_any_thread(reward, first, setting=f"rollout.source={config.rollout.source!r}")
     return prompts, reward, params
 
 

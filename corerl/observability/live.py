@@ -14,10 +14,11 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from corerl.messages import printable
 from corerl.observability.braille import Line, draw
 from corerl.observability.history import phases
 from corerl.observability.story import NUMBERS, Story
-from corerl.observability.text import duration, number, printable
+from corerl.observability.text import duration, number
 from corerl.plugin.events import Event, Notice, RunFinished, Shown
 
 REWARD, EXACT = "cyan", "magenta"

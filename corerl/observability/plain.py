@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TextIO
 
+from corerl.messages import shorten
 from corerl.observability.story import NUMBERS, Story
-from corerl.observability.text import duration, number, shorten
+from corerl.observability.text import duration, number
 from corerl.plugin.events import (
     CheckpointSaved,
     Evaluated,

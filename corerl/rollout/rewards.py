@@ -7,7 +7,7 @@ import numbers
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -96,7 +96,7 @@ class Reward:
         """The sample's reward, or why it has none."""
         try:
             value = self.function(prompt, response, **self.options)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # the latter would end the run, silently and with any status
             return self.failure("raised", f"raised {told(error)}", prompt, response)
         if not is_number(value):
             return self.failure("no-number", f"returned {value!r}, wanted a finite number,", prompt, response)
@@ -187,6 +187,35 @@ def resolve_reward(name: str, options: Mapping[str, Any]) -> Reward:
         function = imported(name, setting="reward.name")
     _require_callable(name, function, options)
     return Reward(name=name, function=function, options=options)
+
+
+def require_any_thread(reward: Reward, prompt: Prompt, *, setting: str) -> None:
+    """Try a reward in a thread, as a run with `setting` calls it. Raises ConfigError if it needs the main thread, which
+    alone may set signals; other errors may be those of this sample alone."""
+    refused: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            reward.function(prompt, prompt.answer, **reward.options)
+        except BaseException as error:
+            refused.extend(each for each in _causes(error) if "main thread" in str(each))
+
+    thread = threading.Thread(target=call, name="reward trial", daemon=True)
+    thread.start()
+    thread.join()
+    if refused:
+        raise ConfigError(
+            f"reward.processes: 0 scores in a thread of the driver with {setting}, but reward {reward.name!r} needs "
+            f"the main thread ({told(refused[-1])}); set reward.processes to at least 1, or rollout.source='synchronous'"
+        )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that led to it."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
 
 
 def _require_callable(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from attrs import evolve
 
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
-from corerl.rollout.rewards import Failure, Reward, exact_match, resolve_reward
+from corerl.rollout.rewards import Failure, Reward, exact_match, require_any_thread, resolve_reward
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
 
@@ -188,3 +188,29 @@ def test_what_float32_cannot_hold_and_errors_without_words_are_failures(
     outcome = Reward(name="mine:f", function=function).outcome(Prompt(index=3, text="a", answer="b"), "c")
     assert isinstance(outcome, Failure)
     assert outcome.kind == kind and told in outcome.message
+
+
+@pytest.mark.parametrize("options", [{}, {"hidden": True}])
+def test_a_reward_that_needs_the_main_thread_is_told_where_it_will_run_in_another(options: dict[str, Any]) -> None:
+    reward = resolve_reward("tests.rollout.user_rewards:alarmed", options)
+    assert reward(SORT, "x") == 1.0  # here, in the main thread
+    with pytest.raises(ConfigError) as caught:
+        require_any_thread(reward, SORT, setting="rollout.source='one-step-off'")
+    assert caught.value.message.startswith(
+        "reward.processes: 0 scores in a thread of the driver with rollout.source='one-step-off', but reward "
+        "'tests.rollout.user_rewards:alarmed' needs the main thread (ValueError: signal only works in main thread of "
+        "the main interpreter (tests/rollout/user_rewards.py:"
+    )
+    assert caught.value.message.endswith("); set reward.processes to at least 1, or rollout.source='synchronous'")
+
+
+def test_a_reward_that_fails_on_one_sample_is_not_refused_for_it() -> None:
+    for name in ("picky", "act"):
+        require_any_thread(resolve_reward(f"tests.rollout.user_rewards:{name}", {}), SORT, setting="")
+
+
+def test_a_reward_that_leaves_fails_on_its_sample_and_does_not_end_the_run() -> None:
+    reward = resolve_reward("tests.rollout.user_rewards:act", {})
+    outcome = reward.outcome(SORT, "leave")
+    assert isinstance(outcome, Failure) and outcome.kind == "raised"
+    assert "raised SystemExit: 4 (tests/rollout/user_rewards.py:" in outcome.message
