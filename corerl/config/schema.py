@@ -188,6 +188,12 @@ class ScheduleConfig:
     final_ratio: float = option(
         "learning rate at the last optimizer step, as a fraction of the peak", default=0.1, validator=between(0, 1)
     )
+    steps: int = option(
+        "rollout steps over which the schedule is computed; after them the learning rate stays as it is. 0 uses "
+        "run.steps, so that raising run.steps on resume stretches the schedule and raises the learning rate",
+        default=0,
+        validator=at_least(0),
+    )
 
 
 @frozen(kw_only=True)

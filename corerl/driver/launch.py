@@ -21,7 +21,7 @@ from corerl.driver.prepare import Prepared, prepare, title
 from corerl.driver.processes import ENGINES
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency, residency_plan
-from corerl.driver.roles import Role
+from corerl.driver.roles import Role, changed_rates, first_step_of
 from corerl.driver.run import REFERENCE, Run, answers_in, passes_of
 from corerl.driver.run_dir import changed_settings, lost_checkpoints, occupied, write_config
 from corerl.driver.sampling import calls_of, start_scorer, start_source
@@ -117,6 +117,9 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
     reward = start_scorer(prepared, stack)  # first: its processes start while Ray does
     groups, fleet, inits = _start_processes(prepared, progress, stack)
     roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.plan.roles.items()}
+    if state and config.run.trains:
+        for text in changed_rates(state["config"], roles.values()):
+            progress.notice(text)
     if config.algorithm.kl_coef and config.run.trains:
         groups[ACTOR].snapshot(REFERENCE).load()
     source, sampler = start_source(prepared, fleet, reward, stack)
@@ -273,8 +276,8 @@ def make_role(plan: RolePlan, config: Config, group: TrainGroup, init: InitResul
         aggregation=config.algorithm.aggregation if plan.role == ACTOR else "token-mean",
         max_tokens=config.rollout.max_tokens,
         seed=config.run.seed,
-        first_step=config.algorithm.critic.warmup_steps if plan.role == ACTOR else 0,
-        rollout_steps=config.run.steps,
+        first_step=first_step_of(plan.role, config),
+        rollout_steps=config.train_of(plan.role).schedule.steps or config.run.steps,
         optimizer_step=init.optimizer_step,
     )
 

@@ -206,7 +206,8 @@ def require_any_thread(reward: Reward, prompt: Prompt, *, setting: str) -> None:
     if refused:
         raise ConfigError(
             f"reward.processes: 0 scores in a thread of the driver with {setting}, but reward {reward.name!r} needs "
-            f"the main thread ({told(refused[-1])}); set reward.processes to at least 1, or rollout.source='synchronous'"
+            f"the main thread ({told(refused[-1])}); set reward.processes to at least 1, or "
+            "rollout.source='synchronous'"
         )
 
 
