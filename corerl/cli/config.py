@@ -39,11 +39,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
     from corerl.driver.prepare import prepare
+    from corerl.messages import printable
     from corerl.plugin.options import notes
 
     tried()
     for note in notes(config):
-        print(f"corerl: note: {note}", file=sys.stderr)
+        print(f"corerl: note: {printable(note)}", file=sys.stderr)
     prepare(config, starting=False)
     print(f"{args.file}: ok")
     return 0
