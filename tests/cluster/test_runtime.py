@@ -163,7 +163,7 @@ def test_a_start_of_ray_that_takes_too_long_is_tried_once_more(
     assert asked == asked[:1] * starts
 
 
-# ---- a cluster with a token --------------------------------------------------------------------------------------------
+# ---- a cluster with a token ------------------------------------------------------------------------------------------
 
 # What `ray health-check` of Ray 2.60 says to a process without the token.
 UNAUTHENTICATED = (

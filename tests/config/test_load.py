@@ -1,6 +1,7 @@
 """From file and overrides to a Config and back, and every way in which that fails."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import evolve, field, frozen
@@ -278,43 +279,21 @@ def test_a_plugins_own_class_is_written_as_its_table(tmp_path: Path) -> None:
 
 # ---- files that are made to hurt -------------------------------------------------------------------------------------
 
+A, BITS = "[model.config]\na", "expected an integer of at most 64 bits, got"
+
 
 @pytest.mark.parametrize(
     ("toml", "said"),
     [
-        (
-            "[model.config]\na = " + "[" * 20_000 + "]" * 20_000,
-            "FILE: is nested more deeply than can be read; at most 32",
-        ),
-        (
-            "[model.config]\na = " + "{b = " * 20_000 + "1" + "}" * 20_000,
-            "FILE: is nested more deeply than can be read",
-        ),
-        (
-            f"[{'.'.join(['model', 'config', *'a' * 5000])}]\nb = 1",
-            "model.config.a: is nested more than 32 levels deep",
-        ),
-        ("[model.config]\na = " + "[" * 40 + "]" * 40, "model.config.a: is nested more than 32 levels deep"),
-        (
-            "[run]\nsteps = " + "9" * 5000,
-            "FILE: has a number of more digits than can be read; integers have at most 64",
-        ),
-        (
-            "[run]\nsteps = 0x" + "f" * 5000,
-            "run.steps: expected an integer of at most 64 bits, got int that is too large",
-        ),
-        (
-            "[train.optimizer]\nlr = 1" + "0" * 400,
-            "train.optimizer.lr: expected an integer of at most 64 bits, got 10000",
-        ),
-        (
-            "[model.config]\na = [1, 9223372036854775808]",
-            "model.config.a[1]: expected an integer of at most 64 bits, got 9",
-        ),
-        (
-            "[model.config]\na.b = -9223372036854775809",
-            "model.config.a.b: expected an integer of at most 64 bits, got -9",
-        ),
+        (f"{A} = {'[' * 20_000}{']' * 20_000}", "FILE: is nested more deeply than can be read; at most 32 levels"),
+        (f"{A} = {'{b = ' * 20_000}1{'}' * 20_000}", "FILE: is nested more deeply than can be read; at most 32 levels"),
+        (f"[model.config{'.a' * 5000}]\nb = 1", "model.config.a: is nested more than 32 levels deep"),
+        (f"{A} = {'[' * 40}{']' * 40}", "model.config.a: is nested more than 32 levels deep"),
+        (f"[run]\nsteps = {'9' * 5000}", "FILE: has a number of more digits than can be read; integers have at most"),
+        (f"[run]\nsteps = 0x{'f' * 5000}", f"run.steps: {BITS} int that is too large to be shown"),
+        (f"[train.optimizer]\nlr = 1{'0' * 400}", f"train.optimizer.lr: {BITS} 1000"),
+        (f"{A} = [1, 9223372036854775808]", f"model.config.a[1]: {BITS} 9223372036854775808"),
+        (f"{A}.b = -9223372036854775809", f"model.config.a.b: {BITS} -9223372036854775809"),
     ],
 )
 def test_what_is_too_deep_or_too_large_is_one_line_of_reasonable_length(tmp_path: Path, toml: str, said: str) -> None:
@@ -341,7 +320,7 @@ def test_numbers_and_depths_at_the_bounds_are_taken() -> None:
         ("run.steps=" + "9" * 5000, "run.steps: expected integer, got string '9999"),
         ("run.steps=0x" + "f" * 400, "run.steps: expected an integer of at most 64 bits, got "),
         ("a" * 5000, "override 'aaaa"),
-        ("run." + "a" * 5000 + "=1", "run.aaaa"),
+        ("run." + "a" * 5000 + "=1", 'run."aaaa'),
         ("run.dir.x=1" + "\x1b[2J" * 3, "run.dir: expected string, got a table"),
     ],
 )
