@@ -197,6 +197,14 @@ def _cluster(config: Config) -> Iterator[str]:
             f"cluster.resources: {', '.join(config.cluster.resources)} requested, but a Ray started on this machine "
             "has only CPUs and GPUs; set cluster.address, or remove it"
         )
+    for name in config.cluster.secrets:
+        if name in config.cluster.environment:
+            yield f"cluster.secrets: {name!r} is in cluster.environment too; remove it from one of them"
+        elif name not in os.environ:
+            yield (
+                f"cluster.secrets: {name!r} is not set in the environment of this command; set it there, or remove it "
+                "from the list"
+            )
     counts = {f"roles.{role}.ranks": choice.ranks for role, choice in config.chosen_roles.items()}
     if config.run.samples:
         counts["rollout.replicas"] = config.rollout.replicas

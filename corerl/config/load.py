@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from attrs import evolve
 
 from corerl.config.schema import Config
 from corerl.config.structuring import Keys, Problem, attempt, structure
@@ -16,8 +17,9 @@ from corerl.config.words import parse_toml, to_plain
 from corerl.errors import ConfigError
 from corerl.messages import LONGEST, short_repr, shorten
 
-__all__ = ["config_of", "dump_toml", "load_config", "structure", "to_plain"]
+__all__ = ["config_of", "dump_toml", "load_config", "recorded", "structure", "to_plain"]
 
+SECRET = ("cluster", "environment")  # the table whose values no message shows
 DEEPEST = 32  # levels of tables and arrays
 
 
@@ -65,7 +67,7 @@ def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str]) ->
     lines += [problem.line() + _blame(problem.keys, applied) for problem in too_large]
     if readable and not too_large:
         config, problems = attempt(data, Config)
-        lines += [problem.line() + _blame(problem.keys, applied) for problem in problems]
+        lines += [_concealed(problem).line() + _blame(problem.keys, applied) for problem in problems]
         if config is not None and not lines:
             return config
     raise ConfigError("\n".join(lines))
@@ -74,6 +76,14 @@ def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str]) ->
 def dump_toml(config: Config) -> str:
     """The whole configuration as TOML, defaults included; loading it gives an equal one."""
     return tomli_w.dumps(to_plain(config))
+
+
+def recorded(config: Config) -> Config:
+    """The config as a run writes it down, which others may read: the values of `cluster.environment` are left out, and
+    its names stand under `cluster.secrets`. So it can be loaded again where these variables are set."""
+    cluster = config.cluster
+    names = tuple(dict.fromkeys([*cluster.secrets, *cluster.environment]))
+    return evolve(config, cluster=evolve(cluster, environment={}, secrets=names))
 
 
 def _too_large(data: Mapping[str, Any]) -> Iterator[Problem]:
@@ -121,10 +131,18 @@ def _apply(text: str, data: dict[str, Any]) -> Keys:
     return tuple(keys)
 
 
+def _concealed(problem: Problem) -> Problem:
+    """The same problem, without the value of a variable of the environment, which may be a secret."""
+    if problem.keys[:2] == SECRET and len(problem.keys) > 2:
+        return Problem(problem.keys, "expected string, got something else; put it in quotes")
+    return problem
+
+
 def _blame(keys: Keys, applied: Iterable[tuple[Keys, str]]) -> str:
     """Name the last override that set the value at `keys`, a part of it, or a table that contains it."""
     for set_by, text in reversed(list(applied)):
         shared = min(len(keys), len(set_by))
         if keys[:shared] == set_by[:shared]:
+            text = text if set_by[:2] != SECRET else f"{text.partition('=')[0]}=..."
             return f" (override {shorten(text, LONGEST)})"
     return ""

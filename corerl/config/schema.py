@@ -7,7 +7,7 @@ Options of a single backend or engine are in `backends.NAME` and `engines.NAME`,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from attrs import Attribute, field, frozen
@@ -74,10 +74,10 @@ def custom_resources(_: Any, attribute: Attribute[Any], value: Mapping[str, floa
             raise ValueError(f"amounts must be finite and above 0, got {name!r} = {amount!r}")
 
 
-def variables(_: Any, attribute: Attribute[Any], value: Mapping[str, str]) -> None:
-    for name, text in value.items():
+def variables(_: Any, attribute: Attribute[Any], value: Iterable[str]) -> None:
+    for name in value:  # of a mapping without its values, which may be secrets
         if not name or "=" in name or "\0" in name:
-            raise ValueError(f"must be valid environment variables, got {name!r} = {text!r}")
+            raise ValueError(f"must be valid environment variables, got the name {name!r}")
 
 
 @frozen(kw_only=True)
@@ -147,8 +147,15 @@ class ClusterConfig:
         validator=custom_resources,
     )
     environment: Mapping[str, str] = option(
-        "environment variables set for every rank and engine before it starts",
+        "environment variables set for every rank and engine before it imports torch; the run's own files name them "
+        "without their values, under secrets",
         factory=dict,
+        validator=variables,
+    )
+    secrets: tuple[str, ...] = option(
+        "names of environment variables, such as keys of services, whose values every rank and engine gets from the "
+        "environment of the command that starts the run",
+        default=(),
         validator=variables,
     )
 

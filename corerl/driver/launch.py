@@ -13,7 +13,7 @@ from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.placement import Seat, seated
 from corerl.cluster.process import Outcome
 from corerl.cluster.runtime import ray_session
-from corerl.config.load import to_plain
+from corerl.config.load import recorded, to_plain
 from corerl.config.schema import Config
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.environment import environment_of
@@ -287,7 +287,7 @@ def _notices(prepared: Prepared) -> Iterator[str]:
     config, state = prepared.config, prepared.state
     yield from lost_checkpoints(config, prepared.run_dir)
     if state and config.run.trains:
-        yield from changed_settings(state["config"], to_plain(config))
+        yield from changed_settings(state["config"], to_plain(recorded(config)))
     yield from notes(config)
     yield from missing_answers(prepared)
     if prepared.too_long:

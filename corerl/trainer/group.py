@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -82,7 +83,8 @@ class TrainGroup:
         constructing = self.construct_async() if self._meeting is None else None
         assert self._meeting is not None
         host, port, listening = self._meeting
-        meeting = [(host, port, listening if rank == 0 else None) for rank in range(len(self.processes))]
+        token = secrets.token_hex(16)
+        meeting = [(host, port, listening if rank == 0 else None, token) for rank in range(len(self.processes))]
         initializing = self.processes.start_each("init", meeting)
 
         def wait() -> InitResult:

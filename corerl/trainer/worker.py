@@ -122,11 +122,12 @@ class Worker:
 
     # ---- startup and shutdown ---------------------------------------------------------------------------------------
 
-    def init(self, host: str, port: int, listening: int | None = None) -> InitResult:
+    def init(self, host: str, port: int, listening: int | None = None, token: str = "") -> InitResult:
         """Meet the other ranks at rank 0's address, then build, load and resume. Rank 0 takes over the socket
-        `listening`, if one already listens at that address; for a single rank, port 0 will do."""
+        `listening`, if one already listens at that address; for a single rank, port 0 will do. Without `token`, which
+        the ranks' keys begin with, nobody answers to one of them."""
         self._joining = True
-        self._join(host, port, listening)
+        self._join(host, port, listening, token)
         self._joining = False
         return self.host.init(config=self.config, context=self.context)
 
@@ -247,7 +248,7 @@ class Worker:
             micro_batches = TimedMicroBatches(batch.micro_batches, batch.count, self._span, rest, following)
             yield evolve(batch, micro_batches=micro_batches)
 
-    def _join(self, host: str, port: int, listening: int | None) -> None:
+    def _join(self, host: str, port: int, listening: int | None, token: str) -> None:
         if dist.is_initialized():
             if dist.get_world_size() != self.context.world_size:
                 raise WrongState(
@@ -270,7 +271,7 @@ class Worker:
         )
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=store,
+            store=dist.PrefixStore(token, store) if token else store,
             rank=self.context.rank,
             world_size=ranks,
             timeout=timeout,

@@ -154,11 +154,11 @@ def test_the_last_override_of_a_value_counts_and_its_neighbors_stay(tmp_path: Pa
         ("[rollout]\ntemperature = inf", "rollout.temperature: must be finite, got inf"),
         (
             "[cluster]\nenvironment = {'A=B' = 'c'}",
-            "cluster.environment: must be valid environment variables, got 'A=B' = 'c'",
+            "cluster.environment: must be valid environment variables, got the name 'A=B'",
         ),
         (
             "[cluster]\nenvironment = {'' = 'c'}",
-            "cluster.environment: must be valid environment variables, got '' = 'c'",
+            "cluster.environment: must be valid environment variables, got the name ''",
         ),
         ("[cluster]\ntimeout = 0", "cluster.timeout: must be above 0, got 0.0"),
         ("[algorithm]\nkl_coef = -0.1", "algorithm.kl_coef: must be at least 0, got -0.1"),

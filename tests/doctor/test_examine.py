@@ -246,7 +246,7 @@ def test_a_config_is_checked_and_what_its_processes_are_given_is_shown(tmp_path:
 
     clashing = [*chosen, 'cluster.environment.MINE_RANKS="8"']
     (clash,) = amiss(look("corerl.doctor.run:run", str(file), clashing, False))
-    assert clash.what.startswith("environment variable MINE_RANKS: cluster.environment needs '8', but mine needs '1'")
+    assert clash.what.startswith("environment variable MINE_RANKS: cluster.environment needs another value, but mine ")
     (unknown,) = amiss(look("corerl.doctor.run:run", str(file), [*clashing, "backends.mine.shards=2"], False))
     assert unknown.what.startswith("backends.mine.shards: unknown key")
     assert unknown.mend == f"edit {file}, then: corerl config check {file}"
