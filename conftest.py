@@ -106,10 +106,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def untried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def untried(request: pytest.FixtureRequest) -> Iterator[None]:
     """A command tries imports in another process, which only tests with the mark may start."""
-    if request.node.get_closest_marker("processes") is None:
-        monkeypatch.setattr(trial, "beside", lambda modules, plugins: lambda: None)
+    with pytest.MonkeyPatch.context() as own:  # the test's own would be undone after its other fixtures
+        if request.node.get_closest_marker("processes") is None:
+            own.setattr(trial, "beside", lambda modules, plugins: lambda: None)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -276,7 +276,5 @@ def _timed(reward: Reward, sample: Sample, limit: float) -> float | Failure:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except _TimeUp:
         return _late(reward, sample, limit)
-    except SystemExit as error:
-        return reward.failure("died", f"ended its process (sys.exit({error.code!r}))", *sample)
     except BaseException as error:  # such as asyncio's CancelledError, which must not end this process
         return reward.failure("raised", f"raised {type(error).__name__}", *sample)

@@ -96,7 +96,9 @@ class Reward:
         """The sample's reward, or why it has none."""
         try:
             value = self.function(prompt, response, **self.options)
-        except (Exception, SystemExit) as error:  # the latter would end the run, silently and with any status
+        except SystemExit as error:  # in the driver it would end the run, silently and with any status
+            return self.failure("died", f"ended its process (sys.exit({error.code!r}))", prompt, response)
+        except Exception as error:
             return self.failure("raised", f"raised {told(error)}", prompt, response)
         if not is_number(value):
             return self.failure("no-number", f"returned {value!r}, wanted a finite number,", prompt, response)

@@ -212,5 +212,5 @@ def test_a_reward_that_fails_on_one_sample_is_not_refused_for_it() -> None:
 def test_a_reward_that_leaves_fails_on_its_sample_and_does_not_end_the_run() -> None:
     reward = resolve_reward("tests.rollout.user_rewards:act", {})
     outcome = reward.outcome(SORT, "leave")
-    assert isinstance(outcome, Failure) and outcome.kind == "raised"
-    assert "raised SystemExit: 4 (tests/rollout/user_rewards.py:" in outcome.message
+    assert isinstance(outcome, Failure) and outcome.kind == "died"
+    assert " ended its process (sys.exit(4)) on prompt " in outcome.message
