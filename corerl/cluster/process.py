@@ -143,7 +143,7 @@ class Process:
         started, value, failed = time.time(), None, None
         try:
             value = work()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # the latter would end the process without a word of why
             failed = portable(error, f"{self.name}: {method}", self.failure)
         finally:
             del self._working[threading.get_ident()]
