@@ -160,9 +160,8 @@ def test_code_that_leaves_its_process_is_an_error_of_the_call(code: object) -> N
     assert process.construct(code).error is None
     error = process.call("leave").error
     assert isinstance(error, HookFailed)
-    assert (
-        error.message.startswith("actor rank 0: leave: SystemExit") and "raise SystemExit(self.code)" in error.details
-    )
+    assert error.message.startswith("actor rank 0: leave: SystemExit")
+    assert "raise SystemExit(self.code)" in error.details
 
 
 def test_variables_are_set_before_the_class_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,3 +257,9 @@ def test_a_config_that_cannot_be_read_is_an_error_for_each_line(tmp_path: Path) 
     findings = amiss(list(examine(file=str(file), overrides=["run.stepps=3", "train.epochs=0"])))
     assert [finding.what.partition(":")[0] for finding in findings] == ["run.stepps", "train.epochs"]
     assert all(finding.mend == f"edit {file}" for finding in findings)
+
+
+def test_a_package_that_is_older_than_required_is_an_error_with_the_command_for_it(old_pluggy: str) -> None:
+    (finding,) = amiss(list(installation.requirements(["corerl", "corerl-fsdp"])))
+    assert f"{finding.what}; {finding.mend}" == old_pluggy
+    assert finding.level is Level.ERROR
