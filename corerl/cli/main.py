@@ -87,10 +87,25 @@ def _require_surroundings() -> None:
         sys.path.insert(0, os.getcwd())
     except FileNotFoundError as error:
         raise UserError("the working directory does not exist any more; change to one that does") from error
+    for descriptor in (0, 2):
+        _require_open(descriptor)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  -- for as long as the command lasts
     if sys.stdout is None:  # and the next file that is opened would be the standard output of all processes
         raise UserError("standard output is closed; redirect it to a file or to /dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: an unprintable character ends no command
+
+
+def _require_open(descriptor: int) -> None:
+    """Open /dev/null there if it is closed: else the next file that is opened would be what all processes write to."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+        if opened != descriptor:
+            os.dup2(opened, descriptor)
+            os.close(opened)
 
 
 def _refused(error: OSError) -> str:

@@ -287,6 +287,16 @@ COMMAND = [sys.executable, "-c", "import sys; from corerl.cli.main import main; 
 
 
 @pytest.mark.processes
+def test_a_command_whose_stdin_and_stderr_are_closed_leaves_no_place_for_files_to_be_mistaken_for_them() -> None:
+    program = (
+        "import os, sys; from corerl.cli import main; main._require_surroundings(); "
+        "print([os.readlink(f'/proc/self/fd/{each}') for each in (0, 2)], os.open('/', os.O_RDONLY) > 2)"
+    )
+    command = ["sh", "-c", '"$@" <&- 2>&-', "sh", sys.executable, "-c", program]
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout == "['/dev/null', '/dev/null'] True\n"
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("shell", "status", "said"),
     [
