@@ -16,10 +16,14 @@ def try_imports(config: Config) -> Callable[[], None]:
     """Start to import what `config` names, beside this process; call the result to wait for it. That raises UserError,
     in one line, if an import ended its process. An import that merely raises is reported by whoever needs it."""
     from corerl.plugin.options import selected
+    from corerl.plugin.registry import Kind
 
     names = (config.reward.name, config.rollout.function, config.rollout.postprocess, config.algorithm.loss)
     modules = [name.partition(":")[0] for name in names if ":" in name]
-    return beside(modules, [(each.kind, each.name) for each in selected(config)])
+    plugins = [(each.kind, each.name) for each in selected(config)]
+    # Tables of plugins that are not selected are checked too, which imports their specs.
+    plugins += [(kind, name) for kind in (Kind.BACKENDS, Kind.ENGINES) for name in getattr(config, kind.value)]
+    return beside(modules, list(dict.fromkeys(plugins)))
 
 
 def require_plugins(plugins: Sequence[tuple[Kind, str]]) -> None:
