@@ -13,6 +13,7 @@ import pytest
 # Before torch reads it: threads that wait for each other take the cores from the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from corerl.cli import trial
 from corerl.testing import pool
 from corerl.testing.marks import MARK
 from tests import machine
@@ -113,6 +114,15 @@ def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
     client.connect().close()  # programs take the server to be there
     monkeypatch.setenv(server.FORK_PYTHON, "1")
     monkeypatch.setattr(subprocess.Popen, "__init__", server.forking(subprocess.Popen.__init__))
+
+
+@pytest.fixture(autouse=True)
+def untried(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A command tries imports in another process, which only tests with the mark may start."""
+    with pytest.MonkeyPatch.context() as own:  # the test's own would be undone after its other fixtures
+        if request.node.get_closest_marker("processes") is None:
+            own.setattr(trial, "beside", lambda modules, plugins: lambda: None)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ from types import FrameType
 
 from corerl.errors import CorerlError
 
+LONGEST = 120  # characters of what a file says, in a message
+
 # Other common names for ours.
 OTHER_NAMES = {
     "gpu": "cuda",
@@ -24,6 +26,8 @@ OTHER_NAMES = {
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that means the same as `name`, or is most similar to it; "" if there is none."""
+    if len(name) > LONGEST:  # no slip of the hand, and comparing takes time that grows with its square
+        return ""
     names, meant = list(known), OTHER_NAMES.get(name.lower(), "")
     return meant if meant in names else next(iter(difflib.get_close_matches(name, names, n=1)), "")
 
@@ -65,7 +69,30 @@ def place(error: BaseException, own: Callable[[FrameType], bool]) -> str:
     return f" ({file if os.path.isabs(here) else here}:{line})"
 
 
-def short_repr(value: object, longest: int) -> str:
-    """`repr(value)`, cut to `longest` characters."""
-    text = repr(value)
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+def printable(text: str) -> str:
+    """The text with all characters escaped, as in Python, that move a terminal's cursor, color it or do not show: what
+    a file holds or a model samples may be anything."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def shorten(text: str, longest: int) -> str:
+    """`printable`, cut to `longest` characters."""
+    # Cut first: escaping only makes it longer, and a file may hold megabytes.
+    line = printable(text[: longest + 1])
+    return line if len(line) <= longest else line[: max(longest - 3, 0)] + "..."
+
+
+def short_repr(value: object, longest: int = LONGEST) -> str:
+    """`repr(value)` on one line, cut to `longest` characters."""
+    return shorten(_repr(value), longest)
+
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):  # an integer of more digits than Python writes; nested too deeply
+        return f"{type(value).__name__} that is too large to be shown"

@@ -6,7 +6,18 @@ import re
 import pytest
 
 from corerl.errors import SaveFailed
-from corerl.messages import did_you_mean, first_line, last_line, message_of, nearest, one_line, place, short_repr
+from corerl.messages import (
+    did_you_mean,
+    first_line,
+    last_line,
+    message_of,
+    nearest,
+    one_line,
+    place,
+    printable,
+    short_repr,
+    shorten,
+)
 
 
 def test_a_name_that_is_like_a_known_one_is_asked_for() -> None:
@@ -55,3 +66,23 @@ def test_the_place_of_an_error_is_the_innermost_line_that_is_asked_for() -> None
 def test_a_long_value_is_cut_to_what_is_shown() -> None:
     assert short_repr("abc", 5) == "'abc'"
     assert short_repr([1, 2, 3], 6) == "[1,..."
+
+
+def test_what_does_not_print_is_escaped_and_the_rest_stays() -> None:
+    assert printable("é\n\x1b[31m\ud800") == "é\\n\\x1b[31m\\ud800"
+    assert printable("a\u202eb\x9bc\x7f 漢") == "a\\u202eb\\x9bc\\x7f 漢"
+
+
+def test_a_long_answer_is_cut_to_the_width_after_escaping() -> None:
+    assert shorten("ab\ncdefgh", 8) == "ab\\nc..."
+    assert shorten("abcdefgh", 8) == "abcdefgh"
+    assert shorten("\x1b" * 10**6, 10) == "\\x1b\\x1..."
+
+
+def test_a_value_that_python_cannot_write_is_shown_by_its_type() -> None:
+    nested: list[object] = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert short_repr(1 << 20_000) == "int that is too large to be shown"
+    assert short_repr(nested) == "list that is too large to be shown"
+    assert short_repr("\x1b[2J" + "a" * 1000, 20) == "'\\x1b[2Jaaaaaaaaa..."

@@ -22,24 +22,29 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from corerl.cli.trial import try_imports
     from corerl.config.load import load_config
 
     config = load_config(args.file, args.overrides)
+    tried = try_imports(config)
     if args.action == "show":
         from corerl.config.describe import annotate
         from corerl.config.load import dump_toml
         from corerl.plugin.options import resolve_tables
 
+        tried()
         resolved = resolve_tables(config)
         toml = dump_toml(resolved)
         print(annotate(toml, resolved) if args.help_texts else toml, end="")
         return 0
 
     from corerl.driver.prepare import prepare
+    from corerl.messages import printable
     from corerl.plugin.options import notes
 
+    tried()
     for note in notes(config):
-        print(f"corerl: note: {note}", file=sys.stderr)
+        print(f"corerl: note: {printable(note)}", file=sys.stderr)
     prepare(config, starting=False)
     print(f"{args.file}: ok")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit status: 1 if a finding is an error, else 0."""
     from corerl.doctor.examine import examine
     from corerl.errors import ConfigError
+    from corerl.messages import printable
     from corerl.plugin.spec import Level
 
     name, overrides = args.name, list(args.overrides)
@@ -45,7 +47,11 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print("\n".join(_lines(finding)), flush=True)  # as they come, since importing takes a while
     print(_json(findings) if args.json else _summary(findings))
-    return 1 if any(finding.level is Level.ERROR for finding in findings) else 0
+    errors = [finding for finding in findings if finding.level is Level.ERROR]
+    if errors:  # also where stdout is read by a program, or by nobody
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        print(f"corerl: error: {printable(errors[0].what)}{more}", file=sys.stderr)
+    return 1 if errors else 0
 
 
 def _address(file: str, overrides: Sequence[str]) -> str:
@@ -55,12 +61,14 @@ def _address(file: str, overrides: Sequence[str]) -> str:
 
 
 def _lines(finding: Finding) -> list[str]:
+    from corerl.messages import printable
+
     lines = [f"{finding.level:<8} {finding.what}"]
     if finding.why:
         lines.append(f"{'':<8}   why: {finding.why}")
     if finding.mend:
         lines.append(f"{'':<8}   fix: {finding.mend}")
-    return lines
+    return [printable(line) for line in lines]
 
 
 def _summary(findings: Sequence[Finding]) -> str:

@@ -27,10 +27,12 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     import json
     import os
+    import sys
     from pathlib import Path
 
     from attrs import evolve
 
+    from corerl.cli.trial import try_imports
     from corerl.config.load import config_of, load_config
     from corerl.imports import uncollected
 
@@ -52,9 +54,15 @@ def run(args: argparse.Namespace) -> int:
             run_dir = run_dir.parent
         own = [f"run.dir={run_dir}", f"checkpoint.resume={checkpoint}", "rollout.saved="]
         config = config_of(read_state(checkpoint)["config"], [*own, *given])
+        missing = [name for name in config.cluster.secrets if name not in os.environ]
+        if missing:  # they were needed to train; scores may not need them
+            print(f"corerl: note: cluster.secrets: not set here: {', '.join(map(repr, missing))}", file=sys.stderr)
+            there = tuple(name for name in config.cluster.secrets if name not in missing)
+            config = evolve(config, cluster=evolve(config.cluster, secrets=there))
     elif config.checkpoint.resume == "auto":  # the run's newest, not that of the directory for the scores
         newest = str(latest(config.run.dir) or "never")
         config = evolve(config, checkpoint=evolve(config.checkpoint, resume=newest))
+    try_imports(config)()
     # A separate directory, so that the run's own files stay as they are.
     summary = evaluate(evolve(config, run=evolve(config.run, dir=str(Path(config.run.dir) / "eval"))))
     if args.json:

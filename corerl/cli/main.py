@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from corerl import __version__
-from corerl.errors import CorerlError
+from corerl.errors import CorerlError, UserError
+from corerl.messages import one_line, place, printable, shorten
 
 # Modules of this package, each with an `add_parser(subparsers)` that sets `run`. They import little: help is instant.
 COMMANDS = ("train", "eval", "export", "config", "plugins", "verify", "options", "doctor", "new_backend")
+
+LONGEST_LINE = 4000  # characters of an error, whatever a file says
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,30 +32,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in COMMANDS:
         import_module(f"corerl.cli.{name}").add_parser(subparsers)
     args = _parse(parser, argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: an unprintable character ends no command
-    # 'module:name', in a config or as a plugin, may be a module in the working directory, as for `python -m`.
-    sys.path.insert(0, os.getcwd())
+    debug = args.debug or os.environ.get("CORERL_DEBUG") == "1"
     try:
+        _require_surroundings()
         status: int = args.run(args)
         sys.stdout.flush()
         return status
     except CorerlError as error:
-        if args.debug or os.environ.get("CORERL_DEBUG") == "1":
+        if debug:
             traceback.print_exc()
             if error.details:
                 print(error.details, file=sys.stderr)
         said = "corerl: error:" if error.exit_status else "corerl:"
-        for line in error.message.splitlines():
-            print(f"{said} {line}", file=sys.stderr)
+        for line in error.message.split("\n"):
+            print(f"{said} {shorten(line, LONGEST_LINE)}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         print("corerl: interrupted", file=sys.stderr)
         return 130
+    except SystemExit as error:  # of a plugin or a user's function; argparse's own come before
+        where = place(error, lambda frame: True)
+        print(f"corerl: error: the command was ended by SystemExit({error.code!r}){where}; remove it", file=sys.stderr)
+        return 2
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
         return 141  # a shell's status for SIGPIPE
+    except (
+        OSError
+    ) as error:  # the machine's, at a place that has no better words: a full disk, a directory that is gone
+        if debug:
+            traceback.print_exc()
+        print(f"corerl: error: {_refused(error)}", file=sys.stderr)
+        return 1
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -66,6 +78,45 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     if overrides:
         args.overrides = [*args.overrides, *overrides]
     return args
+
+
+def _require_surroundings() -> None:
+    """Raise UserError unless there are a working directory and a standard output."""
+    # 'module:name', in a config or as a plugin, may be a module in the working directory, as for `python -m`.
+    try:
+        sys.path.insert(0, os.getcwd())
+    except FileNotFoundError as error:
+        raise UserError("the working directory does not exist any more; change to one that does") from error
+    for descriptor in (0, 2):
+        _require_open(descriptor)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  -- for as long as the command lasts
+    if sys.stdout is None:  # and the next file that is opened would be the standard output of all processes
+        raise UserError("standard output is closed; redirect it to a file or to /dev/null")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: an unprintable character ends no command
+
+
+def _require_open(descriptor: int) -> None:
+    """Open /dev/null there if it is closed: else the next file that is opened would be what all processes write to."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+        if opened != descriptor:
+            os.dup2(opened, descriptor)
+            os.close(opened)
+
+
+def _refused(error: OSError) -> str:
+    """What the system refused, in one line. If that was standard output, nothing more is written to it."""
+    what = printable(str(error.filename)) if error.filename else ""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at exit
+    why = error.strerror or one_line(error)
+    return f"{what}: {why}" if what else f"cannot read or write: {why}{place(error, lambda frame: True)}"
 
 
 def _reader_is_gone() -> bool:

@@ -9,10 +9,11 @@ from pathlib import Path
 def checkpoint_of(what: Path) -> Path:
     """A run's newest complete checkpoint, with a line on stderr for each newer one; any other path as it is."""
     from corerl.checkpoint.commit import latest, passed_over
+    from corerl.messages import printable
 
     newest = latest(what)
     if newest is None:
         return what
     for path, fault in passed_over(what).items():
-        print(f"corerl: skipping {path.name}, using {newest.name}: {fault}", file=sys.stderr)
+        print(f"corerl: skipping {path.name}, using {newest.name}: {printable(fault)}", file=sys.stderr)
     return newest

@@ -22,9 +22,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from corerl.plugin.registry import INSTALL_HINTS, Kind, installed
+    from corerl.cli.trial import require_plugins
+    from corerl.plugin.registry import INSTALL_HINTS, Kind, installed, scan
 
     kind = Kind(args.command)
+    require_plugins([(kind, f"{entry.distribution}:{entry.name}") for entry in scan(kind)])
     with redirect_stdout(sys.stderr):  # a plugin may print on import
         found = installed(kind)
     names = {each.name for each in found}

@@ -16,12 +16,15 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from corerl.cli.trial import try_imports
     from corerl.config.load import load_config
     from corerl.imports import uncollected
 
     config = load_config(args.file, args.overrides)  # first: shows its errors without importing torch
+    tried = try_imports(config)
     with uncollected():
         from corerl.train import execute
 
+    tried()
     execute(config)
     return 0

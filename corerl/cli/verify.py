@@ -35,11 +35,13 @@ def run(args: argparse.Namespace) -> int:
     """Exit status: 0 it conforms, 1 it does not, 2 it could not be checked."""
     from importlib.util import find_spec
 
+    from corerl.cli.trial import require_plugins
     from corerl.errors import UserError
     from corerl.plugin.registry import Kind, load
 
     if find_spec("pytest") is None:
         raise UserError("verify needs pytest, which is not installed; pip install 'corerl[test]'")
+    require_plugins([(Kind.BACKENDS, args.name)])
     load(Kind.BACKENDS, args.name)  # reports a wrong name as everywhere else
     if args.level == 3:
         import torch

@@ -91,7 +91,8 @@ class RayGroup:
         return Pending("start", tuple(range(len(self))), tuple(refs), asked=asked)
 
     def listen(self, member: int) -> tuple[str, int, int]:
-        """Open a listening socket in the member's process; returns (host, port, file descriptor there)."""
+        """Open a listening socket in the member's process, as `Process.listen`; returns (host, port, file descriptor
+        there)."""
         asked = time.time()
         ref = self._actors[member].listen.remote()
         address: tuple[str, int, int] = self.wait(Pending("listen", (member,), (ref,), asked=asked))[0]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import socket
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,11 @@ from corerl.plugin.events import Span
 
 STATUS = "status"  # the concurrency group that answers while all other threads are busy
 THREADS = "OMP_NUM_THREADS"
+LOOPBACK = "127.0.0.1"
+# What the loader, Python, Ray and libraries of numpy read as a process starts; none of these is a secret.
+READ_AT_START = re.compile(
+    r"LD_|PYTHON|MALLOC_|GLIBC_|RAY_|OMP_|KMP_|GOMP_|MKL_|OPENBLAS_|LC_|(LANG|TZ|PATH|HOME|TMPDIR|VIRTUAL_ENV)$"
+)
 
 
 @frozen
@@ -72,7 +79,9 @@ class Process:
         failure: type[CorerlError] = HookFailed,
         traced: bool = False,
         neighbors: int = 1,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        os.environ.update(environment or {})
         if THREADS not in started_with():
             # Ray has set it to the CPUs that the process requested, mostly less than one.
             os.environ[THREADS] = str(max(int(os.environ.get(THREADS, "1")), fair_threads(neighbors)))
@@ -86,13 +95,16 @@ class Process:
 
     def listen(self) -> Outcome:
         """Open a listening socket for code in this process to take over; returns (host, port, file descriptor). Nobody
-        can take the port between its choice and its use."""
+        can take the port between its choice and its use. Only this machine reaches it if the cluster has no other, else
+        the interface by which Ray knows this node."""
 
         def find() -> tuple[str, int, int]:
-            listening = socket.socket()
-            listening.bind(("", 0))
+            alone = sum(node["Alive"] for node in ray.nodes()) == 1
+            host = LOOPBACK if alone else ray.util.get_node_ip_address()
+            listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            listening.bind((host, 0))
             listening.listen()
-            return ray.util.get_node_ip_address(), listening.getsockname()[1], listening.detach()
+            return host, listening.getsockname()[1], listening.detach()
 
         return self._outcome("listen", find)
 
@@ -131,7 +143,7 @@ class Process:
         started, value, failed = time.time(), None, None
         try:
             value = work()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # the latter would end the process without a word of why
             failed = portable(error, f"{self.name}: {method}", self.failure)
         finally:
             del self._working[threading.get_ident()]
@@ -179,10 +191,15 @@ def spawn(
     failure: type[CorerlError] = HookFailed,
     traced: bool = False,
 ) -> Any:
-    """Start a process with `environment` set before it imports anything; returns its actor handle at once."""
+    """Start a process with `environment` set before it imports `target`; returns its actor handle at once.
+
+    Only what is read earlier goes through Ray's runtime environment, which Ray writes to its logs.
+    """
+    early = {variable: value for variable, value in environment.items() if READ_AT_START.match(variable)}
+    late = {variable: value for variable, value in environment.items() if variable not in early}
     # With a concurrency group, all calls run in threads of their groups, none in the process's main thread.
     groups: dict[str, Any] = {"concurrency_groups": {STATUS: 1}}
     actor = ray.remote(**groups)(Process)
-    return actor.options(max_restarts=0, max_task_retries=0, runtime_env={"env_vars": environment}, **options).remote(
-        name, target, failure, traced, neighbors
+    return actor.options(max_restarts=0, max_task_retries=0, runtime_env={"env_vars": early}, **options).remote(
+        name, target, failure, traced, neighbors, late
     )

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ from corerl.messages import first_line
 START_SECONDS = 120.0  # for Ray to start: it takes about five, and usually gives up by itself after thirty
 FORWARD_SECONDS = 1.0  # for Ray, which polls ten times a second, to forward the last output
 ANSWER_SECONDS = 20.0  # for a cluster to answer
+DEMANDS_TOKEN = re.compile(r"AuthenticationError|InvalidAuthToken|Unauthenticated|authentication token", re.IGNORECASE)
 
 
 @contextlib.contextmanager
@@ -52,6 +54,8 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
             ray.shutdown()
             _init(address, cpus, forward)
     except Exception as error:  # Ray may raise a bare Exception here
+        if address and DEMANDS_TOKEN.search(str(error)):
+            raise _no_token(address) from error
         where = f"connect to the Ray cluster at {address}" if address else "start Ray on this machine"
         room = "" if address or ray.is_initialized() else _room()
         raise CorerlError(f"cannot {where}: {first_line(error)}{room}") from error
@@ -160,6 +164,21 @@ def _require_answering(address: str) -> None:
     raise _no_cluster(address, reason)
 
 
+def _no_token(address: str) -> ConfigError:
+    """The cluster was started with a token, as Ray 2.59 and later do for a user who has one. Ray's own message is long
+    and does not say that it looks for a token only in one of its modes."""
+    if os.environ.get("RAY_AUTH_MODE") == "token":
+        return ConfigError(
+            f"cluster.address: the Ray cluster at {address!r} refuses the token of this process; set RAY_AUTH_TOKEN to "
+            "what `ray get-auth-token` prints on the machine of `ray start --head`, or RAY_AUTH_TOKEN_PATH to its file"
+        )
+    return ConfigError(
+        f"cluster.address: the Ray cluster at {address!r} demands a token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN "
+        "to what `ray get-auth-token` prints on the machine of `ray start --head` (not needed if this user has it in "
+        "~/.ray/auth_token)"
+    )
+
+
 def _require_listening(address: str) -> None:
     """Raise ConfigError if nobody listens at `address`: Ray itself would retry for many minutes."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
@@ -172,6 +191,8 @@ def _require_listening(address: str) -> None:
 
 
 def _no_cluster(address: str, reason: object) -> ConfigError:
+    if DEMANDS_TOKEN.search(str(reason)):
+        return _no_token(address)
     return ConfigError(
         f"cluster.address: no Ray cluster at {address!r} ({reason}); set it to the host:port printed by "
         "`ray start --head`, or leave it empty to start Ray on this machine"

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 from corerl.config.schema import Config, CriticConfig, EpisodesConfig
 
+ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may have to start
+
 
 def problems(config: Config) -> list[str]:
     """One line for each contradiction, beginning with its dotted path; empty if the configuration can run."""
@@ -194,6 +196,23 @@ def _cluster(config: Config) -> Iterator[str]:
         yield (
             f"cluster.resources: {', '.join(config.cluster.resources)} requested, but a Ray started on this machine "
             "has only CPUs and GPUs; set cluster.address, or remove it"
+        )
+    for name in config.cluster.secrets:
+        if name in config.cluster.environment:
+            yield f"cluster.secrets: {name!r} is in cluster.environment too; remove it from one of them"
+        elif name not in os.environ:
+            yield (
+                f"cluster.secrets: {name!r} is not set in the environment of this command; set it there, or remove it "
+                "from the list"
+            )
+    counts = {f"roles.{role}.ranks": choice.ranks for role, choice in config.chosen_roles.items()}
+    if config.run.samples:
+        counts["rollout.replicas"] = config.rollout.replicas
+    if not config.cluster.address and sum(counts.values()) > ONE_MACHINE:
+        most = max(counts, key=lambda name: counts[name])
+        yield (
+            f"{most}: {counts[most]}, which makes {sum(counts.values())} processes on this machine, at most "
+            f"{ONE_MACHINE}; use fewer, or set cluster.address"
         )
 
 

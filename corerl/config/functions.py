@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from corerl.errors import ConfigError
-from corerl.messages import did_you_mean
+from corerl.messages import did_you_mean, one_line
 
 
 def imported(name: str, *, setting: str) -> Callable[..., Any]:
@@ -18,10 +18,10 @@ def imported(name: str, *, setting: str) -> Callable[..., Any]:
         raise ConfigError(f"{setting}: got {name!r}, wanted 'module:function'")
     try:
         module = import_module(module_name)
-    except (Exception, SystemExit) as error:  # importing a user's module may raise anything
-        raise ConfigError(
-            f"{setting}: {name!r}: cannot import {module_name!r}: {type(error).__name__}: {error}"
-        ) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # importing a user's module may raise anything
+        raise ConfigError(f"{setting}: {name!r}: cannot import {module_name!r}: {one_line(error)}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         functions = [each for each, value in vars(module).items() if callable(value)]

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
+from attrs import evolve
 
 from corerl.config.schema import Config
-from corerl.config.structuring import Keys, attempt, structure
+from corerl.config.structuring import Keys, Problem, attempt, structure
 from corerl.config.words import parse_toml, to_plain
 from corerl.errors import ConfigError
+from corerl.messages import LONGEST, short_repr, shorten
 
-__all__ = ["config_of", "dump_toml", "load_config", "structure", "to_plain"]
+__all__ = ["config_of", "dump_toml", "load_config", "recorded", "structure", "to_plain"]
+
+SECRET = ("cluster", "environment")  # the table whose values no message shows
+DEEPEST = 32  # levels of tables and arrays
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
@@ -37,6 +42,10 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
         lines.append(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); pass the path of a TOML file")
     except tomllib.TOMLDecodeError as error:
         lines.append(f"{path}: is not valid TOML: {error}")
+    except RecursionError:
+        lines.append(f"{path}: is nested more deeply than can be read; at most {DEEPEST} levels are allowed")
+    except ValueError:  # of int(), which Python guards against numbers that take for ever
+        lines.append(f"{path}: has a number of more digits than can be read; integers have at most 64 bits")
     return _config(data, overrides, lines)
 
 
@@ -54,9 +63,11 @@ def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str]) ->
             applied.append((_apply(text, data), text))
         except ConfigError as error:
             lines.append(error.message)
-    if readable:
+    too_large = [] if not readable else list(_too_large(data))
+    lines += [problem.line() + _blame(problem.keys, applied) for problem in too_large]
+    if readable and not too_large:
         config, problems = attempt(data, Config)
-        lines += [problem.line() + _blame(problem.keys, applied) for problem in problems]
+        lines += [_concealed(problem).line() + _blame(problem.keys, applied) for problem in problems]
         if config is not None and not lines:
             return config
     raise ConfigError("\n".join(lines))
@@ -67,20 +78,45 @@ def dump_toml(config: Config) -> str:
     return tomli_w.dumps(to_plain(config))
 
 
+def recorded(config: Config) -> Config:
+    """The config as a run writes it down, which others may read: the values of `cluster.environment` are left out, and
+    its names stand under `cluster.secrets`. So it can be loaded again where these variables are set."""
+    cluster = config.cluster
+    names = tuple(dict.fromkeys([*cluster.secrets, *cluster.environment]))
+    return evolve(config, cluster=evolve(cluster, environment={}, secrets=names))
+
+
+def _too_large(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """What is nested too deeply, and numbers that are no 64-bit integers: TOML promises no others, and neither Python
+    nor the libraries that settings are passed on to can write all of them."""
+    left: list[tuple[Keys, Any]] = [((), data)]
+    while left:
+        keys, value = left.pop()
+        if len(keys) > DEEPEST:
+            yield Problem(keys[:3], f"is nested more than {DEEPEST} levels deep; use fewer")
+            return
+        if isinstance(value, Mapping):
+            left += [((*keys, str(key)), item) for key, item in value.items()]
+        elif isinstance(value, list):
+            left += [((*keys, index), item) for index, item in enumerate(value)]
+        elif type(value) is int and not -(2**63) <= value < 2**63:
+            yield Problem(keys, f"expected an integer of at most 64 bits, got {short_repr(value)}")
+
+
 # ---- overrides -------------------------------------------------------------------------------------------------------
 
 
 def _apply(text: str, data: dict[str, Any]) -> Keys:
     """Apply one override to `data`; returns the keys that it sets."""
     if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ConfigError(f"override {text!r}: is not UTF-8 text")
+        raise ConfigError(f"override {short_repr(text)}: is not UTF-8 text")
     key, equals, value = text.partition("=")
     try:
         nested: Any = tomllib.loads(f"{key} = 0")  # handles quoted keys too
     except tomllib.TOMLDecodeError:
         nested = {}
     if not equals or len(nested) != 1:
-        raise ConfigError(f"override {text!r}: expected KEY=VALUE with a dotted key, such as run.steps=10")
+        raise ConfigError(f"override {short_repr(text)}: expected KEY=VALUE with a dotted key, such as run.steps=10")
     keys = []
     while isinstance(nested, dict):
         ((name, nested),) = nested.items()
@@ -89,9 +125,17 @@ def _apply(text: str, data: dict[str, Any]) -> Keys:
     for depth, name in enumerate(keys[:-1], start=1):
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"override {text!r}: {'.'.join(keys[:depth])} is not a table; override it as a whole")
+            path = shorten(".".join(keys[:depth]), LONGEST)
+            raise ConfigError(f"override {short_repr(text)}: {path} is not a table; override it as a whole")
     table[keys[-1]] = parse_toml(value)
     return tuple(keys)
+
+
+def _concealed(problem: Problem) -> Problem:
+    """The same problem, without the value of a variable of the environment, which may be a secret."""
+    if problem.keys[:2] == SECRET and len(problem.keys) > 2:
+        return Problem(problem.keys, "expected string, got something else; put it in quotes")
+    return problem
 
 
 def _blame(keys: Keys, applied: Iterable[tuple[Keys, str]]) -> str:
@@ -99,5 +143,6 @@ def _blame(keys: Keys, applied: Iterable[tuple[Keys, str]]) -> str:
     for set_by, text in reversed(list(applied)):
         shared = min(len(keys), len(set_by))
         if keys[:shared] == set_by[:shared]:
-            return f" (override {text})"
+            text = text if set_by[:2] != SECRET else f"{text.partition('=')[0]}=..."
+            return f" (override {shorten(text, LONGEST)})"
     return ""

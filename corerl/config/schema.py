@@ -7,13 +7,14 @@ Options of a single backend or engine are in `backends.NAME` and `engines.NAME`,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from attrs import Attribute, field, frozen
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["float32", "bfloat16", "float16"]
+MOST = 16_384  # processes of one kind: more are a slip of the hand, and planning them would take hours
 
 
 def option(help: str, **kwargs: Any) -> Any:  # noqa: A002  -- the word that the user reads
@@ -79,10 +80,10 @@ def custom_resources(_: Any, attribute: Attribute[Any], value: Mapping[str, floa
             raise ValueError(f"amounts must be finite and above 0, got {name!r} = {amount!r}")
 
 
-def variables(_: Any, attribute: Attribute[Any], value: Mapping[str, str]) -> None:
-    for name, text in value.items():
+def variables(_: Any, attribute: Attribute[Any], value: Iterable[str]) -> None:
+    for name in value:  # of a mapping without its values, which may be secrets
         if not name or "=" in name or "\0" in name:
-            raise ValueError(f"must be valid environment variables, got {name!r} = {text!r}")
+            raise ValueError(f"must be valid environment variables, got the name {name!r}")
 
 
 @frozen(kw_only=True)
@@ -152,8 +153,15 @@ class ClusterConfig:
         validator=custom_resources,
     )
     environment: Mapping[str, str] = option(
-        "environment variables set for every rank and engine before it starts",
+        "environment variables set for every rank and engine before it imports torch; the run's own files name them "
+        "without their values, under secrets",
         factory=dict,
+        validator=variables,
+    )
+    secrets: tuple[str, ...] = option(
+        "names of environment variables, such as keys of services, whose values every rank and engine gets from the "
+        "environment of the command that starts the run",
+        default=(),
         validator=variables,
     )
 
@@ -193,6 +201,12 @@ class ScheduleConfig:
     final_ratio: float = option(
         "learning rate at the last optimizer step, as a fraction of the peak", default=0.1, validator=between(0, 1)
     )
+    steps: int = option(
+        "rollout steps over which the schedule is computed; after them the learning rate stays as it is. 0 uses "
+        "run.steps, so that raising run.steps on resume stretches the schedule and raises the learning rate",
+        default=0,
+        validator=at_least(0),
+    )
 
 
 @frozen(kw_only=True)
@@ -222,7 +236,7 @@ class BackendChoice:
 
 @frozen(kw_only=True)
 class RoleChoice:
-    ranks: int = option("worker processes of this role, one per device", default=1, validator=at_least(1))
+    ranks: int = option("worker processes of this role, one per device", default=1, validator=between(1, MOST))
     backend: str = option("backend of this role only; empty uses backend.name", default="")
     options: Mapping[str, Any] | None = option(
         "backend options of this role only, replacing [backends.NAME] entirely; unset uses [backends.NAME]",
@@ -422,7 +436,7 @@ class RewardConfig:
     processes: int = option(
         "processes that score samples in parallel; 0 scores them in the driver, without a time limit",
         default=2,
-        validator=at_least(0),
+        validator=between(0, 1024),
     )
     timeout: float = option("time limit for one sample, in seconds", default=30.0, validator=[above(0), finite])
     failed_value: float = option(
@@ -440,7 +454,7 @@ class EpisodesConfig:
     concurrency: int = option(
         "episodes played in parallel; each takes two threads and two open files in the driver",
         default=256,
-        validator=at_least(1),
+        validator=between(1, MOST),
     )
     tool_calls: Literal["auto", "hermes", "llama-json", "none"] = option(
         "format of the policy's tool calls, which are parsed from its answers: hermes (Qwen 2.5 and 3), llama-json "
@@ -457,7 +471,7 @@ class EpisodesConfig:
 @frozen(kw_only=True)
 class RolloutConfig:
     engine: str = option("an installed rollout engine", default="transformers")
-    replicas: int = option("number of engines; they share the prompts", default=1, validator=at_least(1))
+    replicas: int = option("number of engines; they share the prompts", default=1, validator=between(1, MOST))
     restarts: int = option(
         "times in a row, with no completed step in between, that an engine that died or failed is restarted",
         default=3,

@@ -22,9 +22,10 @@ from cattrs.gen import make_dict_structure_fn, override
 
 from corerl.config.words import choices, class_fields, is_union, parse_toml, spell, spell_value
 from corerl.errors import ConfigError
-from corerl.messages import did_you_mean, nearest
+from corerl.messages import LONGEST, did_you_mean, nearest, short_repr, shorten
 
 T = TypeVar("T")
+LONGEST_LINE = 2000  # characters of a problem: the list of known keys may be long
 Keys = tuple[str | int, ...]  # the parts of a dotted path; integers index arrays
 
 
@@ -47,8 +48,10 @@ class Problem:
             if isinstance(key, int):
                 path += f"[{key}]"
             else:
-                path += ("." if path else "") + (key if re.fullmatch(r"[\w-]+", key) else f'"{key}"')
-        return f"{path}: {self.text}" if path else self.text
+                name = shorten(key, LONGEST)
+                path += ("." if path else "") + (name if re.fullmatch(r"[\w-]+", name) else f'"{name}"')
+        text = shorten(self.text, LONGEST_LINE)
+        return f"{path}: {text}" if path else text
 
 
 def structure(data: Mapping[str, Any], cls: type[T], *, path: str = "") -> T:
@@ -99,13 +102,16 @@ def _scalar(value: Any, kind: Any) -> Any:
                 return kind(value) if isinstance(kind, type) else value
         raise _Wrong(_mismatch(value, kind))
     if kind is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise _Wrong(_mismatch(value, kind)) from None
     if type(value) is not kind:
         raise _Wrong(_mismatch(value, kind))
     if kind is float and math.isnan(value):
         raise _Wrong("expected number, got nan")
     if kind is str and "\0" in value:  # no path, variable or token may have one, and not every library checks
-        raise _Wrong(f"expected string without NUL characters, got {value!r}")
+        raise _Wrong(f"expected string without NUL characters, got {short_repr(value)}")
     return value
 
 

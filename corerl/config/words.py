@@ -13,6 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
 
+from corerl.messages import short_repr
+
 
 def class_fields(cls: type) -> Mapping[str, attrs.Attribute[Any]]:
     """The settings of an attrs class by name, their annotations resolved to types."""
@@ -61,9 +63,9 @@ def spell_value(value: Any) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            return f"string {value!r}"
+            return f"string {short_repr(value)}"
         case int() | float():
-            return f"{spell(type(value))} {value}"
+            return f"{spell(type(value))} {short_repr(value)}"
         case Mapping():
             return "a table"
         case list() | tuple():
@@ -71,7 +73,7 @@ def spell_value(value: Any) -> str:
         case date() | time():
             return f"{type(value).__name__} {value}"
         case _:
-            return f"{type(value).__name__} {value!r}"
+            return f"{type(value).__name__} {short_repr(value)}"
 
 
 def to_plain(value: Any) -> Any:
@@ -104,7 +106,7 @@ def parse_toml(text: str) -> Any:
     """Parse one TOML value, as after an equals sign; anything that is not valid TOML is a string."""
     try:
         data = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # TOMLDecodeError; too many digits; nested too deeply
         return text
     # no setting is a date, so run.dir=2024-05-01 means the string
     return text if len(data) > 1 or isinstance(data["value"], (date, time)) else data["value"]

@@ -20,6 +20,7 @@ def examine(name: str = "", *, file: str = "", overrides: Sequence[str] = (), no
     No plugin is imported in this process: each is checked in another process, which may crash.
     """
     yield from installation.interpreter()
+    yield from installation.requirements(["corerl"])
     yield from installation.driver()
     config: Config | None = None
     if file:
@@ -40,7 +41,7 @@ def examine(name: str = "", *, file: str = "", overrides: Sequence[str] = (), no
             told.append(finding.what)
             yield finding
         for finding in look("corerl.doctor.run:run", file, list(overrides), nodes):
-            if not any(finding.what.endswith(what) for what in told):  # a plugin's own finding has a better cure
+            if not any(what in finding.what for what in told):  # a plugin's own finding has a better cure
                 yield finding
     if not name and not file:
         yield from _all()
@@ -64,6 +65,7 @@ def _selected(config: Config) -> Iterator[Finding]:
 def _installed(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
     yield from installation.duplicates(entries)
     yield from installation.editable(entries)
+    yield from installation.requirements(sorted({entry.distribution for _, entry in entries} - {"", "corerl"}))
 
 
 def _all() -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlparse
 from corerl.doctor.plugins import PIP
 from corerl.ops.buildable import lacking
 from corerl.plugin.registry import Entry, Kind, copies, found_twice, scan
+from corerl.plugin.requirements import installing, unmet
 from corerl.plugin.spec import Finding, Level, ok
 
 LIBRARIES = ("torch", "transformers", "ray", "numpy", "pluggy")
@@ -85,6 +86,17 @@ def editable(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
                 why="entry points are copied when a package is installed; editing them changes nothing until then",
                 mend=f"{PIP} install --no-deps -e {project}",
             )
+
+
+def requirements(distributions: Iterable[str]) -> Iterator[Finding]:
+    """What these distributions require and the environment lacks."""
+    for each in unmet(distributions):
+        yield Finding(
+            level=Level.ERROR,
+            what=str(each),
+            why="a run that needs it does not start",
+            mend=installing([each]),
+        )
 
 
 def driver() -> Iterator[Finding]:

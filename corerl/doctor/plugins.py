@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,6 +40,20 @@ def look_deep(plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
     """Like `look_light`, and also check each implementation, hooks and probe."""
     for kind, name in plugins:
         yield from _look_at(Kind(kind), name, deep=True)
+
+
+def look_imports(modules: Sequence[str], plugins: Sequence[tuple[str, str]]) -> Iterator[Told]:
+    """Import what a driver imports: these modules, and the spec of each (value of Kind, name). Errors that can be
+    caught are left to the driver."""
+    for module in modules:
+        yield Begins(f"importing {module}", f"fix {module}")
+        with contextlib.suppress(BaseException):
+            importlib.import_module(module)
+    for kind, name in plugins:
+        entry = locate(Kind(kind), name)
+        yield Begins(f"importing {entry.value}, the spec of {Kind(kind).noun} {entry},", reinstall(entry))
+        with contextlib.suppress(PluginError):
+            load(Kind(kind), name)
 
 
 def look_named(name: str) -> Iterator[Told]:

@@ -82,7 +82,10 @@ def _environments(prepared: Prepared, file: str) -> Iterator[Finding]:
         except UserError as error:
             yield _problem(error.message, file)
         else:
-            yield ok(f"{who} get {' '.join(f'{name}={value}' for name, value in given.items())}")
+            cluster = prepared.config.cluster
+            hidden = {*cluster.environment, *cluster.secrets}
+            shown = [f"{name}={'...' if name in hidden else value}" for name, value in given.items()]
+            yield ok(f"{who} get {' '.join(shown)}")
 
 
 def _nodes(prepared: Prepared) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from corerl.driver.prepare import Prepared
 from corerl.plugin import hooktrace
-from corerl.plugin.options import merge_environments
+from corerl.plugin.options import USER, merge_environments
 from corerl.weights.transports import TRANSPORTS
 
 
@@ -21,10 +21,10 @@ def process_environment(prepared: Prepared) -> dict[str, str]:
     }
     if hooktrace.wanted():
         environment[hooktrace.VARIABLE] = os.environ[hooktrace.VARIABLE]
+    if not prepared.config.cluster.address:
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: no other interface need be up or trusted
     if prepared.device == "cpu":
         environment["OMP_NUM_THREADS"] = "1"  # one core per process: more threads than cores only compete
-        if not prepared.config.cluster.address:
-            environment["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: no other interface need be up or trusted
     elif TRANSPORTS[prepared.plan.transport].joins and prepared.config.cluster.placement == "disaggregated":
         # Ranks and engines share an NCCL group, which needs equal settings everywhere; engines turn these off.
         environment |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
@@ -36,6 +36,7 @@ def environment_of(prepared: Prepared, plugin: str, wanted: Mapping[str, str]) -
 
     Raises ConfigError if the plugin wants another value.
     """
-    user = prepared.config.cluster.environment
+    cluster = prepared.config.cluster
+    user = {**cluster.environment, **{name: os.environ[name] for name in cluster.secrets}}
     own = {name: value for name, value in process_environment(prepared).items() if name not in user}
-    return merge_environments(("corerl", own), ("cluster.environment", user), (plugin, wanted))
+    return merge_environments(("corerl", own), (USER, user), (plugin, wanted))

@@ -13,7 +13,7 @@ from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.placement import Seat, seated
 from corerl.cluster.process import Outcome
 from corerl.cluster.runtime import ray_session
-from corerl.config.load import to_plain
+from corerl.config.load import recorded, to_plain
 from corerl.config.schema import Config
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.environment import environment_of
@@ -21,7 +21,7 @@ from corerl.driver.prepare import Prepared, prepare, title
 from corerl.driver.processes import ENGINES
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency, residency_plan
-from corerl.driver.roles import Role
+from corerl.driver.roles import Role, changed_rates, first_step_of
 from corerl.driver.run import REFERENCE, Run, answers_in, passes_of
 from corerl.driver.run_dir import changed_settings, lost_checkpoints, occupied, write_config
 from corerl.driver.sampling import calls_of, start_scorer, start_source, unseen_tokens
@@ -117,6 +117,9 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
     reward = start_scorer(prepared, stack)  # first: its processes start while Ray does
     groups, fleet, inits = _start_processes(prepared, progress, stack)
     roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.plan.roles.items()}
+    if state and config.run.trains:
+        for text in changed_rates(state["config"], roles.values()):
+            progress.notice(text)
     if config.algorithm.kl_coef and config.run.trains:
         groups[ACTOR].snapshot(REFERENCE).load()
     if config.run.samples and (notice := prepared.chats.finish()):
@@ -199,7 +202,7 @@ def _start_processes(
     if config.run.samples:
         fleet = make_fleet(prepared, seats[ENGINES], watching)
         stack.callback(fleet.processes.kill)
-    return groups, fleet, _init(groups, fleet, in_turns=bool(offloaded(config, prepared.device)))
+    return groups, fleet, start_all(groups, fleet, progress, in_turns=bool(offloaded(config, prepared.device)))
 
 
 def address_of(prepared: Prepared, fleet: EngineFleet) -> Address:
@@ -246,13 +249,19 @@ def _counted(seats: Mapping[str, Sequence[Seat]]) -> str:
     return " and ".join(filter(None, [", ".join(counts[:-1]), counts[-1]]))
 
 
-def _init(groups: Mapping[str, TrainGroup], fleet: EngineFleet | None, *, in_turns: bool) -> dict[str, InitResult]:
-    """Start all groups and the engines at once. If they take turns in memory, engines start first and then sleep: an
-    engine may size itself by the free memory it finds."""
+def start_all(
+    groups: Mapping[str, TrainGroup], fleet: EngineFleet | None, progress: Progress, *, in_turns: bool
+) -> dict[str, InitResult]:
+    """Start all groups and the engines at once. If they take turns in memory, engines load first and then sleep: an
+    engine may size itself by the free memory it finds. Meanwhile ranks do what takes none, so that one that cannot
+    start ends the run before the engines have loaded."""
     calls: dict[str, Call[Any]] = {}
     if fleet is not None and in_turns:
-        fleet.start()
+        what = f"{len(fleet)} engine{'s' * (len(fleet) != 1)}"
+        progress.begin(f"loading the model into {what}, which will sleep while the ranks load")
+        together({ENGINES: fleet.start_async(), **{name: group.construct_async() for name, group in groups.items()}})
         fleet.sleep()
+        progress.begin("loading the model into the ranks")
     elif fleet is not None:
         calls[ENGINES] = fleet.start_async()
     calls |= {name: group.init_async() for name, group in groups.items()}
@@ -270,8 +279,8 @@ def make_role(plan: RolePlan, config: Config, group: TrainGroup, init: InitResul
         aggregation=config.algorithm.aggregation if plan.role == ACTOR else "token-mean",
         max_tokens=config.rollout.max_tokens,
         seed=config.run.seed,
-        first_step=config.algorithm.critic.warmup_steps if plan.role == ACTOR else 0,
-        rollout_steps=config.run.steps,
+        first_step=first_step_of(plan.role, config),
+        rollout_steps=config.train_of(plan.role).schedule.steps or config.run.steps,
         optimizer_step=init.optimizer_step,
     )
 
@@ -281,7 +290,7 @@ def _notices(prepared: Prepared) -> Iterator[str]:
     config, state = prepared.config, prepared.state
     yield from lost_checkpoints(config, prepared.run_dir)
     if state and config.run.trains:
-        yield from changed_settings(state["config"], to_plain(config))
+        yield from changed_settings(state["config"], to_plain(recorded(config)))
     yield from notes(config)
     yield from missing_answers(prepared)
     if prepared.too_long:

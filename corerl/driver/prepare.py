@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,15 +22,16 @@ from corerl.data.prompts import PromptSource, PromptStream
 from corerl.driver.chats import ChatCheck
 from corerl.driver.processes import ProcessPlan, plan_processes
 from corerl.driver.run_dir import in_the_way, lies_in, require_steps_left, resume_from
-from corerl.errors import CheckpointError, ConfigError, DataError
+from corerl.errors import CheckpointError, ConfigError, DataError, PluginError
 from corerl.models.config import context_length, experts, hf_config
 from corerl.models.tokenizer import CHARACTERS, end_tokens, load_tokenizer, require_room_for_tokens
 from corerl.plugin.options import resolve_tables, selected
-from corerl.plugin.registry import load
+from corerl.plugin.registry import load, locate
+from corerl.plugin.requirements import require_met
 from corerl.rollout.encoding import longer_than, require_encodable
 from corerl.rollout.engine import UNLIMITED, SamplingParams
 from corerl.rollout.episodes import EpisodeFunction, resolve_function
-from corerl.rollout.rewards import Reward, reward_of
+from corerl.rollout.rewards import Reward, require_any_thread, reward_of
 from corerl.rollout.sampler import sampling_params
 from corerl.rollout.saved import SavedRollouts
 from corerl.rollout.sources import Scored
@@ -108,6 +110,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     if problems.none_in("cluster"):
         for line in _taking_turns(config, device):
             problems.add(line)
+    _require_versions(config, problems)
     config = _resolve_plugins(config, problems)
     plan: ProcessPlan | None = None
     if problems.none_in("plugins", "cluster.device"):
@@ -188,6 +191,10 @@ def _sampled(
     reward: Reward | None = None
     with problems.stage("reward", path="reward.name"):
         reward = reward_of(config.reward)
+        aside = config.rollout.source != "synchronous" and config.run.mode == "train"
+        if prompts is not None and aside and not config.reward.processes:
+            first = prompts.prompt(int(prompts.train[0]))
+            require_any_thread(reward, first, setting=f"rollout.source={config.rollout.source!r}")
     return prompts, chats, reward, params
 
 
@@ -320,6 +327,17 @@ def _resolve_plugins(config: Config, problems: Problems) -> Config:
         with problems.stage("plugins"):
             return resolve_tables(config)
     return config
+
+
+def _require_versions(config: Config, problems: Problems) -> None:
+    """Check what CoreRL and the config's plugins require of other packages, also of a plugin that cannot be loaded."""
+    distributions = ["corerl"]
+    for each in selected(config):
+        if each.used:
+            with contextlib.suppress(PluginError):  # reported where it is loaded
+                distributions.append(locate(each.kind, each.name).distribution)
+    with problems.stage("versions"):
+        require_met(distributions)
 
 
 def _with_absolute_paths(config: Config) -> Config:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,11 @@ from attrs import define, evolve
 
 from corerl.algorithms.schedules import learning_rate
 from corerl.calls import Call
-from corerl.config.schema import TrainConfig
+from corerl.config.load import config_of
+from corerl.config.schema import Config, TrainConfig
 from corerl.data.plan import StepPlan, plan_forward, plan_steps
+from corerl.errors import ConfigError
+from corerl.trainer.assign import ACTOR
 from corerl.trainer.group import TrainGroup
 from corerl.types import Array, LossSpec, Output, SampleBatch, Step, TrainResult
 
@@ -28,7 +32,7 @@ class Role:
     max_tokens: int  # per response
     seed: int
     first_step: int = 0  # the rollout step in which its training starts
-    rollout_steps: int  # of the whole run
+    rollout_steps: int  # that the learning-rate schedule spans, those before `first_step` included
     optimizer_step: int  # the next step
 
     def lr(self, optimizer_step: int) -> float:
@@ -100,3 +104,34 @@ class Role:
             }
 
         return evolve(call, wait=wait)
+
+
+def first_step_of(role: str, config: Config) -> int:
+    """The rollout step in which the training of `role` starts."""
+    return config.algorithm.critic.warmup_steps if role == ACTOR else 0
+
+
+def changed_rates(before: Mapping[str, Any], roles: Iterable[Role]) -> list[str]:
+    """One line for each role whose next step has another learning rate than by the config of the checkpoint that it
+    resumes, `before`, as plain data."""
+    try:
+        old = config_of(before)
+    except ConfigError:  # of a CoreRL with other settings: there is nothing to compare with
+        return []
+    lines = []
+    for role in roles:
+        if role.name not in old.chosen_roles:
+            continue
+        train = old.train_of(role.name)
+        steps = train.schedule.steps or old.run.steps
+        earlier = evolve(role, train=train, first_step=first_step_of(role.name, old), rollout_steps=steps)
+        was, now = earlier.lr(role.optimizer_step), role.lr(role.optimizer_step)
+        if math.isclose(was, now, rel_tol=1e-6):
+            continue
+        cure = ""
+        if evolve(role, rollout_steps=steps).lr(role.optimizer_step) == was:
+            table = old.train_table_of(role.name)
+            cure = f", because the schedule spans {role.rollout_steps} rollout steps, not {steps}; set "
+            cure += f"{table}.schedule.steps={steps} to keep it"
+        lines.append(f"{role.name}: the learning rate goes on at {now:.3g}, not at {was:.3g}{cure}")
+    return lines

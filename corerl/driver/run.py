@@ -16,7 +16,7 @@ from corerl.algorithms.kl import adapted_coefficient
 from corerl.algorithms.overlong import without_truncated
 from corerl.calls import Call, together
 from corerl.cluster.objects import share
-from corerl.config.load import to_plain
+from corerl.config.load import recorded, to_plain
 from corerl.config.schema import Config
 from corerl.data.prompts import Prompt
 from corerl.driver.advantages import Stamped, stamp
@@ -346,7 +346,7 @@ class Run:
             # Saved only if adapted: otherwise a resumed run that adapts it starts from its own config.
             **({"kl_coef": self.kl_coef} if self.config.algorithm.kl_target else {}),
             "source": self.source.position,
-            "config": to_plain(self.config),
+            "config": to_plain(recorded(self.config)),
             "before": [asdict(shown) for shown in self._before],
         }
         self.checkpoints.start(

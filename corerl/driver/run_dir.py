@@ -14,7 +14,7 @@ from typing import Any
 
 from corerl.checkpoint.commit import latest, passed_over
 from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir
-from corerl.config.load import dump_toml
+from corerl.config.load import dump_toml, recorded
 from corerl.config.schema import Config
 from corerl.errors import ConfigError, DataError, NothingLeft
 from corerl.messages import short_repr
@@ -54,7 +54,7 @@ def occupied(run_dir: Path) -> Iterator[None]:
 def write_config(run_dir: Path, config: Config) -> None:
     """Write config.toml. An existing different one, say from before a resumed run's overrides or edited by hand, is
     kept as config-1.toml, config-2.toml and so on. Raises ConfigError if the file cannot be written."""
-    path, text = run_dir / CONFIG_FILE, dump_toml(config).encode()
+    path, text = run_dir / CONFIG_FILE, dump_toml(recorded(config)).encode()
     part = path.with_name(f".{path.name}.part")
     try:
         if path.exists() and path.read_bytes() == text:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
-import uuid
 from collections.abc import Callable, Mapping
 
 from attrs import define, evolve, field, frozen
@@ -28,11 +28,10 @@ ANSWER_SECONDS = 60.0  # for an engine to answer after the senders are done
 
 
 def meeting_at(address: Address, actor: TrainGroup) -> Address:
-    """The address with a fresh meeting point: a socket in the actor's first rank if the transport joins senders and
-    receivers in a group, otherwise a unique token."""
-    if not TRANSPORTS[address.transport].joins:
-        return evolve(address, token=uuid.uuid4().hex)
-    if not address.engines:
+    """The address with a fresh meeting point, which an unguessable token is part of; and a socket in the actor's first
+    rank if the transport joins senders and receivers in a group."""
+    address = evolve(address, token=secrets.token_hex(16))
+    if not TRANSPORTS[address.transport].joins or not address.engines:
         return address
     host, port, listening = actor.processes.listen(0)
     return evolve(address, host=host, port=port, listening=listening)

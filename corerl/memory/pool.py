@@ -15,9 +15,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from attrs import frozen
 from torch.distributed import ProcessGroup
+
+from corerl.weights.plain import gather_plain
 
 SEGMENT = 2**30  # bytes that one thread touches and pins at a time, at most
 SMALLEST_SEGMENT = 2**26
@@ -214,8 +215,7 @@ def _require_room(nbytes: int, group: ProcessGroup | None) -> None:
     asked = [mine]
     if group is not None and group.size() > 1:
         # Every rank reads its host's free memory before any takes some.
-        asked = [mine] * group.size()
-        dist.all_gather_object(asked, mine, group=group)
+        asked = gather_plain(mine, group)
     here = [(wanted, free) for host, wanted, free in asked if host == mine[0]]
     total, available = sum(wanted for wanted, _ in here), min(free for _, free in here)
     if total <= available:

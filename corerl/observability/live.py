@@ -14,10 +14,11 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from corerl.messages import printable
 from corerl.observability.braille import Line, draw
 from corerl.observability.history import phases
 from corerl.observability.story import NUMBERS, Story
-from corerl.observability.text import duration, number, printable
+from corerl.observability.text import duration, number
 from corerl.plugin.events import Event, Notice, RunFinished, Shown
 
 REWARD, EXACT = "cyan", "magenta"
@@ -59,7 +60,7 @@ class LiveView:
                 # Uncropped, so that paths and commands can be copied: the terminal wraps long ones, and knows it.
                 self._console.print(summary(self._story, event, width=self._console.width), crop=False)
             case Notice():
-                self._console.print(Text(f"note: {event.text}", style="yellow"))
+                self._console.print(Text(f"note: {printable(event.text)}", style="yellow"))
             case _ if not self._closed:
                 self._live.start()
 
@@ -104,7 +105,7 @@ def _header(story: Story) -> RenderableType:
     row = Table.grid(expand=True, padding=(0, 1))
     row.add_column(no_wrap=True, overflow="ellipsis", ratio=2)
     row.add_column(no_wrap=True, overflow="ellipsis", justify="right", ratio=1)
-    row.add_row(Text(story.title, style="bold"), Text(story.run_dir, style="dim"))
+    row.add_row(Text(printable(story.title), style="bold"), Text(printable(story.run_dir), style="dim"))
     return row
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TextIO
 
+from corerl.messages import printable, shorten
 from corerl.observability.story import NUMBERS, Story
-from corerl.observability.text import duration, number, shorten
+from corerl.observability.text import duration, number
 from corerl.plugin.events import (
     CheckpointSaved,
     Evaluated,
@@ -92,7 +93,7 @@ class PlainView:
     def _say(self, line: str) -> None:
         # One sampled character must not end a run that logs in ASCII.
         encoding = self._stream.encoding or "utf-8"
-        safe = line.rstrip().encode(encoding, "backslashreplace").decode(encoding)
+        safe = printable(line.rstrip()).encode(encoding, "backslashreplace").decode(encoding)
         print(safe, file=self._stream, flush=True)
 
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from corerl.messages import printable
 from corerl.observability.specs import TensorboardOptions
-from corerl.observability.text import number, printable
+from corerl.observability.text import number
 from corerl.observability.tracking import Tracker
 from corerl.plugin.events import CheckpointSaved, Event, RunFinished, RunStarted, Shown
 from corerl.plugin.hookspecs import hookimpl

@@ -24,14 +24,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def printable(text: str) -> str:
-    """The text with unprintable characters escaped, since a model may sample any character."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def shorten(text: str, width: int) -> str:
-    """`printable`, cut to `width` characters."""
-    line = printable(text)
-    return line if len(line) <= width else line[: max(width - 3, 0)] + "..."

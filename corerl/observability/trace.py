@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
+from corerl.messages import printable
 from corerl.observability.files import keep
 from corerl.observability.specs import TraceOptions
-from corerl.observability.text import printable
 from corerl.plugin.events import Evaluated, Event, Notice, PhaseStarted, RunFinished, Span, StepFinished, Worked
 from corerl.plugin.hookspecs import hookimpl
 

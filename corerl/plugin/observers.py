@@ -10,7 +10,7 @@ from typing import Any
 from corerl.config.load import structure
 from corerl.config.schema import ExtensionChoice
 from corerl.errors import CorerlError, PluginBroken
-from corerl.messages import one_line
+from corerl.messages import one_line, printable
 from corerl.plugin.contract import build_manager, call_each
 from corerl.plugin.events import Event
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation
@@ -39,7 +39,9 @@ class Observers:
             for name, error in call_each(self._manager, "observe", skip=self._silenced, event=event):
                 self._silenced.add(name)
                 what = f"observe({type(event).__name__})"
-                print(f"warning: {name} is disabled because {what} raised {one_line(error)}", file=sys.stderr)
+                print(
+                    f"warning: {name} is disabled because {what} raised {printable(one_line(error))}", file=sys.stderr
+                )
 
     def shutdown(self, reason: str) -> None:
         """Shut down each extension; a second call does nothing."""
@@ -48,7 +50,7 @@ class Observers:
                 return
             self._closed = True
             for name, error in call_each(self._manager, "shutdown", reason=reason):
-                print(f"warning: shutdown of {name} raised {one_line(error)}", file=sys.stderr)
+                print(f"warning: shutdown of {name} raised {printable(one_line(error))}", file=sys.stderr)
 
 
 def load_observers(choices: Sequence[ExtensionChoice], run_dir: str) -> Observers:

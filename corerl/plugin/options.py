@@ -17,6 +17,7 @@ from corerl.plugin.capabilities import Capability, refusal
 from corerl.plugin.registry import Kind, Loaded, installed_names, load
 from corerl.plugin.spec import BackendSpec, Environment, Problem
 
+USER = "cluster.environment"  # whose values may be secrets
 JOINED = {"LD_PRELOAD": ":"}  # variables that hold a list, and its separator: several plugins may add to it
 
 
@@ -194,9 +195,13 @@ def merge_environments(*environments: tuple[str, Environment]) -> dict[str, str]
                 parts = [*merged[variable].split(separator), *value.split(separator)]
                 merged[variable] = separator.join(dict.fromkeys(parts))
             elif merged[variable] != value:
+                own, other = (
+                    "another value" if each == USER else repr(text)
+                    for each, text in ((owners[variable], merged[variable]), (owner, value))
+                )
                 raise ConfigError(
-                    f"environment variable {variable}: {owners[variable]} needs {merged[variable]!r}, "
-                    f"but {owner} needs {value!r}; they cannot share a process, so choose one of them"
+                    f"environment variable {variable}: {owners[variable]} needs {own}, but {owner} needs {other}; "
+                    "they cannot share a process, so choose one of them"
                 )
     return merged
 

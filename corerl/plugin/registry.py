@@ -322,7 +322,9 @@ def _import(noun: str, label: str, value: str, *, cure: str) -> Any:
         found = importlib.import_module(module)
         for attribute in attributes.split("."):
             found = getattr(found, attribute)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may raise anything
         raise PluginBroken(f"{noun} {label} cannot be loaded from {value}: {one_line(error)}{cure}") from error
     return found
 

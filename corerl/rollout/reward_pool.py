@@ -270,7 +270,5 @@ def _timed(reward: Reward, sample: Sample, limit: float) -> Outcome:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except _TimeUp:
         return reward.late(limit, *sample[:2])
-    except SystemExit as error:
-        return reward.failure("died", f"ended its process (sys.exit({error.code!r}))", *sample[:2])
     except BaseException as error:  # such as asyncio's CancelledError, which must not end this process
         return reward.failure("raised", f"raised {type(error).__name__}", *sample[:2])

@@ -8,7 +8,7 @@ import numbers
 import os
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -135,14 +135,9 @@ class Reward:
     def outcome(self, prompt: Prompt, response: str, tokens: Sequence[int] = ()) -> Outcome:
         """The sample's reward, or why it has none."""
         try:
-            value = self._value(prompt, response, tokens)
-            if inspect.isawaitable(value):
-                waiting = loop.begin(_awaited(value))
-                try:
-                    value = waiting.result()
-                except BaseException:  # its time is up, say
-                    waiting.cancel()
-                    raise
+            value = self._result(prompt, response, tokens)
+        except SystemExit as error:  # in the driver it would end the run, silently and with any status
+            return self.failure("died", f"ended its process (sys.exit({error.code!r}))", prompt, response)
         except Exception as error:
             return self.failure("raised", f"raised {told(error)}", prompt, response)
         return self._judged(value, prompt, response)
@@ -167,6 +162,18 @@ class Reward:
                 return self.late(limit or 0.0, prompt, response)
             return self.failure("raised", f"raised {told(error)}", prompt, response)
         return self._judged(value, prompt, response)
+
+    def _result(self, prompt: Prompt, response: str, tokens: Sequence[int]) -> Any:
+        """What the function returns, waited for where it is to be awaited."""
+        value = self._value(prompt, response, tokens)
+        if not inspect.isawaitable(value):
+            return value
+        waiting = loop.begin(_awaited(value))
+        try:
+            return waiting.result()
+        except BaseException:  # its time is up, say
+            waiting.cancel()
+            raise
 
     def _value(self, prompt: Prompt, response: str, tokens: Sequence[int]) -> Any:
         seen = {"tokens": list(tokens)} if takes_tokens(self.function) else {}
@@ -388,6 +395,36 @@ def resolve_reward(
         function = imported(name, setting=f"{table}.name")
     _require_callable(name, function, options, table)
     return Reward(name=name, function=function, options=options, weights=weights or {})
+
+
+def require_any_thread(reward: Reward, prompt: Prompt, *, setting: str) -> None:
+    """Try a reward in a thread, as a run with `setting` calls it. Raises ConfigError if it needs the main thread, which
+    alone may set signals; other errors may be those of this sample alone."""
+    refused: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            reward._result(prompt, prompt.answer, ())
+        except BaseException as error:
+            refused.extend(each for each in _causes(error) if "main thread" in str(each))
+
+    thread = threading.Thread(target=call, name="reward trial", daemon=True)
+    thread.start()
+    thread.join()
+    if refused:
+        raise ConfigError(
+            f"reward.processes: 0 scores in a thread of the driver with {setting}, but reward {reward.name!r} needs "
+            f"the main thread ({told(refused[-1])}); set reward.processes to at least 1, or "
+            "rollout.source='synchronous'"
+        )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that led to it."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
 
 
 def _require_callable(name: str, function: Callable[..., Any], options: Mapping[str, Any], table: str) -> None:

@@ -12,6 +12,7 @@ from corerl.config.load import structure
 from corerl.config.schema import ModelConfig
 from corerl.plugin.origins import Origin, require_same
 from corerl.plugin.registry import Kind, load, load_implementation
+from corerl.plugin.requirements import require_met
 from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received
 from corerl.rollout.stops import Stops, until_stop
 from corerl.weights.manifest import Manifest
@@ -36,6 +37,7 @@ class EngineService:
     """One replica, in its own process."""
 
     def __init__(self, assignment: EngineAssignment) -> None:
+        require_met(each.distribution for each in assignment.origins)
         loaded = load(Kind.ENGINES, assignment.engine)
         require_same(assignment.origins, (Kind.ENGINES, loaded))
         options = structure(assignment.options, loaded.spec.config, path=f"engines.{loaded.name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ class TrainGroup:
         self.plan = plan
         self.role = plan.role
         self.layouts: list[ParallelLayout] = []
+        self._meeting: tuple[str, int, int] | None = None  # (host, port, socket in rank 0) where the ranks meet
 
     @classmethod
     def launch(
@@ -67,14 +69,27 @@ class TrainGroup:
         """Connect the ranks, build, load and resume. Raises ContractError if they disagree on their state or layout."""
         return self.init_async().result()
 
-    def init_async(self) -> Call[InitResult]:
-        host, port, listening = self.processes.listen(0)  # first: later it would queue behind slow imports
+    def construct_async(self) -> Call[None]:
+        """Let each rank import its plugins and check them. Takes no device memory; `init` does it if it is not done."""
+        self._meeting = self.processes.listen(0)  # first: later it would queue behind slow imports
         constructing = self.processes.construct([(assignment,) for assignment in self.plan.assignments])
-        meeting = [(host, port, listening if rank == 0 else None) for rank in range(len(self.processes))]
+
+        def wait() -> None:
+            self.processes.wait(constructing)
+
+        return Call(self.processes, constructing, wait)
+
+    def init_async(self) -> Call[InitResult]:
+        constructing = self.construct_async() if self._meeting is None else None
+        assert self._meeting is not None
+        host, port, listening = self._meeting
+        token = secrets.token_hex(16)
+        meeting = [(host, port, listening if rank == 0 else None, token) for rank in range(len(self.processes))]
         initializing = self.processes.start_each("init", meeting)
 
         def wait() -> InitResult:
-            self.processes.wait(constructing)
+            if constructing is not None:
+                constructing.result()
             return self._agreed(self.processes.wait(initializing))
 
         return Call(self.processes, initializing, wait)

@@ -24,6 +24,7 @@ from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_worker_extensions
 from corerl.plugin.origins import require_same
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation
+from corerl.plugin.requirements import require_met
 from corerl.trainer.assignment import Assignment
 from corerl.trainer.collectives import collectives_begun
 from corerl.types import (
@@ -77,6 +78,7 @@ class Worker:
 
     def __init__(self, assignment: Assignment) -> None:
         self.context = assignment.context
+        require_met(each.distribution for each in assignment.origins)
         loaded = self._load(Kind.BACKENDS, assignment.backend)
         extensions = [self._load(Kind.EXTENSIONS, choice.name) for choice in assignment.extensions]
         require_same(
@@ -120,11 +122,12 @@ class Worker:
 
     # ---- startup and shutdown ---------------------------------------------------------------------------------------
 
-    def init(self, host: str, port: int, listening: int | None = None) -> InitResult:
+    def init(self, host: str, port: int, listening: int | None = None, token: str = "") -> InitResult:
         """Meet the other ranks at rank 0's address, then build, load and resume. Rank 0 takes over the socket
-        `listening`, if one already listens at that address; for a single rank, port 0 will do."""
+        `listening`, if one already listens at that address; for a single rank, port 0 will do. Without `token`, which
+        the ranks' keys begin with, nobody answers to one of them."""
         self._joining = True
-        self._join(host, port, listening)
+        self._join(host, port, listening, token)
         self._joining = False
         return self.host.init(config=self.config, context=self.context)
 
@@ -245,7 +248,7 @@ class Worker:
             micro_batches = TimedMicroBatches(batch.micro_batches, batch.count, self._span, rest, following)
             yield evolve(batch, micro_batches=micro_batches)
 
-    def _join(self, host: str, port: int, listening: int | None) -> None:
+    def _join(self, host: str, port: int, listening: int | None, token: str) -> None:
         if dist.is_initialized():
             if dist.get_world_size() != self.context.world_size:
                 raise WrongState(
@@ -268,7 +271,7 @@ class Worker:
         )
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=store,
+            store=dist.PrefixStore(token, store) if token else store,
             rank=self.context.rank,
             world_size=ranks,
             timeout=timeout,

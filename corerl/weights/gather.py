@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,13 @@ from attrs import define, field, frozen
 from corerl.errors import ContractError
 from corerl.weights.chunks import Box, Chunk, holes, within
 from corerl.weights.manifest import Bucket
+from corerl.weights.plain import gather_plain
 
 Shape: TypeAlias = tuple[int, ...]
 Row: TypeAlias = tuple[str, Shape, Box]  # (name, whole shape, box) of a box that a rank sends
+
+# Of one rank: the rows that it sends, what is wrong with its chunks, how many tensors it holds whole, names of copies.
+Held: TypeAlias = tuple[list[Row], str, int, set[str]]
 
 # If all ranks receive, and padding all shares to equal size would take more than this many buckets of memory (as with
 # pipeline stages, where one rank holds the whole bucket), the shares are broadcast one by one, without padding.
@@ -84,8 +88,7 @@ class GatherPlan:
         rank = 0
         if group is not None:
             rank = dist.get_rank(group)
-            ranks = [mine] * dist.get_world_size(group)
-            dist.all_gather_object(ranks, mine, group=group)
+            ranks = [_told(each) for each in gather_plain(_plain(mine), group)]
         for other, (_, fault, _, _) in enumerate(ranks):
             if fault:
                 raise ContractError(f"the chunks of rank {other} are wrong: {fault}")
@@ -278,3 +281,16 @@ def _checked_shapes(by_rank: list[list[Row]]) -> list[tuple[str, Shape]]:
             "exactly one box, and mark further copies as replicas"
         )
     return list(shapes.items())
+
+
+def _plain(held: Held) -> tuple[Any, ...]:
+    """As JSON can hold it."""
+    rows, fault, whole, copies = held
+    return rows, fault, whole, sorted(copies)
+
+
+def _told(data: Sequence[Any]) -> Held:
+    """What another rank's `_plain` was of."""
+    rows, fault, whole, copies = data
+    own = [(name, tuple(shape), (tuple(offsets), tuple(sizes))) for name, shape, (offsets, sizes) in rows]
+    return own, fault, whole, set(copies)

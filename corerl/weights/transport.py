@@ -31,7 +31,7 @@ class Address:
     port: int = 0
     listening: int | None = None  # file descriptor, in rank 0's process, of a socket already listening there
     path: str = ""  # disk, delta: directory with one subdirectory per version
-    token: str = ""  # ipc: part of the names of the sockets where sender and receivers meet
+    token: str = ""  # part of the names where sender and receivers meet, ipc's sockets and keys of collective's store
     senders: tuple[int, ...] = ()  # ipc: receiver index -> trainer rank on its device
     device: str = "cpu"  # of the buffers: cpu or cuda
     timeout: float = 600.0  # seconds that one side waits for the other

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from corerl.cli.main import main
 from corerl.doctor import examine as examination
@@ -35,7 +36,9 @@ def test_each_finding_says_what_why_and_how_to_mend_it(
     asked = finding(monkeypatch, OK, OLD, GONE, GONE)
     assert main(["doctor", "mine"]) == 1
     assert asked == [(("mine",), {"file": "", "overrides": [], "nodes": False})]
-    assert capsys.readouterr().out == (
+    said = capsys.readouterr()
+    assert said.err == "corerl: error: no library (and 1 more)\n"
+    assert said.out == (
         "ok       Python 3\n"
         "warning  torch is old\n"
         "           why: it is slow\n"
@@ -50,10 +53,19 @@ def test_each_finding_says_what_why_and_how_to_mend_it(
     )
 
 
+def test_a_finding_moves_no_cursor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    finding(monkeypatch, evolve(GONE, what="\x1b[2J\rgone\u202e", mend=""))
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr()
+    assert said.out.splitlines()[0] == "error    \\x1b[2J\\rgone\\u202e"
+    assert said.err == "corerl: error: \\x1b[2J\\rgone\\u202e\n"
+
+
 def test_warnings_alone_end_with_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     finding(monkeypatch, OK, OLD)
     assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.endswith("\n1 warning\n")
+    said = capsys.readouterr()
+    assert (said.out.endswith("\n1 warning\n"), said.err) == (True, "")
     finding(monkeypatch, OK)
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out == "ok       Python 3\nno problems found\n"

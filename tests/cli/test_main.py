@@ -1,6 +1,7 @@
 """The command itself: exit statuses, what goes to stderr, and how little `--help` loads."""
 
 import argparse
+import errno
 import os
 import subprocess
 import sys
@@ -243,3 +244,71 @@ def test_what_a_command_cannot_do_without_is_named_and_no_override(
     with pytest.raises(SystemExit):
         command.main(line.split())
     assert capsys.readouterr().err.endswith(f"error: the following arguments are required: {missing}\n")
+
+
+# ---- what the machine and others' code do ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [0, None, 3, "bye"])
+def test_code_that_leaves_the_command_is_told_with_its_line(
+    run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str], code: object
+) -> None:
+    assert run_failing(SystemExit(code)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"corerl: error: the command was ended by SystemExit({code!r}) (") and said.count("\n") == 1
+    assert said.endswith("; remove it\n") and "test_main.py:" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/x/\x1b[2J"),
+            "runs/x/\\x1b[2J: No space left on device",
+        ),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/gone"), "/gone: No such file or directory"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line_with_its_path(
+    run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str], error: OSError, said: str
+) -> None:
+    assert run_failing(error) == 1
+    assert capsys.readouterr().err == f"corerl: error: {said}\n"
+
+
+def test_what_a_file_says_moves_no_cursor_and_begins_no_line(
+    run_failing: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_failing(ConfigError("a: \x1b[31mred\x0bb\u2028c\rd\ne: f")) == 2
+    assert capsys.readouterr().err == "corerl: error: a: \\x1b[31mred\\x0bb\\u2028c\\rd\ncorerl: error: e: f\n"
+
+
+COMMAND = [sys.executable, "-c", "import sys; from corerl.cli.main import main; sys.exit(main(['options', 'plain']))"]
+
+
+@pytest.mark.processes
+def test_a_command_whose_stdin_and_stderr_are_closed_leaves_no_place_for_files_to_be_mistaken_for_them() -> None:
+    program = (
+        "import os, sys; from corerl.cli import main; main._require_surroundings(); "
+        "print([os.readlink(f'/proc/self/fd/{each}') for each in (0, 2)], os.open('/', os.O_RDONLY) > 2)"
+    )
+    command = ["sh", "-c", '"$@" <&- 2>&-', "sh", sys.executable, "-c", program]
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout == "['/dev/null', '/dev/null'] True\n"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("shell", "status", "said"),
+    [
+        ('"$@" >&-', 2, "standard output is closed; redirect it to a file or to /dev/null"),
+        ('"$@" >/dev/full', 1, "cannot read or write: No space left on device ("),
+        ('mkdir gone; cd gone; rmdir ../gone; "$@"', 2, "the working directory does not exist any more; change to one"),
+    ],
+)
+def test_a_place_that_takes_no_output_or_is_gone_is_one_line(
+    tmp_path: Path, shell: str, status: int, said: str
+) -> None:
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+    done = subprocess.run(["sh", "-c", shell, "sh", *COMMAND], cwd=tmp_path, env=path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (status, 1)
+    assert done.stderr.startswith(f"corerl: error: {said}")

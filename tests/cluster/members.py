@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,14 @@ from corerl.errors import WrongState
 
 WORD_AT_IMPORT = os.environ.get("CORERL_TEST_WORD", "")
 FOREVER = 600.0  # seconds; longer than any test waits
+
+
+class Leaves:
+    def __init__(self, code: Any) -> None:
+        self.code = code
+
+    def leave(self) -> None:
+        raise SystemExit(self.code)
 
 
 class Member:
@@ -36,6 +45,22 @@ class Member:
 
     def threads(self) -> str:
         return os.environ["OMP_NUM_THREADS"]
+
+    def listens_at(self, port: int) -> str:
+        """The local address of this process's socket that listens at the port; "" if there is none."""
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                with socket.socket(fileno=os.dup(int(name))) as own:
+                    host, at = own.getsockname()[:2]
+            except (OSError, ValueError):
+                continue  # no socket, or none with an address
+            if at == port:
+                return str(host)
+        return ""
+
+    def runtime_environment(self) -> str:
+        """As Ray has it, and writes to its logs."""
+        return str(ray.get_runtime_context().get_runtime_env_string())
 
     def word(self) -> str:
         return WORD_AT_IMPORT

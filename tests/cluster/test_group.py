@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from attrs import evolve
 from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.objects import share
 from corerl.cluster.placement import Seat, arrange, seated
-from corerl.cluster.process import Outcome, fair_threads
+from corerl.cluster.process import READ_AT_START, Outcome, fair_threads
 from corerl.cluster.runtime import ray_session
 from corerl.errors import CorerlError, EngineFailed, HookFailed, WorkerDied, WrongState
 from tests.forks.ray import fork_workers
@@ -84,7 +85,8 @@ def test_members_answer_in_order_with_what_each_was_asked(start: Start) -> None:
     # What was shared is read where it lies: nobody may write into it.
     assert group.call("total", share(np.arange(100_000, dtype=np.float64))) == [(4999950000.0, False)] * 3
     host, port, descriptor = group.listen(1)
-    assert host and port > 0 and descriptor > 2
+    assert (host, descriptor > 2) == ("127.0.0.1", True)  # there is no other node
+    assert group.call("listens_at", port)[1] == "127.0.0.1"
     for arguments in ([], [(1,)], [(1,)] * 4):
         with pytest.raises(
             CorerlError,
@@ -216,6 +218,27 @@ def test_seats_are_shares_of_their_bundles(seats: list[Seat]) -> None:
     # One CPU of four is left, and two processes share it.
     with seated(arrange({"actor": 1, "engines": 1}), timeout=paced(60.0)) as both:
         assert [(seat.bundle, seat.cpus) for seat in (*both["actor"], *both["engines"])] == [(0, 0.5), (0, 0.5)]
+
+
+def test_ray_is_told_no_variable_that_may_be_a_secret(seats: list[Seat]) -> None:
+    given = {"CORERL_TEST_WORD": "s3cr3t", "API_KEY": "s3cr3t", "OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "7"}
+    group = RayGroup(["actor rank 0"], MEMBER, seats[:1], given)
+    try:
+        group.wait(group.construct([(0,)]))
+        assert (group.call("word"), group.call("threads")) == (["s3cr3t"], ["2"])
+        (told,) = group.call("runtime_environment")
+        assert json.loads(told)["env_vars"] == {"OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "7"}
+    finally:
+        group.kill()
+
+
+@pytest.mark.parametrize(
+    ("name", "early"),
+    [("LD_PRELOAD", True), ("PYTHONPATH", True), ("OMP_NUM_THREADS", True), ("TMPDIR", True), ("PATH", True),
+     ("NCCL_DEBUG", False), ("HF_TOKEN", False), ("WANDB_API_KEY", False), ("PATH_TO_KEY", False), ("OLD_KEY", False)],
+)  # fmt: skip
+def test_only_what_is_read_as_a_process_starts_goes_through_ray(name: str, early: bool) -> None:
+    assert bool(READ_AT_START.match(name)) is early
 
 
 def test_threads_are_those_that_a_process_is_started_with_or_a_fair_share(seats: list[Seat]) -> None:

@@ -152,3 +152,20 @@ def test_a_process_takes_half_of_its_share_of_the_cores(
     monkeypatch.setenv(THREADS, "9")
     Process("actor rank 0", "nowhere:Nothing", neighbors=neighbors)
     assert os.environ[THREADS] == "9"
+
+
+@pytest.mark.parametrize("code", [0, 3, None])
+def test_code_that_leaves_its_process_is_an_error_of_the_call(code: object) -> None:
+    process = Process("actor rank 0", "tests.cluster.members:Leaves")
+    assert process.construct(code).error is None
+    error = process.call("leave").error
+    assert isinstance(error, HookFailed)
+    assert error.message.startswith("actor rank 0: leave: SystemExit")
+    assert "raise SystemExit(self.code)" in error.details
+
+
+def test_variables_are_set_before_the_class_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CORERL_TEST_LATE", "before")
+    process = Process("actor rank 0", "os:getenv", environment={"CORERL_TEST_LATE": "given"})
+    process.construct("CORERL_TEST_LATE")
+    assert process.held == "given"

@@ -161,3 +161,46 @@ def test_a_start_of_ray_that_takes_too_long_is_tried_once_more(
         with ray_session(address="", cpus=1):
             pass
     assert asked == asked[:1] * starts
+
+
+# ---- a cluster with a token ------------------------------------------------------------------------------------------
+
+# What `ray health-check` of Ray 2.60 says to a process without the token.
+UNAUTHENTICATED = (
+    "ray.exceptions.AuthenticationError: RPC error: InvalidAuthToken: Authentication token is missing or incorrect. "
+    "Note: RAY_AUTH_MODE is currently 'disabled' (not 'token'). Ensure that the token for the cluster is available"
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        (None, "demands a token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to what "),
+        ("disabled", "demands a token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to what "),
+        ("token", "refuses the token of this process; set RAY_AUTH_TOKEN to what "),
+    ],
+)
+def test_a_cluster_that_wants_another_token_is_told_with_the_variables_to_set(
+    monkeypatch: pytest.MonkeyPatch, mode: str | None, said: str
+) -> None:
+    monkeypatch.setattr(runtime, "_require_listening", lambda address: None)
+    answer = subprocess.CompletedProcess([], 1, "", f"Traceback (most recent call last):\n{UNAUTHENTICATED}\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    monkeypatch.setenv("RAY_AUTH_MODE", mode) if mode else monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(ConfigError) as caught:
+        with ray_session(address="10.0.0.1:6379", cpus=1):
+            raise AssertionError("there is no session")
+    assert caught.value.message.startswith(f"cluster.address: the Ray cluster at '10.0.0.1:6379' {said}")
+    assert "get-auth-token" in caught.value.message and "\n" not in caught.value.message
+
+
+def test_a_cluster_that_refuses_the_token_only_in_the_session_is_told_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError(UNAUTHENTICATED)
+
+    for name, stand_in in (("_require_listening", id), ("_require_answering", id), ("_init", refuse)):
+        monkeypatch.setattr(runtime, name, stand_in)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(ConfigError, match="demands a token; set RAY_AUTH_MODE=token"):
+        with ray_session(address="10.0.0.1:6379", cpus=1):
+            raise AssertionError("there is no session")

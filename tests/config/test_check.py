@@ -7,6 +7,7 @@ import pytest
 from attrs import evolve
 
 from corerl.config.check import problems, uneven
+from corerl.config.load import config_of
 from corerl.config.schema import (
     AlgorithmConfig,
     BackendChoice,
@@ -27,6 +28,7 @@ from corerl.config.schema import (
     TrainConfig,
     WeightsConfig,
 )
+from corerl.errors import ConfigError
 
 MODEL = ModelConfig(config={"model_type": "qwen3"}, tokenizer="characters:0123")
 VALID = Config(backend=BackendChoice(name="plain"), model=MODEL)
@@ -360,6 +362,29 @@ def test_episodes_are_played_by_a_function_from_any_source() -> None:
     assert problems(evolve(VALID, rollout=evolve(play, function=""))) == [
         "rollout.episodes: set, but rollout.function is empty; set a function, or remove the table"
     ]
+
+
+def test_more_processes_than_a_machine_can_start_want_a_cluster() -> None:
+    many = evolve(VALID, rollout=RolloutConfig(replicas=500), roles=RolesConfig(actor=RoleChoice(ranks=20)))
+    (line,) = [each for each in problems(many) if "processes on this machine" in each]
+    assert line == (
+        "rollout.replicas: 500, which makes 520 processes on this machine, at most 512; use fewer, or set "
+        "cluster.address"
+    )
+    for fine in (
+        evolve(many, cluster=evolve(many.cluster, address="10.0.0.1:6379")),
+        evolve(many, rollout=RolloutConfig(replicas=492)),
+    ):
+        assert not any("processes on this machine" in each for each in problems(fine))
+
+
+@pytest.mark.parametrize(
+    "setting", ["roles.actor.ranks", "rollout.replicas", "reward.processes", "rollout.episodes.concurrency"]
+)
+@pytest.mark.parametrize("number", ["1000000000", "9223372036854775807"])
+def test_an_absurd_number_of_processes_is_refused_before_anything_is_planned(setting: str, number: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{setting}: must be between [01] and \d+, got {number} "):
+        config_of({"backend": {"name": "plain"}}, [f"{setting}={number}"])
 
 
 def test_a_source_that_overlaps_with_training_wants_training_and_fresh_weights() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
+
 import pytest
 
-from corerl.config.load import structure
+from corerl.config.check import problems
+from corerl.config.load import config_of, dump_toml, recorded, structure
 from corerl.config.schema import ClusterConfig
 from corerl.errors import ConfigError
 from corerl.plugin.options import merge_environments
@@ -46,6 +49,53 @@ def test_a_variable_that_the_user_and_a_backend_want_differently_names_both() ->
     with pytest.raises(ConfigError) as caught:
         merge_environments(given, ("plain", {"NCCL_CUMEM": "0"}))
     assert caught.value.message == (
-        "environment variable NCCL_CUMEM: cluster.environment needs '1', but plain needs '0'; they cannot share a "
-        "process, so choose one of them"
+        "environment variable NCCL_CUMEM: cluster.environment needs another value, but plain needs '0'; they cannot "
+        "share a process, so choose one of them"
     )
+
+
+# ---- secrets ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_run_writes_down_names_variables_without_their_values_and_can_be_loaded_again() -> None:
+    table = {"environment": {"API_KEY": "s3cr3t", "NCCL_DEBUG": "INFO"}, "secrets": ["HF_TOKEN", "NCCL_DEBUG"]}
+    config = config_of({"backend": {"name": "plain"}, "cluster": table})
+    written = dump_toml(recorded(config))
+    assert "s3cr3t" not in written and "INFO" not in written
+    again = config_of(tomllib.loads(written))
+    assert again == recorded(again) == recorded(config)
+    assert (again.cluster.environment, again.cluster.secrets) == ({}, ("HF_TOKEN", "NCCL_DEBUG", "API_KEY"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["cluster.environment.API_KEY=8675309"],
+        ["cluster.environment={API_KEY = 8675309}"],
+        ['cluster.environment={"A=B" = "8675309"}'],
+        ['cluster.environment.API_KEY={x = "8675309"}'],
+        ['cluster.environment.API_KEY=["8675309"]'],
+        ["cluster.environment=[8675309]"],
+        ['cluster.environment.API_KEY="8675309"', 'cluster.secrets=["API_KEY"]', "cluster.address=x"],
+    ],
+)
+def test_a_variable_that_is_amiss_is_told_without_its_value(overrides: list[str]) -> None:
+    try:
+        said = "\n".join(problems(config_of({"backend": {"name": "plain"}}, overrides)))
+    except ConfigError as error:
+        said = error.message
+    assert "cluster." in said and "8675309" not in said
+
+
+def test_a_secret_is_named_once_and_set_where_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "s3cr3t")
+    monkeypatch.delenv("API_KEY", raising=False)
+    table = {"secrets": ["HF_TOKEN", "API_KEY", "BOTH"], "environment": {"BOTH": "1"}}
+    found = problems(config_of({"backend": {"name": "plain"}, "cluster": table}))
+    assert [line for line in found if line.startswith("cluster.")] == [
+        (
+            "cluster.secrets: 'API_KEY' is not set in the environment of this command; set it there, or remove it from "
+            "the list"
+        ),
+        "cluster.secrets: 'BOTH' is in cluster.environment too; remove it from one of them",
+    ]

@@ -1,6 +1,7 @@
 """From file and overrides to a Config and back, and every way in which that fails."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import evolve, field, frozen
@@ -153,11 +154,11 @@ def test_the_last_override_of_a_value_counts_and_its_neighbors_stay(tmp_path: Pa
         ("[rollout]\ntemperature = inf", "rollout.temperature: must be finite, got inf"),
         (
             "[cluster]\nenvironment = {'A=B' = 'c'}",
-            "cluster.environment: must be valid environment variables, got 'A=B' = 'c'",
+            "cluster.environment: must be valid environment variables, got the name 'A=B'",
         ),
         (
             "[cluster]\nenvironment = {'' = 'c'}",
-            "cluster.environment: must be valid environment variables, got '' = 'c'",
+            "cluster.environment: must be valid environment variables, got the name ''",
         ),
         ("[cluster]\ntimeout = 0", "cluster.timeout: must be above 0, got 0.0"),
         ("[algorithm]\nkl_coef = -0.1", "algorithm.kl_coef: must be at least 0, got -0.1"),
@@ -274,3 +275,65 @@ def test_a_plugins_own_class_is_written_as_its_table(tmp_path: Path) -> None:
     assert to_plain(resolved)["backends"] == {"plain": {"degree": 2, "names": ["a"]}, "other": {"x": 1}}
     again = load_config(write(tmp_path, dump_toml(resolved)))
     assert to_plain(again) == to_plain(resolved)
+
+
+# ---- files that are made to hurt -------------------------------------------------------------------------------------
+
+A, BITS = "[model.config]\na", "expected an integer of at most 64 bits, got"
+
+
+@pytest.mark.parametrize(
+    ("toml", "said"),
+    [
+        (f"{A} = {'[' * 20_000}{']' * 20_000}", "FILE: is nested more deeply than can be read; at most 32 levels"),
+        (f"{A} = {'{b = ' * 20_000}1{'}' * 20_000}", "FILE: is nested more deeply than can be read; at most 32 levels"),
+        (f"[model.config{'.a' * 5000}]\nb = 1", "model.config.a: is nested more than 32 levels deep"),
+        (f"{A} = {'[' * 40}{']' * 40}", "model.config.a: is nested more than 32 levels deep"),
+        (f"[run]\nsteps = {'9' * 5000}", "FILE: has a number of more digits than can be read; integers have at most"),
+        (f"[run]\nsteps = 0x{'f' * 5000}", f"run.steps: {BITS} int that is too large to be shown"),
+        (f"[train.optimizer]\nlr = 1{'0' * 400}", f"train.optimizer.lr: {BITS} 1000"),
+        (f"{A} = [1, 9223372036854775808]", f"model.config.a[1]: {BITS} 9223372036854775808"),
+        (f"{A}.b = -9223372036854775809", f"model.config.a.b: {BITS} -9223372036854775809"),
+    ],
+)
+def test_what_is_too_deep_or_too_large_is_one_line_of_reasonable_length(tmp_path: Path, toml: str, said: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('backend = {name = "plain"}\n' + toml)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert caught.value.message.startswith(said.replace("FILE", str(path)))
+    assert "\n" not in caught.value.message and len(caught.value.message) < 400
+
+
+def test_numbers_and_depths_at_the_bounds_are_taken() -> None:
+    nested: Any = 2**63 - 1
+    for _ in range(28):
+        nested = [nested]
+    config = config_of({"backend": {"name": "plain"}, "model": {"config": {"a": nested, "b": -(2**63)}}})
+    assert config.model.config == {"a": nested, "b": -(2**63)}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("run.steps=" + "[" * 5000, "run.steps: expected integer, got string '[[[["),
+        ("run.steps=" + "9" * 5000, "run.steps: expected integer, got string '9999"),
+        ("run.steps=0x" + "f" * 400, "run.steps: expected an integer of at most 64 bits, got "),
+        ("a" * 5000, "override 'aaaa"),
+        ("run." + "a" * 5000 + "=1", 'run."aaaa'),
+        ("run.dir.x=1" + "\x1b[2J" * 3, "run.dir: expected string, got a table"),
+    ],
+)
+def test_an_override_is_quoted_no_longer_than_one_reads(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of({"backend": {"name": "plain"}}, [override])
+    assert caught.value.message.startswith(said) and len(caught.value.message) < 600
+    assert "\x1b" not in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["\x1b[31mred", "a\rb", "\u202egnp.exe", "\x9b2J", "z" * 100_000])
+def test_keys_and_values_of_a_file_are_shown_escaped_and_cut(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of({"backend": {"name": "plain"}, text: 1, "run": {text: 1, "steps": text, "mode": text}})
+    lines = caught.value.message.split("\n")
+    assert len(lines) == 4 and all(line.isprintable() and len(line) < 600 for line in lines)

@@ -257,7 +257,7 @@ def test_a_config_is_checked_and_what_its_processes_are_given_is_shown(tmp_path:
 
     clashing = [*chosen, 'cluster.environment.MINE_RANKS="8"']
     (clash,) = amiss(look("corerl.doctor.run:run", str(file), clashing, False))
-    assert clash.what.startswith("environment variable MINE_RANKS: cluster.environment needs '8', but mine needs '1'")
+    assert clash.what.startswith("environment variable MINE_RANKS: cluster.environment needs another value, but mine ")
     (unknown,) = amiss(look("corerl.doctor.run:run", str(file), [*clashing, "backends.mine.shards=2"], False))
     assert unknown.what.startswith("backends.mine.shards: unknown key")
     assert unknown.mend == f"edit {file}, then: corerl config check {file}"
@@ -268,3 +268,9 @@ def test_a_config_that_cannot_be_read_is_an_error_for_each_line(tmp_path: Path) 
     findings = amiss(list(examine(file=str(file), overrides=["run.stepps=3", "train.epochs=0"])))
     assert [finding.what.partition(":")[0] for finding in findings] == ["run.stepps", "train.epochs"]
     assert all(finding.mend == f"edit {file}" for finding in findings)
+
+
+def test_a_package_that_is_older_than_required_is_an_error_with_the_command_for_it(old_pluggy: str) -> None:
+    (finding,) = amiss(list(installation.requirements(["corerl", "corerl-fsdp"])))
+    assert f"{finding.what}; {finding.mend}" == old_pluggy
+    assert finding.level is Level.ERROR

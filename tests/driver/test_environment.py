@@ -60,5 +60,15 @@ def test_what_the_user_gives_is_what_processes_have(prepared: Prepared) -> None:
     assert (found["OMP_NUM_THREADS"], found["NCCL_DEBUG"], found["HF_HUB_OFFLINE"]) == ("4", "INFO", "1")
     engine = load(Kind.ENGINES, "transformers").spec  # repeats nothing that a run gives by itself
     assert environment_of(own, "transformers", engine.environment(engine.config(), ClusterInfo(device="cpu", ranks=1)))
-    with pytest.raises(ConfigError, match="OMP_NUM_THREADS: cluster.environment needs '4', but plain needs '1'"):
+    with pytest.raises(ConfigError, match="cluster.environment needs another value, but plain needs '1'"):
         environment_of(own, "plain", {"OMP_NUM_THREADS": "1"})
+
+
+def test_a_secret_has_the_value_that_it_has_where_the_run_starts(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "s3cr3t")
+    cluster = evolve(prepared.config.cluster, environment={"NCCL_DEBUG": "INFO"}, secrets=("HF_TOKEN",))
+    found = environment_of(evolve(prepared, config=evolve(prepared.config, cluster=cluster)), "plain", {})
+    assert (found["HF_TOKEN"], found["NCCL_DEBUG"]) == ("s3cr3t", "INFO")
+    assert "HF_TOKEN" not in environment_of(prepared, "plain", {})

@@ -9,6 +9,7 @@ import pytest
 from attrs import evolve
 
 from corerl import hookimpl
+from corerl.calls import Call
 from corerl.cluster.group import Pending, Watching
 from corerl.cluster.placement import Seat
 from corerl.cluster.process import Outcome
@@ -17,12 +18,13 @@ from corerl.driver.launch import (
     launch,
     make_fleet,
     missing_answers,
+    start_all,
     tell_of,
 )
 from corerl.driver.prepare import Prepared, prepare
 from corerl.driver.progress import Progress
-from corerl.errors import DataError, SaveFailed, WorkerDied
-from corerl.plugin.events import Event, Span, Worked
+from corerl.errors import CorerlError, DataError, EngineFailed, PluginIncompatible, SaveFailed, WorkerDied
+from corerl.plugin.events import Event, PhaseStarted, Span, Worked
 from corerl.plugin.observers import Observers
 from tests.driver.fakes import Ears, progress, told
 from tests.driver.saved import make_config
@@ -86,6 +88,74 @@ def test_an_answer_is_told_with_what_the_driver_asked_and_what_the_process_did()
     )  # fmt: skip
     tell_of(telling, "actor rank 0", pending, evolve(done, value=None, error=SaveFailed("disk full")))
     assert hears.heard == [whole, evolve(whole, error="disk full")]
+
+
+# ---- the start ------------------------------------------------------------------------------------------------------
+
+
+class Starts:
+    """Ranks or engines whose start takes a number of polls, then succeeds or fails; counts what is asked of them."""
+
+    def __init__(self, polls: int, error: CorerlError | None = None) -> None:
+        self.polls, self.error = polls, error
+        self.asked: list[str] = []
+
+    def __len__(self) -> int:
+        return 2
+
+    def ready(self, pending: Any, timeout: float) -> bool:
+        self.polls -= 1
+        return self.polls < 0
+
+    def start_async(self) -> Call[Any]:
+        return self._call("construct")
+
+    construct_async = start_async
+
+    def init_async(self) -> Call[Any]:
+        return self._call("init")
+
+    def sleep(self) -> None:
+        self.asked.append("sleep")
+
+    def _call(self, verb: str) -> Call[Any]:
+        def wait() -> str:
+            assert self.polls < 1000, "waits for what takes too long"
+            if self.error is not None:
+                raise self.error
+            return f"{verb} is done"
+
+        self.asked.append(verb)
+        return Call(self, None, wait)
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_a_rank_that_cannot_start_ends_the_start_while_engines_still_load(in_turns: bool) -> None:
+    broken: Any = Starts(1, PluginIncompatible("actor rank 1 on node-7: versions do not fit"))
+    fleet: Any = Starts(1_000_000)
+    with pytest.raises(PluginIncompatible, match="^actor rank 1 on node-7: versions do not fit$"):
+        start_all({"critic": Starts(3), "actor": broken}, fleet, progress(), in_turns=in_turns)  # type: ignore[dict-item]
+    assert fleet.asked == ["construct"] and fleet.polls > 999_000
+
+
+def test_an_engine_that_cannot_start_ends_the_start_before_ranks_take_memory() -> None:
+    ranks: Any = Starts(0)
+    fleet: Any = Starts(2, EngineFailed("engine-0: no memory"))
+    with pytest.raises(EngineFailed, match="no memory"):
+        start_all({"actor": ranks}, fleet, progress(), in_turns=True)
+    assert (ranks.asked, fleet.asked) == (["construct"], ["construct"])
+
+
+def test_in_turns_engines_load_and_sleep_before_ranks_load_and_each_is_told() -> None:
+    hears, ranks, fleet = Hears(), Starts(0), Starts(2)
+    telling = Progress(Observers([("hears", hears)]), 0)
+    found: Any = start_all({"actor": ranks}, fleet, telling, in_turns=True)  # type: ignore[dict-item,arg-type]
+    assert found == {"actor": "init is done"}
+    assert (ranks.asked, fleet.asked) == (["construct", "init"], ["construct", "sleep"])
+    assert [event.name for event in hears.heard if isinstance(event, PhaseStarted)] == [
+        "loading the model into 2 engines, which will sleep while the ranks load",
+        "loading the model into the ranks",
+    ]
 
 
 # ---- the end by a failure --------------------------------------------------------------------------------------------

@@ -26,7 +26,14 @@ from corerl.driver.prepare import (
     title,
 )
 from corerl.driver.sampling import make_sampler, unseen_tokens
-from corerl.errors import CheckpointError, ConfigError, DataError, ModelError, Unsupported
+from corerl.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    PluginIncompatible,
+    Unsupported,
+)
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer
 from corerl.testing.models import tiny_fields
@@ -53,6 +60,16 @@ def test_a_resumed_run_is_told_where_its_checkpoint_stands(tmp_path: Path) -> No
     assert prepared.resume == checkpoint
     assert prepared.state["rollout_step"] == 4
     assert prepared.plan.roles["actor"].assignments[0].config.resume == str(checkpoint / "actor")
+
+
+def test_versions_that_do_not_fit_are_told_before_anything_starts_beside_the_other_problems(old_pluggy: str) -> None:
+    with pytest.raises(PluginIncompatible) as alone:
+        prepare(make_config())
+    assert alone.value.message == old_pluggy
+    with pytest.raises(ConfigError) as caught:
+        prepare(make_config(reward={"name": "none-such"}))
+    assert caught.value.message.splitlines()[0].startswith("reward.name: unknown reward 'none-such'")
+    assert caught.value.message.splitlines()[1:] == [old_pluggy]
 
 
 # ---- prompts and the model's context ---------------------------------------------------------------------------------

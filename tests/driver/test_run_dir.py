@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.config.load import load_config, to_plain
+from corerl.checkpoint.commit import read_state
+from corerl.config.load import load_config, recorded, to_plain
 from corerl.config.schema import CheckpointConfig, Config, RunConfig
 from corerl.driver.export import export
 from corerl.driver.prepare import prepare
 from corerl.driver.run_dir import changed_settings, lost_checkpoints, resume_from, write_config
 from corerl.errors import ConfigError, NothingLeft, UserError
 from tests.driver.saved import config_in, make_config, make_model, save
+from tests.in_process import execute_here, small
 
 
 def test_a_config_that_says_something_else_is_kept(tmp_path: Path) -> None:
@@ -200,3 +202,28 @@ def test_a_resumed_run_names_the_settings_that_have_changed() -> None:
 def test_many_changed_settings_are_counted() -> None:
     (line,) = changed_settings({}, {f"key{n}": n for n in range(11)})
     assert line == f"resumed with other settings: {', '.join(f'key{n}' for n in range(8))}, and 3 more"
+
+
+# ---- secrets ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_file_of_a_run_holds_the_value_of_a_variable_and_it_resumes_without_a_word_about_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "t0ken-of-the-user")
+    given = [
+        *("cluster.environment.API_KEY=k3y-of-a-service", 'cluster.secrets=["HF_TOKEN"]', "checkpoint.keep=0"),
+        *("extensions=[{name='jsonl'}, {name='trace'}, {name='tensorboard'}]", "rollout.save=true"),
+    ]
+    assert execute_here(small(tmp_path, *given, "run.steps=1")).reason == "finished"
+    other = [*given, "cluster.environment.API_KEY=an0ther-k3y", "checkpoint.resume=auto", "run.steps=2"]
+    assert execute_here(small(tmp_path, *other)).reason == "finished"
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"config.toml", "config-1.toml", "checkpoint.json", "metrics.jsonl"} <= {path.name for path in files}
+    for path in files:
+        content = path.read_bytes()
+        assert not any(word in content for word in (b"t0ken", b"k3y-of", b"an0ther")), path
+    (state,) = (read_state(path)["config"] for path in (tmp_path / "run" / "checkpoints").glob("step-*2"))
+    assert (state["cluster"]["environment"], state["cluster"]["secrets"]) == ({}, ["HF_TOKEN", "API_KEY"])
+    before, now = to_plain(recorded(small(tmp_path, *given))), to_plain(recorded(small(tmp_path, *other)))
+    assert changed_settings(before, now) == []

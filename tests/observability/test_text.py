@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from corerl.observability.text import duration, number, printable, shorten
+from corerl.observability.text import duration, number
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,3 @@ def test_a_number_reads_as_its_metric_is_read_best(value: float | None, metric: 
 
 def test_durations_grow_hours_only_when_they_need_them() -> None:
     assert [duration(seconds) for seconds in (6.6, 754, 10800)] == ["0:07", "12:34", "3:00:00"]
-
-
-def test_what_does_not_print_is_escaped_and_the_rest_stays() -> None:
-    assert printable("é\n\x1b[31m\ud800") == "é\\n\\x1b[31m\\ud800"
-
-
-def test_a_long_answer_is_cut_to_the_width_after_escaping() -> None:
-    assert shorten("ab\ncdefgh", 8) == "ab\\nc..."
-    assert shorten("abcdefgh", 8) == "abcdefgh"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,8 @@ Install = Callable[..., Path]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """install(distribution, {"backends": {"mine": "module:SPEC"}}, version=..., **{module: source}) on sys.path."""
+    """install(distribution, {"backends": {"mine": "module:SPEC"}}, version=..., requires=..., **{module: source}) on
+    sys.path."""
     before = set(sys.modules)
 
     def install(
@@ -45,6 +46,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         *,
         version: str = "0.1.0",
         site: str = "site",
+        requires: Sequence[str] = (),
         **modules: str,
     ) -> Path:
         directory = tmp_path / site
@@ -53,7 +55,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
             monkeypatch.syspath_prepend(directory)
         metadata = directory / f"{distribution.replace('-', '_')}-{version}.dist-info"
         metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        lines = ["Metadata-Version: 2.1", f"Name: {distribution}", f"Version: {version}"]
+        (metadata / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {each}" for each in requires), ""]))
         (metadata / "entry_points.txt").write_text(
             "".join(
                 f"[corerl.{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())

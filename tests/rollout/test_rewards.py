@@ -14,7 +14,15 @@ from attrs import evolve
 from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
-from corerl.rollout.rewards import Failure, Judged, Reward, exact_match, resolve_reward, reward_of
+from corerl.rollout.rewards import (
+    Failure,
+    Judged,
+    Reward,
+    exact_match,
+    require_any_thread,
+    resolve_reward,
+    reward_of,
+)
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
 
@@ -361,3 +369,32 @@ def test_what_is_wrong_in_one_of_several_functions_is_told_with_its_place(mine: 
 def test_without_several_functions_the_one_named_is_the_reward() -> None:
     reward = reward_of(RewardConfig(name="exact-match", failed_value=-2.0))
     assert (reward.name, reward.failed_value, reward(SORT, "01358")) == ("exact-match", -2.0, 1.0)
+
+
+# ---- where a function is called --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"hidden": True}])
+def test_a_reward_that_needs_the_main_thread_is_told_where_it_will_run_in_another(options: dict[str, Any]) -> None:
+    reward = resolve_reward("tests.rollout.user_rewards:alarmed", options)
+    assert reward(SORT, "x") == 1.0  # here, in the main thread
+    with pytest.raises(ConfigError) as caught:
+        require_any_thread(reward, SORT, setting="rollout.source='one-step-off'")
+    assert caught.value.message.startswith(
+        "reward.processes: 0 scores in a thread of the driver with rollout.source='one-step-off', but reward "
+        "'tests.rollout.user_rewards:alarmed' needs the main thread (ValueError: signal only works in main thread of "
+        "the main interpreter (tests/rollout/user_rewards.py:"
+    )
+    assert caught.value.message.endswith("); set reward.processes to at least 1, or rollout.source='synchronous'")
+
+
+def test_a_reward_that_fails_on_one_sample_is_not_refused_for_it() -> None:
+    for name in ("picky", "act"):
+        require_any_thread(resolve_reward(f"tests.rollout.user_rewards:{name}", {}), SORT, setting="")
+
+
+def test_a_reward_that_leaves_fails_on_its_sample_and_does_not_end_the_run() -> None:
+    reward = resolve_reward("tests.rollout.user_rewards:act", {})
+    outcome = reward.outcome(SORT, "leave")
+    assert isinstance(outcome, Failure) and outcome.kind == "died"
+    assert " ended its process (sys.exit(4)) on prompt " in outcome.message

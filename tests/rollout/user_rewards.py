@@ -59,3 +59,18 @@ def mark(prompt: Prompt, response: str, *, directory: str) -> float:
     Path(directory, str(os.getpid())).touch()
     while True:
         pass
+
+
+def alarmed(prompt: Prompt, response: str, *, hidden: bool = False) -> float:
+    """Limits its own time, as many graders of mathematics do."""
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    except ValueError as error:
+        if hidden:
+            raise RuntimeError("cannot grade") from error
+        raise
+    return 1.0
+
+
+def picky(prompt: Prompt, response: str) -> float:
+    raise KeyError(response)

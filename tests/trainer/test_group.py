@@ -128,7 +128,12 @@ def disagreement(*results: InitResult) -> str:
 def test_only_rank_0_is_given_the_socket_that_all_are_told_to_meet_at() -> None:
     processes = Answers(init=[InitResult(layout=layout(0)), InitResult(layout=layout(1))])
     TrainGroup(processes, PLAN).init()  # type: ignore[arg-type]
-    assert processes.calls == [("init", ("host", 1234, 5), ("host", 1234, None))]
+    ((verb, first, second),) = processes.calls
+    assert (verb, first[:3], second[:3]) == ("init", ("host", 1234, 5), ("host", 1234, None))
+    assert first[3] == second[3] and len(first[3]) == 32  # a token, another one for each group
+    again = Answers(init=[InitResult(layout=layout(0)), InitResult(layout=layout(1))])
+    TrainGroup(again, PLAN).init()  # type: ignore[arg-type]
+    assert again.calls[0][1][3] != first[3]
 
 
 def test_ranks_that_stand_at_different_steps_or_versions_are_an_error() -> None:

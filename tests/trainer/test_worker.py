@@ -44,6 +44,7 @@ from corerl.errors import (
     WrongState,
 )
 from corerl.rollout.receiving import Receiving
+from corerl.rollout.service import EngineAssignment, EngineService
 from corerl.testing.harness import make_samples
 from corerl.testing.models import write_tiny_model
 from corerl.trainer.assign import loss_of, plan_role
@@ -476,6 +477,16 @@ def test_clear_memory_collects_what_only_points_at_itself(worker: Worker) -> Non
 
 
 # ---- refused before a backend is made --------------------------------------------------------------------------------
+
+
+def test_a_machine_whose_versions_do_not_fit_is_told_before_a_plugin_is_imported(
+    assignment: Assignment, old_pluggy: str
+) -> None:
+    engine = EngineAssignment(engine="none", origins=assignment.origins, model=ModelConfig(), options={}, context=None)  # type: ignore[arg-type]
+    for make in (lambda: Worker(evolve(assignment, backend="none")), lambda: EngineService(engine)):
+        with pytest.raises(PluginIncompatible) as caught:
+            make()
+        assert caught.value.message == old_pluggy
 
 
 def test_plugins_that_are_not_the_drivers_are_refused_with_both_sides(assignment: Assignment) -> None:

@@ -40,7 +40,7 @@ from corerl.messages import first_line
 from corerl.weights.checksum import checksum, digest
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address, WeightReceiver, WeightSender, require_undamaged
-from corerl.weights.transports.group import BroadcastGroup
+from corerl.weights.transports.group import BroadcastGroup, behind_token
 
 BUFFERS = 2  # per end
 ASK_SECONDS = 0.25  # between two queries of the store, each a round trip
@@ -184,7 +184,7 @@ class CollectiveSender(WeightSender):
         if self._store is None:
             address, listening, self._listening = self._address, self._listening, None
             try:
-                self._store = dist.TCPStore(
+                store = dist.TCPStore(
                     address.host,
                     address.port,
                     is_master=self._rank == 0,
@@ -192,6 +192,7 @@ class CollectiveSender(WeightSender):
                     timeout=timedelta(seconds=address.timeout),
                     master_listen_fd=listening if self._rank == 0 else None,
                 )
+                self._store = behind_token(store, address)
             except dist.DistNetworkError as error:
                 raise WeightUpdateError(
                     f"port {address.port}, chosen for sending weights, is in use: another process has taken it; start "
@@ -346,9 +347,9 @@ class CollectiveReceiver(WeightReceiver):
     def _open_store(self) -> dist.Store:
         if self._store is None:
             address = self._address
-            self._store = dist.TCPStore(
-                address.host, address.port, is_master=False, timeout=timedelta(seconds=address.timeout)
-            )
+            timeout = timedelta(seconds=address.timeout)
+            store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+            self._store = behind_token(store, address)
         return self._store
 
     def _tell(self, key: str, error: str) -> None:

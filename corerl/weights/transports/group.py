@@ -54,7 +54,7 @@ class BroadcastGroup:
     def _meet(self, address: Address, rank: int, size: int, device: int | None) -> None:
         # Its own connection: while one waits for a key, nobody else can use it.
         store = dist.TCPStore(address.host, address.port, is_master=False, timeout=self._timeout)
-        prefixed = dist.PrefixStore(f"group/{self._name}", store)
+        prefixed = dist.PrefixStore(f"group/{self._name}", behind_token(store, address))
         if device is None:
             self._backend = dist.ProcessGroupGloo(prefixed, rank, size, self._timeout)
             return
@@ -96,6 +96,11 @@ class BroadcastGroup:
         del backend  # gloo's destructor waits for its operations: let only that thread hold it
         leaving.start()
         leaving.join(LEAVE_SECONDS)
+
+
+def behind_token(store: dist.Store, address: Address) -> dist.Store:
+    """The part of a store whose keys begin with the address's token: who does not know it reads and writes others."""
+    return dist.PrefixStore(address.token, store)
 
 
 def _abort(backend: Any) -> None:

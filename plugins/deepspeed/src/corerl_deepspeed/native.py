@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from corerl.errors import SaveFailed
 from corerl.types import Step
+from corerl.weights.plain import gather_plain
 from corerl_deepspeed.build import Model
 
 DIRECTORY = "deepspeed"  # in the directory of the role
@@ -42,8 +43,6 @@ def write(model: Model, directory: Path, step: Step) -> None:
         engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
     if dist.get_rank() == 0:
         kept((directory / "latest").write_text)(tag)
-    said: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(said, next(iter(failures), ""))
-    for rank, failure in enumerate(said):
+    for rank, failure in enumerate(gather_plain(next(iter(failures), ""))):
         if failure:
             raise SaveFailed(f"cannot write {directory}: rank {rank}: {failure}")

@@ -1,0 +1,67 @@
+"""Import plugins and the user's modules in another process first: one that ends its process would end the command with
+no word, and with whatever status it likes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from corerl.config.schema import Config
+    from corerl.plugin.registry import Kind
+
+
+def try_imports(config: Config) -> Callable[[], None]:
+    """Start to import what `config` names, beside this process; call the result to wait for it. That raises UserError,
+    in one line, if an import ended its process. An import that merely raises is reported by whoever needs it."""
+    from corerl.plugin.options import selected
+    from corerl.plugin.registry import Kind
+
+    names = (config.reward.name, config.rollout.function, config.rollout.postprocess, config.algorithm.loss)
+    modules = [name.partition(":")[0] for name in names if ":" in name]
+    plugins = [(each.kind, each.name) for each in selected(config)]
+    # Tables of plugins that are not selected are checked too, which imports their specs.
+    plugins += [(kind, name) for kind in (Kind.BACKENDS, Kind.ENGINES) for name in getattr(config, kind.value)]
+    return beside(modules, list(dict.fromkeys(plugins)))
+
+
+def require_plugins(plugins: Sequence[tuple[Kind, str]]) -> None:
+    """Raise UserError, in one line, if importing the spec of one of these ends its process."""
+    beside([], plugins)()
+
+
+def beside(modules: Sequence[str], plugins: Sequence[tuple[Kind, str]]) -> Callable[[], None]:
+    """Start to import these in another process; the result waits for it."""
+    from corerl.doctor.child import look
+    from corerl.errors import UserError
+    from corerl.plugin.spec import Finding
+
+    # What comes with CoreRL ends no process: a run of nothing else needs no trial.
+    foreign = [(kind.value, name) for kind, name in plugins if not _own(kind, name)]
+    found: list[Finding] = []
+    if not foreign and not modules:
+        return lambda: None
+    thread = threading.Thread(
+        target=lambda: found.extend(look("corerl.doctor.plugins:look_imports", list(modules), foreign)),
+        name="trial of imports",
+        daemon=True,
+    )
+    thread.start()
+
+    def result() -> None:
+        thread.join()
+        for finding in found:
+            raise UserError(f"{finding.what}; {finding.mend}")
+
+    return result
+
+
+def _own(kind: Kind, name: str) -> bool:
+    from corerl.errors import PluginError
+    from corerl.plugin.registry import locate
+
+    try:
+        return locate(kind, name).value.startswith("corerl.")
+    except PluginError:  # there is nothing to import
+        return True

@@ -1,0 +1,77 @@
+"""Imports that end their process, as a command meets them: one line and status 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from corerl.cli.main import main
+from corerl.cli.trial import try_imports
+from corerl.config.load import load_config
+from corerl.doctor import child
+from tests.end_to_end.command import write_small
+
+ENDINGS = {
+    "leaves": ("import os\nos._exit(0)\n", "ended its process with status 0"),
+    "aborts": ("import os\nos.abort()\n", "killed its process with SIGABRT at "),
+    "crashes": ("import ctypes\nctypes.string_at(0)\n", "killed its process with SIGSEGV at "),
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The working directory, with modules that end their process; returns a sound config in it."""
+    monkeypatch.chdir(tmp_path)
+    for name, (source, _) in ENDINGS.items():
+        (tmp_path / f"{name}_mod.py").write_text(source)
+    (tmp_path / "exits_mod.py").write_text("raise SystemExit(0)\n")
+    (tmp_path / "odd_mod.py").write_text("class Odd(BaseException): ...\nraise Odd('no\\nway')\n")
+    return str(write_small(tmp_path))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.parametrize(
+    ("argv", "what"),
+    [
+        (["config", "check", "FILE", "reward.name=MODULE:f"], "importing MODULE "),
+        (["train", "FILE", "rollout.function=MODULE:f"], "importing MODULE "),
+        (["options", "MODULE:SPEC"], "importing MODULE:SPEC, the spec of backend 'MODULE:SPEC', "),
+    ],
+)
+def test_an_import_that_ends_its_process_is_one_line(
+    here: str, capsys: pytest.CaptureFixture[str], name: str, argv: list[str], what: str
+) -> None:
+    module = f"{name}_mod"
+    assert main([word.replace("FILE", here).replace("MODULE", module) for word in argv]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert said.err.startswith(f"corerl: error: {what.replace('MODULE', module)}{ENDINGS[name][1]}")
+    assert f"; fix {module}" in said.err
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [("exits_mod", "SystemExit: 0"), ("odd_mod", "Odd: no"), ("absent_mod", "ModuleNotFoundError: ")],
+)
+def test_an_import_that_raises_anything_is_told_by_who_needs_it(
+    here: str, capsys: pytest.CaptureFixture[str], module: str, said: str
+) -> None:
+    assert main(["config", "check", here, f"reward.name={module}:f"]) == 2
+    start = f"corerl: error: reward.name: '{module}:f': cannot import '{module}': {said}"
+    assert capsys.readouterr().err.startswith(start)
+
+
+@pytest.mark.processes
+def test_a_run_of_corerls_own_parts_needs_no_trial(here: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(child, "look", lambda *args: asked.append(args) or [])
+    try_imports(load_config(here, ["backend.name=plain", "rollout.engine=fake"]))()
+    assert asked == []
+    try_imports(load_config(here, ["backend.name=plain", "rollout.engine=fake", "reward.name=leaves_mod:f"]))()
+    assert asked == [("corerl.doctor.plugins:look_imports", ["leaves_mod"], [])]
+    other = ["backend.name=plain", "rollout.engine=fake", "engines.sglang={}", "backends.no-such={}"]
+    try_imports(load_config(here, other))()  # tables that are not selected are checked too
+    assert asked[1:] == [("corerl.doctor.plugins:look_imports", [], [("engines", "sglang")])]

@@ -1,0 +1,96 @@
+"""Versions that are installed, against those that a distribution's metadata asks for; pip's own answers are the
+reference."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from corerl.errors import PluginIncompatible
+from corerl.plugin.requirements import Unmet, require_met, unmet
+
+Install = Callable[..., Path]
+
+
+@pytest.fixture
+def wants(install: Install) -> Callable[..., list[str]]:
+    """What is lacking, as (wanted, found), of a distribution with these requirements beside libraries of versions."""
+
+    def wants(*requires: str, **installed: str) -> list[tuple[str, str]]:
+        for name, version in installed.items():
+            install(name, {}, version=version)
+        install("corerl-mine", {}, version="0.2", requires=requires)
+        return [(each.wanted, each.found) for each in unmet(["corerl-mine"])]
+
+    return wants
+
+
+Wants = Callable[..., list[tuple[str, str]]]
+
+
+def test_this_environment_has_what_core_and_its_plugins_require() -> None:
+    assert unmet(["corerl", "corerl-fsdp", "corerl-megatron", "corerl-deepspeed", "corerl-sglang"]) == []
+
+
+def test_an_older_version_a_newer_one_and_a_missing_package_are_told_in_one_line(wants: Wants) -> None:
+    wants("ancient>=2.1,<3", "modern<1", "absent-lib", "fine>=1", ancient="1.6.0", modern="1.0", fine="1")
+    with pytest.raises(PluginIncompatible) as caught:
+        require_met(["corerl-mine"])
+    assert caught.value.message == (
+        "corerl-mine 0.2 requires ancient<3,>=2.1, but ancient 1.6.0 is installed; "
+        "corerl-mine 0.2 requires modern<1, but modern 1.0 is installed; "
+        "corerl-mine 0.2 requires absent-lib, but no absent-lib is installed; "
+        "python -m pip install 'ancient<3,>=2.1' 'modern<1' 'absent-lib'"
+    )
+    assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("requirement", "lacking"),
+    [
+        ("lib>=2; extra == 'server'", False),
+        ("lib>=2; python_version < '3'", False),
+        ("lib>=2; sys_platform == 'win32' or extra == 'all'", False),
+        ("lib>=2; python_version >= '3' and extra != 'server'", True),
+        ("lib[fast]>=1", False),
+        ("LIB>=1", False),
+        ("lib @ https://example.org/lib.whl", False),
+        ("lib===1.0", False),
+        ("lib ~= 1.1", True),
+        ("not a requirement", False),
+    ],
+)
+def test_markers_and_extras_are_read_as_pip_reads_them(wants: Wants, requirement: str, lacking: bool) -> None:
+    assert bool(wants(requirement, lib="1.0")) is lacking
+
+
+@pytest.mark.parametrize(
+    ("version", "admitted"),
+    [
+        ("2.9.0", True),
+        ("2.13.0+cpu", True),
+        ("2.9.0a0+50eac811a6.nv25.9", True),  # of a vendor's container
+        ("2.10.0.dev20250101", True),
+        ("2.8.0", False),
+        ("2.8.9a1", False),
+        ("3.0", False),
+        ("not-a-version", False),
+    ],
+)
+def test_local_versions_and_pre_releases_count_as_their_release(wants: Wants, version: str, admitted: bool) -> None:
+    assert (wants("lib>=2.9,<3", lib=version) == []) is admitted
+
+
+def test_a_requirement_of_two_is_told_once_and_one_that_is_not_installed_requires_nothing(install: Install) -> None:
+    install("corerl-mine", {}, version="0.2", requires=["lib>=2"])
+    install("corerl-yours", {}, version="0.3", requires=["lib>=2"])
+    one = Unmet(by="corerl-mine 0.2", name="lib", wanted="lib>=2", found="")
+    assert unmet(["corerl-mine", "corerl-yours", "", "no-such-distribution"]) == [one]
+
+
+def test_core_of_a_plugin_is_compared_too(wants: Wants) -> None:
+    own = importlib.metadata.version("corerl")
+    assert wants("corerl>=0.9,<1") == [("corerl<1,>=0.9", own)]
