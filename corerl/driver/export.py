@@ -56,8 +56,10 @@ def _with_special_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenize
     """Fill in the special tokens that the config leaves open. `generate` takes them from there, and would otherwise
     never end a response."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if getattr(config, name, None) is None:
-            setattr(config, name, getattr(tokenizer, name))
+        token = getattr(tokenizer, name)
+        # Only one that the model has an embedding for: transformers cannot build a model that pads with another.
+        if getattr(config, name, None) is None and token is not None and token < config.get_text_config().vocab_size:
+            setattr(config, name, token)
     return config
 
 

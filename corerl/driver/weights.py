@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedConfig
 
 from corerl.checkpoint.format import unusable
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.errors import CheckpointError, ModelError
-from corerl.models.build import VALUE_HEAD_WEIGHT, build_on_meta
+from corerl.models.build import VALUE_HEAD_WEIGHT
+from corerl.models.files import look_at, model_files
 from corerl.models.names import hf_boxes
-from corerl.models.readers import SafetensorsSource
 from corerl.trainer.assign import CRITIC
 
 
@@ -41,7 +40,7 @@ def require_same_model(checkpoint: Path, role: str, model: PreTrainedConfig) -> 
 def require_weights(directory: str, role: str, model: PreTrainedConfig) -> None:
     """Raise ModelError if a model directory's files are damaged, lack a tensor of the model, or have one in another
     shape. Reads only the files' headers."""
-    files = SafetensorsSource(directory)
+    files = model_files(directory, model)
     for name, shape in shapes_of(role, model).items():
         found = files.shape(name)
         if found is None and name == VALUE_HEAD_WEIGHT:
@@ -56,5 +55,5 @@ def require_weights(directory: str, role: str, model: PreTrainedConfig) -> None:
 
 def shapes_of(role: str, model: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a role's model by HF name; allocates nothing."""
-    built = build_on_meta(model, dtype=torch.float32, attention="eager", value_head=role == CRITIC)
+    built = look_at(model, value_head=role == CRITIC)
     return {box.name: box.shape for boxes in hf_boxes(built).values() for box in boxes}

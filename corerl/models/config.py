@@ -27,6 +27,9 @@ UNDECLARED = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor", "
 def hf_config(model: ModelConfig) -> PreTrainedConfig:
     """The config of `model.path`, or else of the fields in `model.config`; `architectures` is the causal LM class.
 
+    `tie_word_embeddings` is False where the files have a head of their own, and `pad_token_id` is None where the model
+    has no embedding for it, so that what is built and exported is what transformers would train.
+
     Raises ModelError if neither is given, if config.json is missing or unreadable, if the model is quantized, and for a
     model type or a field that transformers does not know.
     """
@@ -52,6 +55,13 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
         )
     # A config made from fields names no architecture, and no engine can load an export without one.
     config.architectures = [architecture]
+    _forget_pad(config)
+    if model.path:
+        from corerl.models.files import own_head  # imports transformers' models, which takes seconds
+
+        if own_head(config, model.path):
+            for part in (config, config.get_text_config()):
+                part.tie_word_embeddings = False
     return config
 
 
@@ -64,6 +74,14 @@ def context_length(config: PreTrainedConfig) -> int | None:
     """Maximum tokens of a sequence by the model's own config; None if it sets no limit."""
     positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions
+
+
+def _forget_pad(config: PreTrainedConfig) -> None:
+    """Remove a pad token that the model has no embedding for: torch would not build it, and CoreRL never pads."""
+    for part in (config, config.get_text_config()):
+        size, pad = getattr(part, "vocab_size", None), getattr(part, "pad_token_id", None)
+        if isinstance(size, int) and isinstance(pad, int) and not 0 <= pad < size:
+            part.pad_token_id = None
 
 
 def _from_directory(path: str) -> PreTrainedConfig:

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from attrs import evolve
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from corerl.config.schema import Config
 from corerl.driver.export import export
 from corerl.errors import CheckpointError, ModelError
-from tests.driver.saved import make_config, make_model, save
+from corerl.models.tokenizer import character_tokenizer
+from tests.driver.saved import DATA, make_config, make_model, save
 
 
 def assert_holds(directory: Path, model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -53,6 +58,40 @@ def test_what_the_models_authors_say_of_sampling_comes_along(tmp_path: Path) -> 
     written = export(save(tmp_path / "run", make_config(model=path), model, step=2), tmp_path / "model")
     loaded = AutoModelForCausalLM.from_pretrained(written, local_files_only=True)
     assert (loaded.generation_config.eos_token_id, loaded.generation_config.temperature) == ([1, 7], 0.6)
+
+
+def with_vocabulary(size: int, **fields: Any) -> Config:
+    """A model of `size` tokens, whose tokenizer may have more special ones."""
+    return make_config(model={**DATA["model"], "config": {**DATA["model"]["config"], "vocab_size": size, **fields}})
+
+
+@pytest.mark.parametrize(("size", "pad"), [(15, None), (16, 15), (17, 15)])
+def test_a_pad_token_that_the_model_has_no_embedding_for_is_left_out(
+    tmp_path: Path, size: int, pad: int | None
+) -> None:
+    tokenizer = character_tokenizer("0123456789>")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert (len(tokenizer), tokenizer.pad_token_id) == (16, 15)
+    config = with_vocabulary(size)
+    config = evolve(config, model=evolve(config.model, tokenizer=str(tmp_path / "tokenizer")))
+    model = make_model(config, seed=1)
+    written = export(save(tmp_path, config, model, step=2), tmp_path / "model")
+    assert_holds(written, model, torch.float32)
+    assert AutoConfig.from_pretrained(written).pad_token_id == pad
+
+
+def test_a_head_of_its_own_is_exported_although_the_config_of_the_model_ties_it(tmp_path: Path) -> None:
+    config = make_config()
+    base = make_model(config, seed=1)
+    base.save_pretrained(tmp_path / "base")
+    file = tmp_path / "base/model.safetensors"
+    head = torch.randn(16, 32)
+    save_file({**load_file(file), "lm_head.weight": head}, file, metadata={"format": "pt"})
+    config = make_config(model={**DATA["model"], "path": str(tmp_path / "base"), "config": {}})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert torch.equal(model.lm_head.weight, head)
+    assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model"), model, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
+from corerl.models.build import build_on_meta
 from corerl.models.config import context_length, experts, hf_config
 from corerl.testing.models import tiny_fields
 
@@ -87,6 +89,17 @@ def test_a_quantized_model_is_refused_since_its_numbers_are_not_the_weights(tmp_
         ModelError, match=r"is quantized \(fp8\), which CoreRL does not support; use the original model"
     ):
         hf_config(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("pad", [97, 98, -1])
+def test_a_pad_token_outside_the_vocabulary_is_none(pad: int, tmp_path: Path) -> None:
+    fields = {**tiny_fields("llama"), "vocab_size": 97, "pad_token_id": pad}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for model in (ModelConfig(path=str(tmp_path)), ModelConfig(config=fields)):
+        config = hf_config(model)
+        assert config.pad_token_id is None
+        assert build_on_meta(config, dtype=torch.float32, attention="eager").get_input_embeddings().padding_idx is None
+    assert hf_config(ModelConfig(config={**fields, "pad_token_id": 96})).pad_token_id == 96
 
 
 def test_a_context_is_as_long_as_the_model_has_positions() -> None:
