@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+# Before torch reads it: threads that wait for each other take the cores from the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from corerl.testing import pool
 from corerl.testing.marks import MARK
 from tests import machine
@@ -42,7 +45,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CORERL_TEST_FORKS"] = tempfile.mkdtemp(prefix="corerl-")  # short: a socket's path has 108 bytes
         os.environ["CORERL_TEST_FORKS_OWNER"] = str(os.getpid())
         os.environ[machine.PACE] = str(machine.measure())
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each rank that compiles starts processes
         os.environ["RAY_AUTH_MODE"] = "disabled"  # else a token is asked of whoever joins a Ray that is there
     config.pluginmanager.register(Unmarked())
