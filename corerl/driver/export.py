@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,11 +18,14 @@ from corerl.models.export import export_directory
 from corerl.models.tokenizer import GENERATION, load_tokenizer
 
 SHARD_BYTES = 4 * 2**30
+# Copied from the tokenizer's directory: tokenizers of older versions read them beside what is written.
+TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json", "special_tokens_map.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export(checkpoint: Path, directory: Path, *, role: str = "actor", replace: bool = False) -> Path:
-    """Write `role`'s weights in the precision it was trained in, with its config and tokenizer; returns `directory`.
+def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str = "", replace: bool = False) -> Path:
+    """Write `role`'s weights with its config and tokenizer; returns `directory`. `dtype` is a key of DTYPES; if it is
+    empty, bfloat16 where the model came in that, else the precision it was trained in.
 
     With `replace`, an existing directory is replaced only once the new one is complete.
     Raises ModelError if `directory` exists and `replace` is not set.
@@ -33,20 +36,22 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", replace: b
     if role not in config.chosen_roles:
         raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(config.chosen_roles)}")
     model = config.model_of(role)
-    dtype = DTYPES[config.train_of(role).precision]
+    hf = hf_config(model)
+    came_in = str(hf.dtype).removeprefix("torch.") if model.path else ""
+    kept = DTYPES[dtype or ("bfloat16" if came_in == "bfloat16" else config.train_of(role).precision)]
     source = CheckpointSource(checkpoint / role, "master")
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, shape in source.shapes.items():
-            yield name, source.read(name, (0,) * len(shape), shape).to(dtype)
+            yield name, source.read(name, (0,) * len(shape), shape).to(kept)
 
     tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
     export_directory(
         directory,
-        config=_with_special_tokens(hf_config(model), tokenizer),
+        config=_with_special_tokens(hf, tokenizer),
         tokenizer=tokenizer,
         tensors=tensors(),
-        files=_kept(model.path),
+        files=[*_of(model.path, (GENERATION,)), *_of(config.model.tokenizer or config.model.path, TOKENIZER_FILES)],
         shard_bytes=SHARD_BYTES,
     )
     return directory
@@ -63,7 +68,6 @@ def _with_special_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenize
     return config
 
 
-def _kept(path: str) -> list[Path]:
-    """Files to copy from the model directory `path`, if there is one, besides config, tokenizer and weights."""
-    file = Path(path) / GENERATION
-    return [file] if path and file.is_file() else []
+def _of(directory: str, names: Sequence[str]) -> list[Path]:
+    """Those of the files `names` that `directory` has."""
+    return [file for name in names if directory and (file := Path(directory) / name).is_file()]

@@ -28,6 +28,15 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path, capsys
         assert torch.equal(embedding(tmp_path / name), model.get_input_embeddings().weight)
 
 
+def test_the_dtype_of_the_weights_is_the_one_asked_for(tmp_path: Path) -> None:
+    config = make_config()
+    model = make_model(config, seed=1)
+    checkpoint = save(tmp_path, config, model, step=2)
+    assert main(["export", str(checkpoint), str(tmp_path / "model"), "--dtype", "float16"]) == 0
+    found = embedding(tmp_path / "model")
+    assert found.dtype == torch.float16 and torch.equal(found, model.get_input_embeddings().weight.half())
+
+
 def test_a_newer_checkpoint_that_is_damaged_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = make_config()
     model = make_model(config, seed=1)

@@ -60,6 +60,38 @@ def test_what_the_models_authors_say_of_sampling_comes_along(tmp_path: Path) -> 
     assert (loaded.generation_config.eos_token_id, loaded.generation_config.temperature) == ([1, 7], 0.6)
 
 
+@pytest.mark.parametrize(
+    ("came_in", "trained_in", "asked", "dtype"),
+    [
+        (torch.bfloat16, "float32", "", torch.bfloat16),
+        (torch.bfloat16, "float32", "float32", torch.float32),
+        (torch.float32, "bfloat16", "", torch.bfloat16),
+        (torch.float32, "float32", "", torch.float32),
+        (torch.float16, "float32", "", torch.float32),
+    ],
+)
+def test_a_model_that_came_in_bfloat16_is_exported_in_it(
+    tmp_path: Path, came_in: torch.dtype, trained_in: str, asked: str, dtype: torch.dtype
+) -> None:
+    make_model(make_config(), seed=1).to(came_in).save_pretrained(tmp_path / "base")
+    model = make_model(make_config(), seed=2)
+    of_base = {**DATA["model"], "path": str(tmp_path / "base"), "config": {}}
+    config = make_config(model=of_base, train={"precision": trained_in})
+    assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model", dtype=asked), model, dtype)
+
+
+def test_files_that_tokenizers_of_older_versions_read_come_along(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    character_tokenizer("0123456789>s").save_pretrained(base)
+    files = {"vocab.json": "{}", "merges.txt": "#version: 0.2", "tokenizer.model": "pieces", "notes.txt": "none of it"}
+    for name, text in files.items():
+        (base / name).write_text(text)
+    config = make_config(model={**DATA["model"], "tokenizer": str(base)})
+    written = export(save(tmp_path / "run", config, make_model(config, seed=1), step=2), tmp_path / "model")
+    found = {name: (written / name).read_text() for name in files if (written / name).exists()}
+    assert found == {name: text for name, text in files.items() if name != "notes.txt"}
+
+
 def with_vocabulary(size: int, **fields: Any) -> Config:
     """A model of `size` tokens, whose tokenizer may have more special ones."""
     return make_config(model={**DATA["model"], "config": {**DATA["model"]["config"], "vocab_size": size, **fields}})
