@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     for note in notes(config):
         print(f"corerl: note: {note}", file=sys.stderr)
-    prepare(config, starting=False)
+    for note in prepare(config, starting=False).unused:
+        print(f"corerl: note: {note}", file=sys.stderr)
     print(f"{args.file}: ok")
     return 0

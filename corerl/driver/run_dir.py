@@ -17,7 +17,7 @@ from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir
 from corerl.config.load import dump_toml
 from corerl.config.schema import Config
 from corerl.errors import ConfigError, DataError, NothingLeft
-from corerl.messages import short_repr
+from corerl.messages import listed, short_repr
 from corerl.observability.files import keep, read_lines
 from corerl.observability.history import METRICS_FILE
 from corerl.observability.jsonl import SAMPLES_FILE
@@ -118,8 +118,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         for path, old, value in _differences(before, now)
         if path not in EXPECTED_CHANGES
     ]
-    more = [f"and {len(changes) - SHOWN_CHANGES} more"] if len(changes) > SHOWN_CHANGES else []
-    return [f"resumed with other settings: {', '.join(changes[:SHOWN_CHANGES] + more)}"] if changes else []
+    return [f"resumed with other settings: {listed(changes, SHOWN_CHANGES)}"] if changes else []
 
 
 def _differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -24,6 +24,20 @@ if TYPE_CHECKING:
 UNDECLARED = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "head_dim"})
 
 
+# Fields of a config that count something, if a model type has them.
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+MOST_LAYERS = 10_000  # a config lists something for each of them: 10^9 take all memory
+
+
 def hf_config(model: ModelConfig) -> PreTrainedConfig:
     """The config of `model.path`, or else of the fields in `model.config`; `architectures` is the causal LM class.
 
@@ -41,6 +55,7 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
         raise ModelError(
             "no model: set model.path to a Hugging Face directory, or model.config to the fields of a config"
         )
+    _require_sizes(config, f"model.path={model.path!r}: config.json: " if model.path else "model.config.")
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", "?") if isinstance(quantized, Mapping) else "?"
         raise ModelError(
@@ -76,6 +91,24 @@ def context_length(config: PreTrainedConfig) -> int | None:
     return positions
 
 
+def _require_sizes(config: PreTrainedConfig, where: str) -> None:
+    """Raise ModelError for sizes with which transformers fails while it builds the model, or only in a forward pass."""
+    text = config.get_text_config()
+    sizes = {name: getattr(text, name, None) for name in SIZES}
+    for name, size in sizes.items():
+        if isinstance(size, int) and size < 1:  # of some model types it is a list, one for each layer
+            raise ModelError(f"{where}{name}={size}, wanted at least 1")
+    heads, shared = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        raise ModelError(f"{where}num_key_value_heads={shared} does not divide num_attention_heads={heads}")
+
+
+def _require_few_layers(fields: Mapping[str, Any], where: str) -> None:
+    for name in LAYERS:
+        if isinstance(layers := fields.get(name), int) and layers > MOST_LAYERS:
+            raise ModelError(f"{where}{name}={layers}, wanted at most {MOST_LAYERS}")
+
+
 def _forget_pad(config: PreTrainedConfig) -> None:
     """Remove a pad token that the model has no embedding for: torch would not build it, and CoreRL never pads."""
     for part in (config, config.get_text_config()):
@@ -96,9 +129,12 @@ def _from_directory(path: str) -> PreTrainedConfig:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}; make it readable, or use a copy") from error
     if not isinstance(fields, dict):
         raise ModelError(f"{file} contains a {type(fields).__name__}, expected the fields of a Hugging Face config")
     _known_type(fields, str(file))
+    _require_few_layers(fields, f"{file}: ")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each config class raises whatever its own checks do
@@ -110,6 +146,7 @@ def _from_fields(given: Mapping[str, Any]) -> PreTrainedConfig:
     fields = dict(given)
     model_type = _known_type(fields, "model.config")
     del fields["model_type"]
+    _require_few_layers(fields, "model.config.")
     try:
         default = AutoConfig.for_model(model_type)
         config: PreTrainedConfig = AutoConfig.for_model(model_type, **fields)
@@ -120,10 +157,6 @@ def _from_fields(given: Mapping[str, Any]) -> PreTrainedConfig:
     for name in fields:
         if name not in known:
             raise ModelError(f"model.config.{name} is not a field of a {model_type} config{did_you_mean(name, known)}")
-    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    # transformers builds such a model, which then fails in its first forward pass.
-    if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
-        raise ModelError(f"model.config.num_key_value_heads={shared} does not divide num_attention_heads={heads}")
     return config
 
 

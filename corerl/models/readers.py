@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from corerl.errors import ModelError
+from corerl.messages import first_line
 from corerl.weights.chunks import TensorSource
 
 SINGLE = "model.safetensors"
@@ -80,6 +81,8 @@ class SafetensorsSource:
         if index.is_file():
             try:
                 return {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+            except OSError as error:
+                raise ModelError(f"{index} cannot be read: {error.strerror}; make it readable") from error
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ModelError(f"{index} is damaged, expected JSON with a weight_map ({error!r})") from error
         if not (self.directory / SINGLE).is_file():
@@ -96,6 +99,9 @@ class SafetensorsSource:
                 raise ModelError(f"{path} is missing, although {INDEX} lists it") from error
             except SafetensorError as error:
                 raise ModelError(f"{path} is damaged: {error}; download or save it again") from error
+            except OSError as error:  # an empty file cannot be mapped; safetensors' own errors have no strerror
+                why = error.strerror or first_line(error)
+                raise ModelError(f"{path} cannot be read: {why}; make it readable, or download it again") from error
         return self._open[file]
 
     def _file(self, name: str) -> Any:

@@ -72,6 +72,15 @@ def test_heads_that_cannot_share_keys_and_values_are_refused() -> None:
     assert hf_config(ModelConfig(config={**fields, "num_key_value_heads": 2})).num_key_value_heads == 2
 
 
+@pytest.mark.parametrize(("kind", "field"), [("qwen3", "num_hidden_layers"), ("gpt2", "n_layer"), ("qwen3", "n_layer")])
+def test_more_layers_than_a_config_can_list_are_refused(kind: str, field: str, tmp_path: Path) -> None:
+    fields = {"model_type": kind, field: 10**9}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for model in (ModelConfig(config=fields), ModelConfig(path=str(tmp_path))):
+        with pytest.raises(ModelError, match=f"{field}=1000000000, wanted at most 10000$"):
+            hf_config(model)
+
+
 def test_older_names_of_fields_are_taken() -> None:
     config = hf_config(ModelConfig(config={**tiny_fields("qwen3"), "rope_theta": 5e5}))
     assert config.rope_parameters["rope_theta"] == 5e5
