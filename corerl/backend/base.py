@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from corerl.checkpoint.format import index_file, require_fields
 from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.checkpoint.writer import BackgroundWriter, stage, write
 from corerl.config.schema import RoleConfig
@@ -412,6 +413,8 @@ class Backend(BackendBase, ABC):
 
     def _resume(self, directory: Path) -> int:
         extra = read_extra(directory, 0)
+        counters = dict.fromkeys(("world_size", "adam_step", "weights_version", "optimizer_step"), int)
+        require_fields(extra, {**counters, "backend": str}, where=f"{directory / index_file(0)}: extra")
         saved, own = extra["world_size"], self.layout.world_size
         if saved != own:
             self.require(

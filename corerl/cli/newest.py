@@ -10,9 +10,9 @@ def checkpoint_of(what: Path) -> Path:
     """A run's newest complete checkpoint, with a line on stderr for each newer one; any other path as it is."""
     from corerl.checkpoint.commit import latest, passed_over
 
-    newest = latest(what)
+    newest = latest(what, read=True)
     if newest is None:
         return what
-    for path, fault in passed_over(what).items():
+    for path, fault in passed_over(what, read=True).items():
         print(f"corerl: skipping {path.name}, using {newest.name}: {fault}", file=sys.stderr)
     return newest

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from corerl.checkpoint.commit import read_state
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.config.load import structure
 from corerl.config.schema import Config
+from corerl.driver.state import read_run
 from corerl.errors import ModelError
 from corerl.models.config import hf_config
 from corerl.models.export import export_directory
@@ -32,7 +32,7 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str
     """
     if directory.exists() and not replace:
         raise ModelError(f"{directory} already exists; remove it, or choose another directory")
-    config = structure(read_state(checkpoint)["config"], Config, path="")
+    config = structure(read_run(checkpoint)["config"], Config, path="")
     if role not in config.chosen_roles:
         raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(config.chosen_roles)}")
     model = config.model_of(role)

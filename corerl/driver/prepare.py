@@ -11,7 +11,6 @@ import torch
 from attrs import evolve, frozen
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from corerl.checkpoint.commit import read_state
 from corerl.config.check import problems as contradictions
 from corerl.config.functions import imported
 from corerl.config.problems import Problems
@@ -20,6 +19,7 @@ from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource, PromptStream
 from corerl.driver.processes import ProcessPlan, plan_processes
 from corerl.driver.run_dir import in_the_way, lies_in, require_steps_left, resume_from
+from corerl.driver.state import read_run
 from corerl.errors import CheckpointError, ConfigError, DataError
 from corerl.models.config import context_length, experts, hf_config
 from corerl.models.tokenizer import CHARACTERS, end_tokens, load_tokenizer, require_room_for_tokens
@@ -252,7 +252,7 @@ def _beginning(
     if problems.none_in("checkpoint.resume"):
         with problems.stage("checkpoint.resume"):
             resume = resume_from(config, run_dir, starting=starting)
-            state = read_state(resume) if resume else {}
+            state = read_run(resume) if resume else {}
     if state and config.run.mode != "eval":
         with problems.stage("checkpoint.source"):
             require_same_source(state, config, str(resume))

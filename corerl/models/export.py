@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from corerl.errors import SaveFailed
+from corerl.errors import ModelError, SaveFailed
 from corerl.models.readers import INDEX, SINGLE
 
 CONFIG = "config.json"
@@ -64,6 +64,9 @@ def export_directory(
             os.rename(path, replaced)
         os.rename(staging, path)
         shutil.rmtree(replaced, ignore_errors=True)
+    except ModelError:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
     except (OSError, SafetensorError) as error:  # safetensors raises the latter for a full disk
         shutil.rmtree(staging, ignore_errors=True)  # free the disk space again
         if replaced.exists() and not path.exists():
@@ -136,6 +139,8 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_
             flush()
             held = 0
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if not shard[name].isfinite().all():
+            raise ModelError(f"{name!r} has NaN or infinite values as {tensor.dtype}; nothing is exported")
         held += size
         total += size
         dtype = dtype or str(tensor.dtype).removeprefix("torch.")

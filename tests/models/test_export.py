@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from corerl.config.schema import ModelConfig
-from corerl.errors import SaveFailed
+from corerl.errors import ModelError, SaveFailed
 from corerl.models.config import experts, hf_config
 from corerl.models.export import export_directory
 from corerl.models.names import hf_boxes
@@ -173,6 +173,16 @@ def test_older_names_in_an_exported_config_mean_the_same(kind: str, fields: dict
         )
         assert found == wanted
         assert experts(read) == experts(config)
+
+
+def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    for dtype, value in ((torch.float32, torch.nan), (torch.bfloat16, -torch.inf), (torch.float16, 1e5)):
+        tensors = [("a", torch.ones(2)), ("b.weight", torch.tensor([1.0, value]).to(dtype))]
+        told = rf"^'b.weight' has NaN or infinite values as {dtype}; nothing is exported$"
+        with pytest.raises(ModelError, match=told):
+            export_directory(tmp_path / "hf", config=config, tokenizer=None, tensors=tensors)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_exported_tokenizer_has_a_class_and_special_tokens_that_older_versions_know(tmp_path: Path) -> None:

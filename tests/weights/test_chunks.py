@@ -61,6 +61,17 @@ def test_fill_reads_each_box_and_counts_its_bytes() -> None:
     assert view.tolist() == [[6, 7], [10, 11]] and read == 16
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_fill_takes_no_values_that_are_not_finite(value: float) -> None:
+    values = torch.zeros(4, 2, dtype=torch.bfloat16)
+    values[3, 1] = value
+    view = torch.full((1, 2), 7.0)
+    rows = [Chunk("w", (4, 2), (row, 0), (1, 2), view) for row in (2, 3)]
+    assert fill(rows[:1], Memory({"w": values}), what="model/x") == 4 and view.tolist() == [[0, 0]]
+    with pytest.raises(ModelError, match="^model/x has NaN or infinite values in 'w'; use weights without$"):
+        fill(rows[1:], Memory({"w": values}), what="model/x")
+
+
 def test_fill_names_a_missing_tensor_and_one_of_another_shape() -> None:
     source = Memory({"w": torch.zeros(3, 4)})
     with pytest.raises(ModelError, match=r"memory has no tensor 'v' of shape \[2\]"):
