@@ -34,6 +34,7 @@ SIZES = (
     "num_key_value_heads",
     "head_dim",
 )
+CODE = ("auto_map", "custom_pipelines")  # fields of a config.json that name code in its directory
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MOST_LAYERS = 10_000  # a config lists something for each of them: 10^9 take all memory
 
@@ -71,6 +72,7 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
     # A config made from fields names no architecture, and no engine can load an export without one.
     config.architectures = [architecture]
     _forget_pad(config)
+    _forget_code(config)
     if model.path:
         from corerl.models.files import own_head  # imports transformers' models, which takes seconds
 
@@ -115,6 +117,15 @@ def _forget_pad(config: PreTrainedConfig) -> None:
         size, pad = getattr(part, "vocab_size", None), getattr(part, "pad_token_id", None)
         if isinstance(size, int) and isinstance(pad, int) and not 0 <= pad < size:
             part.pad_token_id = None
+
+
+def _forget_code(config: PreTrainedConfig) -> None:
+    """Remove the references to Python files of the model's directory, which are never imported: what is built from this
+    config, or reads an export of it, cannot ask for them."""
+    for part in (config, config.get_text_config()):
+        for name in CODE:
+            if hasattr(part, name):
+                delattr(part, name)
 
 
 def _from_directory(path: str) -> PreTrainedConfig:
