@@ -19,7 +19,7 @@ from corerl.checkpoint.format import (
     unusable,
 )
 from corerl.errors import CheckpointError
-from corerl.weights.chunks import intersect, within
+from corerl.weights.chunks import finite, intersect, within
 
 
 class CheckpointSource:
@@ -107,7 +107,7 @@ def require_sound(tensor: torch.Tensor, saved: SavedBox, expected: int, path: Pa
         )
     if checksum(tensor) != expected:
         raise CheckpointError(f"{what} is not what was saved (its checksum differs); resume from another checkpoint")
-    if not torch.isfinite(tensor).all():
+    if not finite(tensor):
         raise CheckpointError(f"{what} has NaN or infinite values; resume from a checkpoint of an earlier step")
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from corerl.errors import ModelError, SaveFailed
 from corerl.models.readers import INDEX, SINGLE
+from corerl.weights.chunks import finite
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -139,7 +140,7 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_
             flush()
             held = 0
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if not shard[name].isfinite().all():
+        if not finite(shard[name]):
             raise ModelError(f"{name!r} has NaN or infinite values as {tensor.dtype}; nothing is exported")
         held += size
         total += size

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from corerl.errors import ModelError
-from corerl.weights.chunks import Chunk, fill, flat_range_boxes, flat_range_views, holes, intersect, within
+from corerl.weights.chunks import Chunk, fill, finite, flat_range_boxes, flat_range_views, holes, intersect, within
 
 
 class Memory:
@@ -99,3 +99,12 @@ def test_fill_takes_no_quantized_numbers_for_weights(dtype: torch.dtype) -> None
     with pytest.raises(ModelError, match=f"memory has 'w' quantized as {dtype}, wanted 16 or 32 bits"):
         fill([Chunk("w", (2,), (0,), (2,), view)], source, what="memory")
     assert view.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_finite_is_what_torch_says(dtype: torch.dtype) -> None:
+    ends = torch.finfo(dtype)
+    for values in ([], [1.0], [ends.max, ends.min, ends.max], [1.0, torch.nan], [torch.nan, 1.0], [-torch.inf, 0.0]):
+        tensor = torch.tensor(values, dtype=dtype)
+        assert finite(tensor) == bool(tensor.isfinite().all())
+    assert finite(torch.tensor(0.0)) and not finite(torch.tensor(torch.inf))
