@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 
 from corerl.errors import CorerlError
@@ -67,6 +67,12 @@ def place(error: BaseException, own: Callable[[FrameType], bool]) -> str:
     file, line = lines[-1]
     here = os.path.realpath(file).removeprefix(os.path.join(os.path.realpath("."), ""))
     return f" ({file if os.path.isabs(here) else here}:{line})"
+
+
+def listed(items: Sequence[str], longest: int) -> str:
+    """The first `longest` items, separated by commas, and how many more there are."""
+    more = [f"and {len(items) - longest} more"] if len(items) > longest else []
+    return ", ".join([*items[:longest], *more])
 
 
 def printable(text: str) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from corerl.checkpoint.format import index_file, require_fields
 from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.checkpoint.writer import BackgroundWriter, stage, write
 from corerl.config.schema import RoleConfig
@@ -28,8 +29,9 @@ from corerl.memory.snapshots import Snapshots
 from corerl.memory.storage import StorageSleeper, resident_bytes
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import experts, hf_config
+from corerl.models.files import model_files
 from corerl.models.random import RandomSource
-from corerl.models.readers import FirstOf, SafetensorsSource
+from corerl.models.readers import FirstOf
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.context import Context
 from corerl.plugin.contract import HOOKS
@@ -170,7 +172,7 @@ class Backend(BackendBase, ABC):
         shapes = {chunk.name: chunk.shape for chunk in self.local_state(StateKey.PARAM)}
         if not self.config.model.path:
             return RandomSource(hf, shapes, self.config.seed, self.device)
-        files = SafetensorsSource(self.config.model.path)
+        files = model_files(self.config.model.path, hf)
         head = {name: shape for name, shape in shapes.items() if name == VALUE_HEAD_WEIGHT}
         return FirstOf(files, RandomSource(hf, head, self.config.seed, self.device)) if head else files
 
@@ -301,7 +303,7 @@ class Backend(BackendBase, ABC):
 
     def load_snapshot(self, name: str, path: str) -> None:
         """Keep a model directory's weights as snapshot `name`; an empty path means the run's initial weights."""
-        source = SafetensorsSource(path) if path else self.initial_weights()
+        source = model_files(path, hf_config(self.config.model)) if path else self.initial_weights()
         self._snapshots.load(name, self.local_state(StateKey.PARAM), source)
 
     def drop_snapshot(self, name: str) -> None:
@@ -411,6 +413,8 @@ class Backend(BackendBase, ABC):
 
     def _resume(self, directory: Path) -> int:
         extra = read_extra(directory, 0)
+        counters = dict.fromkeys(("world_size", "adam_step", "weights_version", "optimizer_step"), int)
+        require_fields(extra, {**counters, "backend": str}, where=f"{directory / index_file(0)}: extra")
         saved, own = extra["world_size"], self.layout.world_size
         if saved != own:
             self.require(

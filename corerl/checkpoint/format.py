@@ -13,19 +13,25 @@ from __future__ import annotations
 import json
 import os
 import uuid
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import asdict, field, frozen
 
 from corerl.errors import CheckpointError
+from corerl.messages import short_repr
 from corerl.weights.chunks import Box
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT = "corerl-checkpoint-1"
 DRIVER_FILE = "checkpoint.json"
 PARTIAL = ".partial"
 KEPT = "the run that writes there keeps only its newest checkpoints (checkpoint.keep)"
+JSON_NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number"}
 REPLACED = ".replaced"  # an earlier checkpoint of the same step, while it is being replaced
 
 
@@ -55,6 +61,7 @@ class RankIndex:
 
     boxes: list[SavedBox]
     extra: Any  # plain data; a tensor is {"tensor": its name in the safetensors file}
+    sums: Mapping[str, int] = field(factory=dict)  # the CRC-32 of each tensor in the safetensors file, by its name
 
 
 def stored_name(key: str, name: str, offsets: tuple[int, ...]) -> str:
@@ -109,8 +116,49 @@ def write_index(role_dir: Path, rank: int, index: RankIndex) -> int:
 
 
 def read_index(role_dir: Path, rank: int) -> RankIndex:
-    content = read_json(role_dir / index_file(rank), checkpoint=role_dir.parent)
-    return RankIndex(boxes=[SavedBox(**box) for box in content["boxes"]], extra=content["extra"])
+    """Raises CheckpointError if the file is missing, damaged or of another format."""
+    file = role_dir / index_file(rank)
+    content = read_json(file, checkpoint=role_dir.parent)
+    require_fields(content, {"boxes": list, "extra": dict, "sums": dict}, where=str(file))
+    boxes = [_box(fields, f"{file}: boxes[{number}]") for number, fields in enumerate(content["boxes"])]
+    require_fields(content["sums"], {box.stored: int for box in boxes}, where=f"{file}: sums")
+    return RankIndex(boxes=boxes, extra=content["extra"], sums=content["sums"])
+
+
+def _box(fields: Any, where: str) -> SavedBox:
+    texts, numbers = ("key", "name", "stored"), ("shape", "offsets", "sizes")
+    require_fields(fields, {**dict.fromkeys(texts, str), **dict.fromkeys(numbers, list)}, where=where)
+    entries = [fields[name] for name in numbers]
+    if len({len(each) for each in entries}) > 1 or not all(type(n) is int and n >= 0 for each in entries for n in each):
+        raise CheckpointError(
+            f"{where} has {', '.join(f'{name}={fields[name]}' for name in numbers)}, wanted as many non-negative "
+            "integers in each; resume from another checkpoint"
+        )
+    return SavedBox(**{name: fields[name] for name in (*texts, *numbers)})
+
+
+def require_fields(content: Any, kinds: Mapping[str, type], *, where: str) -> None:
+    """Raise CheckpointError unless `content` is a mapping in which each of these fields has its type. `where` names it,
+    for the message."""
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{where} is a {type(content).__name__}, wanted an object; resume from another checkpoint"
+        )
+    for name, kind in kinds.items():
+        if name not in content:
+            raise CheckpointError(f"{where} lacks {name!r}; resume from another checkpoint")
+        if type(content[name]) not in ((int, float) if kind is float else (kind,)):
+            found = short_repr(content[name], 40)
+            wanted = JSON_NAMES[kind]
+            raise CheckpointError(f"{where}: {name!r} is {found}, wanted {wanted}; resume from another checkpoint")
+
+
+def checksum(tensor: Tensor) -> int:
+    """The CRC-32 of a CPU tensor's bytes."""
+    import torch  # whoever has a tensor has imported it
+
+    data: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(data)
 
 
 def read_json(path: Path, *, checkpoint: Path) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from safetensors.torch import save_file
 
 from corerl.checkpoint.format import (
     RankIndex,
     SavedBox,
+    checksum,
     publish,
     stored_name,
     temporary_name,
@@ -70,6 +71,11 @@ def stage(state: Mapping[str, Sequence[Chunk]], extra: Mapping[str, Any]) -> Sta
     return Staged(tensors, RankIndex(boxes=boxes, extra=plain))
 
 
+def summed(staged: Staged) -> RankIndex:
+    """The index with the checksum of every tensor."""
+    return evolve(staged.index, sums={name: checksum(tensor) for name, tensor in staged.tensors.items()})
+
+
 def write(staged: Staged, directory: Path, rank: int) -> int:
     """Write to `directory`, a role's part of a partial checkpoint; returns the bytes written. Raises SaveFailed.
 
@@ -81,7 +87,7 @@ def write(staged: Staged, directory: Path, rank: int) -> int:
         temporary = temporary_name(path)
         save_file(staged.tensors, temporary)
         publish(temporary, path)
-        return path.stat().st_size + write_index(directory, rank, staged.index)
+        return path.stat().st_size + write_index(directory, rank, summed(staged))
     except Exception as error:  # OSError, or the safetensors library's own
         raise SaveFailed(f"cannot write {path}: {error}; earlier checkpoints are untouched") from error
 

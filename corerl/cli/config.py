@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     tried()
     for note in notes(config):
         print(f"corerl: note: {printable(note)}", file=sys.stderr)
-    prepare(config, starting=False)
+    for note in prepare(config, starting=False).unused:
+        print(f"corerl: note: {printable(note)}", file=sys.stderr)
     print(f"{args.file}: ok")
     return 0

@@ -42,9 +42,10 @@ def run(args: argparse.Namespace) -> int:
     directory = os.path.isdir(what) or (what.name.startswith("step-") and not os.path.exists(what))
     config = None if directory else load_config(what, given)  # first: shows its errors without importing torch
     with uncollected():
-        from corerl.checkpoint.commit import latest, read_state
+        from corerl.checkpoint.commit import latest
         from corerl.checkpoint.format import checkpoints_dir
         from corerl.cli.newest import checkpoint_of
+        from corerl.driver.state import read_run
         from corerl.train import evaluate
 
     if config is None:
@@ -53,14 +54,14 @@ def run(args: argparse.Namespace) -> int:
         if run_dir.name == checkpoints_dir("").name:  # else the checkpoint was copied elsewhere
             run_dir = run_dir.parent
         own = [f"run.dir={run_dir}", f"checkpoint.resume={checkpoint}", "rollout.saved="]
-        config = config_of(read_state(checkpoint)["config"], [*own, *given])
+        config = config_of(read_run(checkpoint)["config"], [*own, *given])
         missing = [name for name in config.cluster.secrets if name not in os.environ]
         if missing:  # they were needed to train; scores may not need them
             print(f"corerl: note: cluster.secrets: not set here: {', '.join(map(repr, missing))}", file=sys.stderr)
             there = tuple(name for name in config.cluster.secrets if name not in missing)
             config = evolve(config, cluster=evolve(config.cluster, secrets=there))
     elif config.checkpoint.resume == "auto":  # the run's newest, not that of the directory for the scores
-        newest = str(latest(config.run.dir) or "never")
+        newest = str(latest(config.run.dir, read=True) or "never")
         config = evolve(config, checkpoint=evolve(config.checkpoint, resume=newest))
     try_imports(config)()
     # A separate directory, so that the run's own files stay as they are.

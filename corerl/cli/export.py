@@ -13,6 +13,12 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("directory", metavar="DIRECTORY", help="directory to write to; must not exist")
     parser.add_argument("--role", default="actor", help="whose weights: actor (the default) or critic")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="",
+        help="of the weights; by default bfloat16 where the model came in it, else the precision of the training",
+    )
     parser.set_defaults(run=run)
 
 
@@ -22,6 +28,6 @@ def run(args: argparse.Namespace) -> int:
     from corerl.cli.newest import checkpoint_of
     from corerl.driver.export import export
 
-    written = export(checkpoint_of(Path(args.checkpoint)), Path(args.directory), role=args.role)
+    written = export(checkpoint_of(Path(args.checkpoint)), Path(args.directory), role=args.role, dtype=args.dtype)
     print(f"wrote {written}")
     return 0

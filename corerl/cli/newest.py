@@ -11,9 +11,9 @@ def checkpoint_of(what: Path) -> Path:
     from corerl.checkpoint.commit import latest, passed_over
     from corerl.messages import printable
 
-    newest = latest(what)
+    newest = latest(what, read=True)
     if newest is None:
         return what
-    for path, fault in passed_over(what).items():
+    for path, fault in passed_over(what, read=True).items():
         print(f"corerl: skipping {path.name}, using {newest.name}: {printable(fault)}", file=sys.stderr)
     return newest

@@ -10,46 +10,52 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from corerl.checkpoint.commit import read_state
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.config.load import structure
 from corerl.config.schema import Config, ModelConfig
+from corerl.driver.state import read_run
 from corerl.errors import ModelError
 from corerl.models.config import hf_config
 from corerl.models.export import export_directory
 from corerl.models.tokenizer import GENERATION, end_tokens, load_tokenizer
 
 SHARD_BYTES = 4 * 2**30
+# Copied from the tokenizer's directory: tokenizers of older versions read them beside what is written.
+TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json", "special_tokens_map.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export(checkpoint: Path, directory: Path, *, role: str = "actor", replace: bool = False) -> Path:
-    """Write `role`'s weights in the precision it was trained in, with its config and tokenizer; returns `directory`.
+def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str = "", replace: bool = False) -> Path:
+    """Write `role`'s weights with its config and tokenizer; returns `directory`. `dtype` is a key of DTYPES; if it is
+    empty, bfloat16 where the model came in that, else the precision it was trained in.
 
     With `replace`, an existing directory is replaced only once the new one is complete.
     Raises ModelError if `directory` exists and `replace` is not set.
     """
     if directory.exists() and not replace:
         raise ModelError(f"{directory} already exists; remove it, or choose another directory")
-    config = structure(read_state(checkpoint)["config"], Config, path="")
+    config = structure(read_run(checkpoint)["config"], Config, path="")
     if role not in config.chosen_roles:
         raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(config.chosen_roles)}")
     model = config.model_of(role)
-    dtype = DTYPES[config.train_of(role).precision]
+    hf = hf_config(model)
+    came_in = str(hf.dtype).removeprefix("torch.") if model.path else ""
+    kept = DTYPES[dtype or ("bfloat16" if came_in == "bfloat16" else config.train_of(role).precision)]
     source = CheckpointSource(checkpoint / role, "master")
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, shape in source.shapes.items():
-            yield name, source.read(name, (0,) * len(shape), shape).to(dtype)
+            yield name, source.read(name, (0,) * len(shape), shape).to(kept)
 
     tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
-    exported = _with_special_tokens(hf_config(model), tokenizer)
+    exported = _with_special_tokens(hf, tokenizer)
     export_directory(
         directory,
         config=exported,
         tokenizer=tokenizer,
         tensors=tensors(),
         generation=_generation(exported, model, end_tokens(tokenizer, model)),
+        files=_of(config.model.tokenizer or config.model.path, TOKENIZER_FILES),
         shard_bytes=SHARD_BYTES,
     )
     return directory
@@ -59,8 +65,10 @@ def _with_special_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenize
     """Fill in the special tokens that the config leaves open. `generate` takes them from there, and would otherwise
     never end a response."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if getattr(config, name, None) is None:
-            setattr(config, name, getattr(tokenizer, name))
+        token = getattr(tokenizer, name)
+        # Only one that the model has an embedding for: transformers cannot build a model that pads with another.
+        if getattr(config, name, None) is None and token is not None and token < config.get_text_config().vocab_size:
+            setattr(config, name, token)
     return config
 
 
@@ -73,3 +81,8 @@ def _generation(config: PreTrainedConfig, model: ModelConfig, ends: Sequence[int
         known |= json.loads(file.read_text(encoding="utf-8"))
     known["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends) or None
     return {name: value for name, value in known.items() if value is not None}
+
+
+def _of(directory: str, names: Sequence[str]) -> list[Path]:
+    """Those of the files `names` that `directory` has."""
+    return [file for name in names if directory and (file := Path(directory) / name).is_file()]

@@ -295,6 +295,7 @@ def _notices(prepared: Prepared) -> Iterator[str]:
     yield from missing_answers(prepared)
     if prepared.too_long:
         yield prepared.too_long
+    yield from prepared.unused
 
 
 def missing_answers(prepared: Prepared, looked_at: int = 100) -> list[str]:

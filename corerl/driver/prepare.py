@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from attrs import evolve, frozen
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from corerl.checkpoint.commit import read_state
 from corerl.config.check import problems as contradictions
 from corerl.config.functions import imported
 from corerl.config.problems import Problems
@@ -22,6 +21,7 @@ from corerl.data.prompts import PromptSource, PromptStream
 from corerl.driver.chats import ChatCheck
 from corerl.driver.processes import ProcessPlan, plan_processes
 from corerl.driver.run_dir import in_the_way, lies_in, require_steps_left, resume_from
+from corerl.driver.state import read_run
 from corerl.errors import CheckpointError, ConfigError, DataError, PluginError
 from corerl.models.config import context_length, experts, hf_config
 from corerl.models.tokenizer import CHARACTERS, end_tokens, load_tokenizer, require_room_for_tokens
@@ -54,6 +54,7 @@ class Prepared:
     chats: ChatCheck  # to be finished before the first prompt is drawn
     context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
     too_long: str  # notice about prompts that are left out because they do not fit; empty if all fit
+    unused: tuple[str, ...]  # notices about tensors in the models' files that the models lack
     reward: Reward
     params: SamplingParams
     function: EpisodeFunction | None  # plays the samples; None if a sample is one response
@@ -86,12 +87,14 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     for line in contradictions(config):
         problems.add(line)
     models, tokenizer = _models(config, problems)
+    built = _built(config, models, problems)
     prompts, chats, reward, params = _sampled(config, tokenizer, problems, starting=starting)
     function, postprocess = _functions(config.rollout, problems)
     if config.rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
             SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
     context = _context_length(config, models)
+    _require_positions(config, built, problems)
     too_long = ""
     if context and config.run.samples:
         too_long = _leave_out_long(config, context, tokenizer, prompts, problems)
@@ -100,7 +103,8 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         if config.weights.transport != AUTO:
             transport_named(config.weights.transport)  # raises if unknown
     run_dir = Path(config.run.dir).absolute()
-    resume, state = _beginning(config, run_dir, models, prompts, problems, starting=starting)
+    resume, state = _beginning(config, run_dir, prompts, problems, starting=starting)
+    unused = _check_weights(config, resume if problems.none_in("checkpoint.resume") else None, models, built, problems)
     device = ""
     with problems.stage("cluster.device"):
         device = resolve_device(config.cluster.device, address=config.cluster.address)
@@ -135,6 +139,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         chats=chats,
         context_length=context,
         too_long=too_long,
+        unused=unused,
         reward=reward,
         params=params,
         function=function,
@@ -151,7 +156,7 @@ def _models(config: Config, problems: Problems) -> tuple[dict[str, PreTrainedCon
         if own is config.model and ACTOR in models:
             models[role] = models[ACTOR]
         elif problems.none_in(table):
-            with problems.stage(f"{table}.config"):
+            with problems.stage(f"{table}.config", path=f"{table}.path" if own.path else f"{table}.config"):
                 models[role] = hf_config(own)
     tokenizer: PreTrainedTokenizerBase | None = None
     if problems.none_in("model.path", "model.tokenizer"):
@@ -253,7 +258,6 @@ def _leave_out_long(
 def _beginning(
     config: Config,
     run_dir: Path,
-    models: Mapping[str, PreTrainedConfig],
     prompts: PromptSource | None,
     problems: Problems,
     *,
@@ -265,8 +269,7 @@ def _beginning(
     if problems.none_in("checkpoint.resume"):
         with problems.stage("checkpoint.resume"):
             resume = resume_from(config, run_dir, starting=starting)
-            state = read_state(resume) if resume else {}
-    _check_weights(config, resume if problems.none_in("checkpoint.resume") else None, models, problems)
+            state = read_run(resume) if resume else {}
     if state and config.run.mode != "eval":
         with problems.stage("checkpoint.source"):
             require_same_source(state, config, str(resume))
@@ -282,23 +285,55 @@ def _beginning(
     return resume, state
 
 
-def _check_weights(
-    config: Config, resume: Path | None, models: Mapping[str, PreTrainedConfig], problems: Problems
-) -> None:
-    """Check that the files that the roles start from hold their models."""
+def _built(config: Config, models: Mapping[str, PreTrainedConfig], problems: Problems) -> dict[str, PreTrainedModel]:
+    """The roles' models on meta, of those that can be built, and that this machine can hold."""
+    from corerl.driver import weights  # slow to import: takes seconds
+
+    found: dict[str, PreTrainedModel] = {}
     for role, hf in models.items():
         own, table = config.model_of(role), config.model_table_of(role)
-        if resume:
-            from corerl.driver.weights import require_same_model  # slow to import: takes seconds
+        with problems.stage(f"{table}.config", path=f"{table}.path" if own.path else f"{table}.config"):
+            model = weights.built(role, hf)
+            if not config.cluster.address:  # whose machines are not known yet
+                weights.require_memory(model, there=weights.memory_here())
+            found[role] = model
+    return found
 
+
+def _require_positions(config: Config, built: Mapping[str, PreTrainedModel], problems: Problems) -> None:
+    """Check that each model has a position for every token of a sample."""
+    from corerl.models.positions import position_rows  # slow to import: takes seconds
+
+    wanted = config.rollout.context_length
+    for role, model in built.items():
+        rows = position_rows(model)
+        if rows is not None and wanted > rows:
+            whose = "" if role == ACTOR else f"{role}'s "
+            problems.add(f"rollout.context_length: {wanted}, but the {whose}model has {rows} positions; lower it")
+
+
+def _check_weights(
+    config: Config,
+    resume: Path | None,
+    models: Mapping[str, PreTrainedConfig],
+    built: Mapping[str, PreTrainedModel],
+    problems: Problems,
+) -> tuple[str, ...]:
+    """Check that the files that the roles start from hold their models. Returns notices about what else they hold."""
+    from corerl.driver.weights import require_same_model, require_weights  # slow to import: takes seconds
+
+    notices: list[str] = []
+    for role, model in built.items():
+        own, table = config.model_of(role), config.model_table_of(role)
+        if resume:
             with problems.stage("checkpoint.model"):
-                require_same_model(resume, role, hf)
+                require_same_model(resume, role, model)
         read = own.path and (not resume or config.algorithm.kl_coef)  # a resume still reads the KL reference from it
         if read and problems.none_in("model", table, "checkpoint"):
-            from corerl.driver.weights import require_weights  # slow to import: takes seconds
-
             with problems.stage(f"{table}.weights", path=f"{table}.path"):
-                require_weights(own.path, role, hf)
+                if unused := require_weights(own.path, model, models[role]):
+                    notices.append(f"{table}.path: {unused}")
+    return tuple(dict.fromkeys(notices))
 
 
 def _taking_turns(config: Config, device: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir
 from corerl.config.load import dump_toml, recorded
 from corerl.config.schema import Config
 from corerl.errors import ConfigError, DataError, NothingLeft
-from corerl.messages import short_repr
+from corerl.messages import listed, short_repr
 from corerl.observability.files import keep, read_lines
 from corerl.observability.history import METRICS_FILE
 from corerl.observability.jsonl import SAMPLES_FILE
@@ -73,14 +73,15 @@ def _unwritable(run_dir: Path, error: OSError) -> ConfigError:
 def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None:
     """The checkpoint to resume from, if any. Raises ConfigError rather than overwrite another run."""
     resume = config.checkpoint.resume
-    newest = latest(run_dir)
+    read = resume == "auto"  # a rank that finds damage as it loads cannot go back to an older one
+    newest = latest(run_dir, read=read)
     if starting and newest is not None and not config.run.trains:
         advice = f", or use: corerl eval {shlex.quote(str(run_dir))}" if config.run.mode == "eval" else ""
         raise ConfigError(
             f"run.dir: {run_dir} already holds a run ({newest.name}), whose results run.mode={config.run.mode!r} "
             f"would overwrite; set another run.dir{advice}"
         )
-    if starting and newest is None and (damaged := passed_over(run_dir)):
+    if starting and newest is None and (damaged := passed_over(run_dir, read=read)):
         fault = next(iter(damaged.values()))
         raise ConfigError(
             f"run.dir: {run_dir} already holds a run, but none of its checkpoints can be resumed: {fault}; set "
@@ -104,7 +105,7 @@ def lost_checkpoints(config: Config, run_dir: Path) -> list[str]:
         return []
     return [
         f"checkpoint.resume: skipping {path.name}, the run falls back to an older checkpoint: {fault}"
-        for path, fault in passed_over(run_dir).items()
+        for path, fault in passed_over(run_dir, read=True).items()
     ]
 
 
@@ -118,8 +119,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         for path, old, value in _differences(before, now)
         if path not in EXPECTED_CHANGES
     ]
-    more = [f"and {len(changes) - SHOWN_CHANGES} more"] if len(changes) > SHOWN_CHANGES else []
-    return [f"resumed with other settings: {', '.join(changes[:SHOWN_CHANGES] + more)}"] if changes else []
+    return [f"resumed with other settings: {listed(changes, SHOWN_CHANGES)}"] if changes else []
 
 
 def _differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

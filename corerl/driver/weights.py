@@ -1,25 +1,55 @@
-"""Check that a checkpoint, or a model directory, holds every tensor of this run's model.
+"""Check that a model can be built and held, and that a checkpoint or a model directory holds all its tensors.
 
 Imports transformers' models, which takes seconds: import this module only when there is something to check.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.checkpoint.format import unusable
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.errors import CheckpointError, ModelError
-from corerl.models.build import VALUE_HEAD_WEIGHT, build_on_meta
+from corerl.messages import listed
+from corerl.models.build import VALUE_HEAD_WEIGHT
+from corerl.models.files import look_at, model_files
 from corerl.models.names import hf_boxes
-from corerl.models.readers import SafetensorsSource
 from corerl.trainer.assign import CRITIC
 
+GIB = 2**30
+SHOWN = 8  # names in one line
 
-def require_same_model(checkpoint: Path, role: str, model: PreTrainedConfig) -> None:
+
+def built(role: str, model: PreTrainedConfig) -> PreTrainedModel:
+    """A role's model on meta, which allocates nothing. Raises ModelError if transformers cannot build it."""
+    return look_at(model, value_head=role == CRITIC)
+
+
+def require_memory(model: PreTrainedModel, *, there: int) -> None:
+    """Raise ModelError if the weights alone need more than `there` bytes, in 16 bits."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    count = sum(tensor.numel() for _, tensor in tensors)
+    if 2 * count > there:
+        name, largest = max(tensors, key=lambda each: each[1].numel())
+        raise ModelError(
+            f"the model has {count:.3g} parameters, which take {2 * count / GIB:.3g} GiB in 16 bits, and this machine "
+            f"has {there / GIB:.3g} GiB in all; correct its fields (its largest tensor is {name!r}, "
+            f"{list(largest.shape)}), or set cluster.address to a cluster that holds it"
+        )
+
+
+def memory_here() -> int:
+    """Bytes of host and device memory of this machine, in use or not."""
+    devices = range(torch.cuda.device_count())
+    on_devices = sum(torch.cuda.get_device_properties(index).total_memory for index in devices)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + on_devices
+
+
+def require_same_model(checkpoint: Path, role: str, model: PreTrainedModel) -> None:
     """Raise CheckpointError if the checkpoint lacks the role or any tensor of its model, or a shape differs."""
     if not (checkpoint / role).is_dir():
         raise unusable(
@@ -28,7 +58,7 @@ def require_same_model(checkpoint: Path, role: str, model: PreTrainedConfig) -> 
             "with, or start a new run from its export",
         )
     held = CheckpointSource(checkpoint / role, "master").shapes
-    for name, shape in shapes_of(role, model).items():
+    for name, shape in shapes_of(model).items():
         found = held.get(name)
         if found != shape:
             what = "lacks" if found is None else f"has {list(found)} for"
@@ -38,11 +68,11 @@ def require_same_model(checkpoint: Path, role: str, model: PreTrainedConfig) -> 
             )
 
 
-def require_weights(directory: str, role: str, model: PreTrainedConfig) -> None:
-    """Raise ModelError if a model directory's files are damaged, lack a tensor of the model, or have one in another
-    shape. Reads only the files' headers."""
-    files = SafetensorsSource(directory)
-    for name, shape in shapes_of(role, model).items():
+def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedConfig) -> str:
+    """Raise ModelError if a model directory's files are damaged, lack a tensor of the model of `config`, or have one in
+    another shape. Reads only the files' headers. Returns a notice of tensors that are not used; "" if all are."""
+    files = model_files(directory, config)
+    for name, shape in shapes_of(model).items():
         found = files.shape(name)
         if found is None and name == VALUE_HEAD_WEIGHT:
             continue  # it then comes from the run's seed
@@ -52,9 +82,14 @@ def require_weights(directory: str, role: str, model: PreTrainedConfig) -> None:
                 f"{files.where(name)} {what} {name!r}, but its config.json needs {list(shape)}: they belong to "
                 "different models, or the file is incomplete; download or save them again"
             )
+    whole = look_at(config)  # with its head, which a critic does not read
+    unused = files.unused([*shapes_of(whole), VALUE_HEAD_WEIGHT], whole)
+    if not unused:
+        return ""
+    count = f"{len(unused)} tensors" if len(unused) > 1 else "a tensor"
+    return f"{directory} has {count} that the model lacks, not used: {listed(unused, SHOWN)}"
 
 
-def shapes_of(role: str, model: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a role's model by HF name; allocates nothing."""
-    built = build_on_meta(model, dtype=torch.float32, attention="eager", value_head=role == CRITIC)
-    return {box.name: box.shape for boxes in hf_boxes(built).values() for box in boxes}
+def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a model by HF name."""
+    return {box.name: box.shape for boxes in hf_boxes(model).values() for box in boxes}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from corerl.errors import ModelError
+from corerl.messages import one_line
 from corerl.models.attention import PACKED, register_packed_attention
 from corerl.models.packable import require_interface
 
@@ -23,16 +25,22 @@ VALUE_HEAD_WEIGHT = f"{VALUE_HEAD}.weight"  # [1, hidden], under this name in ev
 
 
 def build_on_meta(
-    config: PreTrainedConfig, *, dtype: torch.dtype, attention: str, value_head: bool = False
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    value_head: bool = False,
+    buffers: bool = True,
 ) -> PreTrainedModel:
     """Build the causal language model of `config`: parameters on meta in `dtype`, real buffers on the CPU.
 
     `attention` is an attention of transformers ('sdpa', 'eager') or `models.attention.PACKED`. With `value_head` the
     model is a critic: the language-model head is gone, and `model.value_head` is a linear map to one number. `config`
-    is not changed; the model's copy has no dropout or other training noise. Raises ModelError if the model keeps
-    weights in buffers, which have no chunks, or does not support PACKED attention.
+    is not changed; the model's copy has no dropout or other training noise. Raises ModelError if transformers cannot
+    build the model, if it keeps weights in buffers, which have no chunks, or does not support PACKED attention.
 
     Buffers are real because no checkpoint holds rotary frequencies: on meta, or after `to_empty()`, they would be lost.
+    Without `buffers` they are on meta too, for a model that is only looked at: it takes no memory, of whatever size.
     """
     config = copy.deepcopy(config)
     config.use_cache = False  # with a cache transformers silently takes packed rows for one sequence
@@ -43,9 +51,17 @@ def build_on_meta(
     # The hook moves each parameter to meta as it is registered, before its storage is ever written to.
     handle = register_module_parameter_registration_hook(_to_meta)
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-        if value_head:
-            _put_value_head(model, dtype)
+        with nullcontext() if buffers else torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            )
+            if value_head:
+                _put_value_head(model, dtype)
+    except Exception as error:  # a model's code does not check its config: a division by zero, a negative dimension
+        raise ModelError(
+            f"transformers cannot build a {config.model_type} model from this config "
+            f"({one_line(error)}); correct its fields"
+        ) from error
     finally:
         handle.remove()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -76,6 +92,8 @@ def _put_value_head(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def _to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
     """The parameter on meta, or None to keep it as it is. (torch's stubs say that hooks return nothing.)"""
+    if param is not None and param.is_meta:
+        param._is_hf_initialized = True  # type: ignore[attr-defined]  # as below
     if param is None or param.is_meta:
         return None  # a tied parameter must remain the same object under both names
     on_meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)

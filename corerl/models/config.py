@@ -24,8 +24,26 @@ if TYPE_CHECKING:
 UNDECLARED = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "head_dim"})
 
 
+# Fields of a config that count something, if a model type has them.
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+CODE = ("auto_map", "custom_pipelines")  # fields of a config.json that name code in its directory
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+MOST_LAYERS = 10_000  # a config lists something for each of them: 10^9 take all memory
+
+
 def hf_config(model: ModelConfig) -> PreTrainedConfig:
     """The config of `model.path`, or else of the fields in `model.config`; `architectures` is the causal LM class.
+
+    `tie_word_embeddings` is False where the files have a head of their own, and `pad_token_id` is None where the model
+    has no embedding for it, so that what is built and exported is what transformers would train.
 
     Raises ModelError if neither is given, if config.json is missing or unreadable, if the model is quantized, and for a
     model type or a field that transformers does not know.
@@ -38,6 +56,7 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
         raise ModelError(
             "no model: set model.path to a Hugging Face directory, or model.config to the fields of a config"
         )
+    _require_sizes(config, f"model.path={model.path!r}: config.json: " if model.path else "model.config.")
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", "?") if isinstance(quantized, Mapping) else "?"
         raise ModelError(
@@ -52,6 +71,14 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
         )
     # A config made from fields names no architecture, and no engine can load an export without one.
     config.architectures = [architecture]
+    _forget_pad(config)
+    _forget_code(config)
+    if model.path:
+        from corerl.models.files import own_head  # imports transformers' models, which takes seconds
+
+        if own_head(config, model.path):
+            for part in (config, config.get_text_config()):
+                part.tie_word_embeddings = False
     return config
 
 
@@ -66,6 +93,41 @@ def context_length(config: PreTrainedConfig) -> int | None:
     return positions
 
 
+def _require_sizes(config: PreTrainedConfig, where: str) -> None:
+    """Raise ModelError for sizes with which transformers fails while it builds the model, or only in a forward pass."""
+    text = config.get_text_config()
+    sizes = {name: getattr(text, name, None) for name in SIZES}
+    for name, size in sizes.items():
+        if isinstance(size, int) and size < 1:  # of some model types it is a list, one for each layer
+            raise ModelError(f"{where}{name}={size}, wanted at least 1")
+    heads, shared = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        raise ModelError(f"{where}num_key_value_heads={shared} does not divide num_attention_heads={heads}")
+
+
+def _require_few_layers(fields: Mapping[str, Any], where: str) -> None:
+    for name in LAYERS:
+        if isinstance(layers := fields.get(name), int) and layers > MOST_LAYERS:
+            raise ModelError(f"{where}{name}={layers}, wanted at most {MOST_LAYERS}")
+
+
+def _forget_pad(config: PreTrainedConfig) -> None:
+    """Remove a pad token that the model has no embedding for: torch would not build it, and CoreRL never pads."""
+    for part in (config, config.get_text_config()):
+        size, pad = getattr(part, "vocab_size", None), getattr(part, "pad_token_id", None)
+        if isinstance(size, int) and isinstance(pad, int) and not 0 <= pad < size:
+            part.pad_token_id = None
+
+
+def _forget_code(config: PreTrainedConfig) -> None:
+    """Remove the references to Python files of the model's directory, which are never imported: what is built from this
+    config, or reads an export of it, cannot ask for them."""
+    for part in (config, config.get_text_config()):
+        for name in CODE:
+            if hasattr(part, name):
+                delattr(part, name)
+
+
 def _from_directory(path: str) -> PreTrainedConfig:
     directory = Path(path)
     if not directory.is_dir():
@@ -78,9 +140,12 @@ def _from_directory(path: str) -> PreTrainedConfig:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}; make it readable, or use a copy") from error
     if not isinstance(fields, dict):
         raise ModelError(f"{file} contains a {type(fields).__name__}, expected the fields of a Hugging Face config")
     _known_type(fields, str(file))
+    _require_few_layers(fields, f"{file}: ")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each config class raises whatever its own checks do
@@ -92,6 +157,7 @@ def _from_fields(given: Mapping[str, Any]) -> PreTrainedConfig:
     fields = dict(given)
     model_type = _known_type(fields, "model.config")
     del fields["model_type"]
+    _require_few_layers(fields, "model.config.")
     try:
         default = AutoConfig.for_model(model_type)
         config: PreTrainedConfig = AutoConfig.for_model(model_type, **fields)
@@ -102,10 +168,6 @@ def _from_fields(given: Mapping[str, Any]) -> PreTrainedConfig:
     for name in fields:
         if name not in known:
             raise ModelError(f"model.config.{name} is not a field of a {model_type} config{did_you_mean(name, known)}")
-    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    # transformers builds such a model, which then fails in its first forward pass.
-    if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
-        raise ModelError(f"model.config.num_key_value_heads={shared} does not divide num_attention_heads={heads}")
     return config
 
 

@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from corerl.errors import SaveFailed
+from corerl.errors import ModelError, SaveFailed
 from corerl.models.readers import INDEX, SINGLE
 from corerl.models.tokenizer import GENERATION
+from corerl.weights.chunks import finite
+
+CONFIG = "config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+HOW_LOADED = ("backend", "auto_map", "is_local", "local_files_only")  # written to a tokenizer_config.json all the same
+NEW_CLASSES = ("TokenizersBackend", "SentencePieceBackend", "PythonBackend")  # of tokenizers, in transformers 5 only
 
 
 def export_directory(
@@ -27,10 +33,14 @@ def export_directory(
     tokenizer: PreTrainedTokenizerBase | None,
     tensors: Iterable[tuple[str, Tensor]],
     generation: Mapping[str, Any] | None = None,
+    files: Iterable[Path] = (),
     shard_bytes: int = 5 * 2**30,
 ) -> int:
-    """Write config, tokenizer, `tensors` (HF name, tensor) and the generation_config.json `generation` to `path`;
-    returns the bytes of the tensors.
+    """Write config, tokenizer, `tensors` (HF name, tensor), the generation_config.json `generation`, and copies of
+    `files` that are not among these to `path`; returns the bytes of the tensors.
+
+    transformers 4, on which engines are, reads the directory too. Raises ModelError for a tensor with NaN or infinite
+    values.
 
     At most one shard of `shard_bytes` is held in memory. Each tensor is copied to the CPU as it comes, so the stream
     may reuse its buffers. Tied weights come once, under the name used in the files. Called by one process; an existing
@@ -46,20 +56,74 @@ def export_directory(
         config = copy.deepcopy(config)
         config.dtype = dtype
         config.save_pretrained(staging)
+        _rewrite(staging / CONFIG, lambda written: {**written, **_older_names(config, written)})
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
+            _rewrite(staging / TOKENIZER_CONFIG, lambda written: _older_tokenizer(written, tokenizer.name_or_path))
         if generation is not None:
             (staging / GENERATION).write_text(json.dumps(generation, indent=2), encoding="utf-8")
+        for file in files:
+            if not (staging / file.name).exists():
+                shutil.copyfile(file, staging / file.name)
         if path.exists():
             os.rename(path, replaced)
         os.rename(staging, path)
         shutil.rmtree(replaced, ignore_errors=True)
+    except ModelError:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
     except (OSError, SafetensorError) as error:  # safetensors raises the latter for a full disk
         shutil.rmtree(staging, ignore_errors=True)  # free the disk space again
         if replaced.exists() and not path.exists():
             os.rename(replaced, path)
         raise SaveFailed(f"the model could not be exported to {path}: {error}") from error
     return written
+
+
+def _rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Replace the contents of a JSON file."""
+    written = change(json.loads(file.read_text(encoding="utf-8")))
+    file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _older_names(config: PreTrainedConfig, written: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says in names that transformers 5 writes, in those that version 4 reads; both read them.
+    Where it lacks them, version 4 silently takes its defaults, such as another rotary base."""
+    older = {alias: written[name] for alias, name in config.attribute_map.items() if name in written}
+    if dtype := written.get("dtype"):
+        older["torch_dtype"] = dtype
+    rope = written.get("rope_parameters")
+    if not rope:
+        return older
+    sliding = rope.get("sliding_attention") or {}
+    full = dict(rope if "rope_type" in rope else rope.get("full_attention") or {})
+    neox = config.model_type.startswith("gpt_neox")
+    names = {
+        "rope_theta": "rotary_emb_base" if neox else "rope_theta",
+        "partial_rotary_factor": "rotary_pct" if neox else "partial_rotary_factor",
+    }
+    older |= {name: full.pop(own) for own, name in names.items() if own in full}
+    if full.get("rope_type") == "longrope":  # Phi-3 takes no other field here
+        if (positions := full.pop("original_max_position_embeddings", None)) is not None:
+            older["original_max_position_embeddings"] = positions
+        full["type"] = full.pop("rope_type")
+    older["rope_scaling"] = None if full.get("rope_type") == "default" else full
+    if "rope_theta" in sliding:
+        older["rope_local_base_freq"] = sliding["rope_theta"]
+    return older
+
+
+def _older_tokenizer(written: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """A tokenizer_config.json with a class that transformers 4 has: the one in the directory `source` that the
+    tokenizer is from, if there is one, else the general one; special tokens as version 4 lists them."""
+    older = {key: value for key, value in written.items() if key not in HOW_LOADED}
+    if older.get("tokenizer_class") in NEW_CLASSES:
+        file = Path(source) / TOKENIZER_CONFIG
+        named = json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class") if file.is_file() else None
+        older["tokenizer_class"] = named if named and named not in NEW_CLASSES else "PreTrainedTokenizerFast"
+    if isinstance(older.get("extra_special_tokens"), list):
+        older["additional_special_tokens"] = older.pop("extra_special_tokens")
+    return older
 
 
 def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> tuple[int, str]:
@@ -80,6 +144,8 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_
             flush()
             held = 0
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if not finite(shard[name]):
+            raise ModelError(f"{name!r} has NaN or infinite values as {tensor.dtype}; nothing is exported")
         held += size
         total += size
         dtype = dtype or str(tensor.dtype).removeprefix("torch.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from corerl.errors import ModelError
+from corerl.messages import first_line
 from corerl.weights.chunks import TensorSource
 
 SINGLE = "model.safetensors"
@@ -46,19 +47,29 @@ class SafetensorsSource:
             raise ModelError(f"{str(directory)!r} is not a directory, expected a Hugging Face model")
         self._files = self._find()
 
+    @property
+    def names(self) -> Set[str]:
+        """The names of all tensors, as the files have them."""
+        return self._files.keys()
+
+    def stored(self, name: str) -> str | None:
+        """The name that the files have for the tensor `name`; None if they lack it."""
+        return name if name in self._files else None
+
     def shape(self, name: str) -> tuple[int, ...] | None:
-        if name not in self._files:
-            return None
-        return tuple(self._slice(name).get_shape())
+        stored = self.stored(name)
+        return None if stored is None else tuple(self._slice(stored).get_shape())
 
     def where(self, name: str) -> Path:
         """The file that has the tensor, or else the file that should list it."""
         alone = INDEX if (self.directory / INDEX).is_file() else SINGLE
-        return self.directory / self._files.get(name, alone)
+        return self.directory / self._files.get(self.stored(name) or "", alone)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        stored = self.stored(name)
+        assert stored is not None, name  # `shape` says which tensors there are
         box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-        values: Tensor = self._slice(name)[box] if box else self._file(name).get_tensor(name)
+        values: Tensor = self._slice(stored)[box] if box else self._file(stored).get_tensor(stored)
         read = values.numel() * values.element_size()
         self.bytes_read += read
         self.largest_read = max(self.largest_read, read)
@@ -70,6 +81,8 @@ class SafetensorsSource:
         if index.is_file():
             try:
                 return {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+            except OSError as error:
+                raise ModelError(f"{index} cannot be read: {error.strerror}; make it readable") from error
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ModelError(f"{index} is damaged, expected JSON with a weight_map ({error!r})") from error
         if not (self.directory / SINGLE).is_file():
@@ -86,6 +99,9 @@ class SafetensorsSource:
                 raise ModelError(f"{path} is missing, although {INDEX} lists it") from error
             except SafetensorError as error:
                 raise ModelError(f"{path} is damaged: {error}; download or save it again") from error
+            except OSError as error:  # an empty file cannot be mapped; safetensors' own errors have no strerror
+                why = error.strerror or first_line(error)
+                raise ModelError(f"{path} cannot be read: {why}; make it readable, or download it again") from error
         return self._open[file]
 
     def _file(self, name: str) -> Any:

@@ -41,7 +41,7 @@ def load_tokenizer(*, tokenizer: str, path: str) -> PreTrainedTokenizerBase:
     if not os.path.isdir(directory):
         raise ModelError(f"{setting}={directory!r} is not a directory, expected one with a Hugging Face tokenizer")
     try:
-        loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise whatever their parsers do, from OSError to Exception
         found = ", ".join(sorted(entry.name for entry in Path(directory).iterdir())) or "nothing"
         raise ModelError(

@@ -96,7 +96,8 @@ def flat_range_views(shape: Sequence[int], start: int, values: torch.Tensor) -> 
 def fill(chunks: Iterable[Chunk], source: TensorSource, *, what: str) -> int:
     """Copy each chunk's box from `source` into its view; returns the bytes read.
 
-    Raises ModelError if the source lacks a tensor, or has it in another shape or quantized. `what` names the source in
+    Raises ModelError if the source lacks a tensor, or has it in another shape, quantized, or with NaN or infinite
+    values. `what` names the source in
     the error.
     """
     read = 0
@@ -112,9 +113,16 @@ def fill(chunks: Iterable[Chunk], source: TensorSource, *, what: str) -> int:
         values = source.read(chunk.name, chunk.offsets, chunk.sizes)
         if not values.is_floating_point() or values.element_size() < 2:
             raise ModelError(f"{what} has {chunk.name!r} quantized as {values.dtype}, wanted 16 or 32 bits")
+        if not finite(values):
+            raise ModelError(f"{what} has NaN or infinite values in {chunk.name!r}; use weights without")
         chunk.view.copy_(values)
         read += values.numel() * values.element_size()
     return read
+
+
+def finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite; without memory, as NaN anywhere makes both ends NaN."""
+    return not tensor.numel() or all(math.isfinite(end) for end in tensor.aminmax())
 
 
 def holes(shapes: Mapping[str, tuple[int, ...]], boxes: Iterable[tuple[str, Box]]) -> dict[str, int]:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -182,7 +183,7 @@ def test_what_cannot_be_resumed_is_explained(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoint.json cannot be read"):
         read_state(path)
     (path / "checkpoint.json").write_text('{"format": "corerl-checkpoint-1"}')
-    with pytest.raises(CheckpointError, match=r"checkpoint.json lacks 'files' or 'state'"):
+    with pytest.raises(CheckpointError, match=r"checkpoint.json lacks 'files'; resume from another"):
         read_state(path)
     (path / "checkpoint.json").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint.json is missing"):
@@ -359,3 +360,35 @@ def test_all_keys_of_a_committed_checkpoint_are_read_back_bit_for_bit(tmp_path: 
         source = CheckpointSource(path / "actor", key)
         for name, shape in source.shapes.items():
             assert torch.equal(source.read(name, (0,) * len(shape), shape), whole()[key][name])
+
+
+def test_damage_inside_a_file_is_found_where_it_is_read_and_an_older_checkpoint_is_the_latest(tmp_path: Path) -> None:
+    older, newest = save(tmp_path, 5), save(tmp_path, 9)
+    assert latest(tmp_path, read=True) == newest and passed_over(tmp_path, read=True) == {}
+    file = newest / "actor/rank-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 8
+    file.write_bytes(content)
+    assert latest(tmp_path) == newest
+    assert latest(tmp_path, read=True) == older
+    (fault,) = passed_over(tmp_path, read=True).items()
+    assert fault[0] == newest and "is not what was saved (its checksum differs)" in fault[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"files": []}, "checkpoint.json: 'files' is [], wanted an object"),
+        ({"files": {"actor/rank-00000.json": "1"}}, "files: 'actor/rank-00000.json' is '1', wanted an integer"),
+        ({"roles": {"actor": None}}, "roles: 'actor' is None, wanted an integer"),
+        ({"state": 3}, "checkpoint.json: 'state' is 3, wanted an object"),
+    ],
+)
+def test_a_driver_file_of_another_shape_is_one_line(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    path = save(tmp_path, 5)
+    file = path / "checkpoint.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(CheckpointError) as caught:
+        read_state(path)
+    assert told in caught.value.message and "\n" not in caught.value.message
+    assert latest(tmp_path) is None

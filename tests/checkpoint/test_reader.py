@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import json
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from corerl.checkpoint.format import read_index
-from corerl.checkpoint.reader import CheckpointSource, read_extra, written_ranks
+from corerl.checkpoint.reader import CheckpointSource, damage, read_extra, written_ranks
 from corerl.checkpoint.writer import stage, write
 from corerl.errors import CheckpointError, ModelError
 from corerl.weights.chunks import Chunk, fill
@@ -100,3 +105,83 @@ def test_a_truncated_file_and_a_missing_rank_are_refused(tmp_path: Path) -> None
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r"rank-00000.safetensors cannot be read"):
         CheckpointSource(tmp_path, "master").read("embed", (0, 0), (1, 4))
+
+
+# ---- integrity -------------------------------------------------------------------------------------------------------
+
+
+def flip(file: Path, name: str, bit: int = 3) -> None:
+    """Flip one bit of the last byte of a tensor, as a bad disk does: the size and the header stay."""
+    content = bytearray(file.read_bytes())
+    header = int.from_bytes(content[:8], "little")
+    end = json.loads(content[8 : 8 + header])[name]["data_offsets"][1]
+    content[8 + header + end - 1] ^= 1 << bit
+    file.write_bytes(content)
+
+
+def test_every_tensor_has_the_crc_32_of_its_bytes_in_the_index(tmp_path: Path) -> None:
+    write(stage(cut(0, 1, whole()), {"rng": torch.arange(5, dtype=torch.uint8)}), tmp_path, 0)
+    tensors, sums = load_file(tmp_path / "rank-00000.safetensors"), read_index(tmp_path, 0).sums
+    assert sums == {name: zlib.crc32(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
+    assert len(sums) == len(KEYS) * len(SHAPES) + 1
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_one_flipped_bit_is_refused_with_the_tensors_name(tmp_path: Path, key: str, name: str) -> None:
+    save(tmp_path, 1)
+    file = tmp_path / "rank-00000.safetensors"
+    flip(file, f"{key}/{name}@{','.join('0' * len(SHAPES[name]))}")
+    told = f"{file}: '{key}' of '{name}' is not what was saved (its checksum differs); resume from another checkpoint"
+    assert damage(tmp_path, 0) == told
+    for shape in (SHAPES[name], tuple(1 for _ in SHAPES[name])):  # all of it, and the first value only
+        with pytest.raises(CheckpointError) as caught:
+            CheckpointSource(tmp_path, key).read(name, (0,) * len(shape), shape)
+        assert caught.value.message == told
+
+
+def test_one_flipped_bit_of_the_extra_state_is_refused(tmp_path: Path) -> None:
+    write(stage(cut(0, 1, whole()), {"rng": torch.arange(5, dtype=torch.uint8)}), tmp_path, 0)
+    assert damage(tmp_path, 0) is None
+    flip(tmp_path / "rank-00000.safetensors", "extra/0", bit=0)
+    with pytest.raises(CheckpointError, match=r"rank-00000.safetensors: 'extra/0' is not what was saved"):
+        read_extra(tmp_path, 0)
+    assert "'extra/0' is not what was saved" in str(damage(tmp_path, 0))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_values_that_are_not_finite_are_refused_with_the_tensors_name(tmp_path: Path, value: float) -> None:
+    tensors = whole()
+    tensors["master"]["q"][2, 1, 4] = value
+    write(stage(cut(0, 1, tensors), {}), tmp_path, 0)
+    told = f"{tmp_path}/rank-00000.safetensors: 'master' of 'q' has NaN or infinite values; resume from a checkpoint of"
+    with pytest.raises(CheckpointError, match=f"^{told} an earlier step$"):
+        CheckpointSource(tmp_path, "master").read("q", (0, 0, 0), (1, 1, 1))
+    assert str(damage(tmp_path, 0)).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda index: index.pop("boxes"), "lacks 'boxes'"),
+        (lambda index: index.pop("sums"), "lacks 'sums'"),
+        (lambda index: index.update(extra=3), "'extra' is 3, wanted an object"),
+        (lambda index: index["boxes"].append("x"), r"boxes\[12\] is a str, wanted an object"),
+        (lambda index: index["boxes"][1].pop("offsets"), r"boxes\[1\] lacks 'offsets'"),
+        (lambda index: index["boxes"][1].update(name=None), r"boxes\[1\]: 'name' is None, wanted a string"),
+        (lambda index: index["boxes"][0].update(sizes=[6]), r"boxes\[0\] has shape=\[6, 4\].*, wanted as many"),
+        (lambda index: index["boxes"][0].update(sizes=[6, "4"]), r"boxes\[0\] has shape=\[6, 4\].*, wanted as many"),
+        (lambda index: index["sums"].pop("master/embed@0,0"), "sums lacks 'master/embed@0,0'"),
+    ],
+)
+def test_an_index_that_lacks_something_is_one_line(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], told: str
+) -> None:
+    save(tmp_path, 1)
+    file = tmp_path / "rank-00000.json"
+    index = json.loads(file.read_text())
+    change(index)
+    file.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=rf"^{file}:? {told}.*; resume from another checkpoint$") as caught:
+        read_index(tmp_path, 0)
+    assert damage(tmp_path, 0) == caught.value.message and "\n" not in caught.value.message

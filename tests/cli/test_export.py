@@ -28,6 +28,15 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path, capsys
         assert torch.equal(embedding(tmp_path / name), model.get_input_embeddings().weight)
 
 
+def test_the_dtype_of_the_weights_is_the_one_asked_for(tmp_path: Path) -> None:
+    config = make_config()
+    model = make_model(config, seed=1)
+    checkpoint = save(tmp_path, config, model, step=2)
+    assert main(["export", str(checkpoint), str(tmp_path / "model"), "--dtype", "float16"]) == 0
+    found = embedding(tmp_path / "model")
+    assert found.dtype == torch.float16 and torch.equal(found, model.get_input_embeddings().weight.half())
+
+
 def test_a_newer_checkpoint_that_is_damaged_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = make_config()
     model = make_model(config, seed=1)
@@ -38,6 +47,29 @@ def test_a_newer_checkpoint_that_is_damaged_is_told_of(tmp_path: Path, capsys: p
     assert out == f"wrote {tmp_path}/model\n"
     line = "corerl: skipping step-00000010, using step-00000002: "
     assert err.startswith(f"{line}{damaged}/actor/rank-00001.json is missing")
+
+
+@pytest.mark.parametrize("role_wide", [False, True])
+def test_a_newer_checkpoint_whose_bytes_have_changed_is_told_of(
+    tmp_path: Path, role_wide: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config()
+    models = [make_model(config, seed=seed) for seed in (1, 2)]
+    _, newest = (save(tmp_path, config, model, step=step) for model, step in zip(models, (2, 10), strict=True))
+    for rank in range(2) if role_wide else (1,):
+        file = newest / f"actor/rank-{rank:05d}.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    assert main(["export", str(tmp_path), str(tmp_path / "model")]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"wrote {tmp_path}/model\n" and len(err.splitlines()) == 1
+    assert err.startswith(f"corerl: skipping step-00000010, using step-00000002: {newest}/actor/rank-0000")
+    assert "is not what was saved (its checksum differs)" in err
+    assert torch.equal(embedding(tmp_path / "model"), models[0].get_input_embeddings().weight)
+    assert main(["export", str(newest), str(tmp_path / "other")]) == 2
+    assert "is not what was saved (its checksum differs)" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
 
 
 def test_what_cannot_be_exported_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from attrs import evolve
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from corerl.config.schema import ModelConfig
+from corerl.config.schema import Config, ModelConfig
 from corerl.driver.export import export
 from corerl.errors import CheckpointError, ModelError
-from corerl.models.tokenizer import end_tokens
-from tests.driver.saved import make_config, make_model, save
+from corerl.models.tokenizer import character_tokenizer, end_tokens
+from tests.driver.saved import DATA, make_config, make_model, save
 
 
 def assert_holds(directory: Path, model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -70,6 +73,72 @@ def test_an_export_ends_its_responses_at_every_token_that_ended_the_runs_samples
     tokenizer = AutoTokenizer.from_pretrained(written, local_files_only=True)
     assert loaded.generation_config.eos_token_id == [2, 7, 8]
     assert end_tokens(tokenizer, config.model) == end_tokens(tokenizer, ModelConfig(path=str(written))) == [2, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("came_in", "trained_in", "asked", "dtype"),
+    [
+        (torch.bfloat16, "float32", "", torch.bfloat16),
+        (torch.bfloat16, "float32", "float32", torch.float32),
+        (torch.float32, "bfloat16", "", torch.bfloat16),
+        (torch.float32, "float32", "", torch.float32),
+        (torch.float16, "float32", "", torch.float32),
+    ],
+)
+def test_a_model_that_came_in_bfloat16_is_exported_in_it(
+    tmp_path: Path, came_in: torch.dtype, trained_in: str, asked: str, dtype: torch.dtype
+) -> None:
+    make_model(make_config(), seed=1).to(came_in).save_pretrained(tmp_path / "base")
+    model = make_model(make_config(), seed=2)
+    of_base = {**DATA["model"], "path": str(tmp_path / "base"), "config": {}}
+    config = make_config(model=of_base, train={"precision": trained_in})
+    assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model", dtype=asked), model, dtype)
+
+
+def test_files_that_tokenizers_of_older_versions_read_come_along(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    character_tokenizer("0123456789>s").save_pretrained(base)
+    files = {"vocab.json": "{}", "merges.txt": "#version: 0.2", "tokenizer.model": "pieces", "notes.txt": "none of it"}
+    for name, text in files.items():
+        (base / name).write_text(text)
+    config = make_config(model={**DATA["model"], "tokenizer": str(base)})
+    written = export(save(tmp_path / "run", config, make_model(config, seed=1), step=2), tmp_path / "model")
+    found = {name: (written / name).read_text() for name in files if (written / name).exists()}
+    assert found == {name: text for name, text in files.items() if name != "notes.txt"}
+
+
+def with_vocabulary(size: int, **fields: Any) -> Config:
+    """A model of `size` tokens, whose tokenizer may have more special ones."""
+    return make_config(model={**DATA["model"], "config": {**DATA["model"]["config"], "vocab_size": size, **fields}})
+
+
+@pytest.mark.parametrize(("size", "pad"), [(15, None), (16, 15), (17, 15)])
+def test_a_pad_token_that_the_model_has_no_embedding_for_is_left_out(
+    tmp_path: Path, size: int, pad: int | None
+) -> None:
+    tokenizer = character_tokenizer("0123456789>")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert (len(tokenizer), tokenizer.pad_token_id) == (16, 15)
+    config = with_vocabulary(size)
+    config = evolve(config, model=evolve(config.model, tokenizer=str(tmp_path / "tokenizer")))
+    model = make_model(config, seed=1)
+    written = export(save(tmp_path, config, model, step=2), tmp_path / "model")
+    assert_holds(written, model, torch.float32)
+    assert AutoConfig.from_pretrained(written).pad_token_id == pad
+
+
+def test_a_head_of_its_own_is_exported_although_the_config_of_the_model_ties_it(tmp_path: Path) -> None:
+    config = make_config()
+    base = make_model(config, seed=1)
+    base.save_pretrained(tmp_path / "base")
+    file = tmp_path / "base/model.safetensors"
+    head = torch.randn(16, 32)
+    save_file({**load_file(file), "lm_head.weight": head}, file, metadata={"format": "pt"})
+    config = make_config(model={**DATA["model"], "path": str(tmp_path / "base"), "config": {}})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert torch.equal(model.lm_head.weight, head)
+    assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model"), model, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -252,6 +252,47 @@ def test_a_vocabulary_must_have_room_for_the_tokenizer(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"num_attention_heads": 0}, "model.config.num_attention_heads=0, wanted at least 1"),
+        ({"vocab_size": 2**62}, "model.config: transformers cannot build a qwen3 model from this config ("),
+        ({"hidden_size": 10**9}, "model.config: the model has "),
+        ({"hidden_size": 2**60}, "model.config: transformers cannot build a qwen3 model from this config ("),
+        ({"hidden_size": -32}, "model.config.hidden_size=-32, wanted at least 1"),
+        ({"head_dim": 0}, "model.config.head_dim=0, wanted at least 1"),
+        ({"hidden_act": "swish9"}, "model.config: transformers cannot build a qwen3 model from this config ("),
+    ],
+)
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_model_that_cannot_be_built_or_held_is_one_line(
+    fields: dict[str, Any], told: str, on_disk: bool, tmp_path: Path
+) -> None:
+    model = {**DATA["model"], "config": {**DATA["model"]["config"], **fields}}
+    if on_disk:
+        (tmp_path / "config.json").write_text(json.dumps(model["config"]))
+        model |= {"path": str(tmp_path), "config": {}}
+        told = told.replace("model.config.", f"model.path='{tmp_path}': config.json: ").replace(
+            "model.config:", "model.path:"
+        )
+    with pytest.raises(ModelError) as caught:
+        prepare(config_in(tmp_path / "run", model=model))
+    assert caught.value.message.startswith(told) and "\n" not in caught.value.message
+
+
+def test_a_context_longer_than_the_models_table_of_positions_is_refused(tmp_path: Path) -> None:
+    fields = {"model_type": "gpt2", "vocab_size": 16, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}
+    model = {**DATA["model"], "config": fields}
+    rollout = {**DATA["rollout"], "max_tokens": 8}
+    config = config_in(tmp_path / "run", model=model, rollout={**rollout, "context_length": 48})
+    assert prepare(config).context_length == 48
+    longer = config_in(tmp_path / "run", model=model, rollout={**rollout, "context_length": 49})
+    with pytest.raises(ConfigError, match=r"^rollout.context_length: 49, but the model has 48 positions; lower it$"):
+        prepare(longer)
+    rotary = config_in(tmp_path / "run", rollout={**rollout, "context_length": 10**6})
+    assert prepare(rotary).context_length == 10**6
+
+
 # ---- checkpoints and devices -----------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,24 @@ def test_a_resumed_run_tells_which_checkpoints_it_passes_over(tmp_path: Path) ->
     assert lost_checkpoints(config_in(tmp_path, str(older)), tmp_path) == []  # chosen by hand
 
 
+def test_a_run_goes_on_from_the_checkpoint_before_one_whose_bytes_have_changed(tmp_path: Path) -> None:
+    config = make_config()
+    first, second, third = (save(tmp_path, config, make_model(config, seed=1), step=step) for step in (2, 4, 6))
+    for checkpoint in (second, third):
+        file = checkpoint / "actor/rank-00000.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 4
+        file.write_bytes(content)
+    assert resume_from(config_in(tmp_path, "auto"), tmp_path, starting=True) == first
+    told = lost_checkpoints(config_in(tmp_path, "auto"), tmp_path)
+    why = "the run falls back to an older checkpoint"
+    assert [line.partition(": 'master'")[0] for line in told] == [
+        f"checkpoint.resume: skipping {each.name}, {why}: {each}/actor/rank-00000.safetensors"
+        for each in (third, second)
+    ]
+    assert all("is not what was saved (its checksum differs)" in line for line in told)
+
+
 @pytest.mark.parametrize("resume", ["never", "auto", "elsewhere"])
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path: Path, resume: str) -> None:
     config = make_config()

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from corerl.config.schema import ModelConfig
 from corerl.models.build import build_on_meta, materialize
 from corerl.models.config import hf_config
+from corerl.models.files import ModelFiles
 from corerl.models.names import dtensor_boxes, hf_boxes, local_chunks
-from corerl.models.readers import SafetensorsSource
 from corerl.testing.models import KINDS, write_tiny_model
 from corerl.weights.chunks import fill
 
@@ -36,7 +36,7 @@ def load() -> Callable[[Path, str], PreTrainedModel]:
     def load_model(directory: Path, attention: str) -> PreTrainedModel:
         config = hf_config(ModelConfig(path=str(directory)))
         model = build_on_meta(config, dtype=torch.float32, attention=attention)
-        source, boxes = SafetensorsSource(directory), hf_boxes(model)
+        source, boxes = ModelFiles(directory, config), hf_boxes(model)
         tensors = {name: nn.Parameter(torch.full(p.shape, torch.nan)) for name, p in model.named_parameters()}
         for name, tensor in tensors.items():
             for offsets, sizes, view in dtensor_boxes(tensor):

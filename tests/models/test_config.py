@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
+from corerl.models.build import build_on_meta
 from corerl.models.config import context_length, experts, hf_config
 from corerl.testing.models import tiny_fields
 
@@ -70,6 +72,15 @@ def test_heads_that_cannot_share_keys_and_values_are_refused() -> None:
     assert hf_config(ModelConfig(config={**fields, "num_key_value_heads": 2})).num_key_value_heads == 2
 
 
+@pytest.mark.parametrize(("kind", "field"), [("qwen3", "num_hidden_layers"), ("gpt2", "n_layer"), ("qwen3", "n_layer")])
+def test_more_layers_than_a_config_can_list_are_refused(kind: str, field: str, tmp_path: Path) -> None:
+    fields = {"model_type": kind, field: 10**9}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for model in (ModelConfig(config=fields), ModelConfig(path=str(tmp_path))):
+        with pytest.raises(ModelError, match=f"{field}=1000000000, wanted at most 10000$"):
+            hf_config(model)
+
+
 def test_older_names_of_fields_are_taken() -> None:
     config = hf_config(ModelConfig(config={**tiny_fields("qwen3"), "rope_theta": 5e5}))
     assert config.rope_parameters["rope_theta"] == 5e5
@@ -87,6 +98,17 @@ def test_a_quantized_model_is_refused_since_its_numbers_are_not_the_weights(tmp_
         ModelError, match=r"is quantized \(fp8\), which CoreRL does not support; use the original model"
     ):
         hf_config(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("pad", [97, 98, -1])
+def test_a_pad_token_outside_the_vocabulary_is_none(pad: int, tmp_path: Path) -> None:
+    fields = {**tiny_fields("llama"), "vocab_size": 97, "pad_token_id": pad}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for model in (ModelConfig(path=str(tmp_path)), ModelConfig(config=fields)):
+        config = hf_config(model)
+        assert config.pad_token_id is None
+        assert build_on_meta(config, dtype=torch.float32, attention="eager").get_input_embeddings().padding_idx is None
+    assert hf_config(ModelConfig(config={**fields, "pad_token_id": 96})).pad_token_id == 96
 
 
 def test_a_context_is_as_long_as_the_model_has_positions() -> None:

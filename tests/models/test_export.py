@@ -1,23 +1,26 @@
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from corerl.config.schema import ModelConfig
-from corerl.errors import SaveFailed
-from corerl.models.config import hf_config
+from corerl.errors import ModelError, SaveFailed
+from corerl.models.config import experts, hf_config
 from corerl.models.export import export_directory
 from corerl.models.names import hf_boxes
 from corerl.models.readers import INDEX, SINGLE
 from corerl.models.tokenizer import character_tokenizer
+from corerl.testing.models import tiny_config
 
 
 def stream(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -117,3 +120,94 @@ def test_an_export_that_cannot_take_its_place_leaves_the_earlier_one_there(
         export_directory(path, config=config, tokenizer=None, tensors=[("a", torch.zeros(2))])
     assert torch.equal(load_file(path / SINGLE)["a"], torch.ones(2))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf"]
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 5e4}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 5e5,
+}
+LONG = {"rope_type": "longrope", "rope_theta": 2e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+PARTIAL = {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.5}
+LAYERS = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 3e3},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 4e5},
+}
+NEW = ("rope_parameters", "dtype", "num_local_experts")  # what transformers 4 does not read
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 7e5}}),
+        ("qwen2", {"rope_parameters": YARN}),
+        ("llama", {"rope_parameters": LLAMA3}),
+        ("qwen3_moe", {"num_experts": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 7e5}}),
+        ("phi", {"rope_parameters": PARTIAL}),
+        ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 64, "pad_token_id": None}),
+        ("gpt_neox", {"rope_parameters": PARTIAL}),
+        ("gemma3_text", {"rope_parameters": LAYERS, "num_hidden_layers": 6}),
+        ("gpt2", {}),
+    ],
+)
+def test_older_names_in_an_exported_config_mean_the_same(kind: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """transformers still reads the names of version 4, and here nothing else."""
+    config = AutoConfig.for_model(
+        kind, **{"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 512, **fields}
+    )
+    tensors = [("a", torch.zeros(2, dtype=torch.bfloat16))]
+    export_directory(tmp_path / "hf", config=config, tokenizer=None, tensors=tensors)
+    file = tmp_path / "hf/config.json"
+    written = json.loads(file.read_text())
+    as_written = AutoConfig.from_pretrained(tmp_path / "hf")
+    file.write_text(json.dumps({name: value for name, value in written.items() if name not in NEW}))
+    for read in (as_written, AutoConfig.from_pretrained(tmp_path / "hf")):
+        assert read.dtype == torch.bfloat16
+        found, wanted = (
+            {name: value for name, value in (each or {}).items() if name != "type"}  # the older name of rope_type
+            for each in (getattr(read, "rope_parameters", None), getattr(config, "rope_parameters", None))
+        )
+        assert found == wanted
+        assert experts(read) == experts(config)
+
+
+def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    for dtype, value in ((torch.float32, torch.nan), (torch.bfloat16, -torch.inf), (torch.float16, 1e5)):
+        tensors = [("a", torch.ones(2)), ("b.weight", torch.tensor([1.0, value]).to(dtype))]
+        told = rf"^'b.weight' has NaN or infinite values as {dtype}; nothing is exported$"
+        with pytest.raises(ModelError, match=told):
+            export_directory(tmp_path / "hf", config=config, tokenizer=None, tensors=tensors)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_exported_tokenizer_has_a_class_and_special_tokens_that_older_versions_know(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer("abc")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|end|>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    config, tensors = tiny_config("llama"), [("a", torch.zeros(2))]
+
+    def exported(name: str, of: Any) -> tuple[dict[str, Any], Any]:
+        export_directory(tmp_path / name, config=config, tokenizer=of, tensors=tensors)
+        loaded = AutoTokenizer.from_pretrained(tmp_path / name)
+        assert loaded.encode("c<|end|>a") == tokenizer.encode("c<|end|>a")
+        assert loaded.decode(loaded.encode("c<|end|>a"), skip_special_tokens=True) == "ca"
+        messages = [{"role": "user", "content": "ab"}]
+        assert loaded.apply_chat_template(messages, tokenize=False) == "ab<|end|>"
+        return json.loads((tmp_path / name / "tokenizer_config.json").read_text()), loaded
+
+    written, loaded = exported("first", tokenizer)
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert written["additional_special_tokens"] == ["<|turn|>", "<|end|>"] and "extra_special_tokens" not in written
+    again, _ = exported("second", loaded)  # a model that was trained further
+    assert again == written
+    file = tmp_path / "first/tokenizer_config.json"
+    file.write_text(
+        json.dumps({**written, "tokenizer_class": "LlamaTokenizerFast", "auto_map": {"AutoTokenizer": "x.Y"}})
+    )
+    published, _ = exported("third", AutoTokenizer.from_pretrained(tmp_path / "first", trust_remote_code=False))
+    assert "auto_map" not in published and published["tokenizer_class"].startswith("LlamaTokenizer")

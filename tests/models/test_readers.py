@@ -77,3 +77,22 @@ def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text("{}")
     with pytest.raises(ModelError, match=r"index\.json is damaged"):
         SafetensorsSource(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 7, 60, -4])
+def test_a_truncated_file_is_named_in_one_line(kept: int, tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(64)}, tmp_path / SINGLE)
+    whole = (tmp_path / SINGLE).read_bytes()
+    (tmp_path / SINGLE).write_bytes(whole[:kept])
+    with pytest.raises(
+        ModelError, match=rf"^{tmp_path}/model\.safetensors (is damaged|cannot be read): .*again$"
+    ) as caught:
+        SafetensorsSource(tmp_path)
+    assert "\n" not in caught.value.message
+
+
+def test_a_file_that_cannot_be_opened_is_named_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "shard.safetensors").mkdir()
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "shard.safetensors"}}')
+    with pytest.raises(ModelError, match=rf"^{tmp_path}/shard\.safetensors (is damaged|cannot be read): .*again$"):
+        SafetensorsSource(tmp_path).shape("a")

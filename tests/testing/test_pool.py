@@ -12,6 +12,8 @@ import torch.distributed as dist
 from corerl.errors import Unsupported
 from corerl.testing.pool import PRELOAD, OneRank, RankFailed, RankPool
 
+pytestmark = pytest.mark.processes
+
 
 def summed(value: float) -> tuple[int, int, float]:
     """Where it runs, and the sum over ranks of value + rank."""

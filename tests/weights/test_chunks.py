@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from corerl.errors import ModelError
-from corerl.weights.chunks import Chunk, fill, flat_range_boxes, flat_range_views, holes, intersect, within
+from corerl.weights.chunks import Chunk, fill, finite, flat_range_boxes, flat_range_views, holes, intersect, within
 
 
 class Memory:
@@ -61,6 +61,17 @@ def test_fill_reads_each_box_and_counts_its_bytes() -> None:
     assert view.tolist() == [[6, 7], [10, 11]] and read == 16
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_fill_takes_no_values_that_are_not_finite(value: float) -> None:
+    values = torch.zeros(4, 2, dtype=torch.bfloat16)
+    values[3, 1] = value
+    view = torch.full((1, 2), 7.0)
+    rows = [Chunk("w", (4, 2), (row, 0), (1, 2), view) for row in (2, 3)]
+    assert fill(rows[:1], Memory({"w": values}), what="model/x") == 4 and view.tolist() == [[0, 0]]
+    with pytest.raises(ModelError, match="^model/x has NaN or infinite values in 'w'; use weights without$"):
+        fill(rows[1:], Memory({"w": values}), what="model/x")
+
+
 def test_fill_names_a_missing_tensor_and_one_of_another_shape() -> None:
     source = Memory({"w": torch.zeros(3, 4)})
     with pytest.raises(ModelError, match=r"memory has no tensor 'v' of shape \[2\]"):
@@ -88,3 +99,12 @@ def test_fill_takes_no_quantized_numbers_for_weights(dtype: torch.dtype) -> None
     with pytest.raises(ModelError, match=f"memory has 'w' quantized as {dtype}, wanted 16 or 32 bits"):
         fill([Chunk("w", (2,), (0,), (2,), view)], source, what="memory")
     assert view.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_finite_is_what_torch_says(dtype: torch.dtype) -> None:
+    ends = torch.finfo(dtype)
+    for values in ([], [1.0], [ends.max, ends.min, ends.max], [1.0, torch.nan], [torch.nan, 1.0], [-torch.inf, 0.0]):
+        tensor = torch.tensor(values, dtype=dtype)
+        assert finite(tensor) == bool(tensor.isfinite().all())
+    assert finite(torch.tensor(0.0)) and not finite(torch.tensor(torch.inf))

@@ -17,7 +17,7 @@ from corerl.backend import StateKey
 from corerl.backend.base import SAVED
 from corerl.backend.routing import COLUMN
 from corerl.checkpoint.format import tensor_file, write_index
-from corerl.checkpoint.writer import stage, write
+from corerl.checkpoint.writer import stage, summed, write
 from corerl.config.schema import RoleConfig
 from corerl.errors import SaveFailed
 from corerl.plugin.context import Context
@@ -240,7 +240,7 @@ class PartialCheckpoint(PlainBackend):
         def index_first() -> None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                write_index(directory, rank, staged.index)
+                write_index(directory, rank, summed(staged))
                 (directory / tensor_file(rank)).write_bytes(serialized(staged.tensors))
             except OSError as error:
                 raise SaveFailed(f"cannot write {directory}: {error}") from error

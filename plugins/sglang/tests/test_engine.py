@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import tempfile
@@ -99,6 +100,25 @@ def test_an_engine_that_does_not_get_as_far_as_a_server_leaves_nothing_behind(
     gc.collect()
     assert list(tmp_path.iterdir()) == []
     assert not [warning for warning in recwarn if warning.category is ResourceWarning]  # of an open socket
+
+
+def test_the_server_is_given_no_code_of_the_models_directory(tmp_path: Path) -> None:
+    code = {"AutoConfig": "poison.Config", "AutoModelForCausalLM": "poison.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({**TIED, "auto_map": code}))
+    (tmp_path / "poison.py").write_text("raise RuntimeError('imported')")
+    given: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
+
+    def server(*_: Any, arguments: dict[str, Any], **__: Any) -> None:
+        directory = Path(arguments["model_path"])
+        files = sorted(file.name for file in directory.iterdir())
+        given.append((arguments, json.loads((directory / "config.json").read_text()), files))
+        raise OSError("enough")
+
+    with mock.patch("corerl_sglang.engine.Server", side_effect=server), pytest.raises(OSError, match="enough"):
+        SglangEngine(ModelConfig(path=str(tmp_path)), SglangConfig(launcher=STAND_IN), context())
+    ((arguments, config, files),) = given
+    assert arguments["trust_remote_code"] is False and arguments["skip_tokenizer_init"] is True
+    assert "auto_map" not in config and not [file for file in files if file.endswith(".py")]
 
 
 def push(

@@ -104,6 +104,7 @@ def server_arguments(options: SglangConfig, context: EngineContext, *, model: Pa
         "model_path": str(model),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
+        "trust_remote_code": False,
         "custom_weight_loader": [LOADER],
         "device": context.device,
         "dtype": context.precision,

@@ -1,0 +1,137 @@
+"""Find the tensors of a model in the files of a Hugging Face directory as transformers finds them: under names with or
+without the model's prefix, and with a head that is the embedding or one of its own."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from corerl.errors import ModelError
+from corerl.models.build import VALUE_HEAD_WEIGHT, build_on_meta
+from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
+
+COMPARED = 2**24  # elements at a time, of tensors that may be equal
+_own_heads: dict[tuple[object, ...], str] = {}  # reading a head and an embedding takes seconds
+
+
+class ModelFiles(SafetensorsSource):
+    """The files of a directory, by the names of the model of `config`; the files may have others for its tensors."""
+
+    def __init__(self, directory: str | Path, config: PreTrainedConfig) -> None:
+        super().__init__(directory)
+        self._config = config
+        self._naming: tuple[Callable[[str], str], dict[str, str]] | None = None
+
+    def stored(self, name: str) -> str | None:
+        if name in self.names or name == VALUE_HEAD_WEIGHT:  # which transformers does not know
+            return super().stored(name)
+        if self._naming is None:  # it takes a model, and few directories need it
+            built = look_at(self._config)
+            name_in = _naming(built)
+            self._naming = name_in, {**_other_end_of_ties(built, self.names, name_in), **_by(name_in, self.names)}
+        name_in, found = self._naming
+        return found.get(name_in(name))
+
+    def unused(self, names: Iterable[str], model: PreTrainedModel) -> list[str]:
+        """The tensors in the files that are none of `names`, the model's own, and that transformers would tell too."""
+        taken = {self.stored(name) for name in names}
+        known = [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())]
+        copies = [re.escape(name) for name in ties(model)]  # equal to what they are tied to, or `own_head` tells
+        return sorted(
+            name
+            for name in self.names - taken
+            if not any(re.search(pattern, name) for pattern in (*known, *(f"{copy}$" for copy in copies)))
+        )
+
+
+def model_files(directory: str | Path, config: PreTrainedConfig) -> ModelFiles:
+    """The files to load a model of `config` from. Raises ModelError if they have a tensor of its own where the model
+    has a tied one, so that it would be dropped."""
+    if name := own_head(config, directory):
+        raise ModelError(
+            f"{directory} has a {name} of its own, but in this run's model it is the same as another tensor; use "
+            "weights of the same model"
+        )
+    return ModelFiles(directory, config)
+
+
+def own_head(config: PreTrainedConfig, directory: str | Path) -> str:
+    """The first tensor that differs in the directory's files from the one that `config` ties it to; "" if there is
+    none. transformers ties only what is equal, whatever a config says."""
+    tied = getattr(AutoModelForCausalLM._model_mapping[type(config)], "_tied_weights_keys", None) or {}
+    files = [Path(directory) / name for name in (SINGLE, INDEX)]
+    if not getattr(config, "tie_word_embeddings", False) or not any(file.is_file() for file in files):
+        return ""
+    stamp = [(file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.is_file()]
+    key = (config.model_type, str(directory), *stamp)
+    if key not in _own_heads:
+        held = ModelFiles(directory, config)
+        copies = [name for name in held.names if any(re.search(pattern, name) for pattern in tied)]
+        pairs = ties(look_at(config)).items() if copies else ()
+        _own_heads[key] = next((copy for copy, origin in pairs if _differ(held, copy, origin)), "")
+    return _own_heads[key]
+
+
+def look_at(config: PreTrainedConfig, *, value_head: bool = False) -> PreTrainedModel:
+    """The model of `config`, wholly on meta: to learn its names and shapes. Raises ModelError if it cannot be built."""
+    return build_on_meta(config, dtype=torch.float32, attention="eager", value_head=value_head, buffers=False)
+
+
+def ties(model: PreTrainedModel) -> dict[str, str]:
+    """Each tensor that transformers would tie to another one, and that other one."""
+    return dict(model.get_expanded_tied_weights_keys(all_submodels=True))
+
+
+def _differ(files: ModelFiles, copy: str, origin: str) -> bool:
+    """Whether the files have both tensors, with different values."""
+    names = files.stored(copy), files.stored(origin)
+    if None in names or names[0] == names[1]:
+        return False
+    shape = files.shape(origin)
+    if shape is None or files.shape(copy) != shape:
+        return True
+    rows = max(1, COMPARED // max(1, math.prod(shape[1:])))
+    for start in range(0, shape[0], rows):
+        box = (start, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - start), *shape[1:])
+        a, b = files.read(copy, *box), files.read(origin, *box)
+        if not torch.equal(a.to(torch.promote_types(a.dtype, b.dtype)), b.to(torch.promote_types(a.dtype, b.dtype))):
+            return True
+    return False
+
+
+def _naming(model: PreTrainedModel) -> Callable[[str], str]:
+    """The function that gives a tensor in a file the name under which transformers loads it; a part of a fused
+    parameter keeps its own name, after the same prefix."""
+    mapping: Any = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+
+    def name_in(name: str) -> str:
+        renamed, _ = rename_source_key(name, renamings, [])
+        fused, _ = rename_source_key(name, renamings, converters)
+        loaded, _ = rename_source_key(name, renamings, converters, prefix, state)
+        if loaded == f"{prefix}.{fused}":
+            return f"{prefix}.{renamed}"
+        return renamed if loaded == fused else renamed.removeprefix(f"{prefix}.")
+
+    return name_in
+
+
+def _by(name_in: Callable[[str], str], names: Iterable[str]) -> dict[str, str]:
+    return {name_in(name): name for name in names}
+
+
+def _other_end_of_ties(model: PreTrainedModel, names: Iterable[str], name_in: Callable[[str], str]) -> dict[str, str]:
+    """For each tensor that only the other end of a tie is in the files for: its name, and that one's in the files."""
+    found = _by(name_in, names)
+    pairs = [pair for copy, origin in ties(model).items() for pair in ((copy, origin), (origin, copy))]
+    return {name: found[other] for name, other in pairs if other in found}
