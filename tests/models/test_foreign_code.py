@@ -98,7 +98,7 @@ LOADERS: dict[str, Callable[[Path], object]] = {
     "files": lambda directory: require_weights(
         str(directory), built("actor", config_of(directory)), config_of(directory)
     ),
-    "generation config": lambda directory: end_tokens(character_tokenizer("abc"), str(directory)),
+    "generation config": lambda directory: end_tokens(character_tokenizer("abc"), ModelConfig(path=str(directory))),
     "engine": lambda directory: engine(directory).close(),
 }
 
