@@ -18,7 +18,8 @@ def try_imports(config: Config) -> Callable[[], None]:
     from corerl.plugin.options import selected
     from corerl.plugin.registry import Kind
 
-    names = (config.reward.name, config.rollout.function, config.rollout.postprocess, config.algorithm.loss)
+    rewards = (config.reward.name, *(each.name for each in config.reward.functions))
+    names = (*rewards, config.rollout.function, config.rollout.postprocess, config.algorithm.loss)
     modules = [name.partition(":")[0] for name in names if ":" in name]
     plugins = [(each.kind, each.name) for each in selected(config)]
     # Tables of plugins that are not selected are checked too, which imports their specs.

@@ -17,6 +17,7 @@ from typing import Any
 
 from tests.forks.client import Forked, forked_for, processes_of
 from tests.forks.ray import environment, shared
+from tests.forks.server import FORK_PYTHON
 from tests.machine import paced, wait_for_memory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,12 +118,9 @@ class Command:
         self._ray = None if own_ray else shared()
         code = FORKED.format(before=before, join=f"joined({self._ray.address!r})" if self._ray else "nullcontext()")
         without = {"CORERL_DEBUG", *(["RAY_AUTH_MODE"] if own_ray else [])}
-        # Where the tests' own backends are found, by the workers too.
-        given = {
-            name: value
-            for name, value in environment(PYTHONPATH=f"{packages}{os.pathsep}{ROOT}").items()
-            if name not in without
-        }
+        # Where the tests' own backends are found, by the workers too; and what the command starts is forked too.
+        own = {"PYTHONPATH": f"{packages}{os.pathsep}{ROOT}", FORK_PYTHON: "1"}
+        given = {name: value for name, value in environment(**own).items() if name not in without}
         with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
             program = Path(sys.executable).with_name("corerl")
             self.process = Forked(
