@@ -82,7 +82,7 @@ class Setup:
 # ---- samples ---------------------------------------------------------------------------------------------------------
 
 
-def make_samples(seed: int, *, samples: int = 5, vocab: int = 97, temperature: float = 0.8) -> SampleBatch:
+def make_samples(seed: int, *, samples: int = 7, vocab: int = 97, temperature: float = 0.8) -> SampleBatch:
     """Samples of 4 to 23 random tokens, in groups of two, with arbitrary but varied log-probs and advantages.
 
     Advantages have both signs and a nonzero mean, so that a loss is not a small difference of large sums.
@@ -120,7 +120,7 @@ def make_samples(seed: int, *, samples: int = 5, vocab: int = 97, temperature: f
 def samples_at(step: int) -> SampleBatch:
     """The batch of optimizer step `step`: the same for every backend and world size. The temperature changes at every
     step, so that a backend that keeps the first one shows."""
-    return make_samples(2000 + step, temperature=TEMPERATURES[step % len(TEMPERATURES)])
+    return make_samples(1000 + step, temperature=TEMPERATURES[step % len(TEMPERATURES)])
 
 
 def step_at(number: int) -> Step:

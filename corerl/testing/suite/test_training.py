@@ -43,7 +43,7 @@ def test_training_follows_the_plain_backend(subject: Subject, kind: str, packing
 @check("C15", level=1, builds_on=["C12"])
 def test_many_micro_batches_train_like_one(subject: Subject) -> None:
     one, many = (
-        subject.run(training.train_on, subject.setup("qwen3", packing), make_samples(3, samples=24))
+        subject.run(training.train_on, subject.setup("qwen3", packing), make_samples(3, samples=12))
         for packing in (WHOLE, (1, 1))
     )
     assert loss_of(many) == pytest.approx(loss_of(one), rel=LOSS.relative, abs=LOSS.absolute)
