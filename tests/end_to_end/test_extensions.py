@@ -111,7 +111,8 @@ def test_the_trace_of_hooks_reaches_the_terminal_from_every_rank(
 ) -> None:
     monkeypatch.setenv("CORERL_TRACE", "1")
     overrides = ["run.steps=1", "eval.every=0", "checkpoint.every=0", "checkpoint.export=false"]
-    with Command("train", write_small(tmp_path), f"run.dir={tmp_path}/run", *overrides, logs=tmp_path) as command:
+    words = [write_small(tmp_path), f"run.dir={tmp_path}/run", *overrides]
+    with Command("train", *words, logs=tmp_path, own_ray=True) as command:  # a shared one does not forward its logs
         assert command.finish() == 0, command.err
         command.assert_nothing_is_left()
     told = command.err.splitlines()

@@ -28,6 +28,7 @@ import sys
 import ray
 from tests.forks.ray import CPUS, STORE, fork_workers
 fork_workers()
+ray._private.node.Node.start_log_monitor = lambda self: None  # it looks at all logs of all runs all the time
 settings = {"prestart_worker_first_driver": False}
 node = ray.init(
     address="local", num_cpus=CPUS, object_store_memory=STORE, include_dashboard=False, log_to_driver=False,
