@@ -92,6 +92,12 @@ def shorten(text: str, longest: int) -> str:
     return line if len(line) <= longest else line[: max(longest - 3, 0)] + "..."
 
 
+def shorten_to_end(text: str, longest: int) -> str:
+    """`printable`, cut to its last `longest` characters."""
+    line = printable(text[-longest - 1 :])
+    return line if len(line) <= longest else "..." + line[len(line) - max(longest - 3, 0) :]
+
+
 def short_repr(value: object, longest: int = LONGEST) -> str:
     """`repr(value)` on one line, cut to `longest` characters."""
     return shorten(_repr(value), longest)

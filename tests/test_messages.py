@@ -17,6 +17,7 @@ from corerl.messages import (
     printable,
     short_repr,
     shorten,
+    shorten_to_end,
 )
 
 
@@ -61,6 +62,12 @@ def test_the_place_of_an_error_is_the_innermost_line_that_is_asked_for() -> None
     assert re.fullmatch(r" \(/.*/json/decoder\.py:\d+\)", place(caught.value, lambda frame: True))
     assert place(caught.value, lambda frame: False) == ""
     assert place(ValueError("was never raised"), lambda frame: True) == ""
+
+
+def test_of_a_text_that_is_cut_to_its_end_the_last_characters_stay() -> None:
+    assert shorten_to_end("x" * 10**6 + "2 + 3 = ", 12) == "...x2 + 3 = "
+    assert [shorten_to_end("2 + 3 = ", longest) for longest in (8, 7, 3)] == ["2 + 3 = ", "...3 = ", "..."]
+    assert shorten_to_end("a\nb", 4) == "a\\nb"
 
 
 def test_a_long_value_is_cut_to_what_is_shown() -> None:

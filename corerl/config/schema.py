@@ -370,6 +370,10 @@ class DataSource:
     )
     prompt_key: str = option("field that holds the prompt; empty uses data.prompt_key", default="")
     answer_key: str = option("field that holds the answer; empty uses data.answer_key", default="")
+    system: str | None = option(
+        "with data.chat: the system message of its chats that have none; '' gives them none, unset uses data.system",
+        default=None,
+    )
 
 
 @frozen(kw_only=True)

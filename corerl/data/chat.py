@@ -102,7 +102,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def readable(messages: Messages) -> str:
-    """The content of a single message; several messages as lines `role: content`."""
+    """The content of a single message; several messages as lines `role: content`; "" of none."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)

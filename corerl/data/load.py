@@ -27,10 +27,11 @@ KNOWN = (
 
 def load_prompts(data: DataConfig, *, seed: int) -> PromptSource:
     """Load the prompts and check every row. Raises ConfigError for bad settings, DataError for bad files."""
-    if data.system and not data.chat:
-        raise ConfigError("data.system: used only with data.chat=true; set that, or remove data.system")
-    prompts = _mixed(data, seed) if data.sources else _source(data, data.source, seed=seed)
-    return ChatPrompts(prompts, system=data.system) if data.chat else prompts
+    each_own = {f"data.sources[{index}].system": each.system for index, each in enumerate(data.sources)}
+    for setting, system in {"data.system": data.system, **each_own}.items():
+        if system and not data.chat:
+            raise ConfigError(f"{setting}: used only with data.chat=true; set that, or remove {setting}")
+    return _mixed(data, seed) if data.sources else _source(data, data.source, seed=seed)
 
 
 def _mixed(data: DataConfig, seed: int) -> PromptSource:
@@ -44,7 +45,13 @@ def _mixed(data: DataConfig, seed: int) -> PromptSource:
             raise ConfigError(f"data.sources: two sources are named {name!r}; give each a different name")
         weights[name] = each.weight
         sources[name] = _source(
-            data, each.source, prompt_key=each.prompt_key, answer_key=each.answer_key, setting="data.sources", seed=seed
+            data,
+            each.source,
+            prompt_key=each.prompt_key,
+            answer_key=each.answer_key,
+            system=each.system,
+            setting="data.sources",
+            seed=seed,
         )
     return MixedPrompts(sources, weights)
 
@@ -55,9 +62,16 @@ def _source(
     *,
     prompt_key: str = "",
     answer_key: str = "",
+    system: str | None = None,
     setting: str = "data.source",
     seed: int,
 ) -> PromptSource:
+    rows = _rows(data, source, prompt_key=prompt_key, answer_key=answer_key, setting=setting, seed=seed)
+    return ChatPrompts(rows, system=data.system if system is None else system) if data.chat else rows
+
+
+def _rows(data: DataConfig, source: str, *, prompt_key: str, answer_key: str, setting: str, seed: int) -> PromptSource:
+    """The prompts as the source has them."""
     if source in GENERATED:
         return GENERATED[source](held_out=data.held_out, seed=seed)
     path = Path(source)

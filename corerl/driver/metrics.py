@@ -10,6 +10,7 @@ import torch
 
 from corerl.algorithms.losses import TensorMetric, mismatch
 from corerl.algorithms.metrics import MetricSum
+from corerl.driver.equal_rewards import without_spread
 from corerl.rollout.sources import Scored
 from corerl.types import Metric, Reduction, SampleBatch, TrainResult
 
@@ -17,6 +18,7 @@ from corerl.types import Metric, Reduction, SampleBatch, TrainResult
 def rollout_metrics(scored: Scored) -> dict[str, float]:
     """Metrics of the samples before training."""
     rows = scored.rollout.batch.rows
+    equal, groups = without_spread(scored.rewards, rows["group"])
     metrics = {
         "rollout/reward": float(scored.rewards.mean(dtype=np.float64)),
         "rollout/reward_std": float(scored.rewards.std(dtype=np.float64)),
@@ -24,6 +26,8 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
         "rollout/truncated": float(rows["truncated"].mean()),
         "rollout/tokens": float(rows["response_length"].sum()),
     }
+    if groups < len(scored.rewards):  # else no sample has another to differ from
+        metrics["rollout/groups_without_spread"] = equal / groups
     if "turns" in rows:
         metrics["rollout/turns"] = float(rows["turns"].mean())
         # The environment's tokens are not sampled ones.

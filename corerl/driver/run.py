@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import asdict, define, evolve, field, frozen
+from attrs import Factory, asdict, define, evolve, field, frozen
 
 from corerl.algorithms.kl import adapted_coefficient
 from corerl.algorithms.overlong import without_truncated
@@ -21,6 +21,7 @@ from corerl.config.schema import Config
 from corerl.data.prompts import Prompt
 from corerl.driver.advantages import Stamped, stamp
 from corerl.driver.checkpoints import Checkpoints
+from corerl.driver.equal_rewards import EqualRewards
 from corerl.driver.metrics import (
     first_step_mismatch,
     recomputed_mismatch,
@@ -50,7 +51,6 @@ from corerl.rollout.sources import Scored, Source, evaluate
 from corerl.trainer.assign import ACTOR, CRITIC
 from corerl.types import LossSpec, Output, SampleBatch, TrainResult
 
-CONSTANT_STEPS = 3  # steps in a row with one reward for all samples before the user is warned
 REFERENCE = "reference"  # the snapshot that KL is measured against
 
 
@@ -125,7 +125,7 @@ class Run:
     _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
     _before: tuple[Shown, ...] = ()  # of the first evaluation; a resumed run reads it from its checkpoint
     _after: tuple[Shown, ...] = ()
-    _constant: int = 0  # steps in a row whose rewards were all equal
+    _equal: EqualRewards = Factory(lambda self: EqualRewards(self.config.algorithm), takes_self=True)
     _evaluation: dict[str, float] = field(factory=dict)
 
     # ---- state ------------------------------------------------------------------------------------------------------
@@ -278,7 +278,9 @@ class Run:
         metrics |= time_metrics(seconds, now - self._step_started, rollout["rollout/tokens"])
         self._warn(scored)
         self._step_started = now
-        self.progress.tell(StepFinished(step=scored.step, metrics=metrics, shown=scored.shown()))
+        self.progress.tell(
+            StepFinished(step=scored.step, metrics=metrics, shown=scored.shown(), samples=scored.samples())
+        )
 
     def _warn(self, scored: Scored) -> None:
         """Warn about whatever makes a step teach less than it could."""
@@ -286,13 +288,8 @@ class Run:
         if scored.first_failure:
             failed = sum(scored.failures.values())
             self.progress.notice(f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}")
-        rewards = scored.rewards
-        self._constant = self._constant + 1 if len(rewards) > 1 and (rewards == rewards[0]).all() else 0
-        if self._constant == CONSTANT_STEPS:
-            self.progress.notice(
-                f"every sample of the last {CONSTANT_STEPS} steps had the reward {rewards[0]:g}: nothing is learned "
-                "from that; check reward.name, data.answer_key and the samples"
-            )
+        if notice := self._equal.hear(scored.rewards, scored.rollout.batch.rows["group"]):
+            self.progress.notice(notice)
 
     def _warn_of_unseen(self, batch: SampleBatch) -> None:
         """Tell once that the reward misses tokens that the policy samples."""
@@ -322,7 +319,14 @@ class Run:
             if _questions(self._before) != _questions(evaluation.shown):  # the checkpoint's may be of other data
                 self._before = evaluation.shown
             self._after = evaluation.shown
-            self.progress.tell(Evaluated(step=self.progress.step, metrics=evaluation.metrics, shown=evaluation.shown))
+            self.progress.tell(
+                Evaluated(
+                    step=self.progress.step,
+                    metrics=evaluation.metrics,
+                    shown=evaluation.shown,
+                    samples=evaluation.samples,
+                )
+            )
         self.progress.begin("rollout" if self.sampler else "reading")
 
     def _evaluation_due(self) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CHARACTERS = "characters:"
 CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"  # the authors' sampling settings; some end tokens are only listed there
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3 of a character tokenizer
 
@@ -43,16 +44,23 @@ def load_tokenizer(*, tokenizer: str, path: str) -> PreTrainedTokenizerBase:
     try:
         loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise whatever their parsers do, from OSError to Exception
-        found = ", ".join(sorted(entry.name for entry in Path(directory).iterdir())) or "nothing"
-        raise ModelError(
-            f"{setting}={directory!r} has no tokenizer that transformers can load ({one_line(error)}); "
-            f"expected tokenizer.json and tokenizer_config.json, found {found}"
-        ) from error
+        raise _no_tokenizer(setting, directory, one_line(error)) from error
     if not isinstance(loaded, PreTrainedTokenizerBase):
         raise ModelError(
             f"{setting}={directory!r} contains a {type(loaded).__name__}, which is not a transformers tokenizer"
         )
+    # Of a config.json alone, transformers makes the tokenizer of that model type with its special tokens and no others.
+    if not (Path(directory) / TOKENIZER).exists() and loaded.get_vocab().keys() <= loaded.added_tokens_encoder.keys():
+        raise _no_tokenizer(setting, directory, f"no file has the vocabulary of its {type(loaded).__name__}")
     return loaded
+
+
+def _no_tokenizer(setting: str, directory: str, why: str) -> ModelError:
+    found = ", ".join(sorted(entry.name for entry in Path(directory).iterdir())) or "nothing"
+    return ModelError(
+        f"{setting}={directory!r} has no tokenizer that transformers can load ({why}); "
+        f"expected {TOKENIZER} and tokenizer_config.json, found {found}"
+    )
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:

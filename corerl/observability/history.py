@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from corerl.observability.files import read_lines
 
 METRICS_FILE = "metrics.jsonl"
+FEW = 10  # steps at either end of a run, at most, that a summary averages over
 
 
 class History:
@@ -50,16 +51,23 @@ class History:
         return values[-1] if values else None
 
     def ends(self, names: Iterable[str]) -> tuple[list[str], dict[str, list[float | None]]]:
-        """The headings of a summary, and the first and last value of each recorded metric in `names`.
+        """The headings of a summary, that of the names included, and how each recorded metric in `names` began and
+        ended: its mean over the first and over the last steps, a quarter of all at most, since single steps are noisy.
+        Of evaluations, which are not, the first and the last.
 
-        The last value is None if there is only one; if that is true of all metrics, its column is left out.
+        The end is None if there is only one value; if that is true of all metrics, its column is left out.
         """
         heard = {name: self._values[name] for name in names if name in self._values}
-        if all(len(values) == 1 for values in heard.values()):
-            return [""], {name: [values[0]] for name, values in heard.items()}
-        return ["start", "end"], {
-            name: [values[0], values[-1] if len(values) > 1 else None] for name, values in heard.items()
-        }
+        longest = max(map(len, heard.values()), default=0)
+        if longest <= 1:
+            return ["", ""], {name: [values[0]] for name, values in heard.items()}
+        steps = max(map(len, (values for name, values in heard.items() if not _evaluated(name))), default=0)
+        few = max(1, min(FEW, steps // 4))
+        ends: dict[str, list[float | None]] = {}
+        for name, values in heard.items():
+            size = 1 if _evaluated(name) else max(1, min(few, len(values) // 2))
+            ends[name] = [_mean(values[:size]), _mean(values[-size:]) if len(values) > 1 else None]
+        return [f"means of {few} steps" if few > 1 else "", "start", "end"], ends
 
     def recent(self, name: str, steps: int) -> float:
         """The average of a metric per step, over the last `steps` steps that ended. `time/step` tells which ended, and
@@ -70,6 +78,16 @@ class History:
         first = max(ended[0], ended[-1] - steps + 1)
         pairs = zip(*self.series(name), strict=True)
         return sum(value for step, value in pairs if first <= step <= ended[-1]) / (ended[-1] - first + 1)
+
+
+def _evaluated(name: str) -> bool:
+    return name.startswith("eval/")
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean of those that are numbers; NaN if none is."""
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
 # Phases of a step in the order in which they happen; other phases come after them.

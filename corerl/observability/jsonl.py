@@ -1,4 +1,4 @@
-"""Write every metric to metrics.jsonl, one flat JSON object per line, and the shown answers to samples.jsonl."""
+"""Write every metric to metrics.jsonl, one flat JSON object per line, and sampled answers to samples.jsonl."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Jsonl:
                 self.close()
                 self._run_dir.mkdir(parents=True, exist_ok=True)
                 self._metrics = reopen(self._run_dir / METRICS_FILE, before=event.repeats_from)
-                if self._options.samples:
+                if self._options.samples != "none":
                     self._samples = reopen(self._run_dir / SAMPLES_FILE, before=event.repeats_from)
             case StepFinished():
-                self._write(event.step, event.metrics, event.shown, kind="sampled")
+                self._write(event.step, event.metrics, self._chosen(event), kind="sampled")
             case Evaluated():
-                self._write(event.step, event.metrics, event.shown, kind="held-out")
+                self._write(event.step, event.metrics, self._chosen(event), kind="held-out")
 
     @hookimpl
     def shutdown(self, reason: str) -> None:
@@ -53,7 +53,10 @@ class Jsonl:
                 file.close()
         self._metrics = self._samples = None
 
-    def _write(self, step: int, metrics: Mapping[str, float], shown: Sequence[Shown], *, kind: str) -> None:
+    def _chosen(self, event: StepFinished | Evaluated) -> Sequence[Shown]:
+        return event.samples if self._options.samples == "all" else event.shown
+
+    def _write(self, step: int, metrics: Mapping[str, float], answers: Sequence[Shown], *, kind: str) -> None:
         if self._metrics is not None:
             numbers = {name: float(value) for name, value in metrics.items()}
             # JSON has neither NaN nor infinity; other readers understand null.
@@ -61,6 +64,6 @@ class Jsonl:
             self._metrics.write(json.dumps({"step": step, **plain}, allow_nan=False) + "\n")
             self._metrics.flush()
         if self._samples is not None:
-            for answer in shown:
+            for answer in answers:
                 self._samples.write(json.dumps({"step": step, "kind": kind, **asdict(answer)}) + "\n")
             self._samples.flush()

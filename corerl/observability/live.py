@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from threading import Lock
 
+from attrs import frozen
 from rich import box
-from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
@@ -73,7 +74,7 @@ class LiveView:
         with self._lock:
             story = self._story
             parts: list[RenderableType] = [_header(story), self._progress()]
-            if story.preparing:
+            if story.preparing or story.scores:
                 parts += [Text(f"  done  {name}  {seconds:.1f} s", style="dim") for name, seconds in story.prepared]
                 return Group(*parts)
             width = self._console.width
@@ -92,11 +93,15 @@ class LiveView:
         left = story.seconds_left()
         if story.phase is not None:
             self._spinner.update(text=Text(f"{story.phase.name} {story.clock() - story.phase.began:.1f} s"))
+        spinner = self._spinner if story.phase is not None else ""
+        if story.scores:
+            row.add_row("scoring held-out prompts", "", "", spinner)
+            return row
         row.add_row(
             f"step {story.done}/{story.steps}",
             ProgressBar(total=max(story.steps, 1), completed=story.done),
             "" if left is None else f"{duration(left)} left",
-            self._spinner if story.phase is not None else "",
+            spinner,
         )
         return row
 
@@ -165,21 +170,19 @@ def _answers(shown: Sequence[Shown], title: str) -> RenderableType:
     table = _table("prompt", "response", "expected", title=title)
     table.add_column("reward", justify="right", no_wrap=True)
     for answer in shown:
-        table.add_row(_cell(answer.prompt), _cell(answer.response), _cell(answer.answer), number(answer.reward))
+        table.add_row(_End(answer.prompt), _cell(answer.response), _cell(answer.answer), number(answer.reward))
     return table
 
 
 def summary(story: Story, event: RunFinished, *, width: int) -> RenderableType:
-    """First and last values, the same prompts before and after training, and the paths of all outputs. A path that does
-    not fit into `width` columns after its name goes below it, unbroken."""
+    """How metrics began and ended, the same prompts before and after training, and the paths of all outputs. A path
+    that does not fit into `width` columns after its name goes below it, unbroken."""
     color = "green" if event.reason == "finished" else "red"
-    outcome = f"{event.reason} after {event.steps_done} of {story.steps} steps, {duration(event.seconds)}"
-    parts: list[RenderableType] = [Text(), Text(outcome, style=f"bold {color}"), Text()]
+    parts: list[RenderableType] = [Text(), Text(story.outcome(event), style=f"bold {color}"), Text()]
     values = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    values.add_column("")
     headings, ends = story.history.ends(NUMBERS.values())
-    for heading in headings:
-        values.add_column(heading, justify="right")
+    for index, heading in enumerate(headings):
+        values.add_column(heading, justify="right" if index else "left")
     for label, metric in NUMBERS.items():
         if metric in ends:
             values.add_row(label, *(number(value, metric) for value in ends[metric]))
@@ -193,7 +196,7 @@ def summary(story: Story, event: RunFinished, *, width: int) -> RenderableType:
         for before, after in zip(event.before, event.after, strict=True):
             change = f"{number(before.reward)} -> {number(after.reward)}"
             answers.add_row(
-                _cell(before.prompt), _cell(before.answer), _cell(before.response), _cell(after.response), change
+                _End(before.prompt), _cell(before.answer), _cell(before.response), _cell(after.response), change
             )
         parts += [answers, Text()]
     names = max((len(what) for what in event.artifacts), default=0)
@@ -211,6 +214,20 @@ def _table(*headings: str, title: str) -> Table:
     for heading in headings:
         table.add_column(heading, header_style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
     return table
+
+
+@frozen
+class _End:
+    """A prompt on one line: its end if it does not fit, which the response follows. A chat's examples come before."""
+
+    text: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        line = printable(self.text[-width - 1 :])
+        if cell_len(line) > width:
+            line = "\u2026" + set_cell_size(line[::-1], width - 1)[::-1]
+        yield Text(line, no_wrap=True)
 
 
 def _cell(text: str) -> Text:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TextIO
 
-from corerl.messages import printable, shorten
+from corerl.messages import printable, shorten, shorten_to_end
 from corerl.observability.story import NUMBERS, Story
 from corerl.observability.text import duration, number
 from corerl.plugin.events import (
@@ -53,8 +53,10 @@ class PlainView:
             case RunStarted():
                 self._say(event.title)
                 self._say(f"run directory: {event.run_dir}")
-                if event.first_step:
-                    what = "scoring the weights of" if event.mode == "eval" else "resumed after"
+                if story.scores and not event.first_step:
+                    self._say("scoring the initial weights")
+                elif event.first_step:
+                    what = "scoring the weights of" if story.scores else "resumed after"
                     self._say(f"{what} step {event.first_step} of {event.steps}")
             case PhaseStarted() if story.preparing:
                 self._say(f"[{duration(story.clock() - story.began):>5}] {event.name}")
@@ -64,7 +66,7 @@ class PlainView:
                 if first or last or quiet or story.done % self._every == 0:
                     left = story.seconds_left()
                     self._row(story.done, event.metrics, "" if left is None else duration(left))
-            case Evaluated():
+            case Evaluated() if not story.scores:  # else the summary says the same
                 self._row(event.step, event.metrics, "")
             case CheckpointSaved():
                 self._say(f"checkpoint after step {event.step}: {event.path}")
@@ -98,14 +100,14 @@ class PlainView:
 
 
 def summary(story: Story, event: RunFinished) -> Iterator[str]:
-    """First and last values, the same prompts before and after training, and the paths of all outputs."""
+    """How metrics began and ended, the same prompts before and after training, and the paths of all outputs."""
     yield ""
-    yield f"{event.reason} after {event.steps_done} of {story.steps} steps, {duration(event.seconds)}"
+    yield story.outcome(event)
     headings, ends = story.history.ends(NUMBERS.values())
     if ends:
         yield ""
-        if len(headings) > 1:
-            yield f"{'':22}" + "".join(f"{heading:>10}" for heading in headings)
+        if any(headings):
+            yield f"{headings[0]:22}" + "".join(f"{heading:>10}" for heading in headings[1:])
         for label, metric in NUMBERS.items():
             if metric in ends:
                 yield f"{label:22}" + "".join(f"{number(value, metric):>10}" for value in ends[metric])
@@ -114,7 +116,7 @@ def summary(story: Story, event: RunFinished) -> Iterator[str]:
         yield f"{'prompt':18}  {'expected':12}  {'answer':>13}  {'reward':>7}"
         for answer in event.after:
             yield (
-                f"{shorten(answer.prompt, 18):18}  {shorten(answer.answer, 12):12}"
+                f"{shorten_to_end(answer.prompt, 18):18}  {shorten(answer.answer, 12):12}"
                 f"  {shorten(answer.response, 13):>13}  {number(answer.reward):>7}"
             )
     elif event.before and event.after:
@@ -123,7 +125,7 @@ def summary(story: Story, event: RunFinished) -> Iterator[str]:
         for before, after in zip(event.before, event.after, strict=True):
             change = f"{number(before.reward)} -> {number(after.reward)}"
             yield (
-                f"{shorten(before.prompt, 18):18}  {shorten(before.answer, 12):12}"
+                f"{shorten_to_end(before.prompt, 18):18}  {shorten(before.answer, 12):12}"
                 f"  {shorten(before.response, 13):>13}  {shorten(after.response, 13):>13}  {change:>14}"
             )
     if event.artifacts:

@@ -26,7 +26,11 @@ class ConsoleOptions:
 
 @frozen(kw_only=True)
 class JsonlOptions:
-    samples: bool = option("also write the shown answers to samples.jsonl", default=True)
+    samples: Literal["none", "shown", "all"] = option(
+        "sampled answers that samples.jsonl gets; shown: three of each step and of each evaluation, which the console "
+        "shows too; all: every one",
+        default="shown",
+    )
 
 
 @frozen(kw_only=True)

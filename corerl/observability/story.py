@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from attrs import frozen
 
 from corerl.observability.history import PHASES, History
+from corerl.observability.text import duration
 from corerl.plugin.events import Evaluated, Event, PhaseStarted, RunFinished, RunStarted, Shown, StepFinished
 
 # label -> metric, in the order of the tables at the end
@@ -38,6 +39,7 @@ class Story:
         self.clock = clock
         self.began = clock()
         self.title = ""
+        self.scores = False  # whether it only scores held-out prompts, and has no steps
         self.run_dir = ""
         self.steps = 0  # rollout steps in all
         self.first_step = 0  # the step at which this process began
@@ -56,8 +58,8 @@ class Story:
             case RunStarted():
                 self.title, self.run_dir = event.title, event.run_dir
                 self.steps, self.first_step, self.done = event.steps, event.first_step, event.first_step
-                scores = event.mode == "eval"  # then the summary is of these scores only, not of earlier ones
-                self.history = History() if scores else History.read(event.run_dir, before=event.repeats_from)
+                self.scores = event.mode == "eval"  # then the summary is of these scores only, not of earlier ones
+                self.history = History() if self.scores else History.read(event.run_dir, before=event.repeats_from)
             case PhaseStarted():
                 if self.phase is not None and self.preparing:
                     self.prepared.append((self.phase.name, now - self.phase.began))
@@ -76,6 +78,11 @@ class Story:
                     self.shown, self.shown_at = event.shown, f"held-out prompts after step {event.step}"
             case RunFinished():
                 self.phase = None
+
+    def outcome(self, event: RunFinished) -> str:
+        """How the run ended, and after how long."""
+        steps = "" if self.scores else f"{event.steps_done} of {self.steps} steps, "
+        return f"{event.reason} after {steps}{duration(event.seconds)}"
 
     def seconds_left(self) -> float | None:
         """Seconds left at the latest steps' pace, evaluations and saves included; None before the first step."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+TOKENS_PER_SECOND = "perf/tokens_per_second"
 # Formats of metrics; all others have three decimals.
 _FORMATS = {
     "train/loss": ".4f",
     "rollout/logprob_diff": ".1e",
     "rollout/response_length": ".1f",
-    "perf/tokens_per_second": ",.0f",
+    TOKENS_PER_SECOND: ",.0f",
 }
 
 
@@ -15,7 +16,10 @@ def number(value: float | None, metric: str = "") -> str:
     """A number in at most nine characters, with fixed decimals per metric so that columns line up; `-` for None."""
     if value is None:
         return "-"
-    text = format(value, _FORMATS.get(metric, ".3f"))
+    form = _FORMATS.get(metric, ".3f")
+    if metric == TOKENS_PER_SECOND and round(value, 1) < 10:
+        form = ".1f"  # of a large model on CPUs the whole number says little
+    text = format(value, form)
     return text if len(text) <= 9 else f"{value:.1e}"
 
 

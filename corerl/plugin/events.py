@@ -13,7 +13,7 @@ from attrs import field, frozen
 class Shown:
     """One sampled answer as text, for display."""
 
-    prompt: str
+    prompt: str  # of a chat: its only message, or all messages as lines `role: content`
     response: str
     answer: str
     reward: float
@@ -56,14 +56,16 @@ class StepFinished:
 
     step: int
     metrics: Mapping[str, float]
-    shown: Sequence[Shown] = field(factory=tuple)
+    shown: Sequence[Shown] = field(factory=tuple)  # a few of the samples
+    samples: Sequence[Shown] = field(factory=tuple)  # all, those of one prompt adjacent
 
 
 @frozen(kw_only=True)
 class Evaluated:
     step: int
     metrics: Mapping[str, float]  # eval/reward, eval/exact_match
-    shown: Sequence[Shown] = field(factory=tuple)
+    shown: Sequence[Shown] = field(factory=tuple)  # those of the first held-out prompts
+    samples: Sequence[Shown] = field(factory=tuple)  # those of all
 
 
 @frozen(kw_only=True)

@@ -111,7 +111,7 @@ class Tally:
         counts = {"stale_samples": self.stale_samples, "stale_tokens": self.stale_tokens}
         if refill is not None:
             missing = len(groups) - int(refill.useful(rewards, rollout.batch.rows["group"]).sum())
-            counts |= {"groups_without_spread": self.dull, "groups_missing": missing}
+            counts |= {"groups_set_aside": self.dull, "groups_missing": missing}
         return Scored(
             step=step,
             rollout=rollout,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from attrs import evolve, field, frozen
 
+from corerl.data.chat import readable
 from corerl.data.prompts import Prompt, PromptStream
 from corerl.plugin.events import Shown
 from corerl.rollout.engine import SamplingParams
@@ -37,7 +38,11 @@ class Scored:
 
     def shown(self, count: int = 3) -> tuple[Shown, ...]:
         """The first sample of each of the first `count` prompts, for display."""
-        return shown(self.rollout, self.rewards, count)
+        return shown(self.rollout, self.rewards, first_samples(self.rollout, count))
+
+    def samples(self) -> tuple[Shown, ...]:
+        """[B] all samples as texts."""
+        return shown(self.rollout, self.rewards)
 
     def take(self, groups: IntArray) -> Scored:
         """Only the samples of these prompts [n]."""
@@ -206,7 +211,7 @@ class Draws:
             parts=added(*(scored.parts for scored in attempts)),
             counts={
                 "attempts": len(attempts),
-                "groups_without_spread": sum(len(part.rollout.prompts) for part in dull),
+                "groups_set_aside": sum(len(part.rollout.prompts) for part in dull),
                 "groups_unused": max(found - self.prompts, 0),
                 "groups_missing": max(self.prompts - found, 0),
             },
@@ -246,6 +251,7 @@ class Synchronous(Source):
 class Evaluation:
     metrics: dict[str, float]  # eval/reward, eval/exact_match (if prompts have answers), eval/response_length
     shown: tuple[Shown, ...]  # samples of the first prompts, the same ones every time
+    samples: tuple[Shown, ...] = ()  # of all prompts
     failures: Mapping[str, int] = field(factory=dict)  # failed samples by kind of failure
     first_failure: str = ""  # as one line
 
@@ -282,7 +288,8 @@ def evaluate(
         metrics[f"eval/{name}/reward"] = float(rewards[sources == name].mean(dtype=np.float64))
     return Evaluation(
         metrics=metrics,
-        shown=shown(rollout, rewards, show),
+        shown=shown(rollout, rewards, first_samples(rollout, show)),
+        samples=shown(rollout, rewards),
         failures=scores.failures,
         first_failure=scores.first,
     )
@@ -295,14 +302,24 @@ def exact_share(rollout: Rollout) -> float | None:
     return sum(matches) / len(matches) if matches else None
 
 
-def shown(rollout: Rollout, rewards: FloatArray, count: int) -> tuple[Shown, ...]:
-    first = np.flatnonzero(rollout.batch.rows["sample"] == 0)[:count]
+def first_samples(rollout: Rollout, count: int) -> IntArray:
+    """[n] rows of the first sample of each of the first `count` prompts."""
+    return np.flatnonzero(rollout.batch.rows["sample"] == 0)[:count]
+
+
+def shown(rollout: Rollout, rewards: FloatArray, rows: IntArray | None = None) -> tuple[Shown, ...]:
+    """The samples in these rows as texts; by default all. Of a chat, the prompt is all that the model was given, and
+    so has the config's system message too."""
+    rows = np.arange(len(rollout.batch)) if rows is None else rows
+    groups = rollout.batch.rows["group"][rows].tolist()
+    prompts = {group: rollout.prompts[group] for group in groups}
+    texts = {group: readable(prompt.messages) or prompt.text for group, prompt in prompts.items()}
     return tuple(
         Shown(
-            prompt=rollout.prompts[group].text,
+            prompt=texts[group],
             response=rollout.texts[row],
-            answer=rollout.prompts[group].answer,
+            answer=prompts[group].answer,
             reward=float(rewards[row]),
         )
-        for row, group in zip(first, rollout.batch.rows["group"][first], strict=True)
+        for row, group in zip(rows.tolist(), groups, strict=True)
     )

@@ -1,22 +1,46 @@
-"""Test a rollout function without a run: a policy that gives scripted answers, over HTTP as in a run."""
+"""Try a rollout function without a run: a policy that gives scripted answers, in an episode like those of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
+import tokenizers
 from attrs import field, frozen
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from corerl.config.schema import ModelConfig, RolloutConfig
 from corerl.data.prompts import Prompt
-from corerl.rollout.conversation import Answer, Conversation, Refused, continued
-from corerl.rollout.episodes import Episode
-from corerl.rollout.front import ChatAnswer, ChatRequest, Front
-from corerl.rollout.tool_calls import as_told, format_of
+from corerl.errors import ModelError
+from corerl.models.tokenizer import end_tokens, load_tokenizer
+from corerl.rollout.conversation import Refused
+from corerl.rollout.encoding import behind
+from corerl.rollout.engine import UNLIMITED, GenerateRequest, Generation
+from corerl.rollout.episodes import Episode, EpisodeFunction
+from corerl.rollout.front import ChatRequest, Front
+from corerl.rollout.sampler import sampling_params
+from corerl.rollout.stops import Stops
+from corerl.rollout.table import Player, Table, Turn
+
+END = "<|end|>"
+# Teaches the format that `rollout.episodes.tool_calls = "auto"` finds in it.
+TEMPLATE = (
+    '{% if tools %}tools: {{ tools | tojson }}, called by <tool_call>{"name": ..., "arguments": {...}}</tool_call>\n'
+    "{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    f"{END}\n{{% endfor %}}{{% if add_generation_prompt %}}assistant: {{% endif %}}"
+)
+LONG = RolloutConfig(max_tokens=2**20)
 
 
 @frozen(kw_only=True)
 class Scripted:
-    """An episode to pass to a rollout function, and the requests that the function made."""
+    """An episode to pass to a rollout function, and the requests of the function that were not refused."""
 
     episode: Episode
     requests: list[ChatRequest] = field(factory=list)
@@ -28,45 +52,126 @@ class Scripted:
 
 
 @contextmanager
-def scripted(prompt: Prompt, answers: Sequence[str], *, tool_calls: str = "hermes") -> Iterator[Scripted]:
-    """Give `answers` one after the other; as in a run, refuse a request that does not continue the conversation.
+def scripted(
+    prompt: Prompt,
+    answers: Sequence[str],
+    *,
+    model: ModelConfig | None = None,
+    rollout: RolloutConfig = LONG,
+    template_options: Mapping[str, Any] | None = None,
+) -> Iterator[Scripted]:
+    """Give `answers` one after the other, as a policy that is certain of them: every log-prob is 0. All else is as in
+    a run, whose code this is: what is refused, where answers end or are cut, tool calls, tokens and usage.
 
-    An answer ends before a request's stop text. If a request has tools, tool calls are parsed as
-    `rollout.episodes.tool_calls` says.
+    `model` has the tokenizer and the end tokens; without it there is one token per byte. `rollout` has the limits, the
+    sampling and the format of tool calls; its default limits nothing. Raises ModelError and ConfigError as a run does.
     """
-    front = Front(temperature=1.0, top_p=1.0)
-    left = iter(answers)
-    calling = format_of(tool_calls, "")
-    conversation = Conversation()
+    tokenizer = load_tokenizer(tokenizer=model.tokenizer, path=model.path) if model else byte_tokenizer()
+    params = sampling_params(rollout, tokenizer, end_tokens(tokenizer, model or ModelConfig()))
+    if not params.stop_tokens:
+        raise ModelError("the model has no end token, so none of the answers could end; set eos_token in its tokenizer")
+    front = Front(temperature=rollout.temperature, top_p=rollout.top_p)
+    handed: Future[Episode] = Future()
+    over = threading.Event()
 
-    def answer(request: ChatRequest) -> ChatAnswer:
-        nonlocal conversation
-        messages = continued(conversation, request.messages, request.tools)
-        script.requests.append(request)
-        text = next(left, None)
-        if text is None:
-            raise Refused(f"the script has only {len(answers)} answers, but one more was requested")
-        for stop in request.stop:
-            text = text.partition(stop)[0]
-        read = calling.read(text) if calling is not None and request.tools else None
-        content, calls = read if read is not None else (text, [])
-        said = Answer(text=text, content=content, calls=tuple(as_told(calls, number=len(messages))))
-        conversation = Conversation(
-            messages=(*messages, said.message),
-            answers=conversation.answers | {len(messages)},
-            tools=tuple(request.tools),
-        )
-        return ChatAnswer(
-            text=content,
-            tool_calls=said.calls,
-            finish_reason="tool_calls" if calls else "stop",
-            prompt_tokens=0,
-            tokens=(),
-            logprobs=(),
-        )
+    def play(episode: Episode) -> None:  # the caller plays; this lasts as long
+        handed.set_result(episode)
+        over.wait()
 
-    script = Scripted(episode=Episode(prompt=prompt, base_url=front.open(answer), client=front.client))
+    state = threading.Condition()
+    table = Table(
+        front=front,
+        tokenizer=tokenizer,
+        params=params,
+        function=EpisodeFunction(name="the script", function=play),
+        config=rollout.episodes,
+        state=state,
+        longest_prompt=rollout.context_length - rollout.max_tokens if rollout.context_length else UNLIMITED,
+        template_options=template_options,
+    )
+    table.admit([Player(number=0, group=0, prompt=prompt, key=0)])
+    requests: list[ChatRequest] = []
+    policy = _Policy(table, state, over, tokenizer=tokenizer, answers=answers, requests=requests)
+    thread = threading.Thread(target=policy.run, name="script", daemon=True)
+    thread.start()
     try:
-        yield script
+        yield Scripted(episode=handed.result(), requests=requests)
     finally:
+        over.set()
+        with state:
+            state.notify_all()
+        thread.join()
         front.close()
+
+
+class _Policy:
+    """Answers the turns of the one episode at the table, until `over`."""
+
+    def __init__(
+        self,
+        table: Table,
+        state: threading.Condition,
+        over: threading.Event,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        answers: Sequence[str],
+        requests: list[ChatRequest],
+    ) -> None:
+        self._table, self._state, self._over = table, state, over
+        self._tokenizer = tokenizer
+        self._answers = answers
+        self._requests = requests
+
+    def run(self) -> None:
+        try:
+            while True:
+                with self._state:
+                    if self._over.is_set():
+                        return
+                    waiting, seconds = self._table.look(gather=False)
+                    if not waiting:
+                        self._state.wait(seconds)
+                for player, turn in (each for turns in waiting for each in turns):
+                    self._answer(player, turn)
+        finally:
+            self._table.close()
+
+    def _answer(self, player: Player, turn: Turn) -> None:
+        number = len(self._requests)
+        self._requests.append(turn.chat)
+        if number < len(self._answers):
+            self._table.tell(player, turn, _drawn(self._answers[number], turn.request, self._tokenizer))
+            return
+        with self._state:
+            if player.turn is turn:  # else the episode has ended meanwhile
+                player.turn = None
+                line = f"the script has only {len(self._answers)} answers, but one more was requested"
+                turn.answer.set_exception(Refused(line))
+
+
+def _drawn(text: str, request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) -> Generation:
+    """The text and an end token, as an engine would draw them for this request of one row."""
+    ends = request.params.stop_tokens
+    tokens = [*behind(tokenizer, text), ends[0]]
+    tokens = tokens[: 1 + next(at for at, token in enumerate(tokens) if token in ends)]
+    tokens = tokens[: Stops(tokenizer, request.params.stop).end(tokens)]
+    left = int(request.left[0])
+    cut = np.array(tokens[:left], dtype=np.int64)
+    return Generation(
+        tokens=cut,
+        offsets=np.array([0, len(cut)]),
+        logprobs=np.zeros(len(cut), dtype=np.float32),
+        versions=np.zeros(len(cut), dtype=np.int64),
+        truncated=np.array([len(tokens) > left]),
+    )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, then `END`; its chat template takes any roles, and tools."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = tokenizers.Tokenizer(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END, clean_up_tokenization_spaces=False)
+    made.chat_template = TEMPLATE
+    return made

@@ -3,6 +3,7 @@
 import argparse
 import errno
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -145,6 +146,17 @@ def test_a_command_without_overrides_takes_none(
     with pytest.raises(SystemExit):
         run_failing(0, "failing", "a=1")
     assert capsys.readouterr().err.endswith("corerl: error: unrecognized arguments: a=1\n")
+
+
+def test_the_interpreter_runs_the_command_as_a_module_and_an_import_runs_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["anything", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("corerl", run_name="__main__")
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"corerl {corerl.__version__}\n")
+    runpy.run_module("corerl.__main__", run_name="__mp_main__")  # as in a process that `multiprocessing` has spawned
+    assert capsys.readouterr().out == ""
 
 
 def test_debug_may_stand_behind_a_nested_command(capsys: pytest.CaptureFixture[str]) -> None:

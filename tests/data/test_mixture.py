@@ -122,3 +122,19 @@ def test_contradictions_are_named(tmp_path: Path) -> None:
         load_prompts(DataConfig(sources=(DataSource(source="sort-digit"),)), seed=0)
     with pytest.raises(ConfigError, match="data.system: used only with data.chat=true; set that"):
         load_prompts(DataConfig(system="Be brief."), seed=0)
+    own = DataSource(source=path, name="own", system="Be brief.")
+    with pytest.raises(ConfigError, match=r"^data.sources\[1\].system: used only with data.chat=true; set that"):
+        load_prompts(DataConfig(sources=(DataSource(source=path), own), held_out=0), seed=0)
+
+
+def test_sources_have_system_messages_of_their_own_or_none_or_the_common_one(tmp_path: Path) -> None:
+    path = str(numbered(tmp_path / "p.jsonl", 2, prefix="q"))
+    told = {"common": None, "own": "Write code.", "none": ""}
+    sources = tuple(DataSource(source=path, name=name, system=system) for name, system in told.items())
+    mix = load_prompts(DataConfig(sources=sources, chat=True, system="Be brief.", held_out=1), seed=0)
+    prompts = [mix.prompt(index) for index in range(6)]
+    system = {each.source: [message["content"] for message in each.messages[:-1]] for each in prompts}
+    assert system == {"common": ["Be brief."], "own": ["Write code."], "none": []}
+    assert [(each.index, each.text) for each in prompts] == [(n, f"q{n % 2}") for n in range(6)]
+    assert [each.messages[-1] for each in prompts] == [{"role": "user", "content": each.text} for each in prompts]
+    assert len(mix.held_out_prompts()) == 3

@@ -27,7 +27,11 @@ def samples(**columns: list[float]) -> SampleBatch:
         tokens=np.arange(8),
         offsets=np.array([0, 3, 8]),
         columns={"loss_mask": mask, **{name: np.array(values, np.float32) for name, values in columns.items()}},
-        rows={"response_length": np.array([1, 3]), "truncated": np.array([False, True])},
+        rows={
+            "group": np.array([0, 1]),
+            "response_length": np.array([1, 3]),
+            "truncated": np.array([False, True]),
+        },
     )
 
 
@@ -57,6 +61,20 @@ def test_rollout_metrics_are_means_over_samples_and_a_count_of_sampled_tokens() 
         "rollout/exact_match": 0.5,
     }
     assert "rollout/exact_match" not in rollout_metrics(scored(None))
+
+
+def test_the_share_of_groups_without_spread_is_of_groups_that_have_samples_to_compare() -> None:
+    given = scored(None)
+    assert "rollout/groups_without_spread" not in rollout_metrics(given)  # groups of one
+    of_four = evolve(
+        given,
+        rollout=evolve(given.rollout, batch=SampleBatch.concatenate([samples(), samples()])),
+        rewards=np.array([1.0, 0.5, 0.5, 0.5], np.float32),
+    )
+    for groups, share in (([0, 0, 1, 1], 0.5), ([0, 0, 0, 5], 0.5), ([2, 1, 1, 1], 1.0), ([0, 0, 0, 0], 0.0)):
+        batch = of_four.rollout.batch.with_rows(group=np.array(groups))
+        found = rollout_metrics(evolve(of_four, rollout=evolve(of_four.rollout, batch=batch)))
+        assert found["rollout/groups_without_spread"] == share
 
 
 def test_each_part_of_a_reward_is_a_mean_over_the_samples_that_have_it() -> None:

@@ -307,8 +307,8 @@ def test_a_reward_that_never_differs_is_told_once_until_it_does(make_run: Callab
     run = make_run(make_config(), ears=ears)
     same = evolve(scored(), rewards=np.array([0.25, 0.25], np.float32))
     line = (
-        "every sample of the last 3 steps had the reward 0.25: nothing is learned from that; check reward.name, "
-        "data.answer_key and the samples"
+        "all samples of a step had the same reward, 3 steps in a row, now 0.25: nothing is learned from that; check "
+        "reward.name, data.answer_key and the samples"
     )
     for expected in (0, 0, 1, 1):
         run.report(same, None, {})
@@ -317,6 +317,7 @@ def test_a_reward_that_never_differs_is_told_once_until_it_does(make_run: Callab
     for _ in range(3):
         run.report(same, None, {})
     assert told(ears) == [line] * 2
+    assert [step.metrics["rollout/groups_without_spread"] for step in ears.steps] == [1.0] * 4 + [0.0] + [1.0] * 3
 
 
 def test_special_tokens_that_the_reward_does_not_see_are_told_once(make_run: Callable[..., Run]) -> None:

@@ -57,6 +57,19 @@ def test_what_cannot_be_loaded_is_named_with_its_setting_and_with_what_was_found
         load_tokenizer(tokenizer="characters:aba", path="")
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gemma"])
+def test_a_directory_with_a_config_alone_has_no_tokenizer(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    for more in ("", "tokenizer_config.json"):  # as after a download that was cut
+        if more:
+            (tmp_path / more).write_text("{}")
+        with pytest.raises(ModelError, match=r"^model.path='.*' has no tokenizer that .*found config.json") as caught:
+            load_tokenizer(tokenizer="", path=str(tmp_path))
+        assert "\n" not in caught.value.message
+    load_tokenizer(tokenizer=DIGITS, path="").save_pretrained(tmp_path)
+    assert len(load_tokenizer(tokenizer="", path=str(tmp_path))) == 16
+
+
 def test_a_special_token_that_no_sample_has_needs_no_room() -> None:
     model = ModelConfig(config={**tiny_fields("qwen3"), "vocab_size": 16})
     tokenizer = character_tokenizer("0123456789>s")

@@ -56,3 +56,34 @@ def test_steps_that_only_another_process_knows_and_one_that_has_not_ended_are_no
         history.add(step, {"time/train": 2.0, "time/step": 3.0})
     history.add(102, {"eval/reward": 0.5, "time/eval": 1.0})  # before the step
     assert history.recent("time/train", 20) == 2.0
+
+
+def test_a_run_begins_and_ends_with_means_over_a_quarter_of_its_steps_but_for_evaluations() -> None:
+    history = History()
+    for step in range(60):
+        history.add(step, {"a": float(step), "b": math.nan if step % 2 else 1.0})
+    history.add(7, {"once": 3.0})
+    for step in (0, 30, 60):
+        history.add(step, {"eval/reward": step / 60})
+    headings, ends = history.ends(["a", "b", "once", "eval/reward", "none"])
+    assert headings == ["means of 10 steps", "start", "end"]
+    assert ends == {"a": [4.5, 54.5], "b": [1.0, 1.0], "once": [3.0, None], "eval/reward": [0.0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("steps", "heading", "first", "last"),
+    [(2, "", 0.0, 1.0), (7, "", 0.0, 6.0), (8, "means of 2 steps", 0.5, 6.5), (20, "means of 5 steps", 2.0, 17.0)],
+)
+def test_a_short_run_is_averaged_over_fewer_steps(steps: int, heading: str, first: float, last: float) -> None:
+    history = History()
+    for step in range(steps):
+        history.add(step, {"a": float(step)})
+    assert history.ends(["a"]) == ([heading, "start", "end"], {"a": [first, last]})
+
+
+def test_what_never_was_a_number_has_none_as_its_mean() -> None:
+    history = History()
+    for step in range(9):
+        history.add(step, {"a": math.nan})
+    _, ends = history.ends(["a"])
+    assert [math.isnan(value or 0.0) for value in ends["a"]] == [True, True]

@@ -3,17 +3,18 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Literal
 
 import pytest
-from attrs import evolve
+from attrs import asdict, evolve
 
 from corerl.observability.jsonl import Jsonl
 from corerl.observability.specs import JsonlOptions
-from corerl.plugin.events import StepFinished
+from corerl.plugin.events import Evaluated, Shown, StepFinished
 from tests.observability.run import STEPS, evaluated, finished, metrics, started, steps, whole
 
 
-def extension(run_dir: Path, *, samples: bool = True) -> Jsonl:
+def extension(run_dir: Path, *, samples: Literal["none", "shown", "all"] = "shown") -> Jsonl:
     return Jsonl(options=JsonlOptions(samples=samples), run_dir=str(run_dir))
 
 
@@ -94,9 +95,21 @@ def test_scores_of_several_weights_stand_side_by_side(tmp_path: Path) -> None:
 
 
 def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
-    jsonl = extension(tmp_path, samples=False)
+    jsonl = extension(tmp_path, samples="none")
     jsonl.observe(started(str(tmp_path)))
     jsonl.observe(StepFinished(step=0, metrics={"a": math.nan, "b": -math.inf, "c": 2.0}))
     jsonl.shutdown("finished")
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "a": null, "b": null, "c": 2.0}\n'
     assert not (tmp_path / "samples.jsonl").exists()
+
+
+def test_all_samples_of_each_step_and_evaluation_are_written_on_request(tmp_path: Path) -> None:
+    samples = [Shown(prompt=f"{n // 2}+1=", response=str(n), answer="", reward=float(n)) for n in range(8)]
+    jsonl = extension(tmp_path, samples="all")
+    jsonl.observe(started(str(tmp_path)))
+    jsonl.observe(StepFinished(step=0, metrics={}, shown=samples[:2], samples=samples[:6]))
+    jsonl.observe(Evaluated(step=1, metrics={}, shown=samples[6:7], samples=samples[6:]))
+    jsonl.shutdown("finished")
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    wanted = [{"step": 0, "kind": "sampled"}] * 6 + [{"step": 1, "kind": "held-out"}] * 2
+    assert lines == [{**where, **asdict(sample)} for where, sample in zip(wanted, samples, strict=True)]

@@ -122,3 +122,34 @@ def test_a_run_that_stops_before_its_second_look_at_the_prompts_has_a_summary_al
     text = console.export_text()
     assert "interrupted after 3 of 4 steps, 1:15" in text
     assert "before" not in text
+
+
+def test_an_evaluation_has_no_steps() -> None:
+    clock = Clock()
+    story = Story(clock)
+    for event in [started("runs/small", mode="eval"), PhaseStarted(name="starting ray", step=0)]:
+        story.hear(event)
+    clock.now = 3.0
+    story.hear(PhaseStarted(name="eval", step=0))
+    clock.now = 5.0
+    lines = screen(story)
+    assert lines[1].split("  ")[0] == "scoring held-out prompts" and lines[1].endswith("eval 2.0 s")
+    assert lines[2:] == ["  done  starting ray  3.0 s"]
+    story.hear(evaluated(0))
+    console = terminal(80)
+    console.print(summary(story, evolve(finished("runs/small"), steps_done=0), width=80))
+    assert "finished after 1:15\n" in console.export_text()
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_of_a_chat_that_does_not_fit_the_end_is_shown(width: int) -> None:
+    story = Story(Clock())
+    middle(story)
+    chat = "".join(f"user: {n}+{n}?\nassistant: {2 * n}\n" for n in range(50)) + "user: \u6570\u5b66 3+4?"
+    story.hear(
+        StepFinished(step=3, metrics=metrics(3), shown=[Shown(prompt=chat, response="7", answer="", reward=1.0)])
+    )
+    (row,) = [line for line in screen(story, width) if "3+4?" in line]
+    prompt, response, reward = row.split("  ")[0], *row.split()[-2:]
+    assert prompt.startswith("\u2026") and prompt.endswith("user: \u6570\u5b66 3+4?")
+    assert (response, reward) == ("7", "1.000")

@@ -7,7 +7,7 @@ from attrs import evolve
 
 from corerl.observability.plain import PlainView
 from corerl.observability.story import Story
-from corerl.plugin.events import Event, RunFinished, StepFinished
+from corerl.plugin.events import Event, PhaseStarted, RunFinished, Shown, StepFinished
 from tests.observability.run import Clock, evaluated, metrics, shown, started, steps, whole
 
 
@@ -116,3 +116,33 @@ def test_a_single_evaluation_is_shown_as_such() -> None:
 
 def test_no_line_is_wider_than_eighty_characters() -> None:
     assert max(len(line) for line in lines(list(whole("runs/small")), every=1)) <= 80
+
+
+def test_an_evaluation_has_no_steps() -> None:
+    events = [started("runs/small", mode="eval"), PhaseStarted(name="eval", step=0), evaluated(0)]
+    end = RunFinished(reason="finished", steps_done=0, seconds=5.0)
+    assert lines([*events, end], every=100) == [
+        "qwen3 on plain, fake engine",
+        "run directory: runs/small",
+        "scoring the initial weights",
+        "",
+        "finished after 0:05",
+        "",
+        "held-out reward            0.000",
+        "held-out exact match       0.000",
+    ]
+
+
+def test_the_end_of_a_chat_is_shown_and_the_means_of_several_steps_are_compared() -> None:
+    chat = "system: Add.\nuser: 1+1?\nassistant: 2\nuser: 3+4?"
+    answers = (Shown(prompt=chat, response="7", answer="7", reward=1.0),)
+    many = [StepFinished(step=step, metrics={"rollout/reward": float(step % 2)}) for step in range(40)]
+    end = RunFinished(reason="finished", steps_done=40, seconds=5.0, before=answers, after=answers)
+    printed = lines([evolve(started("runs/small"), steps=40), *many, end], every=100)
+    assert printed[-5:] == [
+        "means of 10 steps          start       end",
+        "reward                     0.500     0.500",
+        "",
+        "prompt              expected             answer   reward",
+        "...: 2\\nuser: 3+4?  7                         7    1.000",
+    ]

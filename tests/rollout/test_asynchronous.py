@@ -312,12 +312,12 @@ def test_groups_that_teach_nothing_are_replaced_as_often_as_is_allowed() -> None
     steps = list(trained_on(source, engines))
     assert all(prompt.index % 2 for scored in steps for prompt in scored.rollout.prompts)
     assert all(scored.counts["groups_missing"] == 0 for scored in steps)
-    assert sum(scored.counts["groups_without_spread"] for scored in steps) > 0
+    assert sum(scored.counts["groups_set_aside"] for scored in steps) > 0
     one = Reward(name="one", function=lambda prompt, response: 1.0)
     never = asynchronous(engines, reward=one, refill=Refill(useful=spread, attempts=1))
     for scored in trained_on(never, engines):
         assert scored.counts["groups_missing"] == PROMPTS == len(scored.rollout.prompts)
-        assert scored.counts["groups_without_spread"] >= 2 * PROMPTS
+        assert scored.counts["groups_set_aside"] >= 2 * PROMPTS
 
 
 def test_the_parts_of_rewards_are_summed_over_the_samples_scored_since_the_last_batch() -> None:
@@ -365,7 +365,7 @@ def test_groups_that_grow_too_old_while_they_are_scored_are_given_up_and_not_rep
     assert sorted(prompt.index for prompt in second.rollout.prompts) == sorted(upcoming(2 * PROMPTS)[PROMPTS:])
     assert set(second.rollout.batch.columns["versions"][second.rollout.batch.columns["loss_mask"]]) == {2}
     assert second.counts["stale_samples"] == PROMPTS * SAMPLES
-    assert (second.counts["groups_without_spread"], second.counts["groups_missing"]) == (0, 0)
+    assert (second.counts["groups_set_aside"], second.counts["groups_missing"]) == (0, 0)
 
 
 def test_groups_that_teach_nothing_fill_a_batch_only_while_they_are_young_enough() -> None:

@@ -62,6 +62,18 @@ def test_steps_come_in_order_scored_with_fresh_prompts_and_fresh_noise(sampler: 
         assert scored.exact_match == 0.0
         assert scored.seconds.keys() == {"rollout", "reward"}
         assert [shown.response for shown in scored.shown(2)] == [scored.rollout.texts[0], scored.rollout.texts[2]]
+        every = scored.samples()
+        assert [each.response for each in every] == scored.rollout.texts
+        assert [each.prompt for each in every[::2]] == [prompt.text for prompt in scored.rollout.prompts]
+        assert [each.reward for each in every] == scored.rewards.tolist()
+
+
+def test_of_a_chat_all_that_the_model_was_given_is_shown(sampler: Sampler) -> None:
+    scored = next(iter(source(sampler)))
+    user, system = {"role": "user", "content": "3+4?"}, {"role": "system", "content": "Be brief."}
+    chats = tuple(Prompt(index=0, text="3+4?", answer="7", messages=each) for each in ((user,), (system, user), ()))
+    shown = evolve(scored, rollout=evolve(scored.rollout, prompts=chats)).shown()
+    assert [each.prompt for each in shown] == ["3+4?", "system: Be brief.\nuser: 3+4?", "3+4?"]
 
 
 def test_a_source_restored_at_a_position_continues_with_the_very_same_samples(sampler: Sampler) -> None:
@@ -91,8 +103,9 @@ def test_failures_of_the_reward_travel_with_the_step_and_a_broken_reward_stops_i
     assert scored.rewards.tolist() == [0.5, -1.0, 0.5, 0.5, -1.0, 0.5]
     assert scored.failures == {"raised": 2}
     prompt = scored.rollout.prompts[0]
+    line = odd.__code__.co_firstlineno + 2
     assert scored.first_failure == (
-        f"reward 'odd' raised ValueError: odd (tests/rollout/test_sources.py:86) on prompt {prompt.index} "
+        f"reward 'odd' raised ValueError: odd (tests/rollout/test_sources.py:{line}) on prompt {prompt.index} "
         f"({prompt.text!r}) with the response {scored.rollout.texts[1]!r}"
     )
     assert begun.position["rollout_step"] == 1
@@ -153,6 +166,7 @@ def test_evaluation_is_greedy_scored_by_hand_and_counts_exact_answers_where_ther
         ("0>", "12", "12", 1.0),
         ("1>", "9", "98", 0.5),
     ]
+    assert result.samples[:2] == result.shown and [each.prompt for each in result.samples] == ["0>", "1>", "2>"]
     unanswered = [Prompt(index=i, text=f"{i}>", answer="") for i in range(3)]
     ones = Reward(name="ones", function=lambda prompt, text: 1.0)
     free = evaluate(Sampler(tokenizer=TOKENIZER, generate=generate, seed=0), unanswered, ones, params=PARAMS)
@@ -193,7 +207,7 @@ def test_groups_without_spread_are_replaced_by_the_next_prompts_that_have_some(s
         drawn = [prompt for _ in range(scored.counts["attempts"]) for prompt in upcoming.take(4)]
         odd = [prompt for prompt in drawn if prompt.index % 2]
         assert list(scored.rollout.prompts) == odd[:4]
-        assert scored.counts["groups_without_spread"] == len(drawn) - len(odd)
+        assert scored.counts["groups_set_aside"] == len(drawn) - len(odd)
         assert (scored.counts["groups_unused"], scored.counts["groups_missing"]) == (len(odd) - 4, 0)
         assert scored.rewards.tolist() == [0.0, 1.0] * 4
         assert scored.rollout.batch.rows["group"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -209,7 +223,7 @@ def test_what_is_missing_at_the_end_is_filled_with_groups_that_had_been_dropped(
     scored = next(refilled(sampler, attempts=2, reward=Never()))
     assert scored.counts == {
         "attempts": 3,
-        "groups_without_spread": 12,
+        "groups_set_aside": 12,
         "groups_unused": 0,
         "groups_missing": 4,
     }

@@ -1,9 +1,21 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
 import pytest
 
+from corerl.config.schema import EpisodesConfig, ModelConfig, RolloutConfig
 from corerl.data.prompts import Prompt
-from corerl.testing.episodes import scripted
+from corerl.models.tokenizer import load_tokenizer
+from corerl.rollout.conversation import Conversation, Renderer
+from corerl.rollout.engine import SamplingParams
+from corerl.rollout.episodes import Episode, EpisodeFunction
+from corerl.rollout.front import Front
+from corerl.rollout.play import EpisodeSampler
+from corerl.testing.episodes import _drawn, byte_tokenizer, scripted
 
 PROMPT = Prompt(index=0, text="2+3=", answer="5")
 
@@ -44,3 +56,108 @@ def test_a_scripted_answer_ends_before_a_stop_text_of_its_request(stop: object, 
     with scripted(PROMPT, ["I look.\nObservation: x"]) as script:
         choice = script.episode.chat(script.episode.messages, stop=stop)
     assert (choice["message"]["content"], choice["finish_reason"]) == (said, "stop")
+
+
+# ---- as in a run -----------------------------------------------------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+
+
+def post(episode: Episode, messages: list[Any], **parameters: Any) -> Any:
+    """The whole answer as clients get it."""
+    path = f"{urlsplit(episode.base_url).path}/chat/completions"
+    return episode._client.post(path, {"messages": messages, **parameters})
+
+
+def talk(episode: Episode) -> list[Any]:
+    """All answers to requests of every kind, of which some are refused."""
+    messages, heard = episode.messages, []
+
+    def ask(**parameters: Any) -> Any:
+        said = post(episode, messages, tools=TOOLS, **parameters)
+        heard.append(said.get("error") or {"choices": said["choices"], "usage": said["usage"]})
+        return said
+
+    ask(temperature=0.5)
+    ask(n=2)
+    messages.append(ask(logprobs=True, temperature=1.0)["choices"][0]["message"])
+    ask()
+    messages.append({"role": "tool", "tool_call_id": "call00100", "content": "5"})
+    said = ask(logprobs=True, max_tokens=4)["choices"][0]["message"]
+    ask(logprobs=True, max_tokens=4)
+    messages += [{**said, "content": "other"}, {"role": "user", "content": "?"}]
+    ask()
+    messages[-2:] = [said, {"role": "user", "content": "?"}]
+    ask(stop=["t is"])
+    messages += [{"role": "assistant", "content": "I"}, {"role": "user", "content": "?"}]
+    for _ in range(3):
+        said = ask()
+        if "choices" in said:
+            messages += [said["choices"][0]["message"], {"role": "user", "content": "?"}]
+    return heard
+
+
+def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_says_the_same() -> None:
+    answers = [CALL, "It is five", "It is 5", "x" * 99]
+    rollout = RolloutConfig(max_tokens=150)
+    with scripted(PROMPT, answers, rollout=rollout) as script:
+        heard = talk(script.episode)
+
+    tokenizer, left = byte_tokenizer(), iter(answers)
+    in_run: list[Any] = []
+    front = Front(temperature=1.0, top_p=1.0)
+    sampler = EpisodeSampler(
+        tokenizer=tokenizer,
+        generate=lambda request: _drawn(next(left), request, tokenizer),
+        seed=0,
+        function=EpisodeFunction(name="mine:talk", function=lambda episode: in_run.extend(talk(episode))),
+        front=front,
+        config=EpisodesConfig(),
+    )
+    params = SamplingParams(max_tokens=150, stop_tokens=(256,))
+    batch = sampler.sample([PROMPT], rollout_step=0, samples=1, params=params).batch
+    front.close()
+    assert heard == in_run
+    outcomes = [said["code"] if "code" in said else said["choices"][0]["finish_reason"] for said in heard]
+    assert outcomes == [
+        *("unsupported_parameter", "unsupported_parameter", "tool_calls", "invalid_request", "length", "length"),
+        *("history_changed", "stop", "length", "length", "context_length_exceeded"),
+    ]
+    # The usage, by hand: the whole conversation so far, and what is new, with its end.
+    prompt = tokenizer.apply_chat_template([*script.episode.messages], tools=TOOLS, add_generation_prompt=True)
+    usage = {"prompt_tokens": len(prompt["input_ids"]), "completion_tokens": len(CALL) + 1}
+    assert heard[2]["usage"] == {**usage, "total_tokens": sum(usage.values())}
+    told = heard[2]["choices"][0]["logprobs"]["content"]
+    assert [(each["token"], each["logprob"]) for each in told[-2:]] == [(">", 0.0), ("<|end|>", 0.0)]
+    assert int(batch.columns["loss_mask"].sum()) == sum(heard[at]["usage"]["completion_tokens"] for at in (2, 4, 7, 8))
+
+
+def test_the_tokens_and_the_template_are_those_of_the_model_that_is_named(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer="characters:0123456789+=?u:a;", path="")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ m.role[0] }}:{{ m.content }}<eos>;{% endfor %}a:{% if brief %}?{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, tokenizer.vocab["="]]}))
+    model = ModelConfig(path=str(tmp_path))
+    with scripted(PROMPT, ["5=6"], model=model, template_options={"brief": True}) as script:
+        with pytest.raises(RuntimeError, match="the tokenizer's chat template rejects its messages .*no system"):
+            script.episode.chat([{"role": "system", "content": "1"}, *script.episode.messages])
+        said = post(script.episode, script.episode.messages)
+    assert said["choices"][0]["message"]["content"] == "5"  # "=" ends it, as it ends a run's samples
+    renderer = Renderer(tokenizer, options={"brief": True})
+    asked = renderer.ask(Conversation(), script.episode.messages)
+    assert tokenizer.decode(asked.tokens) == "u:2+3=<eos>;a:?"
+    assert (said["usage"]["prompt_tokens"], said["usage"]["completion_tokens"]) == (len(asked.tokens), 2)
+
+
+def test_a_first_request_that_leaves_no_room_is_refused_as_a_run_refuses_it() -> None:
+    limits = RolloutConfig(max_tokens=40, context_length=60)
+    with (
+        scripted(PROMPT, ["5"], rollout=limits) as script,
+        pytest.raises(RuntimeError, match="only 20 fit into rollout.context_length besides rollout.max_tokens=40"),
+    ):
+        script.episode.chat(script.episode.messages)
+    assert script.requests == []
