@@ -134,6 +134,12 @@ def passed_over(run_dir: str | Path, *, read: bool = False) -> dict[Path, str]:
     return found
 
 
+def require_whole(checkpoint: Path) -> None:
+    """Read all of a checkpoint. Raises CheckpointError if it is damaged."""
+    if fault := _fault(checkpoint, read=True):
+        raise CheckpointError(fault)
+
+
 def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
     """Remove all but the newest `keep` complete checkpoints (0 keeps all), and partial ones no newer than `committed`,
     which no save can still be writing. The just `committed` one stays and counts as the newest: later steps belong to

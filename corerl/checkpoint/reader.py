@@ -63,7 +63,7 @@ class CheckpointSource:
             common = intersect(wanted, saved.box)
             if common is None:
                 continue
-            values = self._slice(rank, saved, within(common, saved.box))
+            values = self._slice(rank, saved, within(common, saved.box), whole=common == saved.box)
             self.bytes_read += values.numel() * values.element_size()
             if common == wanted:
                 return values
@@ -76,17 +76,18 @@ class CheckpointSource:
             )
         return out
 
-    def _slice(self, rank: int, saved: SavedBox, slices: tuple[slice, ...]) -> torch.Tensor:
+    def _slice(self, rank: int, saved: SavedBox, slices: tuple[slice, ...], *, whole: bool) -> torch.Tensor:
         path = self._directory / tensor_file(rank)
         try:
             if rank not in self._files:
                 self._files[rank] = safe_open(path, framework="pt")
             handle = self._files[rank]
-            expected = self._sums.pop((rank, saved.stored), None)
-            if expected is not None:  # the first time; unless the checkpoint is resharded, all of it is wanted anyway
-                whole = handle.get_tensor(saved.stored)
-                require_sound(whole, saved, expected, path)
-                return whole[slices] if slices else whole
+            # A part alone has no checksum: whoever resumes on other ranks has had the whole read before.
+            expected = self._sums.pop((rank, saved.stored), None) if whole else None
+            if expected is not None:
+                all_of_it = handle.get_tensor(saved.stored)
+                require_sound(all_of_it, saved, expected, path)
+                return all_of_it
             # A tensor without dims has nothing to slice.
             values: torch.Tensor = handle.get_slice(saved.stored)[slices] if slices else handle.get_tensor(saved.stored)
         except CheckpointError:

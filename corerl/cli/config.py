@@ -45,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
     tried()
     for note in notes(config):
         print(f"corerl: note: {printable(note)}", file=sys.stderr)
-    for note in prepare(config, starting=False).unused:
+    prepared = prepare(config, starting=False)
+    refused = prepared.chats.finish() if config.run.samples else ""
+    for note in filter(None, (*prepared.unused, prepared.too_long, refused)):
         print(f"corerl: note: {printable(note)}", file=sys.stderr)
     print(f"{args.file}: ok")
     return 0

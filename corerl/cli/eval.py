@@ -42,7 +42,6 @@ def run(args: argparse.Namespace) -> int:
     directory = os.path.isdir(what) or (what.name.startswith("step-") and not os.path.exists(what))
     config = None if directory else load_config(what, given)  # first: shows its errors without importing torch
     with uncollected():
-        from corerl.checkpoint.commit import latest
         from corerl.checkpoint.format import checkpoints_dir
         from corerl.cli.newest import checkpoint_of
         from corerl.driver.state import read_run
@@ -61,8 +60,9 @@ def run(args: argparse.Namespace) -> int:
             there = tuple(name for name in config.cluster.secrets if name not in missing)
             config = evolve(config, cluster=evolve(config.cluster, secrets=there))
     elif config.checkpoint.resume == "auto":  # the run's newest, not that of the directory for the scores
-        newest = str(latest(config.run.dir, read=True) or "never")
-        config = evolve(config, checkpoint=evolve(config.checkpoint, resume=newest))
+        newest = checkpoint_of(run := Path(config.run.dir))
+        resume = "never" if newest == run else str(newest)
+        config = evolve(config, checkpoint=evolve(config.checkpoint, resume=resume))
     try_imports(config)()
     # A separate directory, so that the run's own files stay as they are.
     summary = evaluate(evolve(config, run=evolve(config.run, dir=str(Path(config.run.dir) / "eval"))))

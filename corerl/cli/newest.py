@@ -7,13 +7,17 @@ from pathlib import Path
 
 
 def checkpoint_of(what: Path) -> Path:
-    """A run's newest complete checkpoint, with a line on stderr for each newer one; any other path as it is."""
+    """A run's newest whole checkpoint, with a line on stderr for each newer one; any other path as it is. Raises
+    CheckpointError for a run whose checkpoints are all damaged."""
     from corerl.checkpoint.commit import latest, passed_over
+    from corerl.errors import CheckpointError
     from corerl.messages import printable
 
-    newest = latest(what, read=True)
+    newest, damaged = latest(what, read=True), passed_over(what, read=True)
     if newest is None:
+        for fault in damaged.values():
+            raise CheckpointError(f"{what} is a run directory without an intact checkpoint: {fault}")
         return what
-    for path, fault in passed_over(what, read=True).items():
+    for path, fault in damaged.items():
         print(f"corerl: skipping {path.name}, using {newest.name}: {printable(fault)}", file=sys.stderr)
     return newest

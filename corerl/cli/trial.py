@@ -14,9 +14,15 @@ if TYPE_CHECKING:
 
 def try_imports(config: Config) -> Callable[[], None]:
     """Start to import what `config` names, beside this process; call the result to wait for it. That raises UserError,
-    in one line, if an import ended its process. An import that merely raises is reported by whoever needs it."""
-    from corerl.plugin.options import selected
+    in one line, if an import ended its process. An import that merely raises is reported by whoever needs it.
+
+    Raises PluginIncompatible at once if what is installed is not what CoreRL and the plugins require: then the imports
+    that a command does next may raise anything."""
+    from corerl.plugin.options import distributions_of, selected
     from corerl.plugin.registry import Kind
+    from corerl.plugin.requirements import require_met
+
+    require_met(distributions_of(config))
 
     rewards = (config.reward.name, *(each.name for each in config.reward.functions))
     names = (*rewards, config.rollout.function, config.rollout.postprocess, config.algorithm.loss)

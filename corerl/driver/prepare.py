@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,11 +21,11 @@ from corerl.driver.chats import ChatCheck
 from corerl.driver.processes import ProcessPlan, plan_processes
 from corerl.driver.run_dir import in_the_way, lies_in, require_steps_left, resume_from
 from corerl.driver.state import read_run
-from corerl.errors import CheckpointError, ConfigError, DataError, PluginError
+from corerl.errors import CheckpointError, ConfigError, DataError
 from corerl.models.config import context_length, experts, hf_config
 from corerl.models.tokenizer import CHARACTERS, end_tokens, load_tokenizer, require_room_for_tokens
-from corerl.plugin.options import resolve_tables, selected
-from corerl.plugin.registry import load, locate
+from corerl.plugin.options import distributions_of, resolve_tables, selected
+from corerl.plugin.registry import load
 from corerl.plugin.requirements import require_met
 from corerl.rollout.encoding import longer_than, require_encodable
 from corerl.rollout.engine import UNLIMITED, SamplingParams
@@ -366,13 +365,8 @@ def _resolve_plugins(config: Config, problems: Problems) -> Config:
 
 def _require_versions(config: Config, problems: Problems) -> None:
     """Check what CoreRL and the config's plugins require of other packages, also of a plugin that cannot be loaded."""
-    distributions = ["corerl"]
-    for each in selected(config):
-        if each.used:
-            with contextlib.suppress(PluginError):  # reported where it is loaded
-                distributions.append(locate(each.kind, each.name).distribution)
     with problems.stage("versions"):
-        require_met(distributions)
+        require_met(distributions_of(config))
 
 
 def _with_absolute_paths(config: Config) -> Config:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from corerl.checkpoint.commit import latest, passed_over
+from corerl.checkpoint.commit import latest, passed_over, require_whole
 from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir
 from corerl.config.load import dump_toml, recorded
 from corerl.config.schema import Config
@@ -73,7 +73,8 @@ def _unwritable(run_dir: Path, error: OSError) -> ConfigError:
 def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None:
     """The checkpoint to resume from, if any. Raises ConfigError rather than overwrite another run."""
     resume = config.checkpoint.resume
-    read = resume == "auto"  # a rank that finds damage as it loads cannot go back to an older one
+    # A rank that finds damage cannot go back to an older one, and one that loads parts of tensors finds none.
+    read = starting and resume == "auto"
     newest = latest(run_dir, read=read)
     if starting and newest is not None and not config.run.trains:
         advice = f", or use: corerl eval {shlex.quote(str(run_dir))}" if config.run.mode == "eval" else ""
@@ -96,6 +97,8 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None
             f"run.dir: {run_dir} already holds a run ({newest.name}); continue it with checkpoint.resume=auto, or set "
             "another run.dir"
         )
+    if starting and chosen is not None:
+        require_whole(chosen)
     return chosen
 
 

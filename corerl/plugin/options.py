@@ -3,6 +3,7 @@ asks of a plugin before any worker exists."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from corerl.config.schema import ClusterInfo, Config
 from corerl.errors import ConfigError, PluginError, Unsupported
 from corerl.messages import nearest
 from corerl.plugin.capabilities import Capability, refusal
-from corerl.plugin.registry import Kind, Loaded, installed_names, load
+from corerl.plugin.registry import Kind, Loaded, installed_names, load, locate
 from corerl.plugin.spec import BackendSpec, Environment, Problem
 
 USER = "cluster.environment"  # whose values may be secrets
@@ -45,6 +46,16 @@ def selected(config: Config) -> list[Selection]:
             for index, each in enumerate(config.extensions)
         ),
     ]
+
+
+def distributions_of(config: Config) -> list[str]:
+    """The distributions whose code a run of the config has, core's first; without plugins that are not installed."""
+    found = ["corerl"]
+    for each in selected(config):
+        if each.used:
+            with contextlib.suppress(PluginError):  # reported where it is loaded
+                found.append(locate(each.kind, each.name).distribution)
+    return found
 
 
 def backend_name(config: Config, role: str) -> str:
