@@ -71,6 +71,28 @@ def test_a_file_is_scored_with_the_weights_that_its_run_would_go_on_from(
     assert {config.run.dir for config in evaluated} == {str(tmp_path / "run/eval")}
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_damaged_checkpoint_is_told_and_never_passed_over_for_the_models_own_weights(
+    evaluated: list[Config], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: bool
+) -> None:
+    config = make_config(run={"dir": str(tmp_path / "run")})
+    damaged = save(tmp_path / "run", config, make_model(config, seed=1), step=9)
+    for each in (damaged,) if whole else (damaged, checkpoint):
+        file = each / "actor/rank-00000.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    (tmp_path / "run.toml").write_text(dump_toml(config))
+    for what, *more in ([str(tmp_path / "run.toml"), "checkpoint.resume=auto"], [str(tmp_path / "run")]):
+        assert main(["eval", what, *more]) == (0 if whole else 2)
+        told = capsys.readouterr().err
+        if whole:
+            assert told.startswith(f"corerl: skipping {damaged.name}, using {checkpoint.name}: {damaged}/actor/rank-")
+        else:
+            run = tmp_path / "run"
+            assert told.startswith(f"corerl: error: {run} is a run directory without an intact checkpoint: {damaged}")
+        assert "is not what was saved (its checksum differs)" in told
+    assert [each.checkpoint.resume for each in evaluated] == [str(checkpoint)] * 2 * whole
+
+
 def test_a_checkpoint_that_is_gone_is_not_taken_for_a_file(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from corerl.config.schema import CheckpointConfig, Config, RunConfig
 from corerl.driver.export import export
 from corerl.driver.prepare import prepare
 from corerl.driver.run_dir import changed_settings, lost_checkpoints, resume_from, write_config
-from corerl.errors import ConfigError, NothingLeft, UserError
+from corerl.errors import CheckpointError, ConfigError, NothingLeft, UserError
 from tests.driver.saved import config_in, make_config, make_model, save
 from tests.in_process import execute_here, small
 
@@ -72,6 +72,12 @@ def test_a_run_goes_on_from_the_checkpoint_before_one_whose_bytes_have_changed(t
         for each in (third, second)
     ]
     assert all("is not what was saved (its checksum differs)" in line for line in told)
+    # One that is named is read too; whoever only looks at a run reads none.
+    elsewhere = tmp_path / "elsewhere"
+    with pytest.raises(CheckpointError, match="is not what was saved"):
+        resume_from(config_in(elsewhere, str(third)), elsewhere, starting=True)
+    assert resume_from(config_in(elsewhere, str(third)), elsewhere, starting=False) == third
+    assert resume_from(config_in(tmp_path, "auto"), tmp_path, starting=False) == third
 
 
 @pytest.mark.parametrize("resume", ["never", "auto", "elsewhere"])
