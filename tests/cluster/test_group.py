@@ -227,7 +227,11 @@ def test_ray_is_told_no_variable_that_may_be_a_secret(seats: list[Seat]) -> None
         group.wait(group.construct([(0,)]))
         assert (group.call("word"), group.call("threads")) == (["s3cr3t"], ["2"])
         (told,) = group.call("runtime_environment")
-        assert json.loads(told)["env_vars"] == {"OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "7"}
+        assert json.loads(told)["env_vars"] == {
+            "OMP_NUM_THREADS": "2",
+            "PYTHONHASHSEED": "7",
+            "RAY_worker_niceness": "0",
+        }
     finally:
         group.kill()
 

@@ -90,7 +90,7 @@ class Ending:
     def start_some(self, method: str, arguments: Any) -> Any:
         return None
 
-    def answers(self, pending: Any) -> dict[int, Any]:
+    def answers(self, pending: Any, counted: Any = None) -> dict[int, Any]:
         return {0: self.told.pop(0)}
 
     def kill(self) -> None:
@@ -135,7 +135,7 @@ class Half:
     def start_some(self, method: str, arguments: Any) -> list[int]:
         return list(arguments)
 
-    def answers(self, pending: list[int]) -> dict[int, Any]:
+    def answers(self, pending: list[int], counted: Any = None) -> dict[int, Any]:
         assert pending == [0], "waited for in vain"
         return {0: 8}
 
@@ -168,7 +168,7 @@ class Late:
     def start_some(self, method: str, arguments: Any) -> Any:
         return list(arguments)
 
-    def answers(self, pending: list[int]) -> dict[int, Any]:
+    def answers(self, pending: list[int], counted: Any = None) -> dict[int, Any]:
         return dict.fromkeys(pending, 8)
 
     def kill(self) -> None:
@@ -200,7 +200,7 @@ class Told:
     def start_some(self, method: str, arguments: Any) -> Any:
         return None
 
-    def answers(self, pending: None) -> dict[int, Any]:
+    def answers(self, pending: None, counted: Any = None) -> dict[int, Any]:
         died = WorkerDied("engine-1: its process died")
         self.replacing = threading.Thread(target=self.fleet.replace, args=({"engine-1": died},))
         self.replacing.start()
