@@ -99,7 +99,7 @@ class Process:
         self.recorder = Recorder() if traced else None
         self.held: Any = None
         self._beginning = ""  # import, then start, until the object exists
-        self._working: dict[int, str] = {}  # thread -> Ray's id of its call, oldest call first
+        self._working: dict[int, str] = {}  # thread -> Ray's id of its call, or its method; oldest call first
 
     def listen(self) -> Outcome:
         """Open a listening socket for code in this process to take over; returns (host, port, file descriptor). Nobody
@@ -153,7 +153,9 @@ class Process:
         )
 
     def _outcome(self, method: str, work: Any) -> Outcome:
-        self._working[threading.get_ident()] = ray.get_runtime_context().get_task_id() or ""
+        # Asked outside Ray, as in tests, it would start one.
+        call = ray.get_runtime_context().get_task_id() if ray.is_initialized() else None
+        self._working[threading.get_ident()] = call or method
         if self.recorder is not None:
             self.recorder.begin()
         started, value, failed = time.time(), None, None
@@ -164,11 +166,11 @@ class Process:
         finally:
             del self._working[threading.get_ident()]
             ended = time.time()
-            call = self.recorder.end(ended) if self.recorder is not None else None
+            record = self.recorder.end(ended) if self.recorder is not None else None
         outcome = Outcome(value=value, error=failed, ended=ended, started=started, method=method)
-        if call is None:
+        if record is None:
             return outcome
-        return evolve(outcome, lane=call.lane, spans=tuple(call.spans), waits=tuple(call.waits))
+        return evolve(outcome, lane=record.lane, spans=tuple(record.spans), waits=tuple(record.waits))
 
 
 def started_with() -> set[str]:

@@ -37,8 +37,8 @@ Top 10 memory users: PID\tMEM(GB)\tCOMMAND
 Refer to the documentation on how to address the out of memory issue: https://docs.ray.io/. Consider provisioning"""
 OF_240 = """Task was killed due to the node running low on memory.
 Memory on the node (IP: 10.0.22.131, ID: 6416de) where the task (actor ID: f8fbd7, name=Process.__init__, pid=606, \
-memory used=3.33GB) was running was 51.33GB / 54.00GB (0.950537), which exceeds the memory usage threshold of 0.95. Ray \
-killed this worker (ID: ad3de5) because it was the most recently scheduled task.
+memory used=3.33GB) was running was 51.33GB / 54.00GB (0.950537), which exceeds the memory usage threshold of 0.95. \
+Ray killed this worker (ID: ad3de5) because it was the most recently scheduled task.
 Refer to the documentation on how to address the out of memory issue: https://docs.ray.io/."""
 
 
