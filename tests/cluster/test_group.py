@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from attrs import evolve
+from ray.exceptions import OutOfMemoryError
 
 from corerl.cluster import group as group_module
 from corerl.cluster.group import Pending, RayGroup, Watching
@@ -188,6 +190,24 @@ def test_a_killed_member_ends_the_group_with_its_name_and_what_it_was_doing(star
     assert caught.value.message.startswith("actor rank 1: its process died during die (")
     assert "\n" not in caught.value.message
     assert not hasattr(caught.value, "__notes__")
+    assert wait_until_gone(pids) == []
+
+
+def test_a_member_that_ray_ends_for_want_of_memory_has_died(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = members(start, 2)
+    pids = group.call("pid")
+
+    def get(ref: Any, real: Any = ray.get) -> Any:
+        raise OutOfMemoryError("1 worker(s) were killed due to the node running low on memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group_module.ray, "get", get)
+        answers = group.answers(group.start_some("pid", {1: ()}))
+        assert isinstance(answers[1], WorkerDied)  # as an engine that is restarted
+        with pytest.raises(
+            WorkerDied, match=r"^actor rank 0: Ray ended its process during pid because the machine ran "
+        ):
+            group.call("pid")  # as a rank, with which all end
     assert wait_until_gone(pids) == []
 
 
