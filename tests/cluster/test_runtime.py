@@ -148,8 +148,9 @@ def test_a_ray_that_hangs_at_its_start_is_given_up_and_leaves_no_process(tmp_pat
             ["The current node timed out during startup."] * 2,
             2,
             (
-                r"The current node timed out during startup.; it was tried twice, with a load of [\d.]+ on \d+ cores: end "
-                "other programs and try again, or start Ray beforehand with `ray start --head` and set cluster.address"
+                r"The current node timed out during startup.; it was tried twice, with a load of [\d.]+ on \d+ "
+                "cores: end other programs and try again, or start Ray beforehand with `ray start --head` and set "
+                "cluster.address"
             ),
         ),
         (["Timed out after 30 seconds while waiting for node to startup."], 2, ""),
