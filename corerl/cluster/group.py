@@ -21,7 +21,7 @@ from corerl.messages import last_line, shorten
 # neighbor vanished reports a broken connection, possibly before the neighbor's death is noticed.
 GRACE_SECONDS = 3.0
 
-CallCounts = Callable[[Mapping[int, int | None]], None]
+CallCounts = Callable[[Mapping[int, int | None]], None]  # called with parts that have ended, by member
 
 COUNT_SECONDS = 2.0  # between two looks at how far a call is
 COUNTED_WITHIN = 0.5  # seconds for a process to say; meanwhile its answer is not noticed

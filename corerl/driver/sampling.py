@@ -44,6 +44,7 @@ def start_source(
 ) -> tuple[Source, Sampler | None]:
     """The source, restored if the run resumes, and the sampler for the loop's thread, if the run samples."""
     config, state = prepared.config, prepared.state
+    told = partial(progress.count, DRAWN)
     sampler: Sampler | None = None
     aside: Sampler | None = None
     if fleet is not None:
@@ -51,10 +52,9 @@ def start_source(
         if prepared.function is not None:
             front = Front(temperature=config.rollout.temperature, top_p=config.rollout.top_p)
             stack.callback(front.close)
-        told = partial(progress.count, DRAWN)
         sampler = make_sampler(prepared, fleet, front, told)
         aside = make_sampler(prepared, fleet, front, told, aside=True)
-    source = make_source(prepared, fleet, sampler, aside, reward, partial(progress.count, DRAWN))
+    source = make_source(prepared, fleet, sampler, aside, reward, told)
     stack.callback(source.close)
     if state and config.run.trains:
         source.restore(state["source"], prepared.resume)
