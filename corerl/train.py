@@ -41,6 +41,7 @@ def collect(config: Config) -> Summary:
             run.mend_engines()
             if run.stopping:
                 break
+            run.progress.begin("rollout")
         return run.finish()
 
 

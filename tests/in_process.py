@@ -79,7 +79,7 @@ class Objects:
     def wait(self, pending: Calls) -> list[Any]:
         return [future.result() for future in pending.futures.values()]
 
-    def answers(self, pending: Calls) -> dict[int, Any]:
+    def answers(self, pending: Calls, counted: Any = None) -> dict[int, Any]:
         wait(pending.futures.values())
         return {
             member: error if isinstance(error := future.exception(), CorerlError) else future.result()

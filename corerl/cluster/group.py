@@ -8,17 +8,23 @@ from typing import Any
 
 import ray
 from attrs import field, frozen
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
+from corerl.cluster.deaths import LONGEST, death
 from corerl.cluster.placement import Seat
 from corerl.cluster.process import STATUS, Outcome, spawn
 from corerl.cluster.watchdog import ANSWER_SECONDS, SETTLE_SECONDS, Status, Watch, sentence
 from corerl.errors import CorerlError, HookFailed, WorkerDied
-from corerl.messages import last_line
+from corerl.messages import last_line, shorten
 
 # After a first failure the others get this long to fail too, to tell the cause from its consequences: a rank whose
 # neighbor vanished reports a broken connection, possibly before the neighbor's death is noticed.
 GRACE_SECONDS = 3.0
+
+CallCounts = Callable[[Mapping[int, int | None]], None]  # called with parts that have ended, by member
+
+COUNT_SECONDS = 2.0  # between two looks at how far a call is
+COUNTED_WITHIN = 0.5  # seconds for a process to say; meanwhile its answer is not noticed
 
 
 @frozen(eq=False)
@@ -146,12 +152,20 @@ class RayGroup:
         self._answered = time.monotonic()
         return [outcomes[member].value for member in pending.members]
 
-    def answers(self, pending: Pending) -> dict[int, Any]:
-        """Wait for each member's result or CorerlError. A failure does not end the other members."""
+    def answers(self, pending: Pending, counted: CallCounts | None = None) -> dict[int, Any]:
+        """Wait for each member's result or CorerlError. A failure does not end the other members. `counted` is called
+        every few seconds with the members that have not answered, and how many parts of their calls have ended; None of
+        one that does not say."""
         answers: dict[int, Any] = {}
         waiting = dict(zip(pending.refs, pending.members, strict=True))
         while waiting:
-            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=self._look(pending, waiting.values()))
+            timeout = self._look(pending, waiting.values())
+            if counted is not None:
+                timeout = COUNT_SECONDS if timeout is None else min(timeout, COUNT_SECONDS)
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout)
+            if counted is not None and not ready:
+                counts = _counts(pending, self._statuses(waiting.values(), within=COUNTED_WITHIN))
+                counted({member: counts[member][0] if member in counts else None for member in waiting.values()})
             for ref in ready:
                 member = waiting.pop(ref)
                 outcome = self._outcome(ref, member, pending)
@@ -227,16 +241,20 @@ class RayGroup:
             if watch.seen is None:
                 watch.seen, watch.due = statuses, watch.seconds + SETTLE_SECONDS
             else:
-                if _stuck(watch.seen, statuses):
+                counts = _counts(pending, statuses)
+                ended = {member: parts for member, (parts, _) in counts.items()}
+                # A call that counts may move all the time and still end nothing.
+                still = all(parts <= watch.ended.get(member, 0) for member, parts in ended.items())
+                if still if counts else _stuck(watch.seen, statuses):
                     done = [member for member in pending.members if member not in waiting]
-                    notify(sentence(self.names, pending.method, watch.seconds, statuses, done))
-                watch.seen, watch.due = None, 2 * watch.seconds
+                    notify(sentence(self.names, pending.method, watch.seconds, statuses, done, counts))
+                watch.seen, watch.ended, watch.due = None, ended, 2 * watch.seconds
         return max(0.0, watch.due - watch.seconds)
 
-    def _statuses(self, members: Collection[int]) -> dict[int, Status | None]:
-        """Each member's status; None if it does not answer."""
+    def _statuses(self, members: Collection[int], within: float = ANSWER_SECONDS) -> dict[int, Status | None]:
+        """Each member's status; None if it does not answer `within` seconds."""
         asked = {self._actors[member].status.options(concurrency_group=STATUS).remote(): member for member in members}
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=within)
         statuses: dict[int, Status | None] = dict.fromkeys(members)
         for ref in answered:
             try:
@@ -253,16 +271,13 @@ class RayGroup:
                 pending.told.add(member)
                 self._watching.on_answer(name, pending, outcome)
             return outcome
-        except RayActorError as error:
-            detail = last_line(error).rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
-            died = WorkerDied(
-                f"{name}: its process died during {method} ({detail.rstrip('.')}); unless someone killed it, "
-                "see the machine's log (dmesg: out of memory?) and Ray's logs (/tmp/ray/session_latest/logs)"
+        except RayError as error:
+            if (died := death(name, method, error)) is not None:
+                return Outcome(error=died, ended=0.0)
+            # The result cannot be pickled there, or not be unpickled here.
+            lost = CorerlError(
+                f"{name}: the result of {method} could not be transferred: {shorten(last_line(error), LONGEST)}"
             )
-            died.details = str(error)
-            return Outcome(error=died, ended=0.0)
-        except RayError as error:  # the result cannot be pickled there, or not be unpickled here
-            lost = CorerlError(f"{name}: the result of {method} could not be transferred: {last_line(error)}")
             lost.details = str(error)
             return Outcome(error=lost, ended=time.time())
 
@@ -281,6 +296,16 @@ class RayGroup:
             raise CorerlError(
                 f"{method}: got {len(arguments)} sets of arguments, expected one for each of {len(self)} processes"
             )
+
+
+def _counts(pending: Pending, statuses: Mapping[int, Status | None]) -> dict[int, tuple[int, int]]:
+    """How many parts of each member's call have ended, of how many; without members that do not say."""
+    calls = {member: ref.task_id().hex() for ref, member in zip(pending.refs, pending.members, strict=True)}
+    return {
+        member: status.counts[calls[member]]
+        for member, status in statuses.items()
+        if status is not None and calls[member] in status.counts
+    }
 
 
 def _stuck(before: Mapping[int, Status | None], now: Mapping[int, Status | None]) -> bool:

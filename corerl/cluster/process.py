@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -26,6 +27,9 @@ from corerl.plugin.events import Span
 
 STATUS = "status"  # the concurrency group that answers while all other threads are busy
 THREADS = "OMP_NUM_THREADS"
+# What Ray adds to the niceness of its workers: 15 by default, so that beside other programs a run would hardly get on
+# while its driver waits.
+NICENESS = "RAY_worker_niceness"
 LOOPBACK = "127.0.0.1"
 # What the loader, Python, Ray and libraries of numpy read as a process starts; none of these is a secret.
 READ_AT_START = re.compile(
@@ -68,8 +72,9 @@ class Process:
     """The actor. `target` is "module:Class"; the class is imported here, after the environment is set.
 
     The object may have `phase`, the name of its startup phase, and `collectives()`, the collectives it has begun by
-    process group; both are for the watchdog. If the process is `traced`, the object's `trace`, if any, gets the
-    recorder before its first call. `neighbors` is the number of bundles on this machine.
+    process group, and `counts()`, how many parts of a thread's call have ended, of how many, by thread; all are for the
+    watchdog. If the process is `traced`, the object's `trace`, if any, gets the
+    recorder before its first call. `neighbors` is the number of bundles on this machine. `niceness` is the driver's.
     """
 
     def __init__(
@@ -80,8 +85,11 @@ class Process:
         traced: bool = False,
         neighbors: int = 1,
         environment: Mapping[str, str] | None = None,
+        niceness: int | None = None,
     ) -> None:
         os.environ.update(environment or {})
+        if niceness is not None:
+            take_niceness(niceness)
         if THREADS not in started_with():
             # Ray has set it to the CPUs that the process requested, mostly less than one.
             os.environ[THREADS] = str(max(int(os.environ.get(THREADS, "1")), fair_threads(neighbors)))
@@ -91,7 +99,7 @@ class Process:
         self.recorder = Recorder() if traced else None
         self.held: Any = None
         self._beginning = ""  # import, then start, until the object exists
-        self._working: dict[int, str] = {}  # thread -> method, oldest call first
+        self._working: dict[int, str] = {}  # thread -> Ray's id of its call, or its method; oldest call first
 
     def listen(self) -> Outcome:
         """Open a listening socket for code in this process to take over; returns (host, port, file descriptor). Nobody
@@ -134,10 +142,20 @@ class Process:
         place, waits, stack = stand(frame) if frame is not None else ("", False, 0)
         phase = self._beginning if self.held is None else getattr(self.held, "phase", "")
         collectives = self.held.collectives() if hasattr(self.held, "collectives") else {}
-        return Status(phase=phase, place=place, waits=waits, collectives=collectives, stack=stack)
+        counts = self.held.counts() if hasattr(self.held, "counts") else {}
+        return Status(
+            phase=phase,
+            place=place,
+            waits=waits,
+            collectives=collectives,
+            stack=stack,
+            counts={call: counts[thread] for thread, call in list(self._working.items()) if thread in counts},
+        )
 
     def _outcome(self, method: str, work: Any) -> Outcome:
-        self._working[threading.get_ident()] = method
+        # Asked outside Ray, as in tests, it would start one.
+        call = ray.get_runtime_context().get_task_id() if ray.is_initialized() else None
+        self._working[threading.get_ident()] = call or method
         if self.recorder is not None:
             self.recorder.begin()
         started, value, failed = time.time(), None, None
@@ -148,11 +166,11 @@ class Process:
         finally:
             del self._working[threading.get_ident()]
             ended = time.time()
-            call = self.recorder.end(ended) if self.recorder is not None else None
+            record = self.recorder.end(ended) if self.recorder is not None else None
         outcome = Outcome(value=value, error=failed, ended=ended, started=started, method=method)
-        if call is None:
+        if record is None:
             return outcome
-        return evolve(outcome, lane=call.lane, spans=tuple(call.spans), waits=tuple(call.waits))
+        return evolve(outcome, lane=record.lane, spans=tuple(record.spans), waits=tuple(record.waits))
 
 
 def started_with() -> set[str]:
@@ -163,6 +181,15 @@ def started_with() -> set[str]:
     except OSError:
         return set(os.environ)  # not Linux: cannot tell
     return {entry.partition(b"=")[0].decode() for entry in entries}
+
+
+def take_niceness(niceness: int) -> None:
+    """Give the process this niceness; one without privileges cannot become less nice than its Ray is."""
+    for thread in Path("/proc/self/task").glob(
+        "*"
+    ):  # Linux has one for each, which new threads take from their creator
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
 
 
 def fair_threads(neighbors: int) -> int:
@@ -196,10 +223,11 @@ def spawn(
     Only what is read earlier goes through Ray's runtime environment, which Ray writes to its logs.
     """
     early = {variable: value for variable, value in environment.items() if READ_AT_START.match(variable)}
+    early[NICENESS] = "0"
     late = {variable: value for variable, value in environment.items() if variable not in early}
     # With a concurrency group, all calls run in threads of their groups, none in the process's main thread.
     groups: dict[str, Any] = {"concurrency_groups": {STATUS: 1}}
     actor = ray.remote(**groups)(Process)
     return actor.options(max_restarts=0, max_task_retries=0, runtime_env={"env_vars": early}, **options).remote(
-        name, target, failure, traced, neighbors, late
+        name, target, failure, traced, neighbors, late, os.nice(0)
     )

@@ -21,6 +21,7 @@ import ray
 from ray._private import services
 from ray._private.utils import detect_fate_sharing_support
 
+from corerl.cluster.process import cores
 from corerl.errors import ConfigError, CorerlError
 from corerl.messages import first_line
 
@@ -57,8 +58,9 @@ def ray_session(*, address: str, cpus: float, forward: bool = False) -> Iterator
         if address and DEMANDS_TOKEN.search(str(error)):
             raise _no_token(address) from error
         where = f"connect to the Ray cluster at {address}" if address else "start Ray on this machine"
-        room = "" if address or ray.is_initialized() else _room()
-        raise CorerlError(f"cannot {where}: {first_line(error)}{room}") from error
+        own = not address and not ray.is_initialized()
+        hint = (_busy() if _timed_out(error) else "") + _room() if own else ""
+        raise CorerlError(f"cannot {where}: {first_line(error)}{hint}") from error
     finally:
         # Restore the handler: ray.init replaces it with its own, which aborts the process.
         if threading.current_thread() is threading.main_thread() and handler is not None:
@@ -91,7 +93,7 @@ def _init(address: str, cpus: float, forward: bool) -> None:
 
 def _timed_out(error: Exception) -> bool:
     """Whether Ray did not start in time, for which it has no type of its own."""
-    return isinstance(error, TimeoutError) or "timed out" in str(error)
+    return isinstance(error, TimeoutError) or "timed out" in str(error).lower()
 
 
 @contextlib.contextmanager
@@ -134,6 +136,14 @@ def _within(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0.0)  # the signal may still arrive here
         finally:
             signal.signal(signal.SIGALRM, handler)
+
+
+def _busy() -> str:
+    """What to do about a Ray that has not started in time, twice."""
+    return (
+        f"; it was tried twice, with a load of {os.getloadavg()[0]:.1f} on {cores()} cores: end other programs and "
+        "try again, or start Ray beforehand with `ray start --head` and set cluster.address"
+    )
 
 
 def _room() -> str:

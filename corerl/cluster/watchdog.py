@@ -27,6 +27,9 @@ class Status:
     waits: bool = False  # inside a torch.distributed collective
     collectives: Mapping[str, int] = field(factory=dict)  # process group -> collectives begun
     stack: int = 0  # a hash of the stack: changes when the process moves
+    # Of each call, by Ray's id of it, that tells how far it is: how many of its parts, such as samples, have ended, and
+    # how many it has.
+    counts: Mapping[str, tuple[int, int]] = field(factory=dict)
 
     def moved(self, before: Status) -> bool:
         return (self.stack, self.collectives) != (before.stack, before.collectives)
@@ -39,6 +42,7 @@ class Watch:
     started: float = field(factory=time.monotonic)
     due: float | None = None  # seconds after the start; None before the first check
     seen: dict[int, Status | None] | None = None  # statuses at the first check of a pair
+    ended: dict[int, int] = field(factory=dict)  # parts of each member's call that had ended at the last pair
 
     @property
     def seconds(self) -> float:
@@ -99,13 +103,19 @@ def late(statuses: Mapping[int, Status | None]) -> list[int]:
 
 
 def sentence(
-    names: Sequence[str], method: str, seconds: float, statuses: Mapping[int, Status | None], done: Collection[int]
+    names: Sequence[str],
+    method: str,
+    seconds: float,
+    statuses: Mapping[int, Status | None],
+    done: Collection[int],
+    counts: Mapping[int, tuple[int, int]] | None = None,
 ) -> str:
-    """Word the message about a call that the members in `done` have answered and those in `statuses` have not."""
+    """Word the message about a call that the members in `done` have answered and those in `statuses` have not. `counts`
+    says how many parts of a member's call have ended, and how many it has."""
     culprits = late(statuses)
     waiting = [member for member in statuses if member not in culprits] if culprits else []
     shown = culprits or sorted(statuses)
-    parts = [_describe(names[member], statuses[member]) for member in shown[:DESCRIBED]]
+    parts = [_describe(names[member], statuses[member], (counts or {}).get(member)) for member in shown[:DESCRIBED]]
     if len(shown) > DESCRIBED:
         parts.append(f"{len(shown) - DESCRIBED} more, not listed")
     if waiting:
@@ -133,10 +143,11 @@ def listed(names: Sequence[str]) -> str:
     return f"{heads.pop()}s {', '.join('-'.join(map(str, each)) for each in ranges)}"
 
 
-def _describe(name: str, status: Status | None) -> str:
+def _describe(name: str, status: Status | None, count: tuple[int, int] | None) -> str:
     if status is None:
         return f"{name} does not report where it is: it has not started yet, or native code is holding Python's GIL"
     place = f" ({status.place})" if status.place else ""
     if status.phase:
         return f"{name} is in {status.phase!r}{place}"
-    return f"{name} {'is waiting in a collective' if status.waits else 'is at work'}{place}"
+    how_far = f", with {count[0]} of {count[1]} samples done" if count is not None else ""
+    return f"{name} {'is waiting in a collective' if status.waits else 'is at work'}{place}{how_far}"

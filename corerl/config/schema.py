@@ -143,7 +143,8 @@ class ClusterConfig:
         validator=[above(0), finite],
     )
     watchdog: float = option(
-        "seconds after which a call reports which ranks it still waits for, and where they are; 0 never reports",
+        "seconds after which a call that stands still reports which ranks or engines it waits for, and where they are, "
+        "and scoring where the driver is; 0 never reports",
         default=60.0,
         validator=[at_least(0), finite],
     )
@@ -477,7 +478,8 @@ class RolloutConfig:
     engine: str = option("an installed rollout engine", default="transformers")
     replicas: int = option("number of engines; they share the prompts", default=1, validator=between(1, MOST))
     restarts: int = option(
-        "times in a row, with no completed step in between, that an engine that died or failed is restarted",
+        "times in a row, with no completed step in between, that an engine that died, failed or was ended by Ray for "
+        "want of memory is restarted",
         default=3,
         validator=at_least(0),
     )

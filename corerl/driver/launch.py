@@ -58,7 +58,11 @@ def launch(config: Config) -> Iterator[Run]:
 def _launched(prepared: Prepared) -> Iterator[Run]:
     config = prepared.config
     write_config(prepared.run_dir, config)
-    progress = Progress(load_observers(config.extensions, str(prepared.run_dir)), prepared.first_step)
+    progress = Progress(
+        load_observers(config.extensions, str(prepared.run_dir)),
+        prepared.first_step,
+        watchdog=config.cluster.watchdog,
+    )
     started = time.perf_counter()
     try:
         progress.tell(
@@ -74,6 +78,7 @@ def _launched(prepared: Prepared) -> Iterator[Run]:
         for text in _notices(prepared):
             progress.notice(text)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(progress.beating())
             stop = stack.enter_context(StopRequest(progress.notice))
             run = _start(prepared, progress, stop, stack)
             with _rescuing(run):
@@ -114,7 +119,7 @@ def _rescuing(run: Run) -> Iterator[None]:
 
 def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: contextlib.ExitStack) -> Run:
     config, state = prepared.config, prepared.state
-    reward = start_scorer(prepared, stack)  # first: its processes start while Ray does
+    reward = start_scorer(prepared, progress, stack)  # first: its processes start while Ray does
     groups, fleet, inits = _start_processes(prepared, progress, stack)
     roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.plan.roles.items()}
     if state and config.run.trains:
@@ -124,7 +129,7 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
         groups[ACTOR].snapshot(REFERENCE).load()
     if config.run.samples and (notice := prepared.chats.finish()):
         progress.notice(notice)
-    source, sampler = start_source(prepared, fleet, reward, stack)
+    source, sampler = start_source(prepared, fleet, reward, progress, stack)
     sharing = offloaded(config, prepared.device)
     residency = Residency(
         plan=residency_plan(sharing, passed={each.role for each in passes_of(config)}),

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from attrs import define, field
 
+from corerl.cluster.watchdog import frame_of, stand
 from corerl.observability.timing import Phases
-from corerl.plugin.events import Event, Notice, PhaseStarted
+from corerl.plugin.events import Event, Notice, PhaseProgress, PhaseStarted, RunFinished
 from corerl.plugin.observers import Observers
+
+BEAT_SECONDS = 1.0  # between two reports of how far a phase is
+DRAWN, SCORED = "drawn", "scored"
+# What is counted in a phase: of evaluations, the answers to held-out prompts.
+UNITS = {DRAWN: "samples drawn", SCORED: "samples scored"}
+EVAL_UNITS = {DRAWN: "prompts answered", SCORED: "answers scored"}
+
+
+@define(eq=False)
+class Current:
+    """The phase that the run is in."""
+
+    name: str
+    began: float
+    unit: str = ""
+    done: int = 0
+    of: int = 0
+    moved: float = 0.0  # when the count last changed
+    due: float = 0.0  # seconds after that at which the watchdog speaks of scoring
+    thread: int = 0  # that counts
 
 
 @define(eq=False)
@@ -19,8 +42,14 @@ class Progress:
     observers: Observers
     step: int  # rollout steps done
     seconds: Phases = field(factory=Phases)  # of the current step, by phase
+    watchdog: float = 0.0  # as cluster.watchdog
+    clock: Callable[[], float] = time.monotonic
+    _current: Current | None = None
+    _loop: int = field(factory=threading.get_ident)  # the thread of the training loop
 
     def tell(self, event: Event) -> None:
+        if isinstance(event, RunFinished):
+            self._current = None
         self.observers.emit(event)
 
     def notice(self, text: str) -> None:
@@ -29,6 +58,7 @@ class Progress:
 
     def begin(self, name: str) -> None:
         """Announce the start of something that takes a while."""
+        self._current = Current(name, began=self.clock())
         self.tell(PhaseStarted(name=name, step=self.step))
 
     @contextmanager
@@ -37,3 +67,56 @@ class Progress:
         self.begin(name)
         with self.seconds(name):
             yield
+
+    def count(self, what: str, done: int, of: int) -> None:
+        """Note how many samples are DRAWN or SCORED. Called from any thread; one that is not the loop's samples ahead,
+        and counts only while the loop waits for it."""
+        current = self._current
+        if current is None or (threading.get_ident() != self._loop and current.name != "rollout"):
+            return
+        unit = (EVAL_UNITS if current.name == "eval" else UNITS)[what]
+        if (unit, done, of) != (current.unit, current.done, current.of):
+            current.unit, current.done, current.of = unit, done, of
+            current.moved, current.due, current.thread = self.clock(), self.watchdog, threading.get_ident()
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Report in a thread, for as long as the block runs, how far each phase is."""
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(BEAT_SECONDS):
+                self.beat()
+
+        thread = threading.Thread(target=beat, name="corerl-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def beat(self) -> None:
+        """Report how far the current phase is; and if it scores and nothing gets scored, where the driver is. Engines
+        and ranks have the group's watchdog for that."""
+        current = self._current
+        if current is None:
+            return
+        now = self.clock()
+        self.tell(
+            PhaseProgress(
+                name=current.name,
+                step=self.step,
+                seconds=now - current.began,
+                unit=current.unit,
+                done=current.done,
+                of=current.of,
+            )
+        )
+        still = now - current.moved
+        if current.unit.endswith(SCORED) and current.due and still >= current.due:
+            current.due = 2 * still
+            frame = frame_of(current.thread)
+            place = f"; the driver is at work ({stand(frame)[0]})" if frame is not None else ""
+            self.notice(
+                f"scoring has not moved for {still:.0f} s: {current.done} of {current.of} {current.unit}{place}"
+            )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 from attrs import evolve
 
 from corerl.algorithms.advantages import spread
 from corerl.data.prompts import PromptStream
 from corerl.driver.prepare import Prepared
+from corerl.driver.progress import DRAWN, SCORED, Progress
 from corerl.rollout.asynchronous import Asynchronous
 from corerl.rollout.episodes import EpisodeScorer
-from corerl.rollout.fleet import EngineFleet
+from corerl.rollout.fleet import Counted, EngineFleet
 from corerl.rollout.front import Front
 from corerl.rollout.one_step_off import OneStepOff
 from corerl.rollout.play import EpisodeSampler
@@ -23,23 +25,26 @@ from corerl.rollout.saved import ROLLOUTS, Kept, SavedRollouts
 from corerl.rollout.sources import Draws, Refill, Source, Synchronous
 
 
-def start_scorer(prepared: Prepared, stack: contextlib.ExitStack) -> Scorer:
+def start_scorer(prepared: Prepared, progress: Progress, stack: contextlib.ExitStack) -> Scorer:
     """The run's scorer; it uses processes of its own if the run samples."""
     config = prepared.config
     if not config.run.samples:
         return prepared.reward
     # The source may score in its own thread while the loop evaluates.
-    reward: Scorer = InTurn(stack.enter_context(scorer(prepared.reward, config.reward)))
+    reward: Scorer = InTurn(
+        stack.enter_context(scorer(prepared.reward, config.reward, partial(progress.count, SCORED)))
+    )
     if prepared.function is not None:
         reward = EpisodeScorer(reward, failed_value=config.reward.failed_value)
     return reward
 
 
 def start_source(
-    prepared: Prepared, fleet: EngineFleet | None, reward: Scorer, stack: contextlib.ExitStack
+    prepared: Prepared, fleet: EngineFleet | None, reward: Scorer, progress: Progress, stack: contextlib.ExitStack
 ) -> tuple[Source, Sampler | None]:
     """The source, restored if the run resumes, and the sampler for the loop's thread, if the run samples."""
     config, state = prepared.config, prepared.state
+    told = partial(progress.count, DRAWN)
     sampler: Sampler | None = None
     aside: Sampler | None = None
     if fleet is not None:
@@ -47,18 +52,20 @@ def start_source(
         if prepared.function is not None:
             front = Front(temperature=config.rollout.temperature, top_p=config.rollout.top_p)
             stack.callback(front.close)
-        sampler = make_sampler(prepared, fleet, front)
-        aside = make_sampler(prepared, fleet, front, aside=True)
-    source = make_source(prepared, fleet, sampler, aside, reward)
+        sampler = make_sampler(prepared, fleet, front, told)
+        aside = make_sampler(prepared, fleet, front, told, aside=True)
+    source = make_source(prepared, fleet, sampler, aside, reward, told)
     stack.callback(source.close)
     if state and config.run.trains:
         source.restore(state["source"], prepared.resume)
     return source, sampler
 
 
-def make_sampler(prepared: Prepared, fleet: EngineFleet, front: Front | None, *, aside: bool = False) -> Sampler:
-    """A sampler of single responses, or of the episodes that the run's function plays through `front`. `aside`: for a
-    thread that does not update weights."""
+def make_sampler(
+    prepared: Prepared, fleet: EngineFleet, front: Front | None, told: Counted, *, aside: bool = False
+) -> Sampler:
+    """A sampler of single responses, or of the episodes that the run's function plays through `front`. `told` hears how
+    many samples are drawn. `aside`: for a thread that does not update weights."""
     generate = fleet.generate_aside if aside else fleet.generate
     seed, tokenizer = prepared.config.run.seed, prepared.tokenizer
     template_options = prepared.config.data.chat_template_options
@@ -66,7 +73,7 @@ def make_sampler(prepared: Prepared, fleet: EngineFleet, front: Front | None, *,
     if prepared.function is None or front is None:
         return Sampler(
             tokenizer=tokenizer,
-            generate=generate,
+            generate=partial(generate, told=told),
             seed=seed,
             template_options=template_options,
             special_tokens=special_tokens,
@@ -83,13 +90,20 @@ def make_sampler(prepared: Prepared, fleet: EngineFleet, front: Front | None, *,
         longest_prompt=prepared.longest_prompt,
         template_options=template_options,
         special_tokens=special_tokens,
+        told=told,
     )
 
 
 def make_source(
-    prepared: Prepared, fleet: EngineFleet | None, sampler: Sampler | None, aside: Sampler | None, reward: Scorer
+    prepared: Prepared,
+    fleet: EngineFleet | None,
+    sampler: Sampler | None,
+    aside: Sampler | None,
+    reward: Scorer,
+    told: Counted,
 ) -> Source:
-    """The source, which samples or reads batches; `aside` is the sampler for background threads."""
+    """The source, which samples or reads batches; `aside` is the sampler for background threads. `told` hears how many
+    samples are drawn by a source that has no need of samplers for that."""
     config = prepared.config
     rollout, steps = config.rollout, config.run.steps
     source: Source
@@ -113,7 +127,12 @@ def make_source(
                 source = OneStepOff(draws, evolve(draws, sampler=aside), steps=steps)
             case "asynchronous":
                 source = Asynchronous(
-                    draws, fleet, steps=steps, max_staleness=rollout.max_staleness, calls=calls_of(prepared)
+                    draws,
+                    fleet,
+                    steps=steps,
+                    max_staleness=rollout.max_staleness,
+                    calls=calls_of(prepared),
+                    told=told,
                 )
     if config.rollout.save or config.run.mode == "rollout-only":
         source = Kept(source, prepared.run_dir / ROLLOUTS)

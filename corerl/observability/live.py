@@ -92,7 +92,10 @@ class LiveView:
         row.add_column(no_wrap=True, min_width=24)
         left = story.seconds_left()
         if story.phase is not None:
-            self._spinner.update(text=Text(f"{story.phase.name} {story.clock() - story.phase.began:.1f} s"))
+            text = f"{story.phase.name} {story.clock() - story.phase.began:.1f} s"
+            if (progress := story.progress) is not None:  # in a word: there is one line for all
+                text += f" {progress.done}/{progress.of} {progress.unit.rpartition(' ')[2]}"
+            self._spinner.update(text=Text(text))
         spinner = self._spinner if story.phase is not None else ""
         if story.scores:
             row.add_row("scoring held-out prompts", "", "", spinner)

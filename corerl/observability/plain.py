@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TextIO
 
 from corerl.messages import printable, shorten, shorten_to_end
+from corerl.observability.history import PHASES
 from corerl.observability.story import NUMBERS, Story
 from corerl.observability.text import duration, number
 from corerl.plugin.events import (
@@ -13,6 +14,7 @@ from corerl.plugin.events import (
     Evaluated,
     Event,
     Notice,
+    PhaseProgress,
     PhaseStarted,
     RunFinished,
     RunStarted,
@@ -37,14 +39,14 @@ QUIET_SECONDS = 20.0  # with slow steps, no longer pause between lines
 
 class PlainView:
     """Prints a line every `every` steps, or for a step that ends `QUIET_SECONDS` after the last line, at the first and
-    the last step, and at each evaluation."""
+    the last step, and at each evaluation; and where the run is, if no line has been printed for that long."""
 
     def __init__(self, story: Story, stream: TextIO, *, every: int) -> None:
         self._story = story
         self._stream = stream
         self._every = every
         self._headed = False
-        self._row_at = story.clock()  # time of the last row
+        self._row_at = self._said_at = story.clock()  # times of the last row and the last line
 
     def hear(self, event: Event) -> None:
         story = self._story
@@ -60,6 +62,8 @@ class PlainView:
                     self._say(f"{what} step {event.first_step} of {event.steps}")
             case PhaseStarted() if story.preparing:
                 self._say(f"[{duration(story.clock() - story.began):>5}] {event.name}")
+            case PhaseProgress() if story.clock() - self._said_at >= QUIET_SECONDS:
+                self._say(f"[{duration(story.clock() - story.began):>5}] {_far(event)}")
             case StepFinished():
                 first, last = story.done == story.first_step + 1, story.done == story.steps
                 quiet = story.clock() - self._row_at >= QUIET_SECONDS
@@ -93,10 +97,18 @@ class PlainView:
         self._say(f"{f'{step}/{total}':>{wide}}{cells}{left:>6}")
 
     def _say(self, line: str) -> None:
+        self._said_at = self._story.clock()
         # One sampled character must not end a run that logs in ASCII.
         encoding = self._stream.encoding or "utf-8"
         safe = printable(line.rstrip()).encode(encoding, "backslashreplace").decode(encoding)
         print(safe, file=self._stream, flush=True)
+
+
+def _far(event: PhaseProgress) -> str:
+    """How far a phase is, such as 'step 3, rollout for 41 s: 37 of 512 samples drawn'."""
+    step = f"step {event.step + 1}, " if event.name in PHASES and event.name != "eval" else ""
+    count = f": {event.done} of {event.of} {event.unit}" if event.unit else ""
+    return f"{step}{event.name} for {event.seconds:.0f} s{count}"
 
 
 def summary(story: Story, event: RunFinished) -> Iterator[str]:

@@ -18,7 +18,7 @@ from corerl.plugin.spec import ExtensionSpec, Problem, Process
 @frozen(kw_only=True)
 class ConsoleOptions:
     every: int = option(
-        "rollout steps between lines when the output is not a terminal; slow steps get a line every 20 s",
+        "rollout steps between lines when the output is not a terminal; slow steps and phases get a line every 20 s",
         default=10,
         validator=at_least(1),
     )

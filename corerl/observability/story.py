@@ -9,7 +9,16 @@ from attrs import frozen
 
 from corerl.observability.history import PHASES, History
 from corerl.observability.text import duration
-from corerl.plugin.events import Evaluated, Event, PhaseStarted, RunFinished, RunStarted, Shown, StepFinished
+from corerl.plugin.events import (
+    Evaluated,
+    Event,
+    PhaseProgress,
+    PhaseStarted,
+    RunFinished,
+    RunStarted,
+    Shown,
+    StepFinished,
+)
 
 # label -> metric, in the order of the tables at the end
 NUMBERS: Mapping[str, str] = {
@@ -48,6 +57,7 @@ class Story:
         self.shown: Sequence[Shown] = ()
         self.shown_at = ""  # what those answers are, and of which step
         self.phase: Phase | None = None
+        self.progress: PhaseProgress | None = None  # of that phase, if it counts something
         self.preparing = True  # until the first phase of a step
         self.prepared: list[tuple[str, float]] = []  # phases before the first step, and their seconds
         self._finishes: deque[float] = deque(maxlen=21)  # end times of the latest steps
@@ -64,7 +74,10 @@ class Story:
                 if self.phase is not None and self.preparing:
                     self.prepared.append((self.phase.name, now - self.phase.began))
                 self.preparing = self.preparing and event.name not in PHASES
-                self.phase = Phase(event.name, now)
+                self.phase, self.progress = Phase(event.name, now), None
+            case PhaseProgress():
+                if self.phase is not None and self.phase.name == event.name and event.unit:
+                    self.progress = event
             case StepFinished():
                 self.preparing = False
                 self.done = event.step + 1
@@ -77,7 +90,7 @@ class Story:
                 if event.shown:
                     self.shown, self.shown_at = event.shown, f"held-out prompts after step {event.step}"
             case RunFinished():
-                self.phase = None
+                self.phase = self.progress = None
 
     def outcome(self, event: RunFinished) -> str:
         """How the run ended, and after how long."""

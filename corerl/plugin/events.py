@@ -51,6 +51,18 @@ class PhaseStarted:
 
 
 @frozen(kw_only=True)
+class PhaseProgress:
+    """The phase goes on; emitted about once a second, from a thread of its own."""
+
+    name: str  # as in PhaseStarted
+    step: int
+    seconds: float  # since it started
+    unit: str = ""  # what is counted, such as 'samples drawn'; "" if nothing is
+    done: int = 0
+    of: int = 0
+
+
+@frozen(kw_only=True)
 class StepFinished:
     """One rollout step is done. `metrics` are final numbers under names such as `train/loss`, `time/rollout`."""
 
@@ -117,5 +129,13 @@ class Worked:
 
 
 Event: TypeAlias = (
-    RunStarted | PhaseStarted | StepFinished | Evaluated | CheckpointSaved | Notice | Worked | RunFinished
+    RunStarted
+    | PhaseStarted
+    | PhaseProgress
+    | StepFinished
+    | Evaluated
+    | CheckpointSaved
+    | Notice
+    | Worked
+    | RunFinished
 )

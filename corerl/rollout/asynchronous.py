@@ -17,6 +17,7 @@ from attrs import define, evolve, field, frozen
 from corerl.data.prompts import Prompt
 from corerl.errors import RewardError
 from corerl.rollout.engine import GenerateRequest, Generation
+from corerl.rollout.fleet import Counted
 from corerl.rollout.partial import continued, joined, split
 from corerl.rollout.rewards import PartSums, Scores, added
 from corerl.rollout.sampler import Errand, Rollout
@@ -143,8 +144,19 @@ class Asynchronous(Source):
     changes under `_state`, and every change notifies all waiting threads.
     """
 
-    def __init__(self, draws: Draws, engines: Engines, *, steps: int, max_staleness: int, calls: int = 1) -> None:
-        """`calls`: how many `generate` calls one replica answers concurrently."""
+    def __init__(
+        self,
+        draws: Draws,
+        engines: Engines,
+        *,
+        steps: int,
+        max_staleness: int,
+        calls: int = 1,
+        told: Counted | None = None,
+    ) -> None:
+        """`calls`: how many `generate` calls one replica answers concurrently. `told` hears how many samples of the
+        next batch are ready, and how many it has."""
+        self._told = told
         self._draws = draws
         self._engines = engines
         self._steps = steps  # rollout steps in total, including those before a resume
@@ -206,6 +218,9 @@ class Asynchronous(Source):
                     return self._hand_out()
                 if not any(map(self._engines.serves, range(len(self._engines)))):
                     return None
+                if self._told is not None:
+                    wanted = self._draws.prompts
+                    self._told(min(len(self._ready), wanted) * self._draws.samples, wanted * self._draws.samples)
                 self._state.wait()
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,12 @@ from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
 UNLIMITED = np.iinfo(np.int64).max
+
+Told = Callable[[int], None]  # called with a number of rows when that many more have ended
+
+
+def unheard(rows: int) -> None:
+    """Told of rows, and nobody wants to know."""
 
 
 @frozen(kw_only=True)
@@ -185,9 +191,12 @@ class Engine(ABC):
         CorerlError that says why the engine cannot start."""
 
     @abstractmethod
-    def generate(self, request: GenerateRequest) -> Generation:
+    def generate(self, request: GenerateRequest, told: Told = unheard) -> Generation:
         """Complete the rows, in the request's order, all under one weights version unless `pause` cuts them. Called by
-        up to `EngineSpec.calls` threads at once. Raises EngineFailed without weights."""
+        up to `EngineSpec.calls` threads at once. Raises EngineFailed without weights.
+
+        Call `told`, from any thread, with a number of rows when that many more have ended: users see how far sampling
+        is, and the watchdog takes an engine that ends no rows for one that hangs."""
 
     @abstractmethod
     def pause(self) -> None:

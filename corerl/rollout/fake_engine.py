@@ -8,7 +8,7 @@ import numpy as np
 
 from corerl.config.schema import ModelConfig
 from corerl.ops.noise import hash_keys
-from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received
+from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, Told, unheard
 from corerl.rollout.engines import FakeConfig
 from corerl.rollout.serving import Serving
 from corerl.types import offsets_of
@@ -28,7 +28,7 @@ class FakeEngine(Engine):
         self._serving = Serving(context.name, context.index)
         self._sums: dict[str, int] = {}
 
-    def generate(self, request: GenerateRequest) -> Generation:
+    def generate(self, request: GenerateRequest, told: Told = unheard) -> Generation:
         params, rows = request.params, len(request)
         tokens = np.zeros((rows, params.max_tokens), dtype=np.int64)
         logprobs = np.zeros(tokens.shape, dtype=np.float32)
@@ -44,7 +44,10 @@ class FakeEngine(Engine):
                 # Not a real log-prob, but different at every token, so that a misaligned column is noticed.
                 logprobs[:, step] = -((drawn >> 8) % 1024) / 256
                 sizes += drawing
-                finished |= drawing & np.isin(tokens[:, step], params.stop_tokens)
+                stopped = drawing & np.isin(tokens[:, step], params.stop_tokens)
+                finished |= stopped
+                if ended := int((drawing & (stopped | (sizes == request.left))).sum()):
+                    told(ended)
         chosen = np.arange(params.max_tokens) < sizes[:, None]
         return Generation(
             tokens=tokens[chosen],

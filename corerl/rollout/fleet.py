@@ -16,6 +16,9 @@ from corerl.weights.transport import Address
 
 CLOSE_SECONDS = 60.0  # for a replica to shut down by itself
 
+Counted = Callable[[int, int], None]  # called with how many are done, and how many there are
+CallCounts = Callable[[Mapping[int, int | None]], None]  # as `RayGroup.answers` calls it
+
 
 class Processes(Protocol):
     """The group of processes that a fleet runs on, such as `corerl.cluster.RayGroup`."""
@@ -26,7 +29,7 @@ class Processes(Protocol):
     def start_some(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Any: ...
     def wait(self, pending: Any) -> list[Any]: ...
     def ready(self, pending: Any, timeout: float) -> bool: ...
-    def answers(self, pending: Any) -> dict[int, Any]: ...
+    def answers(self, pending: Any, counted: CallCounts | None = None) -> dict[int, Any]: ...
     def answered(self, pending: Any, timeout: float) -> dict[int, Any]: ...
     def replace(self, member: int, arguments: tuple[Any, ...]) -> None: ...
     def kill(self) -> None: ...
@@ -84,27 +87,34 @@ class EngineFleet:
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
-    def generate(self, request: GenerateRequest) -> Generation:
+    def generate(self, request: GenerateRequest, told: Counted | None = None) -> Generation:
         """Complete the rows, in the request's order, spread over the replicas by `Shares`. Call it in the thread that
-        updates weights: if no replica is left, it starts new ones. Raises a replica's own error, or the cause of its
-        death once restarts are used up."""
+        updates weights: if no replica is left, it starts new ones. `told` hears every few seconds how many rows have
+        ended, and how many there are. Raises a replica's own error, or the cause of its death once restarts are used
+        up."""
         while not (serving := self._serving):
             self.mend()
-        return self._generate(request, serving, self.generate)
+        return self._generate(request, serving, self.generate, told)
 
-    def generate_aside(self, request: GenerateRequest) -> Generation:
+    def generate_aside(self, request: GenerateRequest, told: Counted | None = None) -> Generation:
         """Like `generate`, for any other thread. Raises NoneLeft if no replica is left."""
         if not (serving := self._serving):
             raise NoneLeft(self._loss.message)
-        return self._generate(request, serving, self.generate_aside)
+        return self._generate(request, serving, self.generate_aside, told)
 
     def _generate(
-        self, request: GenerateRequest, serving: Sequence[int], again: Callable[[GenerateRequest], Generation]
+        self,
+        request: GenerateRequest,
+        serving: Sequence[int],
+        again: Callable[[GenerateRequest], Generation],
+        told: Counted | None,
     ) -> Generation:
         rows = self._shares.divide(request, serving)
         shares = {each: request.take(own) if len(rows) > 1 else request for each, own in rows.items()}
         with self._shares.drawing({replica: len(share) for replica, share in shares.items()}):
-            done = self._ask("generate", {replica: (share,) for replica, share in shares.items()})
+            done = self._ask(
+                "generate", {replica: (share,) for replica, share in shares.items()}, _summed(shares, told)
+            )
         if len(self) > 1:
             for replica, generation in done.items():
                 self._shares.drew(replica, shares[replica], generation)
@@ -218,11 +228,16 @@ class EngineFleet:
             )
         raise error
 
-    def _ask(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+    def _ask(
+        self,
+        method: str,
+        arguments: Mapping[int, tuple[Any, ...]],
+        counted: CallCounts | None = None,
+    ) -> dict[int, Any]:
         """Return the answers of the live replicas; note which ones died. On any other failure, or when a dead replica's
         restarts are used up, kill all processes and raise the error."""
         asked = tuple(self._started)
-        answers = self.processes.answers(self.processes.start_some(method, arguments))
+        answers = self.processes.answers(self.processes.start_some(method, arguments), counted)
         failed = {replica: answer for replica, answer in answers.items() if isinstance(answer, CorerlError)}
         for replica, error in failed.items():
             if not isinstance(error, WorkerDied):
@@ -279,6 +294,23 @@ class EngineFleet:
             for replica in fared.keys() - failed:
                 self._dead.pop(replica, None)  # a death reported for an earlier process
         return {self.names[replica]: each for replica, each in fared.items()}
+
+
+def _summed(shares: Mapping[int, GenerateRequest], told: Counted | None) -> CallCounts | None:
+    """A function that gets, of replicas still drawing their shares, how many rows have ended, and tells `told` of all
+    rows."""
+    if told is None:
+        return None
+    rows = sum(map(len, shares.values()))
+    known = dict.fromkeys(shares, 0)  # what was said last, by a replica that is too busy to say more
+
+    def counted(drawing: Mapping[int, int | None]) -> None:
+        for replica, share in shares.items():
+            ended = drawing.get(replica, len(share))
+            known[replica] = known[replica] if ended is None else ended
+        told(sum(known.values()), rows)
+
+    return counted
 
 
 def _received(answer: Received | CorerlError) -> Received:

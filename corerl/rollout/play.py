@@ -15,7 +15,7 @@ from corerl.data.prompts import Prompt
 from corerl.rollout.conversation import Conversation
 from corerl.rollout.engine import UNLIMITED, GenerateRequest, Generation, SamplingParams
 from corerl.rollout.episodes import EpisodeFunction
-from corerl.rollout.fleet import NoneLeft
+from corerl.rollout.fleet import Counted, NoneLeft
 from corerl.rollout.front import Front
 from corerl.rollout.partial import split
 from corerl.rollout.sampler import Background, Errand, Rollout, Sampler, require_finished, rows_of
@@ -48,10 +48,12 @@ class EpisodeSampler(Sampler):
         longest_prompt: int = UNLIMITED,
         template_options: Mapping[str, Any] | None = None,
         special_tokens: bool = False,
+        told: Counted | None = None,
     ) -> None:
         """`aside` is `generate` for other threads: up to `calls` of them call it at once, so that a long answer delays
         no other; it raises NoneLeft if no engine is left. Without it, calls run one after the other. `longest_prompt`:
-        tokens that an episode's first request may have."""
+        tokens that an episode's first request may have. `told` hears how many episodes have ended, and how many there
+        are."""
         super().__init__(
             tokenizer=tokenizer,
             generate=generate,
@@ -59,6 +61,7 @@ class EpisodeSampler(Sampler):
             template_options=template_options,
             special_tokens=special_tokens,
         )
+        self._told = told
         self._aside = aside
         self._calls = calls
         self._function = function
@@ -72,7 +75,7 @@ class EpisodeSampler(Sampler):
         """Play one episode per sample. The calling thread calls the engines; functions run in other threads. If a
         function fails, its sample keeps what was sampled until then, with the failure in the rollout's `outcomes`."""
         request = self.request(prompts, rollout_step=rollout_step, samples=samples, params=params, attempt=attempt)
-        players = players_of(prompts, request)
+        players, told = players_of(prompts, request), self._told
         state = threading.Condition()
         table = self._table(params, state)
         table.admit(players)
@@ -82,6 +85,7 @@ class EpisodeSampler(Sampler):
             generate=self._generate,
             aside=self._aside if self._calls > 1 else None,
             calls=self._calls,
+            heard=None if told is None else lambda: told(sum(player.ended for player in players), len(players)),
         ).run()
         return played(prompts, request, players)
 
@@ -117,7 +121,10 @@ class Play:
         generate: Callable[[GenerateRequest], Generation],
         aside: Callable[[GenerateRequest], Generation] | None = None,
         calls: int = 1,
+        heard: Callable[[], None] | None = None,
     ) -> None:
+        """`heard` is called at each change."""
+        self._heard = heard
         self._table = table
         self._state = state
         self._generate = generate
@@ -147,6 +154,8 @@ class Play:
             while True:
                 if self._failure is not None:
                     raise self._failure
+                if self._heard is not None:
+                    self._heard()
                 gathered, seconds = self._table.look(free=self._calling < self._calls)
                 self._gathered.extend(gathered)
                 if self._gathered and self._calling < self._calls:

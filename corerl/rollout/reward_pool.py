@@ -14,8 +14,11 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING
 
+from attrs import frozen
+
 from corerl.config.schema import RewardConfig
 from corerl.errors import ConfigError, RewardError
+from corerl.rollout.fleet import Counted
 from corerl.rollout.rewards import Failure, Outcome, Reward, Sample, Scorer, Scores, gathered, reward_of, samples_of
 
 if TYPE_CHECKING:
@@ -28,23 +31,43 @@ START = 120.0  # seconds for a process to start and import the reward
 
 
 @contextlib.contextmanager
-def scorer(reward: Reward, config: RewardConfig) -> Iterator[Scorer]:
-    """The scorer of a run, with `config.processes` processes that end with the block."""
+def scorer(reward: Reward, config: RewardConfig, told: Counted | None = None) -> Iterator[Scorer]:
+    """The scorer of a run, with `config.processes` processes that end with the block. `told` hears how many samples of
+    a batch are scored, and how many it has."""
     if not config.processes:
-        yield reward
+        yield InDriver(reward, told)
         return
-    pool = RewardPool(reward, config)
+    pool = RewardPool(reward, config, told)
     try:
         yield pool
     finally:
         pool.close()
 
 
+@frozen
+class InDriver:
+    """Scores in this process, without a time limit."""
+
+    reward: Reward
+    told: Counted | None
+
+    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+        if part or self.told is None:
+            return self.reward.score(rollout, part=part)
+        samples, outcomes, told = samples_of(rollout), [], self.told
+        told(0, len(samples))
+        for outcome in self.reward.each_outcome(samples):
+            outcomes.append(outcome)
+            told(len(outcomes), len(samples))
+        return gathered(outcomes, self.reward.failed_value)
+
+
 class RewardPool:
     """Processes that import the reward by name; they start immediately, and construction does not wait for them. If the
     reward raises, times out or dies on a sample, only that sample fails; a lost process's chunk is scored again."""
 
-    def __init__(self, reward: Reward, config: RewardConfig) -> None:
+    def __init__(self, reward: Reward, config: RewardConfig, told: Counted | None = None) -> None:
+        self._told = told
         self._reward = reward
         self._config = config
         self._scoring = threading.Lock()
@@ -56,7 +79,7 @@ class RewardPool:
         ConfigError if the processes cannot import the reward."""
         with self._scoring:
             try:
-                outcomes = self._outcomes(samples_of(rollout))
+                outcomes = self._outcomes(samples_of(rollout), None if part else self._told)
             except BaseException:
                 self._end()  # a late answer must not be taken for one about the next rollout
                 raise
@@ -74,13 +97,15 @@ class RewardPool:
         while self._processes:
             self._processes.pop().end()
 
-    def _outcomes(self, samples: Sequence[Sample]) -> list[Outcome]:
+    def _outcomes(self, samples: Sequence[Sample], told: Counted | None) -> list[Outcome]:
         size = min(LARGEST_CHUNK, math.ceil(len(samples) / (4 * self._config.processes)) or 1)
         chunks: deque[Sequence[int]] = deque(
             range(first, min(first + size, len(samples))) for first in range(0, len(samples), size)
         )
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(samples):
+            if told is not None:
+                told(len(outcomes), len(samples))
             self._refill()
             for process in self._processes:
                 if not process.busy and chunks and process.begin(chunks[0], [samples[row] for row in chunks[0]]):

@@ -144,10 +144,15 @@ class Reward:
 
     def outcomes(self, samples: Sequence[Sample], limit: float | None = None) -> list[Outcome]:
         """The samples' rewards, of an async function awaited all at once, with a time limit in seconds for each."""
+        return list(self.each_outcome(samples, limit))
+
+    def each_outcome(self, samples: Sequence[Sample], limit: float | None = None) -> Iterator[Outcome]:
+        """`outcomes`, one after the other as they come."""
         if not self.waits:
-            return [self.outcome(*sample) for sample in samples]
-        waiting = [loop.begin(self._outcome_within(limit, *sample)) for sample in samples]
-        return [each.result() for each in waiting]
+            yield from (self.outcome(*sample) for sample in samples)
+            return
+        for each in [loop.begin(self._outcome_within(limit, *sample)) for sample in samples]:
+            yield each.result()
 
     async def _outcome_within(
         self, limit: float | None, prompt: Prompt, response: str, tokens: Sequence[int]

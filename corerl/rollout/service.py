@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -44,11 +45,29 @@ class EngineService:
         engine_class: type[Engine] = load_implementation(Kind.ENGINES, loaded)
         self.engine = engine_class(assignment.model, options, assignment.context)
         self._model = assignment.model
+        self._counting = threading.Lock()
+        self._counts: dict[int, tuple[int, int]] = {}  # thread -> rows that have ended, of how many
 
     def generate(self, request: GenerateRequest) -> Generation:
-        if not request.params.stop:
-            return self.engine.generate(request)
-        return until_stop(self.engine.generate, request, Stops(self._tokenizer, request.params.stop))
+        thread = threading.get_ident()
+
+        def told(rows: int) -> None:
+            with self._counting:
+                self._counts[thread] = self._counts[thread][0] + rows, len(request)
+
+        self._counts[thread] = 0, len(request)
+        try:
+            if not request.params.stop:
+                return self.engine.generate(request, told)
+            return until_stop(self.engine.generate, request, Stops(self._tokenizer, request.params.stop), told)
+        finally:
+            with self._counting:
+                del self._counts[thread]
+
+    def counts(self) -> Mapping[int, tuple[int, int]]:
+        """Of each thread that generates: how many rows of its request have ended, and how many it has."""
+        with self._counting:
+            return dict(self._counts)
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:

@@ -9,7 +9,7 @@ import numpy as np
 from attrs import evolve
 
 from corerl.rollout.encoding import plain
-from corerl.rollout.engine import GenerateRequest, Generation
+from corerl.rollout.engine import GenerateRequest, Generation, Told, unheard
 from corerl.rollout.partial import continued, joined
 from corerl.types import IntArray, offsets_of
 
@@ -104,7 +104,12 @@ def _only_token(text: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBas
     return ids[0] if len(holders) == 1 else None
 
 
-def until_stop(generate: Callable[[GenerateRequest], Generation], request: GenerateRequest, stops: Stops) -> Generation:
+def until_stop(
+    generate: Callable[[GenerateRequest], Generation],
+    request: GenerateRequest,
+    stops: Stops,
+    told: Told = unheard,
+) -> Generation:
     """Complete the rows, ending each at the first stop text. `generate` is asked for `PART` tokens of each row at a
     time; an engine's noise does not depend on that, so these are the tokens that it would draw at once."""
     done = Generation.nothing(request)
@@ -113,6 +118,7 @@ def until_stop(generate: Callable[[GenerateRequest], Generation], request: Gener
         drawn = generate(evolve(rest, limits=np.minimum(rest.limits, rest.begun + PART)))
         interrupted = bool(drawn.unfinished.any())  # the engine was paused
         done = joined(request, done, _ended(rest, drawn, stops))
+        told(len(rest) - int(done.unfinished.sum()))
         if interrupted or not done.unfinished.any():
             return done
 

@@ -27,7 +27,16 @@ from corerl.models.config import hf_config
 from corerl.models.names import hf_boxes
 from corerl.models.routing import routers
 from corerl.ops.noise import gumbel
-from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, SamplingParams
+from corerl.rollout.engine import (
+    Engine,
+    EngineContext,
+    GenerateRequest,
+    Generation,
+    Received,
+    SamplingParams,
+    Told,
+    unheard,
+)
 from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.offered import misfit
 from corerl.rollout.serving import Serving
@@ -65,17 +74,17 @@ class TransformersEngine(Engine):
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
-    def generate(self, request: GenerateRequest) -> Generation:
+    def generate(self, request: GenerateRequest, told: Told = unheard) -> Generation:
         size = self._options.batch_size
         done: list[Generation] = []
         with self._serving.generating() as version:
             for start in range(0, len(request), size):
                 rows = request.rows(start, min(start + size, len(request)))
-                done.append(_left_out(rows, done[:1]) if self._serving.paused else self._generate(rows, version))
+                done.append(_left_out(rows, done[:1]) if self._serving.paused else self._generate(rows, version, told))
         return Generation.concatenate(done)
 
     @torch.inference_mode()
-    def _generate(self, request: GenerateRequest, version: int) -> Generation:
+    def _generate(self, request: GenerateRequest, version: int, told: Told) -> Generation:
         params = request.params
         lengths = np.diff(request.offsets)
         width = int(lengths.max())
@@ -93,7 +102,7 @@ class TransformersEngine(Engine):
                 input_ids=torch.tensor(tokens, device=self._device),
                 attention_mask=torch.tensor(mask, dtype=torch.int64, device=self._device),
                 logits_processor=LogitsProcessorList([draw]),
-                stopping_criteria=StoppingCriteriaList([Halt(width + left, self._serving)]),
+                stopping_criteria=StoppingCriteriaList([Halt(width + left, params.stop_tokens, self._serving, told)]),
                 generation_config=GenerationConfig(
                     do_sample=False,
                     use_cache=True,
@@ -231,17 +240,26 @@ def _left_out(request: GenerateRequest, done: Sequence[Generation]) -> Generatio
 
 
 class Halt(StoppingCriteria):
-    """Ends a row at its token limit, and all rows once the engine is paused."""
+    """Ends a row at its token limit, and all rows once the engine is paused; tells of rows that have ended."""
 
-    def __init__(self, ends: torch.Tensor, serving: Serving) -> None:
+    def __init__(self, ends: torch.Tensor, stops: Sequence[int], serving: Serving, told: Told) -> None:
         self._ends = ends  # [R] maximum length of prompt and response
+        self._stops = torch.tensor(stops, dtype=torch.int64, device=ends.device)
         self._serving = serving
+        self._told = told
+        self._ended = torch.zeros_like(ends, dtype=torch.bool)  # [R]
+        self._known = 0  # rows told of
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """[R, length so far] -> [R]"""
         if self._serving.paused:
             return torch.ones_like(self._ends, dtype=torch.bool)
-        return self._ends <= input_ids.shape[1]
+        full = self._ends <= input_ids.shape[1]
+        self._ended |= full | torch.isin(input_ids[:, -1], self._stops)
+        if ended := int(self._ended.sum()) - self._known:
+            self._known += ended
+            self._told(ended)
+        return full
 
 
 class Draw(LogitsProcessor):

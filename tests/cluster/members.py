@@ -43,6 +43,10 @@ class Member:
     def sleep(self) -> None:
         time.sleep(FOREVER)
 
+    def niceness(self) -> list[int]:
+        """Of each of its threads."""
+        return [os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir("/proc/self/task")]
+
     def threads(self) -> str:
         return os.environ["OMP_NUM_THREADS"]
 
@@ -99,6 +103,27 @@ class Member:
     def lock(self) -> Any:
         """Something that cannot be pickled."""
         return threading.Lock()
+
+
+class Counts:
+    """Its calls have ten parts, of which as many end as it is told to."""
+
+    def __init__(self) -> None:
+        self.ended: dict[int, int] = {}
+        self.gate = threading.Event()
+
+    def work(self, ended: int) -> int:
+        """Returns once the gate is open."""
+        self.ended[threading.get_ident()] = ended
+        self.gate.wait(timeout=FOREVER)
+        del self.ended[threading.get_ident()]
+        return ended
+
+    def open(self) -> None:
+        self.gate.set()
+
+    def counts(self) -> dict[int, tuple[int, int]]:
+        return {thread: (ended, 10) for thread, ended in list(self.ended.items())}
 
 
 class Shows:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from attrs import evolve
+from ray.exceptions import OutOfMemoryError
 
+from corerl.cluster import group as group_module
 from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.objects import share
 from corerl.cluster.placement import Seat, arrange, seated
@@ -189,6 +193,24 @@ def test_a_killed_member_ends_the_group_with_its_name_and_what_it_was_doing(star
     assert wait_until_gone(pids) == []
 
 
+def test_a_member_that_ray_ends_for_want_of_memory_has_died(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = members(start, 2)
+    pids = group.call("pid")
+
+    def get(ref: Any, real: Any = ray.get) -> Any:
+        raise OutOfMemoryError("1 worker(s) were killed due to the node running low on memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group_module.ray, "get", get)
+        answers = group.answers(group.start_some("pid", {1: ()}))
+        assert isinstance(answers[1], WorkerDied)  # as an engine that is restarted
+        with pytest.raises(
+            WorkerDied, match=r"^actor rank 0: Ray ended its process during pid because the machine ran "
+        ):
+            group.call("pid")  # as a rank, with which all end
+    assert wait_until_gone(pids) == []
+
+
 def test_a_result_that_cannot_be_pickled_is_an_error_that_names_the_member(start: Start) -> None:
     group = members(start, 1)
     with pytest.raises(CorerlError) as caught:
@@ -227,7 +249,11 @@ def test_ray_is_told_no_variable_that_may_be_a_secret(seats: list[Seat]) -> None
         group.wait(group.construct([(0,)]))
         assert (group.call("word"), group.call("threads")) == (["s3cr3t"], ["2"])
         (told,) = group.call("runtime_environment")
-        assert json.loads(told)["env_vars"] == {"OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "7"}
+        assert json.loads(told)["env_vars"] == {
+            "OMP_NUM_THREADS": "2",
+            "PYTHONHASHSEED": "7",
+            "RAY_worker_niceness": "0",
+        }
     finally:
         group.kill()
 
@@ -312,6 +338,56 @@ def test_a_group_is_ready_once_a_member_failed_though_the_others_never_answer(st
         assert time.monotonic() < deadline
     with pytest.raises(WorkerDied, match="actor rank 1"):
         group.wait(pending)
+
+
+def test_all_threads_of_a_process_have_the_drivers_niceness(start: Start) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    (found,) = members(start, 1).call("niceness")
+    assert set(found) == {own}
+
+
+def test_each_of_two_calls_of_a_process_is_counted_by_itself(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "COUNT_SECONDS", 0.05)
+    group = start(2, "tests.cluster.members:Counts", threads=3)
+    group.wait(group.construct([(), ()]))
+    first, second = group.start_each("work", [(3,), (4,)]), group.start_some("work", {0: (7,)})
+    told: list[dict[int, int | None]] = []
+
+    def counted(ended: Mapping[int, int | None]) -> None:
+        told.append(dict(ended))
+        if ended == {0: 3, 1: 4}:
+            group.call("open")
+
+    assert group.answers(first, counted) == {0: 3, 1: 4}
+    assert {0: 3, 1: 4} in told
+    assert not any(7 in ended.values() for ended in told)
+    assert group.wait(second) == [7]
+
+
+@pytest.mark.parametrize(("parts", "spoken"), [(0, 2), (1, 1)])
+def test_of_a_call_that_counts_the_watchdog_speaks_when_nothing_ends(
+    start: Start, monkeypatch: pytest.MonkeyPatch, parts: int, spoken: int
+) -> None:
+    monkeypatch.setattr(group_module, "SETTLE_SECONDS", 0.05)
+    heard: list[str] = []
+    group: RayGroup
+
+    def notify(text: str) -> None:
+        heard.append(text)
+        if len(heard) == spoken:
+            group.call("open")
+
+    group = start(1, "tests.cluster.members:Counts", threads=2, watching=Watching(notify=notify, seconds=0.2))
+    group.wait(group.construct([()]))
+    pending = group.start("work", parts)
+    assert group.answers(pending) == {0: parts}
+    assert heard and all(
+        re.fullmatch(rf"work has taken \d+ s: actor rank 0 is at work \(.*\), with {parts} of 10 samples done", text)
+        for text in heard
+        if text.startswith("work ")
+    )
+    # What had ended at the first look is no reason to speak; that nothing has ended since is.
+    assert pending.watch.ended == {0: parts}
 
 
 def test_foreign_errors_become_the_kind_that_the_group_was_given(start: Start) -> None:

@@ -154,7 +154,7 @@ def test_arguments_of_the_template_reach_every_prompt_that_is_sampled(tmp_path: 
     tables = chats_of(tmp_path, bad=99)
     tables["data"]["chat_template_options"] = {"brief": True}
     prepared = prepare(config_in(tmp_path / "run", **tables))
-    sampler = make_sampler(prepared, Mock(), None)
+    sampler = make_sampler(prepared, Mock(), None, Mock())
     request = sampler.request([prepared.prompts.prompt(0)], rollout_step=0, samples=1, params=prepared.params)
     assert prepared.tokenizer.decode(request.tokens) == "7>s"
     tables["data"]["chat_template_options"] = {"breif": True}

@@ -12,7 +12,7 @@ import torch
 from attrs import evolve, frozen
 
 from corerl.config.schema import ModelConfig, option
-from corerl.rollout.engine import EngineContext, GenerateRequest, Generation
+from corerl.rollout.engine import EngineContext, GenerateRequest, Generation, Told, unheard
 from corerl.rollout.engines import TRANSFORMERS, TransformersConfig
 from corerl.rollout.transformers_engine import TransformersEngine
 from corerl.weights.manifest import Bucket
@@ -33,11 +33,11 @@ class FaultyEngine(TransformersEngine):
         self.index = context.index
         self.requests = 0
 
-    def generate(self, request: GenerateRequest) -> Generation:
+    def generate(self, request: GenerateRequest, told: Told = unheard) -> Generation:
         if self.requests >= self._options.after:
             self.die(turn=0)
         self.requests += 1
-        return super().generate(request)
+        return super().generate(request, told)
 
     def _load(self, bucket: Bucket, flat: torch.Tensor) -> None:
         super()._load(bucket, flat)

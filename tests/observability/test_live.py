@@ -8,7 +8,7 @@ from rich.console import Console
 
 from corerl.observability.live import LiveView, summary
 from corerl.observability.story import Story
-from corerl.plugin.events import CheckpointSaved, PhaseStarted, Shown, StepFinished
+from corerl.plugin.events import CheckpointSaved, PhaseProgress, PhaseStarted, Shown, StepFinished
 from tests.observability.run import STEPS, Clock, evaluated, finished, metrics, started, steps
 
 
@@ -75,6 +75,17 @@ def test_preparation_shows_what_is_done_and_how_long_it_took() -> None:
     lines = screen(story)
     assert lines[1].endswith("loading model 1.0 s")
     assert lines[2:] == ["  done  starting ray  3.2 s"]
+
+
+def test_the_display_counts_what_the_phase_counts() -> None:
+    clock = Clock()
+    story = Story(clock)
+    story.hear(started("runs/small"))
+    for name in ("rollout", "eval"):
+        story.hear(PhaseStarted(name=name, step=0))
+        clock.now += 2.0
+        story.hear(PhaseProgress(name="rollout", step=0, seconds=2.0, unit="samples drawn", done=37, of=512))
+        assert screen(story)[1].endswith("rollout 2.0 s 37/512 drawn" if name == "rollout" else "eval 2.0 s")
 
 
 def test_the_summary_tells_start_and_end_before_and_after_and_where_things_are() -> None:

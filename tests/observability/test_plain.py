@@ -7,7 +7,7 @@ from attrs import evolve
 
 from corerl.observability.plain import PlainView
 from corerl.observability.story import Story
-from corerl.plugin.events import Event, PhaseStarted, RunFinished, Shown, StepFinished
+from corerl.plugin.events import Event, PhaseProgress, PhaseStarted, RunFinished, Shown, StepFinished
 from tests.observability.run import Clock, evaluated, metrics, shown, started, steps, whole
 
 
@@ -69,6 +69,35 @@ def test_slow_steps_have_a_line_at_least_every_twenty_seconds() -> None:
     assert told(1.0) == [1, 10, 12]
     assert told(5.0) == [1, 5, 9, 10, 12]
     assert told(30.0) == list(range(1, 13))
+
+
+def test_a_phase_that_takes_long_has_a_line_every_twenty_seconds_with_how_far_it_is() -> None:
+    clock, stream = Clock(), io.StringIO()
+    view = PlainView(Story(clock), stream, every=1)
+
+    def phase(name: str, seconds: int, *, step: int = 0, unit: str = "", of: int = 0) -> None:
+        view.hear(PhaseStarted(name=name, step=step))
+        for second in range(1, seconds + 1):
+            clock.now += 1.0
+            done = min(second, of)
+            view.hear(PhaseProgress(name=name, step=step, seconds=second, unit=unit, done=done, of=of))
+
+    phase("starting Ray", 45)
+    phase("eval", 25, unit="prompts answered", of=50)
+    phase("rollout", 41, unit="samples drawn", of=64)
+    phase("train", 19)
+    view.hear(StepFinished(step=0, metrics=metrics(0)))
+    phase("train", 21, step=1)
+    assert [line for line in stream.getvalue().splitlines() if line.startswith("[")] == [
+        "[ 0:00] starting Ray",
+        "[ 0:20] starting Ray for 20 s",
+        "[ 0:40] starting Ray for 40 s",
+        "[ 1:00] eval for 15 s: 15 of 50 prompts answered",
+        "[ 1:20] step 1, rollout for 10 s: 10 of 64 samples drawn",
+        "[ 1:40] step 1, rollout for 30 s: 30 of 64 samples drawn",
+        "[ 2:00] step 1, train for 9 s",
+        "[ 2:30] step 2, train for 20 s",
+    ]
 
 
 def test_a_resumed_run_says_so_and_prints_its_first_step() -> None:

@@ -157,6 +157,7 @@ def asynchronous(
     refill: Refill | None = None,
     function: Callable[..., Any] | None = None,
     front: Front | None = None,
+    told: Callable[[int, int], None] | None = None,
     **config: Any,
 ) -> Asynchronous:
     """Of single responses, or of episodes that `function` plays."""
@@ -181,7 +182,7 @@ def asynchronous(
         samples=SAMPLES,
         refill=refill,
     )
-    return Asynchronous(draws, engines, steps=steps, max_staleness=max_staleness, calls=calls)
+    return Asynchronous(draws, engines, steps=steps, max_staleness=max_staleness, calls=calls, told=told)
 
 
 @pytest.fixture(autouse=True)
@@ -257,6 +258,16 @@ def test_prompts_come_once_each_in_batches_of_whole_groups_that_are_scored(tmp_p
         expected = [REWARD(scored.rollout.prompts[row // 2], text) for row, text in enumerate(scored.rollout.texts)]
         assert scored.rewards.tolist() == pytest.approx(expected)
     assert sorted(prompt.index for scored in steps for prompt in scored.rollout.prompts) == sorted(upcoming(18))
+
+
+def test_it_tells_how_many_samples_of_the_next_batch_are_ready() -> None:
+    told: list[tuple[int, int]] = []
+    engines = Engines()
+    source = asynchronous(engines, told=lambda done, of: told.append((done, of)))
+    next(iter(source))
+    source.close()
+    assert told and all(of == PROMPTS * SAMPLES and done in (0, 2, 4, 6) for done, of in told)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
 def test_where_engines_keep_up_one_batch_is_begun_beside_the_one_that_is_handed_out() -> None:

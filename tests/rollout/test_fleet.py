@@ -23,7 +23,7 @@ from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
 from corerl.rollout.engine import EngineContext, GenerateRequest, Generation, SamplingParams
 from corerl.rollout.fleet import EngineFleet
-from corerl.rollout.service import EngineAssignment
+from corerl.rollout.service import EngineAssignment, EngineService
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
 from corerl.weights.transports import open_sender
@@ -90,7 +90,7 @@ class Ending:
     def start_some(self, method: str, arguments: Any) -> Any:
         return None
 
-    def answers(self, pending: Any) -> dict[int, Any]:
+    def answers(self, pending: Any, counted: Any = None) -> dict[int, Any]:
         return {0: self.told.pop(0)}
 
     def kill(self) -> None:
@@ -135,7 +135,7 @@ class Half:
     def start_some(self, method: str, arguments: Any) -> list[int]:
         return list(arguments)
 
-    def answers(self, pending: list[int]) -> dict[int, Any]:
+    def answers(self, pending: list[int], counted: Any = None) -> dict[int, Any]:
         assert pending == [0], "waited for in vain"
         return {0: 8}
 
@@ -153,6 +153,51 @@ def test_an_engine_that_hangs_is_asked_nothing_until_another_stands_in_its_place
         fleet.sleep()
 
 
+class Counting:
+    """Two processes that draw; of the second one, nothing is known at first."""
+
+    def start_some(self, method: str, arguments: dict[int, Any]) -> dict[int, Any]:
+        return arguments
+
+    def answers(self, pending: dict[int, Any], counted: Any = None) -> dict[int, Any]:
+        (first,), (second,) = pending[0], pending[1]
+        assert (len(first), len(second)) == (3, 2)
+        for drawing in ({0: 1, 1: None}, {0: 2, 1: 1}, {0: None, 1: 1}, {1: 1}, {1: 2}):
+            counted(drawing)
+        return {replica: Generation.nothing(request) for replica, (request,) in pending.items()}
+
+
+def test_the_rows_that_have_ended_are_counted_over_all_replicas() -> None:
+    fleet = EngineFleet(Counting(), assigned(2))  # type: ignore[arg-type]  # as much of it as is asked
+    told: list[tuple[int, int]] = []
+    fleet.generate(REQUEST, lambda done, of: told.append((done, of)))
+    assert told == [(1, 5), (3, 5), (3, 5), (4, 5), (5, 5)]
+
+
+def test_the_process_of_an_engine_counts_each_request_by_itself(tmp_path: Path) -> None:
+    service = EngineService(assigned(1)[0])
+    seen: list[dict[int, tuple[int, int]]] = []
+
+    class Draws:
+        def generate(self, request: GenerateRequest, told: Any) -> Generation:
+            told(2)
+            if len(request) == 5:
+                other = threading.Thread(target=service.generate, args=(request.rows(0, 3),))
+                other.start()
+                other.join()
+            told(1)
+            seen.append(dict(service.counts()))
+            return Generation.nothing(request)
+
+    service.engine = Draws()  # type: ignore[assignment]  # as much of an engine as is asked
+    service.generate(REQUEST)
+    own = threading.get_ident()
+    inner, outer = seen
+    assert sorted(inner.values()) == [(2, 5), (3, 3)] and inner[own] == (2, 5)
+    assert outer == {own: (3, 5)}
+    assert service.counts() == {}
+
+
 class Late:
     """One process, whose successors do not start at first."""
 
@@ -168,7 +213,7 @@ class Late:
     def start_some(self, method: str, arguments: Any) -> Any:
         return list(arguments)
 
-    def answers(self, pending: list[int]) -> dict[int, Any]:
+    def answers(self, pending: list[int], counted: Any = None) -> dict[int, Any]:
         return dict.fromkeys(pending, 8)
 
     def kill(self) -> None:
@@ -200,7 +245,7 @@ class Told:
     def start_some(self, method: str, arguments: Any) -> Any:
         return None
 
-    def answers(self, pending: None) -> dict[int, Any]:
+    def answers(self, pending: None, counted: Any = None) -> dict[int, Any]:
         died = WorkerDied("engine-1: its process died")
         self.replacing = threading.Thread(target=self.fleet.replace, args=({"engine-1": died},))
         self.replacing.start()

@@ -88,6 +88,7 @@ def play(front: Front) -> Play:
         aside: Callable[[GenerateRequest], Generation] | None = None,
         calls: int = 1,
         longest_prompt: int = UNLIMITED,
+        told: Callable[[int, int], None] | None = None,
         **config: Any,
     ) -> Rollout:
         sampler = EpisodeSampler(
@@ -100,6 +101,7 @@ def play(front: Front) -> Play:
             aside=aside,
             calls=calls,
             longest_prompt=longest_prompt,
+            told=told,
         )
         return sampler.sample(prompts, rollout_step=5, samples=samples, params=params)
 
@@ -134,6 +136,12 @@ def test_an_episode_of_one_request_is_the_sample_that_a_plain_sampler_draws(play
     assert_equal(played, plain.sample(PROMPTS, rollout_step=5, samples=4, params=PARAMS))
     assert played.batch.rows["turns"].tolist() == [1] * 8
     assert played.outcomes == [None] * 8 and played.prompts == tuple(PROMPTS)
+
+
+def test_it_tells_how_many_episodes_have_ended(play: Play) -> None:
+    told: list[tuple[int, int]] = []
+    play(two_turns, told=lambda done, of: told.append((done, of)), concurrency=2)
+    assert told[0] == (0, 8) and told[-1] == (8, 8) and told == sorted(told)
 
 
 def test_what_is_drawn_depends_neither_on_time_nor_on_what_is_drawn_together(play: Play) -> None:

@@ -98,6 +98,26 @@ def test_a_reward_that_fails_on_every_sample_is_an_error_with_the_first_failure(
         scores(["nan", "raise"], processes=processes)
 
 
+@pytest.mark.parametrize(
+    ("name", "processes"), [("position-match", 0), ("position-match", 2), ("tests.rollout.user_rewards:promised", 0)]
+)
+def test_it_tells_how_many_samples_of_a_batch_are_scored(name: str, processes: int) -> None:
+    told: list[tuple[int, int]] = []
+    config = RewardConfig(name=name, processes=processes)
+    texts = ["a", "b"] * 40
+    with scorer(resolve_reward(name, {}), config, lambda done, of: told.append((done, of))) as judge:
+        batch = judge.score(rollout(texts))
+        counted = list(told)
+        judge.score(rollout(texts), part=True)
+    assert told == counted  # a part is no batch
+    assert {of for _, of in told} == {80}
+    done = [each for each, _ in told]
+    assert done == sorted(done) and done[0] == 0 and 0 < done[-1] <= 80
+    if not processes:
+        assert done == list(range(81))
+    np.testing.assert_array_equal(batch.rewards, resolve_reward(name, {}).score(rollout(texts)).rewards)
+
+
 def test_a_slow_reward_is_not_taken_for_a_late_one() -> None:
     # Each chunk of 3 takes 1.5 seconds, more than its turn and one sample's time would be without handing back.
     found = scores(["a", "bb", "ccc"] * 2, options={"seconds": 0.5}, processes=1, timeout=5.0)

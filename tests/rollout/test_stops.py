@@ -133,7 +133,10 @@ def test_an_engine_keeps_the_tokens_up_to_the_one_that_completes_a_stop_text(
     monkeypatch.setattr(module, "PART", part)
     engine, asked = engines[kind], request(24, routed_experts=kind == "moe")
     whole = engine.generate(asked)
-    found = until_stop(engine.generate, evolve(asked, params=evolve(asked.params, stop=stop)), Stops(CHARACTERS, stop))
+    told: list[int] = []
+    stopping = evolve(asked, params=evolve(asked.params, stop=stop))
+    found = until_stop(engine.generate, stopping, Stops(CHARACTERS, stop), told.append)
+    assert sum(told) == 24
     stopped = assert_cut_at(stop, found, whole, CHARACTERS)
     assert 0 < sum(stopped) < 24 or stop == ("0", "1", "2")
     if kind == "moe":

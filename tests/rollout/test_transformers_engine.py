@@ -97,6 +97,14 @@ def test_recorded_logprobs_are_those_of_a_plain_forward_pass_of_each_sequence(
         )
 
 
+def test_it_tells_of_each_row_as_it_ends(tied: tuple[TransformersEngine, Any]) -> None:
+    served, _ = tied
+    told: list[int] = []
+    sizes = np.diff(served.generate(request(12), told.append).offsets)
+    assert told == [int((sizes == size).sum()) for size in range(1, PARAMS.max_tokens + 1) if (sizes == size).any()]
+    assert sum(told) == 12 and len(told) > 1
+
+
 def test_a_row_ends_at_its_own_limit(tied: tuple[TransformersEngine, Any]) -> None:
     served, _ = tied
     asked = request(12)

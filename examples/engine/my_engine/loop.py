@@ -9,7 +9,16 @@ from transformers import AutoModelForCausalLM
 from corerl.config.schema import ModelConfig
 from corerl.models.config import hf_config
 from corerl.ops.noise import gumbel
-from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, SamplingParams
+from corerl.rollout.engine import (
+    Engine,
+    EngineContext,
+    GenerateRequest,
+    Generation,
+    Received,
+    SamplingParams,
+    Told,
+    unheard,
+)
 from corerl.rollout.serving import Serving
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
@@ -30,16 +39,15 @@ class LoopEngine(Engine):
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def generate(self, request: GenerateRequest) -> Generation:
+    def generate(self, request: GenerateRequest, told: Told = unheard) -> Generation:
+        done: list[Generation] = []
         with self._serving.generating() as version:  # refuses without weights, and holds them still
-            return Generation.concatenate(
-                [
-                    self._complete(row, int(begun), int(left), int(key), request.params, version)
-                    for row, begun, left, key in zip(
-                        request.by_row(), request.begun, request.left, request.noise_keys, strict=True
-                    )
-                ]
-            )
+            for row, begun, left, key in zip(
+                request.by_row(), request.begun, request.left, request.noise_keys, strict=True
+            ):
+                done.append(self._complete(row, int(begun), int(left), int(key), request.params, version))
+                told(int(not done[-1].unfinished[0]))
+        return Generation.concatenate(done)
 
     def _complete(
         self, row: np.ndarray, begun: int, left: int, key: int, params: SamplingParams, version: int

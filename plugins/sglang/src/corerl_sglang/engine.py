@@ -23,7 +23,16 @@ from corerl.messages import message_of
 from corerl.models.build import build_on_meta
 from corerl.models.config import hf_config
 from corerl.models.names import hf_boxes
-from corerl.rollout.engine import Engine, EngineContext, GenerateRequest, Generation, Received, SamplingParams
+from corerl.rollout.engine import (
+    Engine,
+    EngineContext,
+    GenerateRequest,
+    Generation,
+    Received,
+    SamplingParams,
+    Told,
+    unheard,
+)
 from corerl.rollout.offered import misfit
 from corerl.rollout.receiving import Receiving
 from corerl.rollout.serving import Serving
@@ -91,14 +100,14 @@ class SglangEngine(Engine):
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
-    def generate(self, request: GenerateRequest) -> Generation:
+    def generate(self, request: GenerateRequest, told: Told = unheard) -> Generation:
         try:
-            return self._spread(request)
+            return self._spread(request, told)
         except WorkerDied:
             self._server.stop()  # with all its ranks: this engine's replacement starts its own server
             raise
 
-    def _spread(self, request: GenerateRequest) -> Generation:
+    def _spread(self, request: GenerateRequest, told: Told) -> Generation:
         self._server.require_alive("generate")
         if request.params.routed_experts and not self._options.routed_experts:
             raise ConfigError(
@@ -114,7 +123,7 @@ class SglangEngine(Engine):
             parts = request.parts(self._options.requests)
             known = self._failure
             with ThreadPoolExecutor(len(parts)) as threads:
-                futures = [threads.submit(self._generate, part, version) for part in parts]
+                futures = [threads.submit(self._generate, part, version, told) for part in parts]
                 wait(futures, return_when=FIRST_EXCEPTION)
                 failures = [failure for future in futures if future.done() and (failure := future.exception())]
                 # The cause first: a death explains any other failure, and any failure explains an aborted row.
@@ -138,7 +147,7 @@ class SglangEngine(Engine):
                 return EngineFailed(message_of(self._failure))
             return failure
 
-    def _generate(self, request: GenerateRequest, version: int) -> Generation:
+    def _generate(self, request: GenerateRequest, version: int, told: Told) -> Generation:
         body = {
             "input_ids": [prompt.tolist() for prompt in request.by_row()],
             "sampling_params": [
@@ -149,7 +158,9 @@ class SglangEngine(Engine):
             "return_routed_experts": request.params.routed_experts,
         }
         answer = self._server.post("/generate", body)
-        return self._reader.generation(answer, request, version, paused=self._serving.paused)
+        drawn = self._reader.generation(answer, request, version, paused=self._serving.paused)
+        told(len(drawn) - int(drawn.unfinished.sum()))
+        return drawn
 
     def _sampling(self, params: SamplingParams, key: int, left: int) -> dict[str, Any]:
         """One row's parameters, by SGLang's names; the defaults of all others leave the distribution unchanged."""

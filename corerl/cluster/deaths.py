@@ -1,0 +1,102 @@
+"""Tell from an error of Ray's whether a process has ended, and why, in one line."""
+
+from __future__ import annotations
+
+import re
+
+from ray.exceptions import (
+    ActorPlacementGroupRemoved,
+    ActorUnschedulableError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+    RuntimeEnvSetupError,
+    TaskPlacementGroupRemoved,
+    TaskUnschedulableError,
+    WorkerCrashedError,
+)
+
+from corerl.errors import WorkerDied
+from corerl.messages import shorten
+
+# Ended, never started, or gone with its machine and its last answer. Ray's types share no base but RayError.
+ENDED = (
+    RayActorError,
+    OutOfMemoryError,
+    NodeDiedError,
+    LocalRayletDiedError,
+    WorkerCrashedError,
+    ObjectLostError,
+    RuntimeEnvSetupError,
+    ActorPlacementGroupRemoved,
+    TaskPlacementGroupRemoved,
+    ActorUnschedulableError,
+    TaskUnschedulableError,
+)
+LONGEST = 300  # characters of Ray's own words
+# Lines of an ActorDiedError that are the same in all, or describe the actor in Ray's terms.
+COMMON = re.compile(r"The actor died unexpectedly|The actor never ran|\s*(class_name|actor_id|pid|name|namespace|ip): ")
+# "Memory on the node (...) was 51.33GB / 54.00GB (0.95)", since Ray 2.60 "was 51.33GB used / 54.00GB limit (0.95)"; and
+# of each process that was ended "memory used=3.33GB".
+MACHINE = re.compile(r"was ([\d.]+)GB(?: used)? / ([\d.]+)GB")
+PROCESS = re.compile(r"memory used=([\d.]+)GB")
+
+
+def death(name: str, method: str, error: RayError) -> WorkerDied | None:
+    """The error of process `name` if it ended during `method`; None if it may still be there."""
+    if not _ended(error):
+        return None
+    if isinstance(error, OutOfMemoryError):
+        died = WorkerDied(f"{name}: Ray ended its process during {method} because {_out_of_memory(str(error))}")
+    else:
+        died = WorkerDied(
+            f"{name}: its process died during {method} ({cause(error)}); unless someone killed it, "
+            "see the machine's log (dmesg: out of memory?) and Ray's logs (/tmp/ray/session_latest/logs)"
+        )
+    died.details = str(error)
+    return died
+
+
+def _ended(error: RayError) -> bool:
+    if isinstance(error, RayTaskError):
+        return False  # an exception inside the process, although its type may also be that of its cause
+    if isinstance(error, RaySystemError):
+        return error.traceback_str is None  # with one, a result could not be read here
+    return isinstance(error, ENDED)
+
+
+def cause(error: RayError) -> str:
+    """Why Ray says that the process has ended, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, RayActorError) and error.actor_init_failed:
+        lines = lines[-1:]  # of a traceback
+    told = " ".join(line for line in lines if not COMMON.match(line)) or " ".join(lines)
+    detail = told.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
+    return shorten(detail.rstrip("."), LONGEST)
+
+
+def _out_of_memory(text: str) -> str:
+    """Ray's page of numbers in one line: what this process had, what its machine has, and what to do."""
+    machine = MACHINE.search(text)
+    had = _had(text)
+    numbers = [
+        *([f"the process had {had} GB"] if had else []),
+        *([f"{machine[1]} of the machine's {machine[2]} GB were in use"] if machine else []),
+    ]
+    known = f" ({', '.join(numbers)})" if numbers else ""
+    return (
+        f"the machine ran out of memory{known}; end other programs there, use fewer ranks or engines on it, a lower "
+        "precision or smaller batches, or raise Ray's limit (the variable RAY_memory_usage_threshold, 0.95 by default)"
+    )
+
+
+def _had(text: str) -> str:
+    """GB that the process had; "" if Ray ended several at once, and does not say which of them it was."""
+    entries = [line for line in text.splitlines() if "Selected to kill" in line] or [text]
+    found = [each for entry in entries for each in PROCESS.findall(entry)]
+    return found[0] if len(found) == 1 else ""

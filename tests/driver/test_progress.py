@@ -1,0 +1,163 @@
+"""How far a phase is: what is counted in it, by whom, and when the watchdog speaks of scoring that stands still."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from corerl import hookimpl
+from corerl.driver.progress import DRAWN, SCORED, Progress
+from corerl.plugin.events import Event, Notice, PhaseProgress, PhaseStarted, RunFinished
+from corerl.plugin.observers import Observers
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Hears:
+    def __init__(self) -> None:
+        self.heard: list[Event] = []
+
+    @hookimpl
+    def observe(self, event: Event) -> None:
+        self.heard.append(event)
+
+
+@pytest.fixture
+def hears() -> Hears:
+    return Hears()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def progress(hears: Hears, clock: Clock) -> Progress:
+    return Progress(Observers([("hears", hears)]), 2, watchdog=60.0, clock=clock)
+
+
+def aside(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def beat(progress: Progress, hears: Hears) -> Event:
+    progress.beat()
+    return hears.heard[-1]
+
+
+def test_a_beat_tells_how_long_a_phase_takes_and_how_far_it_is(progress: Progress, hears: Hears, clock: Clock) -> None:
+    progress.beat()
+    assert hears.heard == []  # there is no phase
+    progress.begin("rollout")
+    clock.now = 3.0
+    assert beat(progress, hears) == PhaseProgress(name="rollout", step=2, seconds=3.0)
+    progress.count(DRAWN, 5, 64)
+    clock.now = 4.0
+    assert beat(progress, hears) == PhaseProgress(
+        name="rollout", step=2, seconds=4.0, unit="samples drawn", done=5, of=64
+    )
+    progress.count(SCORED, 64, 64)
+    assert beat(progress, hears) == PhaseProgress(
+        name="rollout", step=2, seconds=4.0, unit="samples scored", done=64, of=64
+    )
+    with progress.phase("train"):
+        assert beat(progress, hears) == PhaseProgress(name="train", step=2, seconds=0.0)  # begins anew
+    progress.tell(RunFinished(reason="finished", steps_done=2, seconds=4.0))
+    assert beat(progress, hears) == RunFinished(reason="finished", steps_done=2, seconds=4.0)
+
+
+def test_an_evaluation_counts_held_out_prompts(progress: Progress, hears: Hears) -> None:
+    progress.begin("eval")
+    progress.count(DRAWN, 12, 50)
+    assert beat(progress, hears) == PhaseProgress(
+        name="eval", step=2, seconds=0.0, unit="prompts answered", done=12, of=50
+    )
+    progress.count(SCORED, 3, 50)
+    assert beat(progress, hears) == PhaseProgress(
+        name="eval", step=2, seconds=0.0, unit="answers scored", done=3, of=50
+    )
+
+
+@pytest.mark.parametrize(("phase", "done"), [("rollout", 7), ("train", 0), ("eval", 0)])
+def test_a_thread_that_samples_ahead_counts_only_while_the_loop_waits_for_it(
+    progress: Progress, hears: Hears, phase: str, done: int
+) -> None:
+    progress.begin(phase)
+    aside(lambda: progress.count(DRAWN, 7, 8))
+    told = beat(progress, hears)
+    assert isinstance(told, PhaseProgress) and told.done == done
+
+
+def test_scoring_that_stands_still_is_told_with_the_line_that_the_driver_is_at(
+    progress: Progress, hears: Hears, clock: Clock
+) -> None:
+    def notices() -> list[str]:
+        return [event.text for event in hears.heard if isinstance(event, Notice)]
+
+    progress.begin("rollout")
+    progress.count(SCORED, 3, 8)
+    for clock.now in (59.0, 60.0, 100.0, 119.0):
+        aside(progress.beat)
+    (notice,) = notices()
+    said = "scoring has not moved for 60 s: 3 of 8 samples scored; the driver is at work"
+    assert re.fullmatch(rf"{said} \(.*/threading\.py:\d+ in \w+\)", notice)  # it waits for the thread above
+    clock.now = 120.0
+    progress.beat()
+    assert notices()[1].startswith("scoring has not moved for 120 s: 3 of 8 ")
+    progress.count(SCORED, 4, 8)  # it moves: the time begins anew
+    for clock.now in (150.0, 179.0):
+        progress.beat()
+    assert len(notices()) == 2
+    clock.now = 180.0
+    progress.beat()
+    assert len(notices()) == 3
+
+
+def test_of_sampling_the_engines_watchdog_speaks_and_of_nothing_where_there_is_none(
+    progress: Progress, hears: Hears, clock: Clock
+) -> None:
+    progress.begin("rollout")
+    progress.count(DRAWN, 3, 8)
+    clock.now = 1000.0
+    progress.beat()
+    progress.watchdog = 0.0
+    progress.count(SCORED, 3, 8)
+    clock.now = 2000.0
+    progress.beat()
+    assert not any(isinstance(event, Notice) for event in hears.heard)
+
+
+def test_beats_come_from_a_thread_until_the_block_ends(hears: Hears, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("corerl.driver.progress.BEAT_SECONDS", 0.001)
+    heard = threading.Event()
+
+    class Waits(Hears):
+        @hookimpl
+        def observe(self, event: Event) -> None:
+            super().observe(event)
+            if isinstance(event, PhaseProgress):
+                heard.set()
+
+    waits = Waits()
+    progress = Progress(Observers([("waits", waits)]), 0)
+    with progress.beating():
+        progress.begin("starting Ray")
+        assert heard.wait(60.0)
+    (thread,) = [each for each in threading.enumerate() if each.name == "corerl-progress"] or [None]
+    if thread is not None:
+        thread.join(60.0)
+    assert waits.heard[0] == PhaseStarted(name="starting Ray", step=0)
+    before = len(waits.heard)
+    progress.begin("rollout")
+    assert waits.heard[before:] == [PhaseStarted(name="rollout", step=0)]
