@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from corerl.errors import ModelError
 from corerl.messages import first_line
+from corerl.plain_json import read_json_file
 from corerl.weights.chunks import TensorSource
 
 SINGLE = "model.safetensors"
@@ -80,7 +80,7 @@ class SafetensorsSource:
         index = self.directory / INDEX
         if index.is_file():
             try:
-                return {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+                return {str(name): str(file) for name, file in read_json_file(index)["weight_map"].items()}
             except OSError as error:
                 raise ModelError(f"{index} cannot be read: {error.strerror}; make it readable") from error
             except (ValueError, KeyError, TypeError, AttributeError) as error:
