@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,11 @@ class SafetensorsSource:
     def shape(self, name: str) -> tuple[int, ...] | None:
         stored = self.stored(name)
         return None if stored is None else tuple(self._slice(stored).get_shape())
+
+    @property
+    def dtypes(self) -> Counter[str]:
+        """The number of tensors of each dtype, by its name in safetensors, such as "BF16"."""
+        return Counter(self._slice(name).get_dtype() for name in self._files)
 
     def where(self, name: str) -> Path:
         """The file that has the tensor, or else the file that should list it."""
