@@ -266,11 +266,17 @@ def _fault(path: Path, *, read: bool = False) -> str | None:
     """Why a committed checkpoint cannot be resumed; None if it can."""
     try:
         read_state(path)
+        if not read:
+            return None
         roles = read_json(path / DRIVER_FILE, checkpoint=path)["roles"]
+        for role, ranks in roles.items():
+            if (written := written_ranks(path / role)) != ranks:  # before what grows with a number that may be any
+                return (
+                    f"{path / DRIVER_FILE}: roles: {role!r} is {ranks}, but it has the files of {written} ranks; "
+                    "resume from another checkpoint"
+                )
     except CheckpointError as error:
         return error.message
-    if not read:
-        return None
     parts = [(path / role, rank) for role, ranks in roles.items() for rank in range(ranks)]
     with ThreadPoolExecutor(READERS) as threads:
         return next((fault for fault in threads.map(lambda part: _damage_once(*part), parts) if fault), None)

@@ -22,6 +22,7 @@ from attrs import asdict, field, frozen
 
 from corerl.errors import CheckpointError
 from corerl.messages import short_repr
+from corerl.plain_json import read_json_file
 from corerl.weights.chunks import Box
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def checksum(tensor: Tensor) -> int:
 def read_json(path: Path, *, checkpoint: Path) -> dict[str, Any]:
     """Read a JSON file of `checkpoint`. Raises CheckpointError if it is missing, damaged or of another format."""
     try:
-        content = json.loads(path.read_text())
+        content = read_json_file(path)
     except FileNotFoundError:
         raise unusable(
             checkpoint, f"{path} is missing; the checkpoint is incomplete, so resume from another one"

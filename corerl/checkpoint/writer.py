@@ -23,7 +23,7 @@ from corerl.checkpoint.format import (
 )
 from corerl.errors import SaveFailed
 from corerl.messages import message_of
-from corerl.weights.chunks import Chunk
+from corerl.weights.chunks import Chunk, finite
 
 Job: TypeAlias = Callable[[], object]
 
@@ -72,7 +72,14 @@ def stage(state: Mapping[str, Sequence[Chunk]], extra: Mapping[str, Any]) -> Sta
 
 
 def summed(staged: Staged) -> RankIndex:
-    """The index with the checksum of every tensor."""
+    """The index with the checksum of every tensor. Raises SaveFailed if a box has values that are not finite, from
+    which nothing could be resumed."""
+    for box in staged.index.boxes:
+        if not finite(staged.tensors[box.stored]):
+            raise SaveFailed(
+                f"{box.key!r} of {box.name!r} has NaN or infinite values, so nothing is saved; earlier checkpoints are "
+                "untouched: resume from one of them, with the extension nan-guard to find the cause"
+            )
     return evolve(staged.index, sums={name: checksum(tensor) for name, tensor in staged.tensors.items()})
 
 
@@ -82,12 +89,13 @@ def write(staged: Staged, directory: Path, rank: int) -> int:
     The index is written last: if it exists, so do the tensors.
     """
     path = directory / tensor_file(rank)
+    index = summed(staged)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         temporary = temporary_name(path)
         save_file(staged.tensors, temporary)
         publish(temporary, path)
-        return path.stat().st_size + write_index(directory, rank, summed(staged))
+        return path.stat().st_size + write_index(directory, rank, index)
     except Exception as error:  # OSError, or the safetensors library's own
         raise SaveFailed(f"cannot write {path}: {error}; earlier checkpoints are untouched") from error
 

@@ -31,9 +31,10 @@ THREADS = "OMP_NUM_THREADS"
 # while its driver waits.
 NICENESS = "RAY_worker_niceness"
 LOOPBACK = "127.0.0.1"
-# What the loader, Python, Ray and libraries of numpy read as a process starts; none of these is a secret.
+# What the loader, Python, Ray and libraries of numpy read as a process starts; none of these is a secret: those of
+# Ray's variables that are one (its token, and Redis' password) are left out.
 READ_AT_START = re.compile(
-    r"LD_|PYTHON|MALLOC_|GLIBC_|RAY_|OMP_|KMP_|GOMP_|MKL_|OPENBLAS_|LC_|(LANG|TZ|PATH|HOME|TMPDIR|VIRTUAL_ENV)$"
+    r"LD_|PYTHON|MALLOC_|GLIBC_|RAY_(?!AUTH_TOKEN$|REDIS_PASSWORD$)|OMP_|KMP_|GOMP_|MKL_|OPENBLAS_|LC_|(LANG|TZ|PATH|HOME|TMPDIR|VIRTUAL_ENV)$"
 )
 
 

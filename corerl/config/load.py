@@ -63,11 +63,11 @@ def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str]) ->
             applied.append((_apply(text, data), text))
         except ConfigError as error:
             lines.append(error.message)
-    too_large = [] if not readable else list(_too_large(data))
+    too_large = [] if not readable else [_concealed(problem, data) for problem in _too_large(data)]
     lines += [problem.line() + _blame(problem.keys, applied) for problem in too_large]
     if readable and not too_large:
         config, problems = attempt(data, Config)
-        lines += [_concealed(problem).line() + _blame(problem.keys, applied) for problem in problems]
+        lines += [_concealed(problem, data).line() + _blame(problem.keys, applied) for problem in problems]
         if config is not None and not lines:
             return config
     raise ConfigError("\n".join(lines))
@@ -115,8 +115,9 @@ def _apply(text: str, data: dict[str, Any]) -> Keys:
         nested: Any = tomllib.loads(f"{key} = 0")  # handles quoted keys too
     except tomllib.TOMLDecodeError:
         nested = {}
+    said = short_repr(_without_value(text) if SECRET[1] in key else text)
     if not equals or len(nested) != 1:
-        raise ConfigError(f"override {short_repr(text)}: expected KEY=VALUE with a dotted key, such as run.steps=10")
+        raise ConfigError(f"override {said}: expected KEY=VALUE with a dotted key, such as run.steps=10")
     keys = []
     while isinstance(nested, dict):
         ((name, nested),) = nested.items()
@@ -126,15 +127,22 @@ def _apply(text: str, data: dict[str, Any]) -> Keys:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
             path = shorten(".".join(keys[:depth]), LONGEST)
-            raise ConfigError(f"override {short_repr(text)}: {path} is not a table; override it as a whole")
+            raise ConfigError(f"override {said}: {path} is not a table; override it as a whole")
     table[keys[-1]] = parse_toml(value)
     return tuple(keys)
 
 
-def _concealed(problem: Problem) -> Problem:
-    """The same problem, without the value of a variable of the environment, which may be a secret."""
-    if problem.keys[:2] == SECRET and len(problem.keys) > 2:
-        return Problem(problem.keys, "expected string, got something else; put it in quotes")
+def _concealed(problem: Problem, data: Mapping[str, Any]) -> Problem:
+    """The same problem, without the values of variables of the environment, which may be secrets."""
+    keys = problem.keys
+    if keys[:2] == SECRET and len(keys) > 2:
+        return Problem(keys, "expected string, got something else; put it in quotes")
+    if keys in (SECRET[:1], SECRET):
+        value: Any = data
+        for key in keys:
+            value = value.get(key, {})
+        if not isinstance(value, Mapping):  # what is wrong with a table are its names
+            return Problem(keys, 'expected table, got something else; set cluster.environment.NAME="VALUE"')
     return problem
 
 
@@ -143,6 +151,11 @@ def _blame(keys: Keys, applied: Iterable[tuple[Keys, str]]) -> str:
     for set_by, text in reversed(list(applied)):
         shared = min(len(keys), len(set_by))
         if keys[:shared] == set_by[:shared]:
-            text = text if set_by[:2] != SECRET else f"{text.partition('=')[0]}=..."
+            text = _without_value(text) if set_by[:2] == SECRET[: len(set_by)] else text
             return f" (override {shorten(text, LONGEST)})"
     return ""
+
+
+def _without_value(override: str) -> str:
+    key, equals, _ = override.partition("=")
+    return f"{key}{equals}..." if equals else override

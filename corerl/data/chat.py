@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from attrs import evolve
 
 from corerl.data.prompts import Prompt, PromptSource, Share
 from corerl.messages import short_repr
+from corerl.plain_json import parse_json
 
 SHOWN = 60  # characters of a value that a message shows
 Messages = tuple[Mapping[str, Any], ...]
@@ -65,8 +65,8 @@ def _read_call(call: Any) -> Any:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):  # a policy's malformed call stays as it was written
+        arguments = parse_json(function["arguments"])
+    except ValueError:  # a policy's malformed call stays as it was written
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
@@ -86,7 +86,7 @@ def read_tools(value: Any) -> Messages:
 
 def _parsed(value: Any) -> Any:
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return parse_json(value) if isinstance(value, str) else value
     except ValueError:
         return value
 

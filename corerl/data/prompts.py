@@ -12,6 +12,7 @@ import numpy as np
 from attrs import field, frozen
 
 from corerl.errors import CheckpointError, DataError
+from corerl.messages import short_repr
 from corerl.types import IntArray
 
 
@@ -200,8 +201,14 @@ class PromptStream:
                 )
         for epochs, stand in zip(self._epochs, _stands(position), strict=True):
             epochs.start(epoch=stand["epoch"], offset=stand["offset"], passed_over=stand.get("passed_over", 0))
+        returned = position.get("returned", [])
+        if wrong := [index for index in returned if not (self._source.train == index).any()]:
+            raise CheckpointError(
+                f"the checkpoint's data position has returned prompt {short_repr(wrong[0])}, which is not one of this "
+                "run's training prompts; resume from another checkpoint"
+            )
         left_out = self._source.left_out  # which may have grown since
-        self._returned = deque(index for index in position.get("returned", []) if index not in left_out)
+        self._returned = deque(index for index in returned if index not in left_out)
 
 
 def _stands(position: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -17,6 +17,7 @@ from corerl.data.chat import Messages, read_messages, read_tools, readable, with
 from corerl.data.prompts import Prompt, PromptSource, split
 from corerl.errors import ConfigError, DataError
 from corerl.messages import did_you_mean
+from corerl.plain_json import parse_json, read_json_file
 
 BATCH = 1024  # rows that are decoded together
 NEWLINE = b"\n"
@@ -78,7 +79,7 @@ class JsonlRows(Rows):
 
 def _json(line: bytes, where: str) -> Any:
     try:
-        return json.loads(line)
+        return parse_json(line)
     except ValueError as error:  # broken JSON or broken UTF-8
         raise DataError(f"{where}: not valid JSON: {error}") from error
 
@@ -178,7 +179,7 @@ def _saved(directory: Path) -> Any:
     """All rows of a data set that `datasets` saved: a list of Arrow files."""
     arrow = _pyarrow(directory)
     try:
-        files = json.loads((directory / "state.json").read_bytes())["_data_files"]
+        files = read_json_file(directory / "state.json")["_data_files"]
         return arrow.concat_tables([_mapped(arrow, directory / file["filename"]) for file in files])
     except (OSError, ValueError, LookupError, TypeError, arrow.ArrowException) as error:
         raise _unreadable(directory, error) from error

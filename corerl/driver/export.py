@@ -17,6 +17,7 @@ from corerl.driver.state import read_run
 from corerl.errors import ModelError
 from corerl.models.config import hf_config
 from corerl.models.export import export_directory
+from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
 from corerl.models.tokenizer import GENERATION, end_tokens, load_tokenizer
 
 SHARD_BYTES = 4 * 2**30
@@ -39,8 +40,7 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str
         raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(config.chosen_roles)}")
     model = config.model_of(role)
     hf = hf_config(model)
-    came_in = str(hf.dtype).removeprefix("torch.") if model.path else ""
-    kept = DTYPES[dtype or ("bfloat16" if came_in == "bfloat16" else config.train_of(role).precision)]
+    kept = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else config.train_of(role).precision)]
     source = CheckpointSource(checkpoint / role, "master")
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -59,6 +59,18 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str
         shard_bytes=SHARD_BYTES,
     )
     return directory
+
+
+def _came_in_bfloat16(config: PreTrainedConfig, model: ModelConfig) -> bool:
+    """Whether the model's config says so or, if it says nothing, most of the tensors in its files are."""
+    if not model.path:
+        return False
+    if config.dtype is not None:
+        return str(config.dtype).removeprefix("torch.") == "bfloat16"
+    if not any((Path(model.path) / name).is_file() for name in (SINGLE, INDEX)):
+        return False
+    ((most, _),) = SafetensorsSource(model.path).dtypes.most_common(1) or [("", 0)]
+    return most == "BF16"
 
 
 def _with_special_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:

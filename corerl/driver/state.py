@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from corerl.checkpoint.commit import read_state
 from corerl.checkpoint.format import DRIVER_FILE, require_fields
+from corerl.errors import CheckpointError
+from corerl.messages import short_repr
 
 SHOWN = {"prompt": str, "response": str, "answer": str, "reward": float}  # an answer of the first evaluation
 
@@ -22,11 +25,13 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
         require_fields(state, {"before": list}, where=where)
         for number, shown in enumerate(state["before"]):
             require_fields(shown, SHOWN, where=f"{where}: before[{number}]")
+    _require_counts(state, ["rollout_step"], where=where)
     source, where = state["source"], f"{where}: source"
-    require_fields(source, {"rollout_step": int}, where=where)
-    if "prompts" in source:
-        require_fields(source, {"prompts": dict}, where=where)
-        _require_position(source["prompts"], where=f"{where}: prompts")
+    _require_counts(source, ["rollout_step", *(["begun"] if "begun" in source else [])], where=where)
+    for name in ("prompts", "sampled"):
+        if name in source:
+            require_fields(source, {name: dict}, where=where)
+            _require_position(source[name], where=f"{where}: {name}")
     return state
 
 
@@ -34,8 +39,31 @@ def _require_position(position: dict[str, Any], *, where: str) -> None:
     """The position in the prompts: one epoch and offset, or one for each source of a mixture."""
     lists: dict[str, type] = {name: list for name in ("sources", "returned") if name in position}
     require_fields(position, lists, where=where)
-    epochs = {"epoch": int, "offset": int}
     if "sources" not in position:
-        require_fields(position, epochs, where=where)
+        _require_stand(position, where=where)
     for number, stand in enumerate(position.get("sources", ())):
-        require_fields(stand, {**epochs, "name": str, "prompts": int}, where=f"{where}: sources[{number}]")
+        _require_stand(stand, where=f"{where}: sources[{number}]")
+        require_fields(stand, {"name": str, "weight": float}, where=f"{where}: sources[{number}]")
+    returned = {str(number): index for number, index in enumerate(position.get("returned", ()))}
+    _require_counts(returned, returned, where=f"{where}: returned")
+
+
+def _require_stand(stand: Any, *, where: str) -> None:
+    """How far one source is."""
+    _require_counts(stand, ["epoch", "offset", "prompts"], where=where)
+    if "passed_over" in stand:
+        _require_counts(stand, ["passed_over"], where=where)
+    if stand["offset"] > stand["prompts"]:
+        raise CheckpointError(
+            f"{where}: 'offset' is {short_repr(stand['offset'], 40)}, wanted at most {stand['prompts']}, the number of "
+            "prompts; resume from another checkpoint"
+        )
+
+
+def _require_counts(content: Any, names: Iterable[str], *, where: str) -> None:
+    """Raise CheckpointError unless each of these fields is an integer of at least 0."""
+    require_fields(content, dict.fromkeys(names, int), where=where)
+    for name in names:
+        if content[name] < 0:
+            found = short_repr(content[name], 40)
+            raise CheckpointError(f"{where}: {name!r} is {found}, wanted at least 0; resume from another checkpoint")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from corerl.errors import ModelError
 from corerl.messages import did_you_mean
 from corerl.models.experts import experts_of
+from corerl.plain_json import read_json_file
 
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
@@ -137,7 +137,7 @@ def _from_directory(path: str) -> PreTrainedConfig:
         found = ", ".join(sorted(entry.name for entry in directory.iterdir())) or "nothing"
         raise ModelError(f"model.path={path!r} has no config.json, found {found}; expected a Hugging Face model")
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = read_json_file(file)
     except ValueError as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from error
     except OSError as error:

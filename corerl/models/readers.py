@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from corerl.errors import ModelError
 from corerl.messages import first_line
+from corerl.plain_json import read_json_file
 from corerl.weights.chunks import TensorSource
 
 SINGLE = "model.safetensors"
@@ -60,6 +61,11 @@ class SafetensorsSource:
         stored = self.stored(name)
         return None if stored is None else tuple(self._slice(stored).get_shape())
 
+    @property
+    def dtypes(self) -> Counter[str]:
+        """The number of tensors of each dtype, by its name in safetensors, such as "BF16"."""
+        return Counter(self._slice(name).get_dtype() for name in self._files)
+
     def where(self, name: str) -> Path:
         """The file that has the tensor, or else the file that should list it."""
         alone = INDEX if (self.directory / INDEX).is_file() else SINGLE
@@ -80,7 +86,7 @@ class SafetensorsSource:
         index = self.directory / INDEX
         if index.is_file():
             try:
-                return {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+                return {str(name): str(file) for name, file in read_json_file(index)["weight_map"].items()}
             except OSError as error:
                 raise ModelError(f"{index} cannot be read: {error.strerror}; make it readable") from error
             except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,8 @@ from tokenizers import decoders, models, processors
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corerl.errors import ModelError
-from corerl.messages import first_line, one_line
+from corerl.messages import first_line, one_line, short_repr
+from corerl.plain_json import read_json_file
 
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
@@ -96,7 +96,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[i
     for file in (Path(model.path) / GENERATION, Path(model.path) / CONFIG) if model.path else ():
         if file.is_file():
             try:
-                named += _ends_in(json.loads(file.read_text(encoding="utf-8")))
+                named += _ends_in(read_json_file(file))
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 raise ModelError(f"model.path: cannot read the token ids in {file}: {first_line(error)}") from error
     if not model.path:
@@ -109,11 +109,14 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[i
 
 
 def _ends_in(fields: Mapping[str, Any]) -> list[int]:
-    """The end tokens that a config names, in its own fields or in those of its language model."""
+    """The end tokens that a config names, in its own fields or in those of its language model. Raises ValueError."""
     ends: list[int] = []
     for part in (fields, fields.get("text_config") or {}):
         named = part.get("eos_token_id")
-        ends += [int(token) for token in (named if isinstance(named, list | tuple) else [named]) if token is not None]
+        tokens = [token for token in (named if isinstance(named, list | tuple) else [named]) if token is not None]
+        if wrong := [token for token in tokens if type(token) is not int]:
+            raise ValueError(f"got {short_repr(wrong[0])}, wanted an integer")
+        ends += tokens
     return ends
 
 

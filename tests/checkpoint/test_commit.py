@@ -392,3 +392,34 @@ def test_a_driver_file_of_another_shape_is_one_line(tmp_path: Path, change: dict
         read_state(path)
     assert told in caught.value.message and "\n" not in caught.value.message
     assert latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("ranks", [10**9, 1, 0, -1])
+def test_a_number_of_ranks_that_did_not_write_is_told_at_once(tmp_path: Path, ranks: int) -> None:
+    older, newer = save(tmp_path, 5), save(tmp_path, 6)
+    file = newer / "checkpoint.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "roles": {"actor": ranks}}))
+    assert latest(tmp_path, read=True) == older
+    assert passed_over(tmp_path, read=True) == {
+        newer: f"{file}: roles: 'actor' is {ranks}, but it has the files of 2 ranks; resume from another checkpoint"
+    }
+
+
+def test_a_role_without_files_is_told_by_what_is_missing(tmp_path: Path) -> None:
+    path = save(tmp_path, 5)
+    file = path / "checkpoint.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "roles": {"critic": 10**9}}))
+    assert passed_over(tmp_path, read=True) == {
+        path: f"{path}/critic is not a role's part of a checkpoint: rank-00000.json is missing"
+    }
+
+
+def test_a_driver_file_that_is_nested_too_deeply_is_damaged_and_an_older_checkpoint_the_latest(tmp_path: Path) -> None:
+    older, newer = save(tmp_path, 5), save(tmp_path, 6)
+    (newer / "checkpoint.json").write_text("[" * 200_000)
+    assert latest(tmp_path) == older
+    (fault,) = passed_over(tmp_path).values()
+    assert fault == (
+        f"{newer}/checkpoint.json cannot be read (it is nested more deeply than can be read); resume from another "
+        "checkpoint"
+    )

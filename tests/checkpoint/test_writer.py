@@ -135,6 +135,21 @@ def test_where_the_tensors_could_not_be_written_there_is_no_index(
     assert not (tmp_path / "rank-00000.json").exists()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("key", ["master", "exp_avg"])
+def test_values_that_are_not_finite_are_not_written(tmp_path: Path, key: str, value: float) -> None:
+    sound, broken = (Chunk(name, (2,), (0,), (2,), torch.tensor([1.0, 1.0])) for name in ("k", "q"))
+    broken.view[1] = value
+    with pytest.raises(SaveFailed, match=f"^'{key}' of 'q' has NaN or infinite values, so nothing is saved; earlier"):
+        write(stage({key: [sound, broken]}, {}), tmp_path, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_extra_tensor_may_have_any_value(tmp_path: Path) -> None:
+    write(stage({}, {"largest": torch.tensor(torch.inf)}), tmp_path, 0)
+    assert read_extra(tmp_path, 0)["largest"].item() == torch.inf
+
+
 def test_a_held_background_writer_does_not_hold_the_caller() -> None:
     release, done = threading.Event(), []
 

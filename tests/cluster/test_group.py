@@ -261,7 +261,8 @@ def test_ray_is_told_no_variable_that_may_be_a_secret(seats: list[Seat]) -> None
 @pytest.mark.parametrize(
     ("name", "early"),
     [("LD_PRELOAD", True), ("PYTHONPATH", True), ("OMP_NUM_THREADS", True), ("TMPDIR", True), ("PATH", True),
-     ("NCCL_DEBUG", False), ("HF_TOKEN", False), ("WANDB_API_KEY", False), ("PATH_TO_KEY", False), ("OLD_KEY", False)],
+     ("NCCL_DEBUG", False), ("HF_TOKEN", False), ("WANDB_API_KEY", False), ("PATH_TO_KEY", False), ("OLD_KEY", False),
+     ("RAY_DEDUP_LOGS", True), ("RAY_AUTH_TOKEN_PATH", True), ("RAY_AUTH_TOKEN", False), ("RAY_REDIS_PASSWORD", False)],
 )  # fmt: skip
 def test_only_what_is_read_as_a_process_starts_goes_through_ray(name: str, early: bool) -> None:
     assert bool(READ_AT_START.match(name)) is early

@@ -76,6 +76,13 @@ def test_what_a_run_writes_down_names_variables_without_their_values_and_can_be_
         ['cluster.environment.API_KEY={x = "8675309"}'],
         ['cluster.environment.API_KEY=["8675309"]'],
         ["cluster.environment=[8675309]"],
+        ["cluster.environment=API_KEY=8675309"],
+        ['cluster.environment.API_KEY="x"', "cluster.environment.API_KEY.x=8675309"],
+        ["cluster.environment.API KEY=8675309"],
+        ["cluster=environment.API_KEY=8675309"],
+        ["cluster={environment = {API_KEY = 8675309}}"],
+        ["cluster.environment.API_KEY=8675309867530986753098675309"],
+        ["cluster.environment={API_KEY = [8675309867530986753098675309]}"],
         ['cluster.environment.API_KEY="8675309"', 'cluster.secrets=["API_KEY"]', "cluster.address=x"],
     ],
 )
@@ -85,6 +92,15 @@ def test_a_variable_that_is_amiss_is_told_without_its_value(overrides: list[str]
     except ConfigError as error:
         said = error.message
     assert "cluster." in said and "8675309" not in said
+
+
+def test_an_environment_that_is_no_table_is_told_what_to_set() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of({"backend": {"name": "plain"}}, ["cluster.environment=API_KEY=x"])
+    assert caught.value.message == (
+        'cluster.environment: expected table, got something else; set cluster.environment.NAME="VALUE" '
+        "(override cluster.environment=...)"
+    )
 
 
 def test_a_secret_is_named_once_and_set_where_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,15 @@ def test_prompts_that_are_given_back_come_first_also_after_a_resume() -> None:
     assert later.position == stream.position and "returned" not in stream.position
 
 
+@pytest.mark.parametrize("held_out", [True, False])
+def test_a_returned_prompt_that_is_no_training_prompt_is_refused(held_out: bool) -> None:
+    source = SortDigits(held_out=3, seed=0)
+    index = int(source.held_out[0]) if held_out else 10**30
+    stream = PromptStream(source, seed=0)
+    with pytest.raises(CheckpointError, match=f"has returned prompt {index}, which is not one of this run's training"):
+        stream.restore({**stream.position, "returned": [int(source.train[0]), index]})
+
+
 # ---- prompts that are left out ---------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,8 @@ def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('{"prompt": "x"', "p.jsonl:2: not valid JSON"),
+        ("[" * 200_000, "p.jsonl:2: not valid JSON: it is nested more deeply than can be read"),
+        (json.dumps({"prompt": [{"role": "user", "content": "x"}], "tools": "[" * 200_000}), "field 'tools': got '.*"),
         ('["x"]', "p.jsonl:2: got a list, expected a JSON object with the field 'prompt'"),
         ('{"promt": "x", "id": 1}', "p.jsonl:2: no field 'prompt'; it has: promt, id; did you mean 'promt'?"),
         (

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,28 @@ def test_a_model_that_came_in_bfloat16_is_exported_in_it(
     of_base = {**DATA["model"], "path": str(tmp_path / "base"), "config": {}}
     config = make_config(model=of_base, train={"precision": trained_in})
     assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model", dtype=asked), model, dtype)
+
+
+@pytest.mark.parametrize(
+    ("came_in", "dtype"), [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (None, torch.float32)]
+)
+def test_where_the_config_says_nothing_the_files_say_what_a_model_came_in(
+    tmp_path: Path, came_in: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    base = tmp_path / "base"
+    make_model(make_config(), seed=1).to(came_in or torch.bfloat16).save_pretrained(base)
+    fields = json.loads((base / "config.json").read_text())
+    assert fields.pop("dtype") in ("bfloat16", "float32")
+    (base / "config.json").write_text(json.dumps(fields))
+    if came_in is None:  # without weights, as where only the config was kept
+        (base / "model.safetensors").unlink()
+    elif came_in == torch.bfloat16:  # with a tensor in another precision
+        tensors = load_file(base / "model.safetensors")
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    model = make_model(make_config(), seed=2)
+    config = make_config(model={**DATA["model"], "path": str(base), "config": {}}, train={"precision": "float32"})
+    assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model"), model, dtype)
 
 
 def test_files_that_tokenizers_of_older_versions_read_come_along(tmp_path: Path) -> None:

@@ -46,6 +46,35 @@ def test_a_whole_state_is_read_as_it_was_written(tmp_path: Path) -> None:
         (lambda state: state["source"].pop("rollout_step"), "state: source lacks 'rollout_step'"),
         (lambda state: state["source"].update(prompts=1), "source: 'prompts' is 1, wanted an object"),
         (lambda state: state["source"]["prompts"].pop("epoch"), "source: prompts lacks 'epoch'"),
+        (lambda state: state.update(rollout_step=-1), "state: 'rollout_step' is -1, wanted at least 0"),
+        (lambda state: state["source"].update(sampled=7), "source: 'sampled' is 7, wanted an object"),
+        (lambda state: state["source"].update(sampled={}), "source: sampled lacks 'epoch'"),
+        (lambda state: state["source"].update(begun="1"), "source: 'begun' is '1', wanted an integer"),
+        (lambda state: state["source"].update(begun=-1), "source: 'begun' is -1, wanted at least 0"),
+        (lambda state: state["source"]["prompts"].update(epoch=-1), "prompts: 'epoch' is -1, wanted at least 0"),
+        (lambda state: state["source"]["prompts"].update(offset=-5), "prompts: 'offset' is -5, wanted at least 0"),
+        (
+            lambda state: state["source"]["prompts"].update(offset=10**30, prompts=8),
+            f"prompts: 'offset' is {10**30}, wanted at most 8, the number of prompts",
+        ),
+        (
+            lambda state: state["source"]["prompts"].update(passed_over=None),
+            "prompts: 'passed_over' is None, wanted an integer",
+        ),
+        (
+            lambda state: state["source"]["prompts"].update(returned=[3, "x"]),
+            "prompts: returned: '1' is 'x', wanted an integer",
+        ),
+        (
+            lambda state: state["source"]["prompts"].update(returned=[-3]),
+            "prompts: returned: '0' is -3, wanted at least 0",
+        ),
+        (
+            lambda state: state["source"].update(
+                prompts={"sources": [{"epoch": 0, "offset": 1, "name": "a", "prompts": 9}]}
+            ),
+            "prompts: sources[0] lacks 'weight'",
+        ),
         (lambda state: state["source"].update(prompts={"sources": [{}]}), "prompts: sources[0] lacks 'epoch'"),
         (lambda state: state.update(before=[{"prompt": "x"}]), "state: before[0] lacks 'response'"),
         (lambda state: state.update(kl_coef="big"), "state: 'kl_coef' is 'big', wanted a number"),

@@ -74,9 +74,10 @@ def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
         SafetensorsSource(tmp_path).shape("a")
     with pytest.raises(ModelError, match=r"model\.safetensors lacks 'b'"):
         SafetensorsSource(tmp_path).shape("b")
-    (tmp_path / INDEX).write_text("{}")
-    with pytest.raises(ModelError, match=r"index\.json is damaged"):
-        SafetensorsSource(tmp_path)
+    for text in ("{}", "[" * 200_000):
+        (tmp_path / INDEX).write_text(text)
+        with pytest.raises(ModelError, match=r"index\.json is damaged"):
+            SafetensorsSource(tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0, 7, 60, -4])

@@ -116,10 +116,18 @@ def test_a_model_made_of_fields_ends_where_they_say_and_not_where_its_class_does
     assert end_tokens(tokenizer, ModelConfig(config={"model_type": "llama", "eos_token_id": [5, 6]})) == [5, 6]
     with pytest.raises(ModelError, match="^model.config.eos_token_id: expected a token id or a list of them: .*'</s>'"):
         end_tokens(tokenizer, ModelConfig(config={"model_type": "llama", "eos_token_id": "</s>"}))
+    with pytest.raises(ModelError, match="^model.config.eos_token_id: expected .*: got inf, wanted an integer$"):
+        end_tokens(tokenizer, ModelConfig(config={"model_type": "llama", "eos_token_id": float("inf")}))
 
 
 @pytest.mark.parametrize("file", ["generation_config", "config"])
-@pytest.mark.parametrize("text", ["[]", "{", '{"eos_token_id": "</s>"}', '{"eos_token_id": [{}]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[]", "{", '{"eos_token_id": "</s>"}', '{"eos_token_id": [{}]}', '{"eos_token_id": Infinity}', "[" * 200_000),
+        *('{"eos_token_id": 2.7}', '{"eos_token_id": [1, "2"]}', '{"eos_token_id": true}'),
+    ],
+)
 def test_ends_that_cannot_be_read_are_told_with_their_file(tmp_path: Path, text: str, file: str) -> None:
     (tmp_path / f"{file}.json").write_text(text)
     with pytest.raises(ModelError, match=rf"^model.path: cannot read the token ids in .*/{file}.json: "):

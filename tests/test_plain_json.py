@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from corerl.plain_json import parse_json, read_json_file
+
+DEEP = "[" * 200_000
+
+
+def test_json_is_read_from_text_bytes_and_files(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"é": [1]}', encoding="utf-8")
+    assert parse_json("[1, null]") == parse_json(b"[1, null]") == [1, None]
+    assert read_json_file(tmp_path / "a.json") == {"é": [1]}
+
+
+@pytest.mark.parametrize("text", [DEEP, DEEP.encode(), '{"a":' * 200_000])
+def test_what_is_nested_too_deeply_is_a_value_error_as_all_that_is_no_json(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match="^it is nested more deeply than can be read$"):
+        parse_json(text)
+    with pytest.raises(ValueError, match="Expecting value"):
+        parse_json("{]"[1:])
