@@ -30,6 +30,7 @@ class EqualRewards:
         # With a critic, or KL in the rewards, groups of equal rewards still teach.
         self._compares = algorithm.name == "grpo" and algorithm.kl_in != "reward"
         self._attempts = algorithm.dynamic_sampling
+        self._learned = "nothing but shorter answers is" if algorithm.overlong == "penalty" else "nothing is"
         self._constant = 0  # steps in a row in which all samples had one reward
         self._dull: deque[tuple[int, int]] = deque(maxlen=STEPS)  # of the steps in a row: equal groups, all groups
         self._told = False
@@ -45,8 +46,8 @@ class EqualRewards:
             self._dull.clear()
         if self._constant == STEPS:
             return (
-                f"all samples of a step had the same reward, {STEPS} steps in a row, now {rewards[0]:g}: nothing is "
-                "learned from that; check reward.name, data.answer_key and the samples"
+                f"all samples of a step had the same reward, {STEPS} steps in a row, now {rewards[0]:g}: "
+                f"{self._learned} learned from that; check reward.name, data.answer_key and the samples"
             )
         if self._constant or self._told or len(self._dull) < STEPS:
             return ""
@@ -58,6 +59,6 @@ class EqualRewards:
                 f"raise algorithm.dynamic_sampling={self._attempts}, the times that other prompts are sampled instead"
             )
         return (
-            f"in the last {STEPS} steps, the samples of {counts} groups had equal rewards: nothing is learned from "
-            f"these; {cure}, or use prompts that this model answers right sometimes"
+            f"in the last {STEPS} steps, the samples of {counts} groups had equal rewards: {self._learned} learned "
+            f"from these; {cure}, or use prompts that this model answers right sometimes"
         )

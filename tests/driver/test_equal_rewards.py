@@ -61,6 +61,13 @@ def test_samples_that_are_all_alike_are_not_told_as_groups_too() -> None:
     assert told(*[SAME] * 3, NEARLY)[-2:] == [CONSTANT, EQUAL.format("29 of 30", SET)]
 
 
+def test_where_long_answers_are_worth_less_that_is_learned_all_the_same() -> None:
+    penalty = {"overlong": "penalty", "overlong_buffer": 2}
+    length = "nothing but shorter answers is learned"
+    for steps, line in (([SAME] * 3, CONSTANT), ([EACH_ITS_OWN] * 3, EQUAL.format("30 of 30", SET))):
+        assert told(*steps, **penalty)[-1] == line.replace("nothing is learned", length)
+
+
 @pytest.mark.parametrize("algorithm", [{"name": "ppo"}, {"kl_in": "reward", "kl_coef": 0.1}])
 def test_where_groups_of_equal_rewards_teach_only_one_reward_for_all_is_told(algorithm: dict[str, Any]) -> None:
     assert not any(told(*[EACH_ITS_OWN] * 5, **algorithm))
