@@ -155,7 +155,7 @@ def render(
 def refused(
     source: PromptSource, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> Iterator[tuple[int, str]]:
-    """(index, where and why) for each chat that the template refuses or makes nothing of, in order."""
+    """(index, why) for each chat that the template refuses or makes nothing of, in order."""
     for index in np.sort(np.concatenate([source.train, source.held_out])).tolist():
         prompt = source.prompt(index)
         if not prompt.messages:
@@ -163,10 +163,10 @@ def refused(
         try:
             text = render(tokenizer, prompt.messages, tools=prompt.tools, options=options)
         except Rejected as rejected:
-            yield index, f"{source.where(index)}: {rejected}"
+            yield index, str(rejected)
         else:
             if not text:
-                yield index, f"{source.where(index)}: the tokenizer's chat template writes nothing for its messages"
+                yield index, "the tokenizer's chat template writes nothing for its messages"
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
