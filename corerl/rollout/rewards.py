@@ -19,7 +19,7 @@ from attrs import Factory, evolve, field, fields, frozen
 
 from corerl.config.functions import imported
 from corerl.errors import ConfigError, RewardError
-from corerl.messages import nearest, place
+from corerl.messages import nearest, place, short_repr
 from corerl.rollout import loop
 from corerl.types import BoolArray, FloatArray
 
@@ -183,17 +183,22 @@ class Reward:
         """What the function returned, as a reward. Raises NoNumber."""
         if not isinstance(value, Mapping):
             if (reward := number(value)) is None:
-                raise NoNumber(f"returned {value!r}, wanted a finite number,")
+                raise NoNumber(f"returned {short_repr(value)}, wanted a finite number,")
+            if self.weights:
+                raise NoNumber(
+                    f"returned {short_repr(value)}, but its weights are of numbers by name; return a dict of these, "
+                    "or remove the weights,"
+                )
             return Judged(reward=reward)
         parts = {str(name): part for name, each in value.items() if (part := number(each)) is not None}
         if self.weights and (unknown := parts.keys() - self.weights.keys()):
             raise NoNumber(
-                f"returned the part {min(unknown)!r}, but its weights list only "
+                f"returned the part {short_repr(min(unknown))}, but its weights list only "
                 f"{', '.join(map(repr, self.weights))}; add it there, with 0 to leave it out of the reward,"
             )
         reward = number(sum(self.weights.get(name, 1.0) * part for name, part in parts.items()))
         if not value or len(parts) < len(value) or reward is None:
-            raise NoNumber(f"returned {value!r}, wanted finite numbers by name,")
+            raise NoNumber(f"returned {short_repr(value)}, wanted finite numbers by name,")
         return Judged(reward=reward, parts=parts)
 
     def _judged(self, value: Any, prompt: Prompt, response: str) -> Outcome:
@@ -201,6 +206,8 @@ class Reward:
             return self.judge(value)
         except NoNumber as error:
             return self.failure("no-number", str(error), prompt, response)
+        except Exception as error:  # of the value's own code, such as a tensor's that is on no device
+            return self.failure("no-number", f"returned a value that raised {told(error)}", prompt, response)
 
     def failure(self, kind: str, what: str, prompt: Prompt, response: str) -> Failure:
         sample = f"on prompt {prompt.index} ({short(prompt.text)}) with the response {short(response)}"

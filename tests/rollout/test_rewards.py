@@ -220,6 +220,38 @@ def test_arrays_and_what_is_not_finite_are_no_numbers(value: object) -> None:
     assert isinstance(outcome, Failure) and outcome.kind == "no-number"
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (lambda: 10**5000, "returned int that is too large to be shown, wanted a finite number, on prompt 35018 "),
+        (
+            lambda: {"a": 10**5000},
+            "returned dict that is too large to be shown, wanted finite numbers by name, on prompt 35018 ",
+        ),
+        (lambda: torch.zeros((), device="meta"), "returned a value that raised RuntimeError: "),
+    ],
+)
+def test_a_value_that_cannot_be_shown_or_read_is_a_failure(value: Callable[[], object], told: str) -> None:
+    outcome = Reward(name="mine:f", function=lambda prompt, response: value()).outcome(SORT, "x")
+    assert isinstance(outcome, Failure) and outcome.kind == "no-number"
+    assert outcome.message.startswith(f"reward 'mine:f' {told}")
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    outcome = Reward(name="mine:f", function=lambda prompt, response: "x" * 5_000_000).outcome(SORT, "x")
+    assert isinstance(outcome, Failure) and len(outcome.message) < 300
+    assert "returned 'xxx" in outcome.message and "xxx..., wanted a finite number," in outcome.message
+
+
+def test_a_number_without_a_name_where_weights_are_set_is_a_failure() -> None:
+    outcome = Reward(name="mine:f", function=lambda prompt, response: 0.5, weights={"a": 2.0}).outcome(SORT, "x")
+    assert isinstance(outcome, Failure) and outcome.kind == "no-number"
+    assert outcome.message == (
+        "reward 'mine:f' returned 0.5, but its weights are of numbers by name; return a dict of these, or remove "
+        "the weights, on prompt 35018 ('35018>') with the response 'x'"
+    )
+
+
 def parts(prompt: Prompt, response: str) -> dict[str, object]:
     return {"right": np.float32(response == "x"), "short": torch.tensor(1.0 / len(response))}
 
