@@ -56,7 +56,7 @@ class RewardPool:
         ConfigError if the processes cannot import the reward."""
         with self._scoring:
             try:
-                outcomes = self._outcomes(samples_of(rollout))
+                outcomes = self._outcomes(samples_of(rollout, tokens=self._reward.takes_tokens))
             except BaseException:
                 self._end()  # a late answer must not be taken for one about the next rollout
                 raise

@@ -9,19 +9,20 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from attrs import Factory, evolve, field, fields, frozen
+from numpy.typing import NDArray
 
 from corerl.config.functions import imported
 from corerl.errors import ConfigError, RewardError
 from corerl.messages import nearest, place, short_repr
 from corerl.rollout import loop
-from corerl.types import BoolArray, FloatArray
+from corerl.types import BoolArray, FloatArray, SampleBatch
 
 if TYPE_CHECKING:
     from corerl.config.schema import RewardConfig
@@ -68,7 +69,8 @@ class Judged:
 
 
 Outcome = Judged | Failure
-Sample = tuple["Prompt", str, Sequence[int]]  # prompt, response, the response's tokens
+Tokens = Sequence[int] | NDArray[np.int32]
+Sample = tuple["Prompt", str, Tokens]  # prompt, response, the response's tokens if the reward takes them
 PartSums = Mapping[str, tuple[float, int]]  # by name: the sum of a part's values, and the number of samples with it
 
 
@@ -120,7 +122,7 @@ class Reward:
     weights: Mapping[str, float] = field(factory=dict)  # of the numbers by name; empty: 1 each
     failed_value: float = 0.0  # reward of a sample on which the function fails
 
-    def __call__(self, prompt: Prompt, response: str, tokens: Sequence[int] = ()) -> float:
+    def __call__(self, prompt: Prompt, response: str, tokens: Tokens = ()) -> float:
         """The reward. Raises RewardError, naming the sample, if the function raises or returns no finite number."""
         outcome = self.outcome(prompt, response, tokens)
         if isinstance(outcome, Failure):
@@ -132,7 +134,11 @@ class Reward:
         """Whether the function is async, so that it can score many samples at once."""
         return _is_async(self.function)
 
-    def outcome(self, prompt: Prompt, response: str, tokens: Sequence[int] = ()) -> Outcome:
+    @property
+    def takes_tokens(self) -> bool:
+        return takes_tokens(self.function)
+
+    def outcome(self, prompt: Prompt, response: str, tokens: Tokens = ()) -> Outcome:
         """The sample's reward, or why it has none."""
         try:
             value = self._result(prompt, response, tokens)
@@ -149,9 +155,7 @@ class Reward:
         waiting = [loop.begin(self._outcome_within(limit, *sample)) for sample in samples]
         return [each.result() for each in waiting]
 
-    async def _outcome_within(
-        self, limit: float | None, prompt: Prompt, response: str, tokens: Sequence[int]
-    ) -> Outcome:
+    async def _outcome_within(self, limit: float | None, prompt: Prompt, response: str, tokens: Tokens) -> Outcome:
         try:
             async with asyncio.timeout(limit) as clock:
                 value = await self._value(prompt, response, tokens)
@@ -163,7 +167,7 @@ class Reward:
             return self.failure("raised", f"raised {told(error)}", prompt, response)
         return self._judged(value, prompt, response)
 
-    def _result(self, prompt: Prompt, response: str, tokens: Sequence[int]) -> Any:
+    def _result(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
         """What the function returns, waited for where it is to be awaited."""
         value = self._value(prompt, response, tokens)
         if not inspect.isawaitable(value):
@@ -175,8 +179,8 @@ class Reward:
             waiting.cancel()
             raise
 
-    def _value(self, prompt: Prompt, response: str, tokens: Sequence[int]) -> Any:
-        seen = {"tokens": list(tokens)} if takes_tokens(self.function) else {}
+    def _value(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
+        seen = {"tokens": np.asarray(tokens).tolist()} if self.takes_tokens else {}
         return self.function(prompt, response, **seen, **self.options)
 
     def judge(self, value: Any) -> Judged:
@@ -218,7 +222,7 @@ class Reward:
 
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
         """Score in this process, without a time limit."""
-        return gathered(self.outcomes(samples_of(rollout)), self.failed_value, part=part)
+        return gathered(self.outcomes(samples_of(rollout, tokens=self.takes_tokens)), self.failed_value, part=part)
 
 
 @frozen(kw_only=True)
@@ -242,7 +246,11 @@ class WeightedSum(Reward):
     def waits(self) -> bool:
         return any(term.reward.waits for term in self.terms)
 
-    def _value(self, prompt: Prompt, response: str, tokens: Sequence[int]) -> Any:
+    @property
+    def takes_tokens(self) -> bool:
+        return any(term.reward.takes_tokens for term in self.terms)
+
+    def _value(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
         values = [term.reward._value(prompt, response, tokens) for term in self.terms]
         return _all(values) if any(map(inspect.isawaitable, values)) else values
 
@@ -298,18 +306,23 @@ class InTurn:
             return self._scorer.score(rollout, part=part)
 
 
-def samples_of(rollout: Rollout) -> list[Sample]:
-    """[B] prompt, response, and the response's tokens with the one that ended it; of an episode, its last answer's."""
-    batch = rollout.batch
+def samples_of(rollout: Rollout, *, tokens: bool) -> list[Sample]:
+    """[B] prompt, response, and the response's tokens, or none, as they are many to send to another process."""
+    found = _tokens_of(rollout.batch) if tokens else repeat((), len(rollout.texts))
+    return [
+        (rollout.prompts[group], text, ids)
+        for group, text, ids in zip(rollout.batch.rows["group"], rollout.texts, found, strict=True)
+    ]
+
+
+def _tokens_of(batch: SampleBatch) -> Iterator[Tokens]:
+    """[B] each response's tokens with the one that ended it; of an episode, its last answer's."""
     sampled = batch.columns.get("loss_mask")
-    tokens: list[Sequence[int]] = []
     for first, last in pairwise(batch.offsets.tolist()):
         row = np.flatnonzero(sampled[first:last]) if sampled is not None else np.arange(last - first)
         begins = row[np.flatnonzero(np.diff(row) > 1)[-1:] + 1]  # of the last run of sampled tokens
         begin = begins[0] if len(begins) else row[0] if len(row) else 0
-        tokens.append(batch.tokens[first + begin : first + row[-1] + 1].tolist() if len(row) else [])
-    groups = batch.rows["group"]
-    return [(rollout.prompts[group], text, ids) for group, text, ids in zip(groups, rollout.texts, tokens, strict=True)]
+        yield batch.tokens[first + begin : first + row[-1] + 1].astype(np.int32) if len(row) else ()
 
 
 def gathered(outcomes: Sequence[Outcome], failed_value: float, *, part: bool = False) -> Scores:

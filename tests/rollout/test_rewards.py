@@ -22,6 +22,7 @@ from corerl.rollout.rewards import (
     require_any_thread,
     resolve_reward,
     reward_of,
+    samples_of,
 )
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
@@ -288,8 +289,24 @@ def test_a_function_that_has_a_parameter_for_them_gets_the_responses_tokens(mine
     )
     resolve_reward("my_rewards:reward", {}).score(Rollout(batch=batch, prompts=(SORT,), texts=["a", "b", ""]))
     assert seen == [[2, 3], [7, 8], []]
+    assert {type(token) for tokens in seen for token in tokens} == {int}
     with pytest.raises(ConfigError, match="reward.options.tokens: .* gets the response's token ids under this name"):
         resolve_reward("my_rewards:reward", {"tokens": 3})
+
+
+@pytest.mark.parametrize("others", [("exact-match",), ("exact-match", "my_rewards:counting")])
+def test_tokens_go_to_the_reward_as_small_arrays_and_only_where_a_function_takes_them(
+    mine: ModuleType, others: tuple[str, ...]
+) -> None:
+    mine.counting = counting  # type: ignore[attr-defined]
+    reward = reward_of(RewardConfig(functions=tuple(RewardFunction(name=name) for name in others)))
+    assert reward.takes_tokens == (len(others) == 2)
+    both = rollout(["1", "2"], [0, 0], (SORT,))
+    assert samples_of(both, tokens=False) == [(SORT, "1", ()), (SORT, "2", ())]
+    for (prompt, text, tokens), wanted in zip(samples_of(both, tokens=True), "12", strict=True):
+        assert (prompt, text, list(tokens)) == (SORT, wanted, [0])
+        assert isinstance(tokens, np.ndarray) and tokens.dtype == np.int32
+    assert reward.score(both).rewards.tolist() == [len(others) - 1.0] * 2
 
 
 # ---- async functions -------------------------------------------------------------------------------------------------
