@@ -7,8 +7,10 @@ import inspect
 import numbers
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from itertools import pairwise, repeat
 from pathlib import Path
 from types import FrameType
@@ -69,6 +71,7 @@ class Judged:
 
 
 Outcome = Judged | Failure
+Begun = Future[Outcome] | Failure  # an async reward's outcome, to be waited for, or why there is nothing to wait for
 Tokens = Sequence[int] | NDArray[np.int32]
 Sample = tuple["Prompt", str, Tokens]  # prompt, response, the response's tokens if the reward takes them
 PartSums = Mapping[str, tuple[float, int]]  # by name: the sum of a part's values, and the number of samples with it
@@ -103,6 +106,7 @@ class Scorer(Protocol):
 
 
 LARGEST = float(np.finfo(np.float32).max)
+AT_ONCE = 32  # samples that a process awaits, or gets in one message, which costs as much as 50 cheap rewards
 LONGEST = 80  # characters of a text that a message shows
 
 
@@ -140,25 +144,43 @@ class Reward:
 
     def outcome(self, prompt: Prompt, response: str, tokens: Tokens = ()) -> Outcome:
         """The sample's reward, or why it has none."""
+        value = self._caught(self._result, prompt, response, tokens)
+        return value if isinstance(value, Failure) else self._judged(value, prompt, response)
+
+    def _caught(self, call: Callable[..., Any], prompt: Prompt, response: str, tokens: Tokens) -> Any:
         try:
-            value = self._result(prompt, response, tokens)
+            return call(prompt, response, tokens)
         except SystemExit as error:  # in the driver it would end the run, silently and with any status
             return self.failure("died", f"ended its process (sys.exit({error.code!r}))", prompt, response)
         except Exception as error:
             return self.failure("raised", f"raised {told(error)}", prompt, response)
-        return self._judged(value, prompt, response)
 
     def outcomes(self, samples: Sequence[Sample], limit: float | None = None) -> list[Outcome]:
-        """The samples' rewards, of an async function awaited all at once, with a time limit in seconds for each."""
+        """The samples' rewards, of an async function awaited many at once, with a time limit in seconds for each."""
         if not self.waits:
             return [self.outcome(*sample) for sample in samples]
-        waiting = [loop.begin(self._outcome_within(limit, *sample)) for sample in samples]
-        return [each.result() for each in waiting]
+        outcomes: list[Outcome] = []
+        for first in range(0, len(samples), AT_ONCE):
+            begun = [self.begin(*sample, limit) for sample in samples[first : first + AT_ONCE]]
+            outcomes += map(ended, begun)
+        return outcomes
 
-    async def _outcome_within(self, limit: float | None, prompt: Prompt, response: str, tokens: Tokens) -> Outcome:
+    def begin(self, prompt: Prompt, response: str, tokens: Tokens, limit: float | None) -> Begun:
+        """Call an async reward, and begin to wait for it. What is not async in it runs in this thread, which may be the
+        main one, and is part of the sample's time."""
+        started = time.monotonic()
+        value = self._caught(self._value, prompt, response, tokens)
+        if isinstance(value, Failure):
+            return value
+        left = None if limit is None else limit - (time.monotonic() - started)
+        return loop.begin(self._outcome_within(limit, left, value, prompt, response))
+
+    async def _outcome_within(
+        self, limit: float | None, left: float | None, waiting: Awaitable[Any], prompt: Prompt, response: str
+    ) -> Outcome:
         try:
-            async with asyncio.timeout(limit) as clock:
-                value = await self._value(prompt, response, tokens)
+            async with asyncio.timeout(left) as clock:
+                value = await waiting
         except (SystemExit, KeyboardInterrupt) as error:
             return self.failure("died", f"ended its process ({error!r})", prompt, response)
         except BaseException as error:  # such as asyncio's CancelledError, which would end all other samples too
@@ -251,7 +273,10 @@ class WeightedSum(Reward):
         return any(term.reward.takes_tokens for term in self.terms)
 
     def _value(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
-        values = [term.reward._value(prompt, response, tokens) for term in self.terms]
+        # Async ones last: if another one raises, none of them was begun in vain.
+        order = sorted(range(len(self.terms)), key=lambda place: self.terms[place].reward.waits)
+        found = {place: self.terms[place].reward._value(prompt, response, tokens) for place in order}
+        values = [found[place] for place in range(len(self.terms))]
         return _all(values) if any(map(inspect.isawaitable, values)) else values
 
     def judge(self, value: Any) -> Judged:
@@ -272,12 +297,16 @@ class WeightedSum(Reward):
         return Judged(reward=total, parts=parts)
 
 
+def ended(begun: Begun) -> Outcome:
+    return begun if isinstance(begun, Failure) else begun.result()
+
+
 async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
 async def _all(values: Sequence[Any]) -> list[Any]:
-    waiting = iter(await asyncio.gather(*[_awaited(value) for value in values if inspect.isawaitable(value)]))
+    waiting = iter(await asyncio.gather(*filter(inspect.isawaitable, values)))
     return [next(waiting) if inspect.isawaitable(value) else value for value in values]
 
 

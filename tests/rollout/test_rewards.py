@@ -2,6 +2,8 @@ import asyncio
 import json
 import math
 import re
+import threading
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -337,6 +339,23 @@ def test_an_async_function_is_awaited_for_all_samples_at_once() -> None:
     assert most == 4
 
 
+def test_an_async_function_is_awaited_for_32_samples_at_once() -> None:
+    inside, most = 0, 0
+
+    async def judge(prompt: Prompt, response: str) -> float:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.05)
+        inside -= 1
+        return float(response)
+
+    texts = [str(n) for n in range(70)]
+    scores = Reward(name="mine:f", function=judge).score(rollout(texts, [0] * 70, (SORT,)))
+    assert scores.rewards.tolist() == [float(n) for n in range(70)]
+    assert most == 32
+
+
 def test_each_sample_of_an_async_function_fails_by_itself() -> None:
     async def judge(prompt: Prompt, response: str) -> float:
         match response:
@@ -413,6 +432,28 @@ def test_what_is_wrong_in_one_of_several_functions_is_told_with_its_place(mine: 
     odd = reward_of(RewardConfig(functions=(twice[0], RewardFunction(name="my_rewards:odd")))).outcome(SORT, "x")
     assert isinstance(odd, Failure)
     assert odd.message.startswith("reward 'exact-match + odd' (odd) returned 'x', wanted a finite number, on prompt")
+
+
+def test_beside_an_async_function_others_run_in_the_callers_thread_and_their_time_is_the_samples(
+    mine: ModuleType,
+) -> None:
+    def sync(prompt: Prompt, response: str) -> float:
+        time.sleep(0.3 if response == "slow" else 0.0)
+        if response == "bad":
+            raise KeyError("bad")
+        return float(threading.current_thread() is threading.main_thread())
+
+    async def later(prompt: Prompt, response: str) -> float:
+        await asyncio.sleep(0.05)
+        return float(threading.current_thread() is threading.main_thread())
+
+    mine.sync, mine.later = sync, later  # type: ignore[attr-defined]
+    names = ("my_rewards:later", "my_rewards:sync")
+    reward = reward_of(RewardConfig(functions=tuple(RewardFunction(name=name) for name in names)))
+    fine, slow, bad, again = reward.outcomes([(SORT, text, ()) for text in ("x", "slow", "bad", "x")], limit=0.25)
+    assert fine == again == Judged(reward=1.0, parts={"later": 0.0, "sync": 1.0})
+    assert isinstance(slow, Failure) and slow.kind == "timeout" and "reward.timeout=0.25 seconds" in slow.message
+    assert isinstance(bad, Failure) and bad.kind == "raised" and "KeyError: 'bad'" in bad.message
 
 
 def test_without_several_functions_the_one_named_is_the_reward() -> None:
