@@ -24,7 +24,7 @@ class ChatCheck:
     ) -> None:
         """`skip`: leave out the chats that are refused; otherwise the first one is an error."""
         self._source, self._tokenizer, self._options, self._skip = source, tokenizer, options, skip
-        self._found: dict[int, str] | None = None  # index -> where and why
+        self._found: dict[int, str] | None = None  # index -> why
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -49,7 +49,8 @@ class ChatCheck:
             raise self._failure
         if not self._found:
             return ""
-        first = next(iter(self._found.values()))
+        index, why = next(iter(self._found.items()))
+        first = f"{self._source.where(index)}: {why}"  # its line in a file: found by reading all before it
         if not self._skip:
             raise DataError(f"{first}; correct the row, or set data.refused='skip' to leave out such rows")
         count = f"{len(self._found)} of {len(self._source)} prompts"

@@ -155,7 +155,7 @@ def render(
 def refused(
     source: PromptSource, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> Iterator[tuple[int, str]]:
-    """(index, where and why) for each chat that the template refuses or makes nothing of, in order."""
+    """(index, why) for each chat that the template refuses or makes nothing of, in order."""
     for index in np.sort(np.concatenate([source.train, source.held_out])).tolist():
         prompt = source.prompt(index)
         if not prompt.messages:
@@ -163,10 +163,10 @@ def refused(
         try:
             text = render(tokenizer, prompt.messages, tools=prompt.tools, options=options)
         except Rejected as rejected:
-            yield index, f"{source.where(index)}: {rejected}"
+            yield index, str(rejected)
         else:
             if not text:
-                yield index, f"{source.where(index)}: the tokenizer's chat template writes nothing for its messages"
+                yield index, "the tokenizer's chat template writes nothing for its messages"
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -231,10 +231,12 @@ def longer_than(
 def _tokens_at_most(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, options: int) -> float:
     """An upper bound, without encoding. A token covers at least one byte of the normalized text, which may be longer
     than the text itself; a chat template adds at most its own length, and that of its `options`, around each plain
-    message."""
+    message. It writes tools once, as JSON with indents of up to 4, or in its own words, which are less than 4 times as
+    long."""
     if not prompt.messages:
         return 4 * len(prompt.text.encode()) + 16
-    if prompt.tools or any(message.keys() != {"role", "content"} for message in prompt.messages):
+    if any(message.keys() != {"role", "content"} for message in prompt.messages):
         return math.inf
     template = len(str(tokenizer.chat_template)) + options
-    return sum(4 * len(message["content"].encode()) + template for message in prompt.messages) + template
+    tools = 4 * len(json.dumps(prompt.tools, indent=4, default=str)) if prompt.tools else 0
+    return sum(4 * len(message["content"].encode()) + template for message in prompt.messages) + template + tools

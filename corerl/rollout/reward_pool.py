@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,23 @@ from attrs import frozen
 from corerl.config.schema import RewardConfig
 from corerl.errors import ConfigError, RewardError
 from corerl.rollout.fleet import Counted
-from corerl.rollout.rewards import Failure, Outcome, Reward, Sample, Scorer, Scores, gathered, reward_of, samples_of
+from corerl.rollout.rewards import (
+    AT_ONCE,
+    Begun,
+    Failure,
+    Outcome,
+    Reward,
+    Sample,
+    Scorer,
+    Scores,
+    gathered,
+    reward_of,
+    samples_of,
+)
 
 if TYPE_CHECKING:
     from corerl.rollout.sampler import Rollout
 
-LARGEST_CHUNK = 32  # samples per message: a message costs as much as 50 cheap rewards
 TURN = 1.0  # seconds after which a process returns the part of its chunk that it has not started
 GRACE = 2.0  # seconds beyond its turn and one sample's time before a process is killed
 START = 120.0  # seconds for a process to start and import the reward
@@ -54,7 +66,7 @@ class InDriver:
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
         if part or self.told is None:
             return self.reward.score(rollout, part=part)
-        samples, outcomes, told = samples_of(rollout), [], self.told
+        samples, outcomes, told = samples_of(rollout, tokens=self.reward.takes_tokens), list[Outcome](), self.told
         told(0, len(samples))
         for outcome in self.reward.each_outcome(samples):
             outcomes.append(outcome)
@@ -79,7 +91,8 @@ class RewardPool:
         ConfigError if the processes cannot import the reward."""
         with self._scoring:
             try:
-                outcomes = self._outcomes(samples_of(rollout), None if part else self._told)
+                samples = samples_of(rollout, tokens=self._reward.takes_tokens)
+                outcomes = self._outcomes(samples, None if part else self._told)
             except BaseException:
                 self._end()  # a late answer must not be taken for one about the next rollout
                 raise
@@ -98,7 +111,7 @@ class RewardPool:
             self._processes.pop().end()
 
     def _outcomes(self, samples: Sequence[Sample], told: Counted | None) -> list[Outcome]:
-        size = min(LARGEST_CHUNK, math.ceil(len(samples) / (4 * self._config.processes)) or 1)
+        size = min(AT_ONCE, math.ceil(len(samples) / (4 * self._config.processes)) or 1)
         chunks: deque[Sequence[int]] = deque(
             range(first, min(first + size, len(samples))) for first in range(0, len(samples), size)
         )
@@ -268,20 +281,19 @@ def _end_with_driver() -> None:
 
 def _score(reward: Reward, samples: Sequence[Sample], limit: float) -> list[Outcome]:
     """Outcomes of the first samples: at least one; no new one is started after `TURN` seconds. An async reward is
-    awaited for all at once."""
-    if reward.waits:
-        return reward.outcomes(samples, limit)
-    outcomes: list[Outcome] = []
+    awaited for all of them at once."""
+    begun: list[Begun | Outcome] = []
     started = time.monotonic()
     for sample in samples:
-        outcomes.append(_timed(reward, sample, limit))
+        begun.append(_timed(reward, sample, limit))
         if time.monotonic() - started > TURN:
             break
-    return outcomes
+    return [each.result() if isinstance(each, Future) else each for each in begun]
 
 
-def _timed(reward: Reward, sample: Sample, limit: float) -> Outcome:
-    """Score one sample. A signal interrupts Python code and waits; for anything else the driver kills the process."""
+def _timed(reward: Reward, sample: Sample, limit: float) -> Begun | Outcome:
+    """Score one sample, or begin to where the reward is async. A signal interrupts Python code and waits; for
+    anything else the driver kills the process."""
 
     def end(*_: object) -> None:
         raise _TimeUp
@@ -290,7 +302,7 @@ def _timed(reward: Reward, sample: Sample, limit: float) -> Outcome:
         signal.signal(signal.SIGALRM, end)  # set again: the previous sample may have changed it
         signal.setitimer(signal.ITIMER_REAL, limit)
         try:
-            return reward.outcome(*sample)
+            return reward.begin(*sample, limit) if reward.waits else reward.outcome(*sample)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except _TimeUp:

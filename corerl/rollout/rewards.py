@@ -7,21 +7,24 @@ import inspect
 import numbers
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from concurrent.futures import Future
+from itertools import pairwise, repeat
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from attrs import Factory, evolve, field, fields, frozen
+from numpy.typing import NDArray
 
 from corerl.config.functions import imported
 from corerl.errors import ConfigError, RewardError
-from corerl.messages import nearest, place
+from corerl.messages import nearest, place, short_repr
 from corerl.rollout import loop
-from corerl.types import BoolArray, FloatArray
+from corerl.types import BoolArray, FloatArray, SampleBatch
 
 if TYPE_CHECKING:
     from corerl.config.schema import RewardConfig
@@ -68,7 +71,9 @@ class Judged:
 
 
 Outcome = Judged | Failure
-Sample = tuple["Prompt", str, Sequence[int]]  # prompt, response, the response's tokens
+Begun = Future[Outcome] | Failure  # an async reward's outcome, to be waited for, or why there is nothing to wait for
+Tokens = Sequence[int] | NDArray[np.int32]
+Sample = tuple["Prompt", str, Tokens]  # prompt, response, the response's tokens if the reward takes them
 PartSums = Mapping[str, tuple[float, int]]  # by name: the sum of a part's values, and the number of samples with it
 
 
@@ -101,6 +106,7 @@ class Scorer(Protocol):
 
 
 LARGEST = float(np.finfo(np.float32).max)
+AT_ONCE = 32  # samples that a process awaits, or gets in one message, which costs as much as 50 cheap rewards
 LONGEST = 80  # characters of a text that a message shows
 
 
@@ -120,7 +126,7 @@ class Reward:
     weights: Mapping[str, float] = field(factory=dict)  # of the numbers by name; empty: 1 each
     failed_value: float = 0.0  # reward of a sample on which the function fails
 
-    def __call__(self, prompt: Prompt, response: str, tokens: Sequence[int] = ()) -> float:
+    def __call__(self, prompt: Prompt, response: str, tokens: Tokens = ()) -> float:
         """The reward. Raises RewardError, naming the sample, if the function raises or returns no finite number."""
         outcome = self.outcome(prompt, response, tokens)
         if isinstance(outcome, Failure):
@@ -132,18 +138,25 @@ class Reward:
         """Whether the function is async, so that it can score many samples at once."""
         return _is_async(self.function)
 
-    def outcome(self, prompt: Prompt, response: str, tokens: Sequence[int] = ()) -> Outcome:
+    @property
+    def takes_tokens(self) -> bool:
+        return takes_tokens(self.function)
+
+    def outcome(self, prompt: Prompt, response: str, tokens: Tokens = ()) -> Outcome:
         """The sample's reward, or why it has none."""
+        value = self._caught(self._result, prompt, response, tokens)
+        return value if isinstance(value, Failure) else self._judged(value, prompt, response)
+
+    def _caught(self, call: Callable[..., Any], prompt: Prompt, response: str, tokens: Tokens) -> Any:
         try:
-            value = self._result(prompt, response, tokens)
+            return call(prompt, response, tokens)
         except SystemExit as error:  # in the driver it would end the run, silently and with any status
             return self.failure("died", f"ended its process (sys.exit({error.code!r}))", prompt, response)
         except Exception as error:
             return self.failure("raised", f"raised {told(error)}", prompt, response)
-        return self._judged(value, prompt, response)
 
     def outcomes(self, samples: Sequence[Sample], limit: float | None = None) -> list[Outcome]:
-        """The samples' rewards, of an async function awaited all at once, with a time limit in seconds for each."""
+        """The samples' rewards, of an async function awaited many at once, with a time limit in seconds for each."""
         return list(self.each_outcome(samples, limit))
 
     def each_outcome(self, samples: Sequence[Sample], limit: float | None = None) -> Iterator[Outcome]:
@@ -151,15 +164,26 @@ class Reward:
         if not self.waits:
             yield from (self.outcome(*sample) for sample in samples)
             return
-        for each in [loop.begin(self._outcome_within(limit, *sample)) for sample in samples]:
-            yield each.result()
+        for first in range(0, len(samples), AT_ONCE):
+            for begun in [self.begin(*sample, limit) for sample in samples[first : first + AT_ONCE]]:
+                yield ended(begun)
+
+    def begin(self, prompt: Prompt, response: str, tokens: Tokens, limit: float | None) -> Begun:
+        """Call an async reward, and begin to wait for it. What is not async in it runs in this thread, which may be the
+        main one, and is part of the sample's time."""
+        started = time.monotonic()
+        value = self._caught(self._value, prompt, response, tokens)
+        if isinstance(value, Failure):
+            return value
+        left = None if limit is None else limit - (time.monotonic() - started)
+        return loop.begin(self._outcome_within(limit, left, value, prompt, response))
 
     async def _outcome_within(
-        self, limit: float | None, prompt: Prompt, response: str, tokens: Sequence[int]
+        self, limit: float | None, left: float | None, waiting: Awaitable[Any], prompt: Prompt, response: str
     ) -> Outcome:
         try:
-            async with asyncio.timeout(limit) as clock:
-                value = await self._value(prompt, response, tokens)
+            async with asyncio.timeout(left) as clock:
+                value = await waiting
         except (SystemExit, KeyboardInterrupt) as error:
             return self.failure("died", f"ended its process ({error!r})", prompt, response)
         except BaseException as error:  # such as asyncio's CancelledError, which would end all other samples too
@@ -168,7 +192,7 @@ class Reward:
             return self.failure("raised", f"raised {told(error)}", prompt, response)
         return self._judged(value, prompt, response)
 
-    def _result(self, prompt: Prompt, response: str, tokens: Sequence[int]) -> Any:
+    def _result(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
         """What the function returns, waited for where it is to be awaited."""
         value = self._value(prompt, response, tokens)
         if not inspect.isawaitable(value):
@@ -180,25 +204,30 @@ class Reward:
             waiting.cancel()
             raise
 
-    def _value(self, prompt: Prompt, response: str, tokens: Sequence[int]) -> Any:
-        seen = {"tokens": list(tokens)} if takes_tokens(self.function) else {}
+    def _value(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
+        seen = {"tokens": np.asarray(tokens).tolist()} if self.takes_tokens else {}
         return self.function(prompt, response, **seen, **self.options)
 
     def judge(self, value: Any) -> Judged:
         """What the function returned, as a reward. Raises NoNumber."""
         if not isinstance(value, Mapping):
             if (reward := number(value)) is None:
-                raise NoNumber(f"returned {value!r}, wanted a finite number,")
+                raise NoNumber(f"returned {short_repr(value)}, wanted a finite number,")
+            if self.weights:
+                raise NoNumber(
+                    f"returned {short_repr(value)}, but its weights are of numbers by name; return a dict of these, "
+                    "or remove the weights,"
+                )
             return Judged(reward=reward)
         parts = {str(name): part for name, each in value.items() if (part := number(each)) is not None}
         if self.weights and (unknown := parts.keys() - self.weights.keys()):
             raise NoNumber(
-                f"returned the part {min(unknown)!r}, but its weights list only "
+                f"returned the part {short_repr(min(unknown))}, but its weights list only "
                 f"{', '.join(map(repr, self.weights))}; add it there, with 0 to leave it out of the reward,"
             )
         reward = number(sum(self.weights.get(name, 1.0) * part for name, part in parts.items()))
         if not value or len(parts) < len(value) or reward is None:
-            raise NoNumber(f"returned {value!r}, wanted finite numbers by name,")
+            raise NoNumber(f"returned {short_repr(value)}, wanted finite numbers by name,")
         return Judged(reward=reward, parts=parts)
 
     def _judged(self, value: Any, prompt: Prompt, response: str) -> Outcome:
@@ -206,6 +235,8 @@ class Reward:
             return self.judge(value)
         except NoNumber as error:
             return self.failure("no-number", str(error), prompt, response)
+        except Exception as error:  # of the value's own code, such as a tensor's that is on no device
+            return self.failure("no-number", f"returned a value that raised {told(error)}", prompt, response)
 
     def failure(self, kind: str, what: str, prompt: Prompt, response: str) -> Failure:
         sample = f"on prompt {prompt.index} ({short(prompt.text)}) with the response {short(response)}"
@@ -216,7 +247,7 @@ class Reward:
 
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
         """Score in this process, without a time limit."""
-        return gathered(self.outcomes(samples_of(rollout)), self.failed_value, part=part)
+        return gathered(self.outcomes(samples_of(rollout, tokens=self.takes_tokens)), self.failed_value, part=part)
 
 
 @frozen(kw_only=True)
@@ -240,8 +271,15 @@ class WeightedSum(Reward):
     def waits(self) -> bool:
         return any(term.reward.waits for term in self.terms)
 
-    def _value(self, prompt: Prompt, response: str, tokens: Sequence[int]) -> Any:
-        values = [term.reward._value(prompt, response, tokens) for term in self.terms]
+    @property
+    def takes_tokens(self) -> bool:
+        return any(term.reward.takes_tokens for term in self.terms)
+
+    def _value(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
+        # Async ones last: if another one raises, none of them was begun in vain.
+        order = sorted(range(len(self.terms)), key=lambda place: self.terms[place].reward.waits)
+        found = {place: self.terms[place].reward._value(prompt, response, tokens) for place in order}
+        values = [found[place] for place in range(len(self.terms))]
         return _all(values) if any(map(inspect.isawaitable, values)) else values
 
     def judge(self, value: Any) -> Judged:
@@ -262,12 +300,16 @@ class WeightedSum(Reward):
         return Judged(reward=total, parts=parts)
 
 
+def ended(begun: Begun) -> Outcome:
+    return begun if isinstance(begun, Failure) else begun.result()
+
+
 async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
 async def _all(values: Sequence[Any]) -> list[Any]:
-    waiting = iter(await asyncio.gather(*[_awaited(value) for value in values if inspect.isawaitable(value)]))
+    waiting = iter(await asyncio.gather(*filter(inspect.isawaitable, values)))
     return [next(waiting) if inspect.isawaitable(value) else value for value in values]
 
 
@@ -296,18 +338,23 @@ class InTurn:
             return self._scorer.score(rollout, part=part)
 
 
-def samples_of(rollout: Rollout) -> list[Sample]:
-    """[B] prompt, response, and the response's tokens with the one that ended it; of an episode, its last answer's."""
-    batch = rollout.batch
+def samples_of(rollout: Rollout, *, tokens: bool) -> list[Sample]:
+    """[B] prompt, response, and the response's tokens, or none, as they are many to send to another process."""
+    found = _tokens_of(rollout.batch) if tokens else repeat((), len(rollout.texts))
+    return [
+        (rollout.prompts[group], text, ids)
+        for group, text, ids in zip(rollout.batch.rows["group"], rollout.texts, found, strict=True)
+    ]
+
+
+def _tokens_of(batch: SampleBatch) -> Iterator[Tokens]:
+    """[B] each response's tokens with the one that ended it; of an episode, its last answer's."""
     sampled = batch.columns.get("loss_mask")
-    tokens: list[Sequence[int]] = []
     for first, last in pairwise(batch.offsets.tolist()):
         row = np.flatnonzero(sampled[first:last]) if sampled is not None else np.arange(last - first)
         begins = row[np.flatnonzero(np.diff(row) > 1)[-1:] + 1]  # of the last run of sampled tokens
         begin = begins[0] if len(begins) else row[0] if len(row) else 0
-        tokens.append(batch.tokens[first + begin : first + row[-1] + 1].tolist() if len(row) else [])
-    groups = batch.rows["group"]
-    return [(rollout.prompts[group], text, ids) for group, text, ids in zip(groups, rollout.texts, tokens, strict=True)]
+        yield batch.tokens[first + begin : first + row[-1] + 1].astype(np.int32) if len(row) else ()
 
 
 def gathered(outcomes: Sequence[Outcome], failed_value: float, *, part: bool = False) -> Scores:

@@ -16,7 +16,10 @@ from corerl.types import IntArray, offsets_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PART = 64  # tokens of each row that are drawn before they are looked through: what follows a stop text is wasted
+# Tokens of each row that are drawn before they are looked through, and tokens of a response for one more of them: what
+# follows a stop text is wasted, but each part waits for all rows and sends them again.
+PART = 64
+GROWTH = 8
 
 
 class Stops:
@@ -110,12 +113,14 @@ def until_stop(
     stops: Stops,
     told: Told = unheard,
 ) -> Generation:
-    """Complete the rows, ending each at the first stop text. `generate` is asked for `PART` tokens of each row at a
-    time; an engine's noise does not depend on that, so these are the tokens that it would draw at once."""
+    """Complete the rows, ending each at the first stop text. `generate` is asked for a part of each row at a time,
+    which grows with the response; an engine's noise does not depend on that, so these are the tokens that it would draw
+    at once."""
     done = Generation.nothing(request)
     while True:
         rest = continued(request, done)
-        drawn = generate(evolve(rest, limits=np.minimum(rest.limits, rest.begun + PART)))
+        part = np.maximum(PART, rest.answered // GROWTH)
+        drawn = generate(evolve(rest, limits=np.minimum(rest.limits, rest.begun + part)))
         interrupted = bool(drawn.unfinished.any())  # the engine was paused
         done = joined(request, done, _ended(rest, drawn, stops))
         told(len(rest) - int(done.unfinished.sum()))

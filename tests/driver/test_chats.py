@@ -51,12 +51,16 @@ def test_the_first_refused_chat_is_told_with_file_and_line(
 def test_refused_chats_are_left_out_and_counted_where_that_is_asked_for(tmp_path: Path, background: bool) -> None:
     prompts = source(tmp_path, bad=(3, 42, 98))
     prompts.leave_out(frozenset({5}))  # too long, say
+    asked: list[int] = []
+    where = prompts.where
+    prompts.where = lambda index: asked.append(index) or where(index)  # type: ignore[method-assign]
     check = ChatCheck(prompts, tokenizer(), {}, skip=True)
     if background:
         check.begin()
     told = check.finish()
     assert told.startswith("data: 3 of 100 prompts are skipped, because the chat template refuses them; the first: ")
     assert "p.jsonl:4: the tokenizer's chat template rejects" in told
+    assert asked == [3]  # a line's number costs a reading of the file up to it
     drawn = {prompt.index for prompt in PromptStream(prompts, 0).take(200)}
     held_out = {prompt.index for prompt in prompts.held_out_prompts()}
     assert drawn | held_out == set(range(100)) - {3, 5, 42, 98}

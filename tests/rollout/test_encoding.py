@@ -218,3 +218,30 @@ def test_prompts_that_cannot_be_too_long_are_not_encoded() -> None:
     counting = Mock(side_effect=lambda texts, **options: asked.extend(texts) or ours(texts, **options))
     assert longer_than(400, source, counting) == {0: len(ours("1" * 500)["input_ids"])}
     assert "1" * 500 in asked and TEXT.text not in asked
+
+
+AS_JSON = "{% for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}"
+IN_WORDS = (  # as Qwen3-Coder's
+    "{% for tool in tools %}<function>\n<name>{{ tool.function.name }}</name>\n<parameters>"
+    "{% for name, parameter in tool.function.parameters.properties.items() %}\n<parameter>\n<name>{{ name }}</name>\n"
+    "<type>{{ parameter.type }}</type>\n</parameter>{% endfor %}\n</parameters>\n</function>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [AS_JSON, IN_WORDS])
+@pytest.mark.parametrize("count", [1, 20, 500])
+def test_tools_count_with_all_that_a_template_writes_of_them(
+    template: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = tokenizer(template + TEMPLATE)
+    properties = {f"p{n}": {"type": "string"} for n in range(count)}
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties, "required": list(properties)}}
+    chat = evolve(CHAT, index=0, tools=({"type": "function", "function": function},))
+    source = Lengths(1)
+    source.prompt = lambda index: chat  # type: ignore[method-assign]
+    length = len(encode(ours, [chat])[0])
+    assert longer_than(length - 1, source, ours) == {0: length}
+    rendered: list[object] = []
+    monkeypatch.setattr("corerl.rollout.encoding.render", lambda *given, **options: rendered.append(given))
+    assert longer_than(20 * length + 10_000, source, ours) == {}
+    assert rendered == []  # it cannot be as long

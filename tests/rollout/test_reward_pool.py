@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corerl.config.schema import RewardConfig
+from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
 from corerl.rollout.reward_pool import scorer
-from corerl.rollout.rewards import Reward, Scores, resolve_reward
+from corerl.rollout.rewards import Reward, Scores, resolve_reward, reward_of
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
 from tests.machine import paced
@@ -218,7 +218,7 @@ import signal
 import sys
 from types import SimpleNamespace
 import numpy as np
-from corerl.config.schema import RewardConfig
+from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
 from corerl.rollout.reward_pool import scorer
 from corerl.rollout.rewards import resolve_reward
@@ -255,3 +255,16 @@ def test_busy_processes_do_not_outlive_a_driver_that_is_killed_or_interrupted(
     (os.kill if how is signal.SIGKILL else os.killpg)(driver.pid, how)
     assert driver.wait(timeout=paced(30)) != 0
     assert gone(pids)
+
+
+def test_functions_beside_an_async_one_run_in_the_main_thread_of_their_process_and_are_timed_by_themselves() -> None:
+    names = ("promised", "lazy")
+    config = RewardConfig(
+        functions=tuple(RewardFunction(name=f"tests.rollout.user_rewards:{name}") for name in names),
+        processes=1,
+        timeout=0.5,
+    )
+    with scorer(reward_of(config), config) as judge:
+        found = judge.score(rollout(["one", "sync", "sleep", "three"]))
+    assert found.rewards.tolist() == [3.0 + 1, 0.0, 0.0, 5.0 + 1]
+    assert found.failures == {"timeout": 2}

@@ -2,6 +2,8 @@ import asyncio
 import json
 import math
 import re
+import threading
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -22,6 +24,7 @@ from corerl.rollout.rewards import (
     require_any_thread,
     resolve_reward,
     reward_of,
+    samples_of,
 )
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
@@ -220,6 +223,38 @@ def test_arrays_and_what_is_not_finite_are_no_numbers(value: object) -> None:
     assert isinstance(outcome, Failure) and outcome.kind == "no-number"
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (lambda: 10**5000, "returned int that is too large to be shown, wanted a finite number, on prompt 35018 "),
+        (
+            lambda: {"a": 10**5000},
+            "returned dict that is too large to be shown, wanted finite numbers by name, on prompt 35018 ",
+        ),
+        (lambda: torch.zeros((), device="meta"), "returned a value that raised RuntimeError: "),
+    ],
+)
+def test_a_value_that_cannot_be_shown_or_read_is_a_failure(value: Callable[[], object], told: str) -> None:
+    outcome = Reward(name="mine:f", function=lambda prompt, response: value()).outcome(SORT, "x")
+    assert isinstance(outcome, Failure) and outcome.kind == "no-number"
+    assert outcome.message.startswith(f"reward 'mine:f' {told}")
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    outcome = Reward(name="mine:f", function=lambda prompt, response: "x" * 5_000_000).outcome(SORT, "x")
+    assert isinstance(outcome, Failure) and len(outcome.message) < 300
+    assert "returned 'xxx" in outcome.message and "xxx..., wanted a finite number," in outcome.message
+
+
+def test_a_number_without_a_name_where_weights_are_set_is_a_failure() -> None:
+    outcome = Reward(name="mine:f", function=lambda prompt, response: 0.5, weights={"a": 2.0}).outcome(SORT, "x")
+    assert isinstance(outcome, Failure) and outcome.kind == "no-number"
+    assert outcome.message == (
+        "reward 'mine:f' returned 0.5, but its weights are of numbers by name; return a dict of these, or remove "
+        "the weights, on prompt 35018 ('35018>') with the response 'x'"
+    )
+
+
 def parts(prompt: Prompt, response: str) -> dict[str, object]:
     return {"right": np.float32(response == "x"), "short": torch.tensor(1.0 / len(response))}
 
@@ -256,8 +291,24 @@ def test_a_function_that_has_a_parameter_for_them_gets_the_responses_tokens(mine
     )
     resolve_reward("my_rewards:reward", {}).score(Rollout(batch=batch, prompts=(SORT,), texts=["a", "b", ""]))
     assert seen == [[2, 3], [7, 8], []]
+    assert {type(token) for tokens in seen for token in tokens} == {int}
     with pytest.raises(ConfigError, match="reward.options.tokens: .* gets the response's token ids under this name"):
         resolve_reward("my_rewards:reward", {"tokens": 3})
+
+
+@pytest.mark.parametrize("others", [("exact-match",), ("exact-match", "my_rewards:counting")])
+def test_tokens_go_to_the_reward_as_small_arrays_and_only_where_a_function_takes_them(
+    mine: ModuleType, others: tuple[str, ...]
+) -> None:
+    mine.counting = counting  # type: ignore[attr-defined]
+    reward = reward_of(RewardConfig(functions=tuple(RewardFunction(name=name) for name in others)))
+    assert reward.takes_tokens == (len(others) == 2)
+    both = rollout(["1", "2"], [0, 0], (SORT,))
+    assert samples_of(both, tokens=False) == [(SORT, "1", ()), (SORT, "2", ())]
+    for (prompt, text, tokens), wanted in zip(samples_of(both, tokens=True), "12", strict=True):
+        assert (prompt, text, list(tokens)) == (SORT, wanted, [0])
+        assert isinstance(tokens, np.ndarray) and tokens.dtype == np.int32
+    assert reward.score(both).rewards.tolist() == [len(others) - 1.0] * 2
 
 
 # ---- async functions -------------------------------------------------------------------------------------------------
@@ -286,6 +337,23 @@ def test_an_async_function_is_awaited_for_all_samples_at_once() -> None:
     scores = Reward(name="mine:f", function=judge).score(rollout(["a", "bb", "ccc", ""], [0] * 4, (SORT,)))
     assert scores.rewards.tolist() == [1.0, 2.0, 3.0, 0.0]
     assert most == 4
+
+
+def test_an_async_function_is_awaited_for_32_samples_at_once() -> None:
+    inside, most = 0, 0
+
+    async def judge(prompt: Prompt, response: str) -> float:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.05)
+        inside -= 1
+        return float(response)
+
+    texts = [str(n) for n in range(70)]
+    scores = Reward(name="mine:f", function=judge).score(rollout(texts, [0] * 70, (SORT,)))
+    assert scores.rewards.tolist() == [float(n) for n in range(70)]
+    assert most == 32
 
 
 def test_each_sample_of_an_async_function_fails_by_itself() -> None:
@@ -364,6 +432,28 @@ def test_what_is_wrong_in_one_of_several_functions_is_told_with_its_place(mine: 
     odd = reward_of(RewardConfig(functions=(twice[0], RewardFunction(name="my_rewards:odd")))).outcome(SORT, "x")
     assert isinstance(odd, Failure)
     assert odd.message.startswith("reward 'exact-match + odd' (odd) returned 'x', wanted a finite number, on prompt")
+
+
+def test_beside_an_async_function_others_run_in_the_callers_thread_and_their_time_is_the_samples(
+    mine: ModuleType,
+) -> None:
+    def sync(prompt: Prompt, response: str) -> float:
+        time.sleep(0.3 if response == "slow" else 0.0)
+        if response == "bad":
+            raise KeyError("bad")
+        return float(threading.current_thread() is threading.main_thread())
+
+    async def later(prompt: Prompt, response: str) -> float:
+        await asyncio.sleep(0.05)
+        return float(threading.current_thread() is threading.main_thread())
+
+    mine.sync, mine.later = sync, later  # type: ignore[attr-defined]
+    names = ("my_rewards:later", "my_rewards:sync")
+    reward = reward_of(RewardConfig(functions=tuple(RewardFunction(name=name) for name in names)))
+    fine, slow, bad, again = reward.outcomes([(SORT, text, ()) for text in ("x", "slow", "bad", "x")], limit=0.25)
+    assert fine == again == Judged(reward=1.0, parts={"later": 0.0, "sync": 1.0})
+    assert isinstance(slow, Failure) and slow.kind == "timeout" and "reward.timeout=0.25 seconds" in slow.message
+    assert isinstance(bad, Failure) and bad.kind == "raised" and "KeyError: 'bad'" in bad.message
 
 
 def test_without_several_functions_the_one_named_is_the_reward() -> None:

@@ -112,7 +112,7 @@ def test_special_tokens_stand_in_texts_where_they_are_asked_for_and_the_one_that
     rollout = sampler.sample(PROMPTS, rollout_step=0, samples=1, params=PARAMS)
     assert rollout.texts == texts
     # The ids, with the one that ended the sample, are told either way.
-    assert [tokens for _, _, tokens in samples_of(rollout)] == [[think, 5, 3, 6, 2], [think, 5]]
+    assert [list(tokens) for _, _, tokens in samples_of(rollout, tokens=True)] == [[think, 5, 3, 6, 2], [think, 5]]
 
 
 def test_the_experts_that_an_engine_tells_stand_at_prompts_and_responses_alike() -> None:

@@ -15,7 +15,7 @@ from corerl.config.schema import ModelConfig
 from corerl.models.tokenizer import character_tokenizer
 from corerl.ops.noise import hash_keys
 from corerl.rollout import stops as module
-from corerl.rollout.engine import Engine, GenerateRequest, SamplingParams
+from corerl.rollout.engine import Engine, GenerateRequest, Generation, SamplingParams
 from corerl.rollout.engines import FakeConfig, TransformersConfig
 from corerl.rollout.fake_engine import FakeEngine
 from corerl.rollout.partial import continued, joined
@@ -165,6 +165,28 @@ def test_a_stop_text_is_found_though_a_pause_cut_it_in_two(
     assert first.unfinished.any()
     more = until_stop(engine.generate, continued(asked, first), stops)
     assert_cut_at(stop, joined(asked, first, more), whole, CHARACTERS)
+
+
+def test_a_long_response_is_drawn_in_parts_of_an_eighth_of_it() -> None:
+    asked: list[int] = []
+
+    def generate(request: GenerateRequest) -> Generation:
+        (size,) = request.left
+        asked.append(int(size))
+        return Generation(
+            tokens=np.full(size, 4),
+            offsets=np.array([0, size]),
+            logprobs=np.zeros(size, dtype=np.float32),
+            versions=np.ones(size, dtype=np.int64),
+            truncated=np.ones(1, dtype=bool),
+        )
+
+    wanted = request(1, max_tokens=16_384)
+    found = until_stop(generate, wanted, Stops(CHARACTERS, ["12"]))
+    assert (len(found.tokens), sum(asked), found.truncated.tolist()) == (16_384, 16_384, [True])
+    assert asked[:10] == [*[64] * 9, 72]  # 72 of 576
+    assert len(asked) == 38  # not 256
+    assert all(size <= max(64, sum(asked[:part]) // 8) for part, size in enumerate(asked))
 
 
 def test_of_an_episode_only_the_answer_being_sampled_is_looked_through(engines: dict[str, Engine]) -> None:

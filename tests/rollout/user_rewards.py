@@ -72,5 +72,12 @@ def alarmed(prompt: Prompt, response: str, *, hidden: bool = False) -> float:
     return 1.0
 
 
+def lazy(prompt: Prompt, response: str) -> float:
+    """Needs the main thread, and sleeps beyond its time on one response."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    time.sleep(600 if response == "sync" else 0.0)
+    return 1.0
+
+
 def picky(prompt: Prompt, response: str) -> float:
     raise KeyError(response)
