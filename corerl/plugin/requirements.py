@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,9 @@ from attrs import frozen
 from corerl.errors import PluginIncompatible
 
 if TYPE_CHECKING:
+    from importlib.metadata import Distribution
+
+    from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
 
@@ -49,29 +54,59 @@ def installing(lacks: Iterable[Unmet]) -> str:
 
 
 def _unmet(name: str) -> Iterator[Unmet]:
-    # Both cost more to import than all of `import corerl`.
-    from importlib.metadata import PackageNotFoundError, distribution, version
+    own = _installed(name)
+    if own is None:  # run from a source tree
+        return
+    for wanted in own.requires:
+        other = _installed(wanted.name)
+        found = "" if other is None else other.version
+        if not found or not _admits(wanted.specifier, found):
+            yield Unmet(by=f"{name} {own.version}", name=wanted.name, wanted=str(wanted), found=found)
 
-    from packaging.requirements import InvalidRequirement, Requirement
+
+@frozen
+class _Installed:
+    version: str
+    requires: tuple[Requirement, ...]  # those that hold for this Python and system, without their markers
+
+
+def _installed(name: str) -> _Installed | None:
+    # It costs more to import than all of `import corerl`.
+    from importlib.metadata import PackageNotFoundError, distribution
 
     try:
-        own = distribution(name)
-    except (PackageNotFoundError, ValueError):  # run from a source tree; ValueError: no name at all
-        return
-    for line in own.requires or ():
+        found = distribution(name)
+    except (PackageNotFoundError, ValueError):  # ValueError: no name at all
+        return None
+    path = str(getattr(found, "_path", os.devnull))
+    try:
+        changed = os.stat(os.path.join(path, "METADATA")).st_mtime_ns
+    except OSError:  # an egg-info, or a finder of its own
+        return _read(found)
+    return _read_once(path, changed)
+
+
+@functools.cache
+def _read_once(path: str, changed: int) -> _Installed:
+    """What METADATA in `path` says since `changed`: packages put their whole README into it, and each worker asks."""
+    from importlib.metadata import Distribution
+
+    return _read(Distribution.at(path))
+
+
+def _read(found: Distribution) -> _Installed:
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    requires = []
+    for line in found.requires or ():
         try:
             wanted = Requirement(line)
         except InvalidRequirement:  # pip does not install such metadata either
             continue
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            found = version(wanted.name)
-        except PackageNotFoundError:
-            found = ""
-        if not found or not _admits(wanted.specifier, found):
+        if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
             wanted.marker = None
-            yield Unmet(by=f"{name} {own.version}", name=wanted.name, wanted=str(wanted), found=found)
+            requires.append(wanted)
+    return _Installed(found.version, tuple(requires))
 
 
 def _admits(specifier: SpecifierSet, found: str) -> bool:
