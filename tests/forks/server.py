@@ -59,8 +59,9 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
     (directory / PROCESSES).mkdir(exist_ok=True)
     # Whoever asks while modules are being imported is served afterwards.
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(directory / SOCKET))
+    listening.bind(str(directory / f"{SOCKET}.bound"))
     listening.listen(64)
+    os.rename(directory / f"{SOCKET}.bound", directory / SOCKET)  # whoever sees it may connect
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in PRELOAD:
