@@ -11,6 +11,7 @@ import torch
 from attrs import evolve, frozen
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from corerl.checkpoint.commit import NO_FAULTS, Faults
 from corerl.config.check import problems as contradictions
 from corerl.config.functions import imported
 from corerl.config.problems import Problems
@@ -19,7 +20,7 @@ from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource, PromptStream
 from corerl.driver.chats import ChatCheck
 from corerl.driver.processes import ProcessPlan, plan_processes
-from corerl.driver.run_dir import in_the_way, lies_in, require_steps_left, resume_from
+from corerl.driver.run_dir import in_the_way, lies_in, lost_checkpoints, require_steps_left, resume_from
 from corerl.driver.state import read_run
 from corerl.errors import CheckpointError, ConfigError, DataError
 from corerl.models.config import context_length, experts, hf_config
@@ -54,6 +55,7 @@ class Prepared:
     context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
     too_long: str  # notice about prompts that are left out because they do not fit; empty if all fit
     unused: tuple[str, ...]  # notices about tensors in the models' files that the models lack
+    lost: tuple[str, ...]  # notices about checkpoints that are newer than `resume`, but damaged
     reward: Reward
     params: SamplingParams
     function: EpisodeFunction | None  # plays the samples; None if a sample is one response
@@ -76,11 +78,12 @@ class Prepared:
         return self.resume is None or lies_in(self.resume, self.run_dir)
 
 
-def prepare(config: Config, *, starting: bool = True) -> Prepared:
+def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULTS) -> Prepared:
     """Resolve and check everything that can be checked without a process.
 
     Raises UserError with a line per problem; checks that depend on a wrong setting are skipped. Unless a run is
-    `starting`, its directory may already hold one: the config that a run has written stays valid.
+    `starting`, its directory may already hold one: the config that a run has written stays valid. A run goes on by
+    itself from none of the checkpoints that ranks have found to be `damaged`.
     """
     problems = Problems()
     for line in contradictions(config):
@@ -102,7 +105,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         if config.weights.transport != AUTO:
             transport_named(config.weights.transport)  # raises if unknown
     run_dir = Path(config.run.dir).absolute()
-    resume, state = _beginning(config, run_dir, prompts, problems, starting=starting)
+    resume, state = _beginning(config, run_dir, prompts, problems, starting=starting, damaged=damaged)
     unused = _check_weights(config, resume if problems.none_in("checkpoint.resume") else None, models, built, problems)
     device = ""
     with problems.stage("cluster.device"):
@@ -139,6 +142,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         context_length=context,
         too_long=too_long,
         unused=unused,
+        lost=tuple(lost_checkpoints(config, run_dir, damaged)),
         reward=reward,
         params=params,
         function=function,
@@ -261,13 +265,14 @@ def _beginning(
     problems: Problems,
     *,
     starting: bool,
+    damaged: Faults,
 ) -> tuple[Path | None, dict[str, Any]]:
     """The checkpoint to resume from and the driver's part of it; None and {} for a fresh run."""
     resume: Path | None = None
     state: dict[str, Any] = {}
     if problems.none_in("checkpoint.resume"):
         with problems.stage("checkpoint.resume"):
-            resume = resume_from(config, run_dir, starting=starting)
+            resume = resume_from(config, run_dir, starting=starting, damaged=damaged)
             state = read_run(resume) if resume else {}
     if state and config.run.mode != "eval":
         with problems.stage("checkpoint.source"):
