@@ -15,6 +15,7 @@
         DataError                       prompts, rows, files of a data set
         ModelError                      model directory, tokenizer, weights
         CheckpointError                 a checkpoint that cannot be resumed
+          CheckpointDamaged               its files are not what was saved
         RewardError                     the user's reward function
         NothingLeft                     all steps of the run are done       exit status 0
         Unsupported                     a capability the backend lacks
@@ -108,6 +109,10 @@ class ModelError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint is incomplete, or of another model."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint's files are not what was saved; one of another step may be intact."""
 
 
 class RewardError(UserError):

@@ -423,7 +423,9 @@ class Backend(BackendBase, ABC):
             )
         self.adam_step = int(extra["adam_step"])
         for key in SAVED:
-            fill(self.local_state(key), CheckpointSource(directory, key.value), what=f"checkpoint {directory}")
+            source = CheckpointSource(directory, key.value)
+            fill(self.local_state(key), source, what=f"checkpoint {directory}")
+            source.verify(rank=self.layout.rank, world_size=own)
         self.after_load(set(SAVED), self.adam_step)
         self.weights_version = int(extra["weights_version"])
         if (extra["backend"], saved) == (type(self).__qualname__, own):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from corerl.checkpoint.format import (
     DRIVER_FILE,
@@ -17,7 +18,9 @@ from corerl.checkpoint.format import (
     KEPT,
     PARTIAL,
     REPLACED,
+    TENSORS,
     checkpoints_dir,
+    checksum_of_json,
     index_file,
     publish,
     read_index,
@@ -29,12 +32,13 @@ from corerl.checkpoint.format import (
     unusable,
     write_json,
 )
-from corerl.checkpoint.reader import damage, written_ranks
-from corerl.errors import CheckpointError, SaveFailed
+from corerl.checkpoint.reader import written_ranks
+from corerl.errors import CheckpointDamaged, CheckpointError, SaveFailed
 from corerl.weights.chunks import Box, holes
 
-READERS = min(8, os.cpu_count() or 1)  # threads that read a checkpoint; checksums leave the interpreter lock
-_damages: dict[tuple[object, ...], str | None] = {}
+LONGEST_HEADER = 100_000_000  # bytes that safetensors reads
+Faults: TypeAlias = Mapping[Path, str]  # checkpoint -> what is wrong with it
+NO_FAULTS: Faults = {}
 ONE = ".../checkpoints/step-00000050"  # example for messages
 NAME = re.compile(rf"step-(\d+)({re.escape(PARTIAL)}|{re.escape(REPLACED)})?")
 
@@ -67,12 +71,14 @@ def commit(partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int] 
         for role, count in roles.items():
             _require_written(partial / role, count)
             _check_role(partial / role, role, count)
-        files = {}
+        files: dict[str, dict[str, int]] = {}
         for path in sorted(partial.rglob("[!.]*")):
             if path.is_file() and path != partial / DRIVER_FILE:  # left by an earlier attempt, and rewritten below
                 sync(path)  # for the driver's own files; the ranks' are synced already
-                files[str(path.relative_to(partial))] = path.stat().st_size
-        write_json(partial / DRIVER_FILE, {"format": FORMAT, "state": dict(state), "roles": roles, "files": files})
+                about = {"bytes": path.stat().st_size, "crc32": _checksum_of_file(path)}
+                files[str(path.relative_to(partial))] = about
+        content = json.loads(json.dumps({"format": FORMAT, "state": dict(state), "files": files}))
+        write_json(partial / DRIVER_FILE, {**content, "crc32": checksum_of_json(content)})
         if target.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             os.replace(target, replaced)
@@ -85,8 +91,26 @@ def commit(partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int] 
 
 def read_state(path: str | Path) -> dict[str, Any]:
     """Read the driver's state. Raises CheckpointError if the checkpoint is missing, partial, damaged or
-    incompatible."""
+    incompatible. Of the ranks' tensors only the files' sizes are compared: whoever reads a tensor verifies it."""
     directory = Path(path)
+    content = _described(directory)
+    for name, about in content["files"].items():
+        file = directory / name
+        try:
+            changed = _checksum_of_file(file) != about["crc32"]
+        except OSError as error:
+            text = f"{file} cannot be read ({error.strerror}); resume from another checkpoint"
+            raise unusable(directory, text) from error
+        if changed:
+            raise unusable(
+                directory, f"{file} is not what was saved (its checksum differs); resume from another checkpoint"
+            )
+    state: dict[str, Any] = content["state"]
+    return state
+
+
+def _described(directory: Path) -> dict[str, Any]:
+    """The content of a checkpoint's own file, whose files are all there, with their sizes. Raises CheckpointError."""
     if directory.name.endswith(PARTIAL):
         raise CheckpointError(
             f"{directory} was never completed; resume from a checkpoint whose name does not end in {PARTIAL!r}"
@@ -99,45 +123,49 @@ def read_state(path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"no checkpoint at {directory}: {advice}")
     if not (directory / DRIVER_FILE).exists() and (other := _instead(directory)):
         raise CheckpointError(other)
-    content = read_json(directory / DRIVER_FILE, checkpoint=directory)
-    file = directory / DRIVER_FILE
-    require_fields(content, {"files": dict, "state": dict, "roles": dict}, where=str(file))
-    require_fields(content["files"], dict.fromkeys(content["files"], int), where=f"{file}: files")
-    require_fields(content["roles"], dict.fromkeys(content["roles"], int), where=f"{file}: roles")
-    for name, size in content["files"].items():
-        file = directory / name
+    where = directory / DRIVER_FILE
+    content = read_json(where, checkpoint=directory)
+    require_fields(content, {"crc32": int}, where=str(where))
+    if checksum_of_json(content) != content["crc32"]:
+        raise CheckpointDamaged(f"{where} is not what was saved (its checksum differs); resume from another checkpoint")
+    for name, about in content["files"].items():
+        file, size = directory / name, about["bytes"]
         found: int | None = None
         with contextlib.suppress(OSError):
             found = file.stat().st_size
         if found != size:
             what = "is missing" if found is None else f"has {found} bytes instead of {size}"
             raise unusable(directory, f"{file} {what}; the checkpoint is damaged, so resume from another one")
-    state: dict[str, Any] = content["state"]
-    return state
+    return content
 
 
-def latest(run_dir: str | Path, *, read: bool = False) -> Path | None:
-    """The newest checkpoint that can be resumed; partial and damaged ones are skipped.
+def _checksum_of_file(path: Path) -> int:
+    """The CRC-32 of a file's bytes; of a file of tensors, which have their own, only of its header."""
+    with path.open("rb") as file:
+        if path.suffix == TENSORS:
+            length = file.read(8)
+            return zlib.crc32(length + file.read(min(int.from_bytes(length, "little"), LONGEST_HEADER)))
+        found = 0
+        while block := file.read(2**20):
+            found = zlib.crc32(block, found)
+        return found
 
-    Unless all is `read`, which takes a core about a second for 2 GB, only missing files and other sizes are noticed."""
-    return next((path for path in _committed(run_dir) if _fault(path, read=read) is None), None)
+
+def latest(run_dir: str | Path, *, damaged: Faults = NO_FAULTS) -> Path | None:
+    """The newest checkpoint that can be resumed, as far as can be known without reading its tensors. Partial ones are
+    skipped, and those that who read them found to be `damaged`."""
+    return next((path for path in _committed(run_dir) if (damaged.get(path) or _fault(path)) is None), None)
 
 
-def passed_over(run_dir: str | Path, *, read: bool = False) -> dict[Path, str]:
+def passed_over(run_dir: str | Path, *, damaged: Faults = NO_FAULTS) -> dict[Path, str]:
     """Checkpoints newer than `latest` that can no longer be resumed, newest first, each with what is wrong."""
     found: dict[Path, str] = {}
     for path in _committed(run_dir):
-        fault = _fault(path, read=read)
+        fault = damaged.get(path) or _fault(path)
         if fault is None:
             break
         found[path] = fault
     return found
-
-
-def require_whole(checkpoint: Path) -> None:
-    """Read all of a checkpoint. Raises CheckpointError if it is damaged."""
-    if fault := _fault(checkpoint, read=True):
-        raise CheckpointError(fault)
 
 
 def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
@@ -145,11 +173,11 @@ def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
     which no save can still be writing. The just `committed` one stays and counts as the newest: later steps belong to
     a run that could not be resumed. Returns a line for each that could not be removed, or why none was.
     """
-    if fault := _fault(committed):
+    if fault := _fault(committed, checksums=False):
         return [f"no old checkpoint was removed, because {committed.name} cannot be resumed: {fault}"]
     kept, surplus = {committed.name}, []
     for path in _committed(run_dir):
-        if path.name == committed.name or _fault(path) is not None:
+        if path.name == committed.name or _fault(path, checksums=False) is not None:
             continue
         replaced = path.suffix == REPLACED and path.stem in kept  # left by an interrupted commit
         if replaced or (keep and len(kept) >= keep):
@@ -262,33 +290,11 @@ def _step(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def _fault(path: Path, *, read: bool = False) -> str | None:
-    """Why a committed checkpoint cannot be resumed; None if it can."""
+def _fault(path: Path, *, checksums: bool = True) -> str | None:
+    """Why a committed checkpoint cannot be resumed; None if it can. Without `checksums`, all that is read is its own
+    file."""
     try:
-        read_state(path)
-        if not read:
-            return None
-        roles = read_json(path / DRIVER_FILE, checkpoint=path)["roles"]
-        for role, ranks in roles.items():
-            if (written := written_ranks(path / role)) != ranks:  # before what grows with a number that may be any
-                return (
-                    f"{path / DRIVER_FILE}: roles: {role!r} is {ranks}, but it has the files of {written} ranks; "
-                    "resume from another checkpoint"
-                )
+        read_state(path) if checksums else _described(path)
     except CheckpointError as error:
         return error.message
-    parts = [(path / role, rank) for role, ranks in roles.items() for rank in range(ranks)]
-    with ThreadPoolExecutor(READERS) as threads:
-        return next((fault for fault in threads.map(lambda part: _damage_once(*part), parts) if fault), None)
-
-
-def _damage_once(role_dir: Path, rank: int) -> str | None:
-    """`damage`, whose answer is kept while the files stay as they are: one start asks several times."""
-    try:
-        files = [(role_dir / name).stat() for name in (tensor_file(rank), index_file(rank))]
-    except OSError:
-        return damage(role_dir, rank)
-    key = (role_dir, rank, *((file.st_ino, file.st_size, file.st_mtime_ns) for file in files))
-    if key not in _damages:
-        _damages[key] = damage(role_dir, rank)
-    return _damages[key]
+    return None

@@ -1,7 +1,7 @@
 """The training checkpoint's format on disk: names, JSON, and durable writes.
 
     RUN/checkpoints/step-00000050/
-      checkpoint.json              written last, by the driver: format, the driver's state, sizes of all files
+      checkpoint.json              written last, by the driver: format, the driver's state, sizes and sums of files
       ROLE/rank-00000.safetensors  float32 boxes of HF tensors, `exp_avg/model.norm.weight@0`; extra tensors, `extra/3`
       ROLE/rank-00000.json         the index: which box of which tensor of which key; extra state
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict, field, frozen
 
-from corerl.errors import CheckpointError
+from corerl.errors import CheckpointDamaged, CheckpointError
 from corerl.messages import short_repr
 from corerl.plain_json import read_json_file
 from corerl.weights.chunks import Box
@@ -28,8 +28,9 @@ from corerl.weights.chunks import Box
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT = "corerl-checkpoint-1"
+FORMAT = "corerl-checkpoint-2"
 DRIVER_FILE = "checkpoint.json"
+TENSORS = ".safetensors"
 PARTIAL = ".partial"
 KEPT = "the run that writes there keeps only its newest checkpoints (checkpoint.keep)"
 JSON_NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number"}
@@ -70,7 +71,7 @@ def stored_name(key: str, name: str, offsets: tuple[int, ...]) -> str:
 
 
 def tensor_file(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
+    return f"rank-{rank:05d}{TENSORS}"
 
 
 def index_file(rank: int) -> str:
@@ -162,6 +163,12 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(data)
 
 
+def checksum_of_json(content: Mapping[str, Any]) -> int:
+    """The CRC-32 of parsed JSON, written without spaces and with sorted keys; its field `crc32` is left out."""
+    rest = {name: value for name, value in content.items() if name != "crc32"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+
+
 def read_json(path: Path, *, checkpoint: Path) -> dict[str, Any]:
     """Read a JSON file of `checkpoint`. Raises CheckpointError if it is missing, damaged or of another format."""
     try:
@@ -175,14 +182,15 @@ def read_json(path: Path, *, checkpoint: Path) -> dict[str, Any]:
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
         raise CheckpointError(
-            f"{path} has format {found!r}, but this CoreRL reads {FORMAT!r}; resume from another checkpoint"
+            f"{path} has format {short_repr(found, 40)}, but this CoreRL reads {FORMAT!r}; resume with the version of "
+            "CoreRL that wrote it, or from another checkpoint"
         )
     assert isinstance(content, dict)
     return content
 
 
-def unusable(checkpoint: Path, text: str) -> CheckpointError:
+def unusable(checkpoint: Path, text: str) -> CheckpointDamaged:
     """The error with `text` about a file of `checkpoint`, or another one if the whole checkpoint is gone by now."""
     if os.path.isdir(checkpoint):
-        return CheckpointError(text)
-    return CheckpointError(f"{checkpoint} was removed or replaced while it was being read: {KEPT}; try again")
+        return CheckpointDamaged(text)
+    return CheckpointDamaged(f"{checkpoint} was removed or replaced while it was being read: {KEPT}; try again")

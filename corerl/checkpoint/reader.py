@@ -18,7 +18,7 @@ from corerl.checkpoint.format import (
     tensor_file,
     unusable,
 )
-from corerl.errors import CheckpointError
+from corerl.errors import CheckpointDamaged, CheckpointError
 from corerl.weights.chunks import finite, intersect, within
 
 
@@ -30,11 +30,12 @@ class CheckpointSource:
         self._key = key
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._boxes: dict[str, list[tuple[int, SavedBox]]] = {}  # name -> (rank that wrote it, box)
+        self._writers = written_ranks(self._directory)
         self._files: dict[int, Any] = {}  # open files by rank; opening maps the file and reads its header
-        self._sums: dict[tuple[int, str], int] = {}  # of tensors not read yet: (rank, stored name) -> checksum
+        self._sums: dict[tuple[int, str], int] = {}  # of tensors not verified yet: (rank, stored name) -> checksum
         self.bytes_read = 0
         keys = set()
-        for rank in range(written_ranks(self._directory)):
+        for rank in range(self._writers):
             index = read_index(self._directory, rank)
             self._sums |= {(rank, stored): value for stored, value in index.sums.items()}
             for saved in index.boxes:
@@ -70,11 +71,25 @@ class CheckpointSource:
             out[within(common, wanted)] = values
             found += values.numel()
         if found != math.prod(wanted[1]):
-            raise CheckpointError(
+            raise CheckpointDamaged(
                 f"{self._directory} contains {found} of the {math.prod(wanted[1])} elements of {name!r} at "
                 f"offsets {list(wanted[0])}; the checkpoint is damaged, so resume from another one"
             )
         return out
+
+    def verify(self, *, rank: int, world_size: int) -> None:
+        """Read this rank's share of the boxes that were written, but for those that it has read whole before, and so
+        verified. Called by every rank once it has read what it needs: then each box has been verified by one, also
+        where all ranks need only parts of it. Raises CheckpointDamaged."""
+        numbers = [0] * self._writers
+        for boxes in self._boxes.values():
+            for writer, saved in boxes:
+                # With as many ranks as wrote, each has mostly read what it wrote itself.
+                sharing = range(writer % world_size, world_size, self._writers)
+                mine = sharing[numbers[writer] % len(sharing)] == rank
+                numbers[writer] += 1
+                if mine and (writer, saved.stored) in self._sums:
+                    self._slice(writer, saved, (), whole=True)
 
     def _slice(self, rank: int, saved: SavedBox, slices: tuple[slice, ...], *, whole: bool) -> torch.Tensor:
         path = self._directory / tensor_file(rank)
@@ -82,7 +97,7 @@ class CheckpointSource:
             if rank not in self._files:
                 self._files[rank] = safe_open(path, framework="pt")
             handle = self._files[rank]
-            # A part alone has no checksum: whoever resumes on other ranks has had the whole read before.
+            # A part alone has no checksum: `verify` reads the whole.
             expected = self._sums.pop((rank, saved.stored), None) if whole else None
             if expected is not None:
                 all_of_it = handle.get_tensor(saved.stored)
@@ -102,34 +117,14 @@ def require_sound(tensor: torch.Tensor, saved: SavedBox, expected: int, path: Pa
     """Raise CheckpointError unless a tensor is the box that was saved, with this checksum and finite values."""
     what = f"{path}: {saved.key!r} of {saved.name!r}"
     if tuple(tensor.shape) != saved.sizes:
-        raise CheckpointError(
+        raise CheckpointDamaged(
             f"{what} has shape {list(tensor.shape)}, but its index says {list(saved.sizes)}; the checkpoint is "
             "damaged, so resume from another one"
         )
     if checksum(tensor) != expected:
-        raise CheckpointError(f"{what} is not what was saved (its checksum differs); resume from another checkpoint")
+        raise CheckpointDamaged(f"{what} is not what was saved (its checksum differs); resume from another checkpoint")
     if not finite(tensor):
-        raise CheckpointError(f"{what} has NaN or infinite values; resume from a checkpoint of an earlier step")
-
-
-def damage(role_dir: Path, rank: int) -> str | None:
-    """What is wrong with a rank's part of a checkpoint; None if all of it can be read and is what was saved."""
-    path = role_dir / tensor_file(rank)
-    try:
-        index = read_index(role_dir, rank)
-        boxes = {saved.stored: saved for saved in index.boxes}
-        with safe_open(path, framework="pt") as handle:
-            for stored, expected in index.sums.items():
-                tensor = handle.get_tensor(stored)
-                if stored in boxes:
-                    require_sound(tensor, boxes[stored], expected, path)
-                elif checksum(tensor) != expected:
-                    return f"{path}: {stored!r} is not what was saved (its checksum differs)"
-    except CheckpointError as error:
-        return error.message
-    except Exception as error:  # OSError, or the safetensors library's own
-        return f"{path} cannot be read ({error}); resume from another checkpoint"
-    return None
+        raise CheckpointDamaged(f"{what} has NaN or infinite values; resume from a checkpoint of an earlier step")
 
 
 def written_ranks(role_dir: str | Path) -> int:
@@ -165,7 +160,7 @@ def _revive(value: Any, handle: Any, sums: Mapping[str, int], path: Path) -> Any
         case {"tensor": str() as stored, **rest} if not rest:
             tensor = handle.get_tensor(stored)
             if checksum(tensor) != sums.get(stored):
-                raise CheckpointError(
+                raise CheckpointDamaged(
                     f"{path}: {stored!r} is not what was saved (its checksum differs); resume from another checkpoint"
                 )
             return tensor

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from corerl.config.schema import Config
 
 
 def add_parser(subparsers: Any) -> None:
@@ -27,13 +33,12 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     import json
     import os
-    import sys
     from pathlib import Path
 
     from attrs import evolve
 
     from corerl.cli.trial import try_imports
-    from corerl.config.load import config_of, load_config
+    from corerl.config.load import load_config
     from corerl.imports import uncollected
 
     what = Path(args.what)
@@ -42,30 +47,51 @@ def run(args: argparse.Namespace) -> int:
     directory = os.path.isdir(what) or (what.name.startswith("step-") and not os.path.exists(what))
     config = None if directory else load_config(what, given)  # first: shows its errors without importing torch
     with uncollected():
-        from corerl.checkpoint.format import checkpoints_dir
-        from corerl.cli.newest import checkpoint_of
-        from corerl.driver.state import read_run
+        from corerl.cli.newest import with_checkpoint
+        from corerl.driver.run import Summary
         from corerl.train import evaluate
 
+    def score(config: Config) -> Summary:
+        try_imports(config)()
+        # A separate directory, so that the run's own files stay as they are.
+        return evaluate(evolve(config, run=evolve(config.run, dir=str(Path(config.run.dir) / "eval"))))
+
     if config is None:
-        checkpoint = checkpoint_of(what).absolute()
-        run_dir = checkpoint.parent
-        if run_dir.name == checkpoints_dir("").name:  # else the checkpoint was copied elsewhere
-            run_dir = run_dir.parent
-        own = [f"run.dir={run_dir}", f"checkpoint.resume={checkpoint}", "rollout.saved="]
-        config = config_of(read_run(checkpoint)["config"], [*own, *given])
-        missing = [name for name in config.cluster.secrets if name not in os.environ]
-        if missing:  # they were needed to train; scores may not need them
-            print(f"corerl: note: cluster.secrets: not set here: {', '.join(map(repr, missing))}", file=sys.stderr)
-            there = tuple(name for name in config.cluster.secrets if name not in missing)
-            config = evolve(config, cluster=evolve(config.cluster, secrets=there))
+        summary = with_checkpoint(what, lambda checkpoint: score(config_for(checkpoint.absolute(), given)))
     elif config.checkpoint.resume == "auto":  # the run's newest, not that of the directory for the scores
-        newest = checkpoint_of(run := Path(config.run.dir))
-        resume = "never" if newest == run else str(newest)
-        config = evolve(config, checkpoint=evolve(config.checkpoint, resume=resume))
-    try_imports(config)()
-    # A separate directory, so that the run's own files stay as they are.
-    summary = evaluate(evolve(config, run=evolve(config.run, dir=str(Path(config.run.dir) / "eval"))))
+        own, run_dir = config, Path(config.run.dir)
+
+        def score_from(checkpoint: Path) -> Summary:
+            resume = "never" if checkpoint == run_dir else str(checkpoint)
+            return score(evolve(own, checkpoint=evolve(own.checkpoint, resume=resume)))
+
+        summary = with_checkpoint(run_dir, score_from)
+    else:
+        summary = score(config)
     if args.json:
         print(json.dumps(summary.evaluation))
     return 0
+
+
+def config_for(checkpoint: Path, given: Sequence[str]) -> Config:
+    """The config of the run that wrote a checkpoint, to score it, with the overrides `given`."""
+    import os
+    import sys
+
+    from attrs import evolve
+
+    from corerl.checkpoint.format import checkpoints_dir
+    from corerl.config.load import config_of
+    from corerl.driver.state import read_run
+
+    run_dir = checkpoint.parent
+    if run_dir.name == checkpoints_dir("").name:  # else the checkpoint was copied elsewhere
+        run_dir = run_dir.parent
+    own = [f"run.dir={run_dir}", f"checkpoint.resume={checkpoint}", "rollout.saved="]
+    config = config_of(read_run(checkpoint)["config"], [*own, *given])
+    missing = [name for name in config.cluster.secrets if name not in os.environ]
+    if missing:  # they were needed to train; scores may not need them
+        print(f"corerl: note: cluster.secrets: not set here: {', '.join(map(repr, missing))}", file=sys.stderr)
+        there = tuple(name for name in config.cluster.secrets if name not in missing)
+        config = evolve(config, cluster=evolve(config.cluster, secrets=there))
+    return config

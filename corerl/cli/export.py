@@ -25,9 +25,12 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from corerl.cli.newest import checkpoint_of
+    from corerl.cli.newest import with_checkpoint
     from corerl.driver.export import export
 
-    written = export(checkpoint_of(Path(args.checkpoint)), Path(args.directory), role=args.role, dtype=args.dtype)
-    print(f"wrote {written}")
+    directory = Path(args.directory)
+    with_checkpoint(
+        Path(args.checkpoint), lambda checkpoint: export(checkpoint, directory, role=args.role, dtype=args.dtype)
+    )
+    print(f"wrote {directory}")
     return 0

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import ray
 from attrs import field, frozen
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from corerl.cluster.deaths import cause
 from corerl.errors import CorerlError
+
+PROBED_WITHIN = 120.0  # seconds for a process to start and see its GPU
 
 
 @frozen(eq=False)
@@ -91,7 +95,8 @@ def seated(seating: Seating, *, timeout: float) -> Iterator[dict[str, list[Seat]
     """Reserve the bundles and yield the seats of each group; releases the bundles at the end.
 
     Bundles are used in (node, device) order. `timeout`: seconds to wait until the cluster has them free. Raises
-    CorerlError if the cluster is too small, or if the bundles of one process are on several machines.
+    CorerlError if the cluster is too small or does not answer, or if the bundles of one process are on several
+    machines.
     """
     bundle = dict(seating.bundle)
     gpus = bundle.get("GPU", 0.0)
@@ -134,10 +139,21 @@ def physical_order(nodes: Mapping[int, str], gpus: Mapping[int, int]) -> list[in
     return sorted(nodes, key=lambda bundle: (nodes[bundle], gpus.get(bundle, 0), bundle))
 
 
-def gpus_of_bundles(group: PlacementGroup, bundles: Iterable[int]) -> dict[int, int]:
-    """Bundle -> GPU index on its machine, as seen by a probe process on the bundle."""
-    probes = {index: _gpu_of_bundle.options(**Seat(group, index, 0.0, 1.0).options()).remote() for index in bundles}
-    return {index: ray.get(probe) for index, probe in probes.items()}
+def gpus_of_bundles(group: PlacementGroup, nodes: Mapping[int, str]) -> dict[int, int]:
+    """Bundle -> GPU index on its machine, as seen by a probe process on the bundle; `nodes` has each bundle's node.
+    Raises CorerlError if a probe fails, or does not answer in time."""
+    probes = {index: _gpu_of_bundle.options(**Seat(group, index, 0.0, 1.0).options()).remote() for index in nodes}
+    found: dict[int, int] = {}
+    for index, probe in probes.items():
+        try:
+            found[index] = ray.get(probe, timeout=PROBED_WITHIN)
+        except RayError as error:
+            why = f"no answer within {PROBED_WITHIN:g} s" if isinstance(error, GetTimeoutError) else cause(error)
+            raise CorerlError(
+                f"cannot tell which GPU bundle {index} has on node {nodes[index]}: {why}; see Ray's logs on that "
+                "machine, and start again"
+            ) from error
+    return found
 
 
 @ray.remote

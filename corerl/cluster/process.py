@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import socket
+import tempfile
 import threading
 import time
 import traceback
@@ -34,7 +35,7 @@ LOOPBACK = "127.0.0.1"
 # What the loader, Python, Ray and libraries of numpy read as a process starts; none of these is a secret: those of
 # Ray's variables that are one (its token, and Redis' password) are left out.
 READ_AT_START = re.compile(
-    r"LD_|PYTHON|MALLOC_|GLIBC_|RAY_(?!AUTH_TOKEN$|REDIS_PASSWORD$)|OMP_|KMP_|GOMP_|MKL_|OPENBLAS_|LC_|(LANG|TZ|PATH|HOME|TMPDIR|VIRTUAL_ENV)$"
+    r"LD_|PYTHON|MALLOC_|GLIBC_|RAY_(?!AUTH_TOKEN$|REDIS_PASSWORD$)|OMP_|KMP_|GOMP_|MKL_|OPENBLAS_|LC_|(LANG|TZ)$"
 )
 
 
@@ -89,6 +90,7 @@ class Process:
         niceness: int | None = None,
     ) -> None:
         os.environ.update(environment or {})
+        tempfile.tempdir = None  # Python asks for TMPDIR once
         if niceness is not None:
             take_niceness(niceness)
         if THREADS not in started_with():

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from corerl.calls import Call, together
@@ -23,11 +24,11 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency, residency_plan
 from corerl.driver.roles import Role, changed_rates, first_step_of
 from corerl.driver.run import REFERENCE, Run, answers_in, passes_of
-from corerl.driver.run_dir import changed_settings, lost_checkpoints, occupied, write_config
+from corerl.driver.run_dir import changed_settings, occupied, write_config
 from corerl.driver.sampling import calls_of, start_scorer, start_source, unseen_tokens
 from corerl.driver.stop import StopRequest
 from corerl.driver.updates import WeightUpdates, meeting_at
-from corerl.errors import EngineFailed, SaveFailed
+from corerl.errors import CheckpointDamaged, EngineFailed, SaveFailed
 from corerl.messages import one_line
 from corerl.plugin import hooktrace
 from corerl.plugin.events import RunFinished, RunStarted, Worked
@@ -49,13 +50,32 @@ SEATED_WITHIN = 60.0  # seconds for a cluster to free what a run asks for
 
 @contextlib.contextmanager
 def launch(config: Config) -> Iterator[Run]:
-    """Start a run's processes; none survives the block, however it ends. Observers are told of errors."""
-    prepared = prepare(config)
-    with occupied(prepared.run_dir):
-        yield from _launched(prepared)
+    """Start a run's processes; none survives the block, however it ends. Observers are told of errors.
+
+    With `checkpoint.resume = "auto"`, a checkpoint that its ranks find to be damaged is passed over for an older one,
+    and the run is started anew."""
+    damaged: dict[Path, str] = {}
+    with contextlib.ExitStack() as stack:
+        while True:
+            prepared = prepare(config, damaged=damaged)
+            try:
+                run = stack.enter_context(_launched(prepared))
+            except CheckpointDamaged as error:
+                if prepared.resume is None or config.checkpoint.resume != "auto":
+                    raise
+                damaged[prepared.resume] = error.message
+            else:
+                break
+        yield run
 
 
+@contextlib.contextmanager
 def _launched(prepared: Prepared) -> Iterator[Run]:
+    with occupied(prepared.run_dir):
+        yield from _started(prepared)
+
+
+def _started(prepared: Prepared) -> Iterator[Run]:
     config = prepared.config
     write_config(prepared.run_dir, config)
     progress = Progress(
@@ -79,7 +99,7 @@ def _launched(prepared: Prepared) -> Iterator[Run]:
             progress.notice(text)
         with contextlib.ExitStack() as stack:
             stack.enter_context(progress.beating())
-            stop = stack.enter_context(StopRequest(progress.notice))
+            stop = stack.enter_context(StopRequest(progress.notice, config.run.mode))
             run = _start(prepared, progress, stop, stack)
             with _rescuing(run):
                 yield run
@@ -174,7 +194,7 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
         held_out=prepared.prompts.held_out_prompts(),
         checkpoints=checkpoints,
         kl_coef=state.get("kl_coef", own) if config.algorithm.kl_target else own,
-        before=answers_in(state),
+        before=answers_in(state) if config.run.trains else (),
         unseen=unseen_tokens(prepared),
     )
     if fleet is not None:
@@ -293,7 +313,7 @@ def make_role(plan: RolePlan, config: Config, group: TrainGroup, init: InitResul
 def _notices(prepared: Prepared) -> Iterator[str]:
     """What a user may want to know before the first step."""
     config, state = prepared.config, prepared.state
-    yield from lost_checkpoints(config, prepared.run_dir)
+    yield from prepared.lost
     if state and config.run.trains:
         yield from changed_settings(state["config"], to_plain(recorded(config)))
     yield from notes(config)

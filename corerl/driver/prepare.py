@@ -9,29 +9,35 @@ from typing import Any
 
 import torch
 from attrs import evolve, frozen
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from corerl.checkpoint.commit import NO_FAULTS, Faults
 from corerl.config.check import problems as contradictions
-from corerl.config.functions import imported
 from corerl.config.problems import Problems
-from corerl.config.schema import Config, ModelConfig, RolloutConfig
-from corerl.data.load import load_prompts
+from corerl.config.schema import Config, ModelConfig
 from corerl.data.prompts import PromptSource, PromptStream
 from corerl.driver.chats import ChatCheck
+from corerl.driver.inputs import (
+    built_models,
+    check_weights,
+    leave_out_long,
+    load_functions,
+    load_models,
+    load_sampled,
+    longest_sample,
+    require_positions,
+)
 from corerl.driver.processes import ProcessPlan, plan_processes
-from corerl.driver.run_dir import in_the_way, lies_in, require_steps_left, resume_from
+from corerl.driver.run_dir import in_the_way, lies_in, lost_checkpoints, require_steps_left, resume_from
 from corerl.driver.state import read_run
-from corerl.errors import CheckpointError, ConfigError, DataError
-from corerl.models.config import context_length, experts, hf_config
-from corerl.models.tokenizer import CHARACTERS, end_tokens, load_tokenizer, require_room_for_tokens
+from corerl.errors import CheckpointError, ConfigError
+from corerl.models.tokenizer import CHARACTERS
 from corerl.plugin.options import distributions_of, resolve_tables, selected
 from corerl.plugin.registry import load
 from corerl.plugin.requirements import require_met
-from corerl.rollout.encoding import longer_than, require_encodable
 from corerl.rollout.engine import UNLIMITED, SamplingParams
-from corerl.rollout.episodes import EpisodeFunction, resolve_function
-from corerl.rollout.rewards import Reward, require_any_thread, reward_of
-from corerl.rollout.sampler import sampling_params
+from corerl.rollout.episodes import EpisodeFunction
+from corerl.rollout.rewards import Reward
 from corerl.rollout.saved import SavedRollouts
 from corerl.rollout.sources import Scored
 from corerl.trainer.assign import ACTOR, loss_of, offloaded
@@ -54,6 +60,7 @@ class Prepared:
     context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
     too_long: str  # notice about prompts that are left out because they do not fit; empty if all fit
     unused: tuple[str, ...]  # notices about tensors in the models' files that the models lack
+    lost: tuple[str, ...]  # notices about checkpoints that are newer than `resume`, but damaged
     reward: Reward
     params: SamplingParams
     function: EpisodeFunction | None  # plays the samples; None if a sample is one response
@@ -76,34 +83,35 @@ class Prepared:
         return self.resume is None or lies_in(self.resume, self.run_dir)
 
 
-def prepare(config: Config, *, starting: bool = True) -> Prepared:
+def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULTS) -> Prepared:
     """Resolve and check everything that can be checked without a process.
 
     Raises UserError with a line per problem; checks that depend on a wrong setting are skipped. Unless a run is
-    `starting`, its directory may already hold one: the config that a run has written stays valid.
+    `starting`, its directory may already hold one: the config that a run has written stays valid. A run goes on by
+    itself from none of the checkpoints that ranks have found to be `damaged`.
     """
     problems = Problems()
     for line in contradictions(config):
         problems.add(line)
-    models, tokenizer = _models(config, problems)
-    built = _built(config, models, problems)
-    prompts, chats, reward, params = _sampled(config, tokenizer, problems, starting=starting)
-    function, postprocess = _functions(config.rollout, problems)
+    models, tokenizer = load_models(config, problems)
+    built = built_models(config, models, problems)
+    prompts, chats, reward, params = load_sampled(config, tokenizer, problems, starting=starting)
+    function, postprocess = load_functions(config.rollout, problems)
     if config.rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
             SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
-    context = _context_length(config, models)
-    _require_positions(config, built, problems)
+    context = longest_sample(config, models)
+    require_positions(config, built, problems)
     too_long = ""
     if context and config.run.samples:
-        too_long = _leave_out_long(config, context, tokenizer, prompts, problems)
+        too_long = leave_out_long(config, context, tokenizer, prompts, problems)
     config = _with_absolute_paths(config)  # only now, because the checks above name files as the user does
     with problems.stage("weights.transport", path="weights.transport"):
         if config.weights.transport != AUTO:
             transport_named(config.weights.transport)  # raises if unknown
     run_dir = Path(config.run.dir).absolute()
-    resume, state = _beginning(config, run_dir, prompts, problems, starting=starting)
-    unused = _check_weights(config, resume if problems.none_in("checkpoint.resume") else None, models, built, problems)
+    resume, state = _beginning(config, run_dir, prompts, problems, starting=starting, damaged=damaged)
+    unused = check_weights(config, resume if problems.none_in("checkpoint.resume") else None, models, built, problems)
     device = ""
     with problems.stage("cluster.device"):
         device = resolve_device(config.cluster.device, address=config.cluster.address)
@@ -139,119 +147,13 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         context_length=context,
         too_long=too_long,
         unused=unused,
+        lost=tuple(lost_checkpoints(config, run_dir, damaged)),
         reward=reward,
         params=params,
         function=function,
         postprocess=postprocess,
         vocab_size=models[ACTOR].get_text_config().vocab_size,
     )
-
-
-def _models(config: Config, problems: Problems) -> tuple[dict[str, PreTrainedConfig], PreTrainedTokenizerBase | None]:
-    """The valid roles' model configs, and the tokenizer."""
-    models: dict[str, PreTrainedConfig] = {}
-    for role in config.chosen_roles:
-        own, table = config.model_of(role), config.model_table_of(role)
-        if own is config.model and ACTOR in models:
-            models[role] = models[ACTOR]
-        elif problems.none_in(table):
-            with problems.stage(f"{table}.config", path=f"{table}.path" if own.path else f"{table}.config"):
-                models[role] = hf_config(own)
-    tokenizer: PreTrainedTokenizerBase | None = None
-    if problems.none_in("model.path", "model.tokenizer"):
-        with problems.stage("model.tokenizer"):
-            tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
-    for role, hf in models.items():
-        own, table = config.model_of(role), config.model_table_of(role)
-        if tokenizer is not None:
-            with problems.stage(f"{table}.vocabulary"):
-                require_room_for_tokens(hf, tokenizer, own, table=table)
-    replay = config.algorithm.routing_replay
-    if replay != "none" and ACTOR in models and experts(models[ACTOR]) == 1:
-        problems.add(f"algorithm.routing_replay: {replay!r}, but the model has no experts; set it to 'none'")
-    return models, tokenizer
-
-
-def _sampled(
-    config: Config, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, starting: bool
-) -> tuple[PromptSource | None, ChatCheck | None, Reward | None, SamplingParams | None]:
-    """The prompts, and how they are checked, sampled and scored; None for what is wrong."""
-    params: SamplingParams | None = None
-    if tokenizer is not None:
-        with problems.stage("rollout.stop"):
-            replays = config.algorithm.routing_replay == "engine"
-            ends = end_tokens(tokenizer, config.model)
-            params = evolve(sampling_params(config.rollout, tokenizer, ends), routed_experts=replays)
-    prompts: PromptSource | None = None
-    chats: ChatCheck | None = None
-    with problems.stage("data", path="data.source"):
-        prompts = load_prompts(config.data, seed=config.run.seed)
-        if tokenizer is not None:
-            options = config.data.chat_template_options
-            require_encodable(prompts, tokenizer, options)
-            chats = ChatCheck(prompts, tokenizer, options, skip=config.data.refused == "skip")
-            if config.run.samples and (chats.few or not starting):
-                chats.finish()
-    reward: Reward | None = None
-    with problems.stage("reward", path="reward.name"):
-        reward = reward_of(config.reward)
-        aside = config.rollout.source != "synchronous" and config.run.mode == "train"
-        if prompts is not None and aside and not config.reward.processes:
-            first = prompts.prompt(int(prompts.train[0]))
-            require_any_thread(reward, first, setting=f"rollout.source={config.rollout.source!r}")
-    return prompts, chats, reward, params
-
-
-def _functions(
-    rollout: RolloutConfig, problems: Problems
-) -> tuple[EpisodeFunction | None, Callable[[Scored], Any] | None]:
-    """The user's functions that play the samples and process them; None for one that is not set, or wrong."""
-    function: EpisodeFunction | None = None
-    if rollout.function:
-        with problems.stage("rollout.function"):
-            function = resolve_function(rollout.function, rollout.episodes.options)
-    postprocess: Callable[[Scored], Any] | None = None
-    if rollout.postprocess:
-        with problems.stage("rollout.postprocess"):
-            postprocess = imported(rollout.postprocess, setting="rollout.postprocess")
-    return function, postprocess
-
-
-def _context_length(config: Config, models: Mapping[str, PreTrainedConfig]) -> int:
-    """Maximum tokens of a sample; 0 if neither the config nor the model sets a limit."""
-    own = context_length(models[ACTOR]) if ACTOR in models else None
-    return config.rollout.context_length or own or 0
-
-
-def _leave_out_long(
-    config: Config,
-    context: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-    prompts: PromptSource | None,
-    problems: Problems,
-) -> str:
-    """Leave out the prompts that leave no room for a response. Returns a notice about them; empty if all fit."""
-    rollout = config.rollout
-    of = "rollout.context_length" if rollout.context_length else "the model has max_position_embeddings"
-    bound = f"{of}={context}"
-    longest = context - rollout.max_tokens
-    if longest < 1:
-        problems.add(f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt, {bound}; lower it")
-    if longest < 1 or prompts is None or tokenizer is None or not problems.none_in("data"):
-        return ""
-    too_long = ""
-    with problems.stage("data", path="data.source"):
-        if lengths := longer_than(longest, prompts, tokenizer, config.data.chat_template_options):
-            why = (
-                f"they have up to {max(lengths.values())} tokens, but at most {longest} fit with "
-                f"rollout.max_tokens={rollout.max_tokens} ({bound})"
-            )
-            too_long = f"data: {len(lengths)} of {len(prompts)} prompts are skipped: {why}"
-            try:
-                prompts.leave_out(frozenset(lengths))
-            except DataError as error:
-                raise DataError(f"{error.message}: {why}; lower rollout.max_tokens or shorten the prompts") from error
-    return too_long
 
 
 def _beginning(
@@ -261,13 +163,14 @@ def _beginning(
     problems: Problems,
     *,
     starting: bool,
+    damaged: Faults,
 ) -> tuple[Path | None, dict[str, Any]]:
     """The checkpoint to resume from and the driver's part of it; None and {} for a fresh run."""
     resume: Path | None = None
     state: dict[str, Any] = {}
     if problems.none_in("checkpoint.resume"):
         with problems.stage("checkpoint.resume"):
-            resume = resume_from(config, run_dir, starting=starting)
+            resume = resume_from(config, run_dir, starting=starting, damaged=damaged)
             state = read_run(resume) if resume else {}
     if state and config.run.mode != "eval":
         with problems.stage("checkpoint.source"):
@@ -282,57 +185,6 @@ def _beginning(
             with problems.stage("run.steps"):
                 require_steps_left(config, run_dir, resume, done=int(state["rollout_step"]))
     return resume, state
-
-
-def _built(config: Config, models: Mapping[str, PreTrainedConfig], problems: Problems) -> dict[str, PreTrainedModel]:
-    """The roles' models on meta, of those that can be built, and that this machine can hold."""
-    from corerl.driver import weights  # slow to import: takes seconds
-
-    found: dict[str, PreTrainedModel] = {}
-    for role, hf in models.items():
-        own, table = config.model_of(role), config.model_table_of(role)
-        with problems.stage(f"{table}.config", path=f"{table}.path" if own.path else f"{table}.config"):
-            model = weights.built(role, hf)
-            if not config.cluster.address:  # whose machines are not known yet
-                weights.require_memory(model, there=weights.memory_here())
-            found[role] = model
-    return found
-
-
-def _require_positions(config: Config, built: Mapping[str, PreTrainedModel], problems: Problems) -> None:
-    """Check that each model has a position for every token of a sample."""
-    from corerl.models.positions import position_rows  # slow to import: takes seconds
-
-    wanted = config.rollout.context_length
-    for role, model in built.items():
-        rows = position_rows(model)
-        if rows is not None and wanted > rows:
-            whose = "" if role == ACTOR else f"{role}'s "
-            problems.add(f"rollout.context_length: {wanted}, but the {whose}model has {rows} positions; lower it")
-
-
-def _check_weights(
-    config: Config,
-    resume: Path | None,
-    models: Mapping[str, PreTrainedConfig],
-    built: Mapping[str, PreTrainedModel],
-    problems: Problems,
-) -> tuple[str, ...]:
-    """Check that the files that the roles start from hold their models. Returns notices about what else they hold."""
-    from corerl.driver.weights import require_same_model, require_weights  # slow to import: takes seconds
-
-    notices: list[str] = []
-    for role, model in built.items():
-        own, table = config.model_of(role), config.model_table_of(role)
-        if resume:
-            with problems.stage("checkpoint.model"):
-                require_same_model(resume, role, model)
-        read = own.path and (not resume or config.algorithm.kl_coef)  # a resume still reads the KL reference from it
-        if read and problems.none_in("model", table, "checkpoint"):
-            with problems.stage(f"{table}.weights", path=f"{table}.path"):
-                if unused := require_weights(own.path, model, models[role]):
-                    notices.append(f"{table}.path: {unused}")
-    return tuple(dict.fromkeys(notices))
 
 
 def _taking_turns(config: Config, device: str) -> Iterator[str]:

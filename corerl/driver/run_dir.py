@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from corerl.checkpoint.commit import latest, passed_over, require_whole
+from corerl.checkpoint.commit import NO_FAULTS, Faults, latest, passed_over
 from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir
 from corerl.config.load import dump_toml, recorded
 from corerl.config.schema import Config
@@ -70,20 +70,19 @@ def _unwritable(run_dir: Path, error: OSError) -> ConfigError:
     return ConfigError(f"run.dir: cannot write to {run_dir} ({error.strerror}); set another directory")
 
 
-def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None:
-    """The checkpoint to resume from, if any. Raises ConfigError rather than overwrite another run."""
+def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Faults = NO_FAULTS) -> Path | None:
+    """The checkpoint to resume from, if any, without those that ranks have found to be `damaged`. Raises ConfigError
+    rather than overwrite another run."""
     resume = config.checkpoint.resume
-    # A rank that finds damage cannot go back to an older one, and one that loads parts of tensors finds none.
-    read = starting and resume == "auto"
-    newest = latest(run_dir, read=read)
+    newest = latest(run_dir, damaged=damaged)
     if starting and newest is not None and not config.run.trains:
         advice = f", or use: corerl eval {shlex.quote(str(run_dir))}" if config.run.mode == "eval" else ""
         raise ConfigError(
             f"run.dir: {run_dir} already holds a run ({newest.name}), whose results run.mode={config.run.mode!r} "
             f"would overwrite; set another run.dir{advice}"
         )
-    if starting and newest is None and (damaged := passed_over(run_dir, read=read)):
-        fault = next(iter(damaged.values()))
+    if starting and newest is None and (lost := passed_over(run_dir, damaged=damaged)):
+        fault = next(iter(lost.values()))
         raise ConfigError(
             f"run.dir: {run_dir} already holds a run, but none of its checkpoints can be resumed: {fault}; set "
             f"another run.dir, or, to start over here, remove {checkpoints_dir(run_dir)}"
@@ -97,18 +96,16 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None
             f"run.dir: {run_dir} already holds a run ({newest.name}); continue it with checkpoint.resume=auto, or set "
             "another run.dir"
         )
-    if starting and chosen is not None:
-        require_whole(chosen)
     return chosen
 
 
-def lost_checkpoints(config: Config, run_dir: Path) -> list[str]:
+def lost_checkpoints(config: Config, run_dir: Path, damaged: Faults = NO_FAULTS) -> list[str]:
     """A line for each checkpoint that `checkpoint.resume = "auto"` skipped."""
     if config.checkpoint.resume != "auto":
         return []
     return [
         f"checkpoint.resume: skipping {path.name}, the run falls back to an older checkpoint: {fault}"
-        for path, fault in passed_over(run_dir, read=True).items()
+        for path, fault in passed_over(run_dir, damaged=damaged).items()
     ]
 
 

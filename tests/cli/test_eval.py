@@ -6,12 +6,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from corerl import train as loop
+from corerl.checkpoint.reader import CheckpointSource
 from corerl.cli.main import main
 from corerl.config.load import dump_toml
 from corerl.config.schema import Config
 from corerl.driver.run import Summary
+from tests.checkpoint.changes import flip
 from tests.driver.saved import make_config, make_model, save
 
 
@@ -21,6 +24,8 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     configs: list[Config] = []
 
     def evaluate(config: Config) -> Summary:
+        if config.checkpoint.resume != "never":  # as ranks do
+            CheckpointSource(Path(config.checkpoint.resume) / "actor", "master").verify(rank=0, world_size=1)
         configs.append(config)
         return Summary(reason="finished", run_dir=Path(config.run.dir), steps_done=4, evaluation={"reward": 0.5})
 
@@ -79,7 +84,7 @@ def test_a_damaged_checkpoint_is_told_and_never_passed_over_for_the_models_own_w
     damaged = save(tmp_path / "run", config, make_model(config, seed=1), step=9)
     for each in (damaged,) if whole else (damaged, checkpoint):
         file = each / "actor/rank-00000.safetensors"
-        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        flip(file, next(name for name in load_file(file) if name.startswith("master/")))
     (tmp_path / "run.toml").write_text(dump_toml(config))
     for what, *more in ([str(tmp_path / "run.toml"), "checkpoint.resume=auto"], [str(tmp_path / "run")]):
         assert main(["eval", what, *more]) == (0 if whole else 2)
@@ -87,8 +92,8 @@ def test_a_damaged_checkpoint_is_told_and_never_passed_over_for_the_models_own_w
         if whole:
             assert told.startswith(f"corerl: skipping {damaged.name}, using {checkpoint.name}: {damaged}/actor/rank-")
         else:
-            run = tmp_path / "run"
-            assert told.startswith(f"corerl: error: {run} is a run directory without an intact checkpoint: {damaged}")
+            line = f"corerl: error: {tmp_path / 'run'} is a run directory without an intact checkpoint: {damaged}"
+            assert told.splitlines()[-1].startswith(line)
         assert "is not what was saved (its checksum differs)" in told
     assert [each.checkpoint.resume for each in evaluated] == [str(checkpoint)] * 2 * whole
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from corerl.cli.main import main
+from tests.checkpoint.changes import flip
 from tests.driver.saved import make_config, make_model, save
 
 
@@ -58,9 +59,7 @@ def test_a_newer_checkpoint_whose_bytes_have_changed_is_told_of(
     _, newest = (save(tmp_path, config, model, step=step) for model, step in zip(models, (2, 10), strict=True))
     for rank in range(2) if role_wide else (1,):
         file = newest / f"actor/rank-{rank:05d}.safetensors"
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
+        flip(file, next(name for name in load_file(file) if name.startswith("master/")))
     assert main(["export", str(tmp_path), str(tmp_path / "model")]) == 0
     out, err = capsys.readouterr()
     assert out == f"wrote {tmp_path}/model\n" and len(err.splitlines()) == 1

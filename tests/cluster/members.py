@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -61,6 +62,9 @@ class Member:
             if at == port:
                 return str(host)
         return ""
+
+    def temporary_directory(self) -> str:
+        return tempfile.gettempdir()
 
     def runtime_environment(self) -> str:
         """As Ray has it, and writes to its logs."""

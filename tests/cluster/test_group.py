@@ -242,12 +242,13 @@ def test_seats_are_shares_of_their_bundles(seats: list[Seat]) -> None:
         assert [(seat.bundle, seat.cpus) for seat in (*both["actor"], *both["engines"])] == [(0, 0.5), (0, 0.5)]
 
 
-def test_ray_is_told_no_variable_that_may_be_a_secret(seats: list[Seat]) -> None:
-    given = {"CORERL_TEST_WORD": "s3cr3t", "API_KEY": "s3cr3t", "OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "7"}
-    group = RayGroup(["actor rank 0"], MEMBER, seats[:1], given)
+def test_ray_is_told_no_variable_that_may_be_a_secret(seats: list[Seat], tmp_path: Path) -> None:
+    given = {"CORERL_TEST_WORD": "s3cr3t", "API_KEY": "s3cr3t", "TMPDIR": str(tmp_path)}
+    group = RayGroup(["actor rank 0"], MEMBER, seats[:1], {**given, "OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "7"})
     try:
         group.wait(group.construct([(0,)]))
         assert (group.call("word"), group.call("threads")) == (["s3cr3t"], ["2"])
+        assert group.call("temporary_directory") == [str(tmp_path)]
         (told,) = group.call("runtime_environment")
         assert json.loads(told)["env_vars"] == {
             "OMP_NUM_THREADS": "2",
@@ -260,7 +261,7 @@ def test_ray_is_told_no_variable_that_may_be_a_secret(seats: list[Seat]) -> None
 
 @pytest.mark.parametrize(
     ("name", "early"),
-    [("LD_PRELOAD", True), ("PYTHONPATH", True), ("OMP_NUM_THREADS", True), ("TMPDIR", True), ("PATH", True),
+    [("LD_PRELOAD", True), ("PYTHONPATH", True), ("OMP_NUM_THREADS", True), ("TMPDIR", False), ("PATH", False),
      ("NCCL_DEBUG", False), ("HF_TOKEN", False), ("WANDB_API_KEY", False), ("PATH_TO_KEY", False), ("OLD_KEY", False),
      ("RAY_DEDUP_LOGS", True), ("RAY_AUTH_TOKEN_PATH", True), ("RAY_AUTH_TOKEN", False), ("RAY_REDIS_PASSWORD", False)],
 )  # fmt: skip

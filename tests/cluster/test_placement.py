@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
+from ray.exceptions import GetTimeoutError, WorkerCrashedError
 
-from corerl.cluster.placement import arrange, physical_order
+from corerl.cluster import placement
+from corerl.cluster.placement import arrange, gpus_of_bundles, physical_order
+from corerl.errors import CorerlError
 
 
 @pytest.mark.parametrize(
@@ -87,3 +91,33 @@ def test_ranks_follow_machines_and_devices_not_the_order_in_which_bundles_were_g
     nodes = {0: "b", 1: "a", 2: "b", 3: "a"}
     assert physical_order(nodes, {0: 1, 1: 7, 2: 0, 3: 3}) == [3, 1, 2, 0]
     assert physical_order(nodes, {}) == [1, 3, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (GetTimeoutError("Get timed out: some object(s) not ready."), "no answer within 120 s"),
+        (WorkerCrashedError(), "The worker died unexpectedly while executing this task. Check python-core-worker-"),
+    ],
+)
+def test_a_bundle_whose_gpu_cannot_be_told_is_one_line_with_its_node(
+    error: Exception, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Probe:
+        def options(self, **_: Any) -> Probe:
+            return self
+
+        def remote(self) -> str:
+            return "asked"
+
+    def get(asked: str, timeout: float) -> int:
+        assert (asked, timeout) == ("asked", 120.0)
+        raise error
+
+    monkeypatch.setattr(placement, "_gpu_of_bundle", Probe())
+    monkeypatch.setattr(placement.ray, "get", get)
+    nowhere: Any = None
+    with pytest.raises(CorerlError) as caught:
+        gpus_of_bundles(nowhere, {3: "node-7"})
+    assert caught.value.message.startswith(f"cannot tell which GPU bundle 3 has on node node-7: {why}")
+    assert "\n" not in caught.value.message

@@ -23,11 +23,21 @@ from corerl.driver.launch import (
 )
 from corerl.driver.prepare import Prepared, prepare
 from corerl.driver.progress import Progress
-from corerl.errors import CorerlError, DataError, EngineFailed, PluginIncompatible, SaveFailed, WorkerDied
-from corerl.plugin.events import Event, PhaseStarted, Span, Worked
+from corerl.errors import (
+    CheckpointDamaged,
+    CorerlError,
+    DataError,
+    EngineFailed,
+    PluginIncompatible,
+    SaveFailed,
+    WorkerDied,
+)
+from corerl.plugin.events import Event, Notice, PhaseStarted, RunFinished, RunStarted, Span, Worked
 from corerl.plugin.observers import Observers
+from tests.checkpoint.changes import flip
 from tests.driver.fakes import Ears, progress, told
 from tests.driver.saved import make_config
+from tests.in_process import execute_here, small
 
 
 def test_prompts_without_answers_are_told_with_what_they_have(tmp_path: Path) -> None:
@@ -156,6 +166,51 @@ def test_in_turns_engines_load_and_sleep_before_ranks_load_and_each_is_told() ->
         "loading the model into 2 engines, which will sleep while the ranks load",
         "loading the model into the ranks",
     ]
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_those_whose_tensors_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["checkpoint.every=1", "checkpoint.keep=0", "run.steps=3", "train.schedule.steps=4"]
+    execute_here(small(tmp_path, *given))
+    checkpoints = tmp_path / "run/checkpoints"
+    last = "actor/rank-00000.safetensors"
+    second, third = (checkpoints / f"step-0000000{step}" for step in (2, 3))
+    wanted = (third / last).read_bytes()
+    flip(third / last, "exp_avg/model.norm.weight@0")
+    flip(second / last, "master/model.norm.weight@0")
+
+    resumed = small(tmp_path, *given, "checkpoint.resume=auto", "run.steps=4")
+    hears = Hears()
+    monkeypatch.setattr(driver, "load_observers", lambda *_: Observers([("hears", hears)]))
+    assert execute_here(resumed).steps_done == 4
+    starts = [event.first_step for event in hears.heard if isinstance(event, RunStarted)]
+    assert starts == [3, 2, 1]
+    lines = [event.text for event in hears.heard if isinstance(event, Notice) and "skipping" in event.text]
+    why = "the run falls back to an older checkpoint"
+    of_third = f"checkpoint.resume: skipping step-00000003, {why}: {third / last}: 'exp_avg' of 'model.norm.weight' is"
+    of_second = f"checkpoint.resume: skipping step-00000002, {why}: {second / last}: 'master' of 'model.norm.weight' is"
+    assert [line.partition(" not what was saved")[0] for line in lines] == [of_third, of_third, of_second]
+    assert (third / last).read_bytes() == wanted  # trained again from step 1
+
+    flip(checkpoints / "step-00000004" / last, "master/model.norm.weight@0")
+    named = small(tmp_path, *given, f"checkpoint.resume={checkpoints}/step-00000004", "run.steps=5")
+    with pytest.raises(CheckpointDamaged, match="'master' of 'model.norm.weight' is not what was saved"):
+        execute_here(named)
+
+
+def test_an_evaluation_shows_the_answers_that_it_heard_and_not_those_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hears = Hears()
+    monkeypatch.setattr(driver, "load_observers", lambda *_: Observers([("hears", hears)]))
+    given = ["eval.every=1", "run.steps=1", "train.optimizer.lr=0.05"]
+    execute_here(small(tmp_path, *given))
+    resume = f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000001"
+    execute_here(small(tmp_path, *given, "run.mode=eval", resume, f"run.dir={tmp_path}/eval"))
+    trained, scored = (event for event in hears.heard if isinstance(event, RunFinished))
+    assert trained.before != trained.after
+    assert scored.before == scored.after == trained.after
 
 
 # ---- the end by a failure --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from corerl.config.schema import CheckpointConfig, Config, RunConfig
 from corerl.driver.export import export
 from corerl.driver.prepare import prepare
 from corerl.driver.run_dir import changed_settings, lost_checkpoints, resume_from, write_config
-from corerl.errors import CheckpointError, ConfigError, NothingLeft, UserError
+from corerl.errors import ConfigError, NothingLeft, UserError
 from tests.driver.saved import config_in, make_config, make_model, save
 from tests.in_process import execute_here, small
 
@@ -56,28 +56,20 @@ def test_a_resumed_run_tells_which_checkpoints_it_passes_over(tmp_path: Path) ->
     assert lost_checkpoints(config_in(tmp_path, str(older)), tmp_path) == []  # chosen by hand
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_one_whose_bytes_have_changed(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_the_checkpoint_before_those_that_its_ranks_found_damaged(tmp_path: Path) -> None:
     config = make_config()
     first, second, third = (save(tmp_path, config, make_model(config, seed=1), step=step) for step in (2, 4, 6))
-    for checkpoint in (second, third):
-        file = checkpoint / "actor/rank-00000.safetensors"
-        content = bytearray(file.read_bytes())
-        content[-3] ^= 4
-        file.write_bytes(content)
-    assert resume_from(config_in(tmp_path, "auto"), tmp_path, starting=True) == first
-    told = lost_checkpoints(config_in(tmp_path, "auto"), tmp_path)
-    why = "the run falls back to an older checkpoint"
-    assert [line.partition(": 'master'")[0] for line in told] == [
-        f"checkpoint.resume: skipping {each.name}, {why}: {each}/actor/rank-00000.safetensors"
-        for each in (third, second)
-    ]
-    assert all("is not what was saved (its checksum differs)" in line for line in told)
-    # One that is named is read too; whoever only looks at a run reads none.
-    elsewhere = tmp_path / "elsewhere"
-    with pytest.raises(CheckpointError, match="is not what was saved"):
-        resume_from(config_in(elsewhere, str(third)), elsewhere, starting=True)
-    assert resume_from(config_in(elsewhere, str(third)), elsewhere, starting=False) == third
-    assert resume_from(config_in(tmp_path, "auto"), tmp_path, starting=False) == third
+    auto, damaged = config_in(tmp_path, "auto"), {third: "a rank said so", second: "and so"}
+    assert resume_from(auto, tmp_path, starting=True) == third
+    assert prepare(auto, damaged={third: "a rank said so"}).resume == second
+    prepared = prepare(auto, damaged=damaged)
+    assert (prepared.resume, prepared.first_step) == (first, 2)
+    assert prepared.lost == tuple(
+        f"checkpoint.resume: skipping {path.name}, the run falls back to an older checkpoint: {fault}"
+        for path, fault in damaged.items()
+    )
+    with pytest.raises(ConfigError, match="none of its checkpoints can be resumed: a rank said so; set another"):
+        prepare(auto, damaged={**damaged, first: "and this"})
 
 
 @pytest.mark.parametrize("resume", ["never", "auto", "elsewhere"])

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 from corerl.cli.main import main
 from corerl.driver.state import read_run
 from corerl.errors import CheckpointError
+from tests.checkpoint.changes import rewrite
 from tests.driver.saved import make_config, make_model, save
 
 MIXTURE = {"sources": [{"epoch": 0, "offset": 1, "name": "a", "prompts": 9, "weight": 1.0}], "seed": 0}
@@ -18,10 +18,7 @@ MIXTURE = {"sources": [{"epoch": 0, "offset": 1, "name": "a", "prompts": 9, "wei
 def changed(run_dir: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     config = make_config()
     checkpoint = save(run_dir, config, make_model(config, seed=1), step=2)
-    file = checkpoint / "checkpoint.json"
-    content = json.loads(file.read_text())
-    change(content["state"])
-    file.write_text(json.dumps(content))
+    rewrite(checkpoint, lambda content: change(content["state"]))
     return checkpoint
 
 

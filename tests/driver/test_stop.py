@@ -10,15 +10,26 @@ from corerl.driver.stop import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_a_request_and_a_second_one_stops_at_once(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        ("train", "finishing this step, then saving; repeat to stop at once without saving"),
+        ("train-only", "finishing this step, then saving; repeat to stop at once without saving"),
+        ("rollout-only", "finishing this batch; repeat to stop at once without it"),
+        ("eval", "finishing the evaluation; repeat to stop at once without scores"),
+    ],
+)
+def test_the_first_signal_is_a_request_and_a_second_one_stops_at_once(
+    number: signal.Signals, mode: str, text: str
+) -> None:
     told: list[str] = []
-    with StopRequest(told.append) as stop:
+    with StopRequest(told.append, mode) as stop:
         assert not stop.requested
         os.kill(os.getpid(), number)
         assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
-    assert told == [f"{number.name}: finishing this step, then saving; repeat to stop at once without saving"]
+    assert told == [f"{number.name}: {text}"]
 
 
 def test_a_signal_that_interrupts_what_an_observer_has_locked_waits_for_nothing() -> None:
@@ -29,7 +40,7 @@ def test_a_signal_that_interrupts_what_an_observer_has_locked_waits_for_nothing(
         with display:
             told.append(text)
 
-    with StopRequest(notify) as stop:
+    with StopRequest(notify, "train") as stop:
         with display:
             os.kill(os.getpid(), signal.SIGINT)
             assert (stop.requested, told) == (True, [])
@@ -41,7 +52,7 @@ def test_in_another_thread_signals_are_left_to_the_main_one() -> None:
     before = signal.getsignal(signal.SIGINT)
 
     def run() -> None:
-        with StopRequest(lambda text: None) as stop:
+        with StopRequest(lambda text: None, "train") as stop:
             found.append(stop.requested or signal.getsignal(signal.SIGINT) is not before)
 
     thread = threading.Thread(target=run)
@@ -55,7 +66,7 @@ def test_afterwards_signals_do_what_they_did_before() -> None:
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
         interrupt = signal.getsignal(signal.SIGINT)
-        with StopRequest(lambda text: None) as stop:
+        with StopRequest(lambda text: None, "train") as stop:
             assert signal.getsignal(signal.SIGINT) != interrupt
         assert signal.getsignal(signal.SIGINT) == interrupt
         os.kill(os.getpid(), signal.SIGTERM)

@@ -357,9 +357,18 @@ def handler(server: Server) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
+        def refused(self) -> bool:
+            """As by SGLang's auth.py, where there is an `api_key`."""
+            allowed = self.headers["Authorization"] == f"Bearer {server.arguments['api_key']}"
+            if not allowed:
+                self.answer(401, {"error": "Unauthorized"})
+            return not allowed
+
         def do_GET(self) -> None:
             if self.path == "/health":
                 self.answer(503 if server.misbehave.get("never_healthy") else 200, "")
+            elif self.refused():
+                pass
             elif self.path == "/ping":
                 self.answer(200, "")
             else:
@@ -368,6 +377,8 @@ def handler(server: Server) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             url = urllib.parse.urlsplit(self.path)
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.refused():
+                return
             if url.path == "/flush_cache":
                 self.answer(*server.flush(body, float(urllib.parse.parse_qs(url.query)["timeout"][0])))
             else:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -178,6 +179,14 @@ def said(engine: SglangEngine) -> dict[str, Any]:
     return told
 
 
+def status_of(engine: SglangEngine, method: str, path: str, headers: dict[str, str]) -> int:
+    connection = HTTPConnection("127.0.0.1", engine._server.port, timeout=60.0)
+    connection.request(method, path, None if method == "GET" else "{}", headers)
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
 def await_running(engine: SglangEngine, calls: int) -> None:
     while said(engine)["stand_in"]["running"] < calls:
         time.sleep(0.05)
@@ -187,6 +196,8 @@ def test_it_draws_what_transformers_draws_and_serves_what_it_was_sent(start: Sta
     """One server for all that does not end it: starting one takes seconds."""
     engine = start(TIED, deterministic=True, context_length=CONTEXT)
     assert said(engine)["stand_in"]["log"] == ["freeze"]  # once, before it serves
+    for key in ({}, {"Authorization": "Bearer guessed"}):  # of another user of the machine
+        assert status_of(engine, "GET", "/server_info", key) == status_of(engine, "POST", "/abort_request", key) == 401
     with pytest.raises(EngineFailed, match="no weights have arrived yet"):
         engine.generate(REQUEST)
 

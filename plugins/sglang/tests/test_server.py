@@ -32,6 +32,7 @@ class ServerArgs:
     host: str = ""
     port: int = 0
     tp_size: int = 1
+    api_key: str = ""
 """
 
 
@@ -236,7 +237,8 @@ def test_sglang_is_started_with_its_own_arguments_and_one_that_it_does_not_know_
     server = start(servers, tmp_path, "corerl_sglang.launch", path, model_path="m", tp_size=2)
     with pytest.raises(EngineFailed) as raised:
         server.wait_ready(60.0)
-    assert raised.value.message.endswith(f"ServerArgs(model_path='m', host='127.0.0.1', port={server.port}, tp_size=2)")
+    own = f"host='127.0.0.1', port={server.port}, tp_size=2, api_key='***'"  # as SGLang writes them to its log
+    assert raised.value.message.endswith(f"ServerArgs(model_path='m', {own})")
     with pytest.raises(EngineFailed, match="no argument 'tp_sise'; did you mean 'tp_size'[?]"):
         start(servers, tmp_path, "corerl_sglang.launch", path, model_path="m", tp_sise=2).wait_ready(60.0)
 

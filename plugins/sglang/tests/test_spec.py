@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+import secrets
 import subprocess
 import sys
 import tomllib
@@ -21,7 +24,7 @@ from corerl.plugin.spec import Finding, Level
 from corerl.rollout.engine import EngineContext
 from corerl.weights.quantize import BLOCK
 from corerl_sglang import SPEC
-from corerl_sglang.arguments import ELSEWHERE, plain_allocator, server_arguments
+from corerl_sglang.arguments import ELSEWHERE, Key, plain_allocator, server_arguments
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.fp8 import BLOCK as FP8_BLOCK
 from corerl_sglang.fp8 import KERNELS, for_device, quantization
@@ -53,6 +56,14 @@ def test_arguments_are_those_that_both_versions_of_sglang_have() -> None:
     # What is made of options cannot be given as an argument too, so that neither wins in silence.
     assert arguments.keys() - {"uvicorn_access_log_exclude_prefixes"} <= ELSEWHERE.keys()  # that is the user's too
     assert SPEC.bundles(everything, ClusterInfo(device="cuda", ranks=1)) == 4
+
+
+def test_a_servers_key_is_shown_nowhere_and_works() -> None:
+    key = Key("s3cret")
+    assert repr({"api_key": key}) == "{'api_key': '***'}"
+    there = pickle.loads(pickle.dumps(key))  # as it reaches the ranks
+    assert type(there) is Key and secrets.compare_digest("s3cret", there) and f"Bearer {there}" == "Bearer s3cret"
+    assert json.dumps(there) == '"s3cret"'
 
 
 def test_an_argument_of_the_user_passes_through_unless_it_has_another_place() -> None:

@@ -18,6 +18,7 @@ LOADER = "corerl_sglang.loader.load"  # SGLang's notation for a function: module
 MODEL = "set [model]"
 TRAINER = "weights come only from the trainer"
 LOCAL = "a replica runs on one machine and serves only CoreRL"
+KEY = "each server has a key of its own"
 DEVICES = "CoreRL places replicas on devices; see [cluster]"
 SAMPLING = "only [rollout] controls sampling"
 TOKENS = "CoreRL exchanges only tokens with the server"
@@ -53,8 +54,8 @@ ELSEWHERE = {
     "grpc_port": LOCAL,
     "grpc_mode": LOCAL,
     "smg_grpc_mode": LOCAL,
-    "api_key": LOCAL,
-    "admin_api_key": LOCAL,
+    "api_key": KEY,
+    "admin_api_key": KEY,
     "ssl_certfile": LOCAL,
     "ssl_keyfile": LOCAL,
     "fastapi_root_path": LOCAL,
@@ -89,6 +90,15 @@ ELSEWHERE = {
 KEPT_BACK = 6
 
 
+class Key(str):
+    """A server's key. SGLang writes its arguments to its log, which others may read."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
 def contradictions(server: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(name, what is wrong) for each argument that must not be in the user's table."""
     for name in server:
@@ -99,7 +109,7 @@ def contradictions(server: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def server_arguments(options: SglangConfig, context: EngineContext, *, model: Path) -> dict[str, Any]:
-    """Arguments by ServerArgs' names, except host and port. `model` is a directory with just a config.json."""
+    """Arguments by ServerArgs' names, except host, port and key. `model` is a directory with just a config.json."""
     arguments: dict[str, Any] = {
         "model_path": str(model),
         "load_format": "dummy",

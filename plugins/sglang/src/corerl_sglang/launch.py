@@ -12,6 +12,7 @@ from pathlib import Path
 
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean
+from corerl_sglang.arguments import Key
 from corerl_sglang.fp8 import for_device
 from corerl_sglang.parent import end_with_parent
 
@@ -35,7 +36,7 @@ def main() -> None:
             arguments = for_device(arguments, torch.cuda.get_device_capability())
         except ConfigError as refused:
             sys.exit(refused.message)
-    run_server(ServerArgs(**arguments))
+    run_server(ServerArgs(**{**arguments, "api_key": Key(arguments["api_key"])}))
 
 
 def prepare_rank() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -47,8 +48,9 @@ class Server:
         log: Path,
         health_timeout: float,
     ) -> None:
-        """Start the server and return at once; call `wait_ready` next. `directory` gets the arguments file, and is
-        removed at the end. `health_timeout`: seconds of silence after which a server that owes an answer is ended."""
+        """Start the server and return at once; call `wait_ready` next. `directory`, which others must not be able to
+        read, gets the arguments file with the server's key, and is removed at the end. `health_timeout`: seconds of
+        silence after which a server that owes an answer is ended."""
         self._name, self._log, self._directory = name, log, directory
         self._health_timeout = health_timeout
         self._died_of: tuple[str, str] | None = None  # (one line, details)
@@ -59,9 +61,11 @@ class Server:
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._held.bind((HOST, 0))
         self.port: int = self._held.getsockname()[1]
+        self._key = secrets.token_hex(16)  # other users of the machine reach the port too
         file = directory / "arguments.json"
         try:
-            file.write_text(json.dumps({**arguments, "host": HOST, "port": self.port}, indent=1))
+            own = {"host": HOST, "port": self.port, "api_key": self._key}
+            file.write_text(json.dumps({**arguments, **own}, indent=1))
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as sink:
                 self._log_start = sink.tell()
@@ -173,7 +177,8 @@ class Server:
         connection = HTTPConnection(HOST, self.port, timeout=timeout)
         try:
             content = None if body is None else msgspec.json.encode(body)
-            connection.request(method, path, content, {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+            connection.request(method, path, content, headers)
             if watched:
                 self._wait(connection.sock, timeout)
             response = connection.getresponse()

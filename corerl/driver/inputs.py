@@ -1,0 +1,189 @@
+"""Load and check what a run is given: models, tokenizer, prompts, reward and the user's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from corerl.config.functions import imported
+from corerl.config.problems import Problems
+from corerl.config.schema import Config, RolloutConfig
+from corerl.data.load import load_prompts
+from corerl.data.prompts import PromptSource
+from corerl.driver.chats import ChatCheck
+from corerl.errors import DataError
+from corerl.models.config import context_length, experts, hf_config
+from corerl.models.tokenizer import end_tokens, load_tokenizer, require_room_for_tokens
+from corerl.rollout.encoding import longer_than, require_encodable
+from corerl.rollout.engine import SamplingParams
+from corerl.rollout.episodes import EpisodeFunction, resolve_function
+from corerl.rollout.rewards import Reward, require_any_thread, reward_of
+from corerl.rollout.sampler import sampling_params
+from corerl.rollout.sources import Scored
+from corerl.trainer.assign import ACTOR
+
+
+def load_models(
+    config: Config, problems: Problems
+) -> tuple[dict[str, PreTrainedConfig], PreTrainedTokenizerBase | None]:
+    """The valid roles' model configs, and the tokenizer."""
+    models: dict[str, PreTrainedConfig] = {}
+    for role in config.chosen_roles:
+        own, table = config.model_of(role), config.model_table_of(role)
+        if own is config.model and ACTOR in models:
+            models[role] = models[ACTOR]
+        elif problems.none_in(table):
+            with problems.stage(f"{table}.config", path=f"{table}.path" if own.path else f"{table}.config"):
+                models[role] = hf_config(own)
+    tokenizer: PreTrainedTokenizerBase | None = None
+    if problems.none_in("model.path", "model.tokenizer"):
+        with problems.stage("model.tokenizer"):
+            tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
+    for role, hf in models.items():
+        own, table = config.model_of(role), config.model_table_of(role)
+        if tokenizer is not None:
+            with problems.stage(f"{table}.vocabulary"):
+                require_room_for_tokens(hf, tokenizer, own, table=table)
+    replay = config.algorithm.routing_replay
+    if replay != "none" and ACTOR in models and experts(models[ACTOR]) == 1:
+        problems.add(f"algorithm.routing_replay: {replay!r}, but the model has no experts; set it to 'none'")
+    return models, tokenizer
+
+
+def load_sampled(
+    config: Config, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, starting: bool
+) -> tuple[PromptSource | None, ChatCheck | None, Reward | None, SamplingParams | None]:
+    """The prompts, and how they are checked, sampled and scored; None for what is wrong."""
+    params: SamplingParams | None = None
+    if tokenizer is not None:
+        with problems.stage("rollout.stop"):
+            replays = config.algorithm.routing_replay == "engine"
+            ends = end_tokens(tokenizer, config.model)
+            params = evolve(sampling_params(config.rollout, tokenizer, ends), routed_experts=replays)
+    prompts: PromptSource | None = None
+    chats: ChatCheck | None = None
+    with problems.stage("data", path="data.source"):
+        prompts = load_prompts(config.data, seed=config.run.seed)
+        if tokenizer is not None:
+            options = config.data.chat_template_options
+            require_encodable(prompts, tokenizer, options)
+            chats = ChatCheck(prompts, tokenizer, options, skip=config.data.refused == "skip")
+            if config.run.samples and (chats.few or not starting):
+                chats.finish()
+    reward: Reward | None = None
+    with problems.stage("reward", path="reward.name"):
+        reward = reward_of(config.reward)
+        aside = config.rollout.source != "synchronous" and config.run.mode == "train"
+        if prompts is not None and aside and not config.reward.processes:
+            first = prompts.prompt(int(prompts.train[0]))
+            require_any_thread(reward, first, setting=f"rollout.source={config.rollout.source!r}")
+    return prompts, chats, reward, params
+
+
+def load_functions(
+    rollout: RolloutConfig, problems: Problems
+) -> tuple[EpisodeFunction | None, Callable[[Scored], Any] | None]:
+    """The user's functions that play the samples and process them; None for one that is not set, or wrong."""
+    function: EpisodeFunction | None = None
+    if rollout.function:
+        with problems.stage("rollout.function"):
+            function = resolve_function(rollout.function, rollout.episodes.options)
+    postprocess: Callable[[Scored], Any] | None = None
+    if rollout.postprocess:
+        with problems.stage("rollout.postprocess"):
+            postprocess = imported(rollout.postprocess, setting="rollout.postprocess")
+    return function, postprocess
+
+
+def longest_sample(config: Config, models: Mapping[str, PreTrainedConfig]) -> int:
+    """Maximum tokens of a sample; 0 if neither the config nor the model sets a limit."""
+    own = context_length(models[ACTOR]) if ACTOR in models else None
+    return config.rollout.context_length or own or 0
+
+
+def leave_out_long(
+    config: Config,
+    context: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompts: PromptSource | None,
+    problems: Problems,
+) -> str:
+    """Leave out the prompts that leave no room for a response. Returns a notice about them; empty if all fit."""
+    rollout = config.rollout
+    of = "rollout.context_length" if rollout.context_length else "the model has max_position_embeddings"
+    bound = f"{of}={context}"
+    longest = context - rollout.max_tokens
+    if longest < 1:
+        problems.add(f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt, {bound}; lower it")
+    if longest < 1 or prompts is None or tokenizer is None or not problems.none_in("data"):
+        return ""
+    too_long = ""
+    with problems.stage("data", path="data.source"):
+        if lengths := longer_than(longest, prompts, tokenizer, config.data.chat_template_options):
+            why = (
+                f"they have up to {max(lengths.values())} tokens, but at most {longest} fit with "
+                f"rollout.max_tokens={rollout.max_tokens} ({bound})"
+            )
+            too_long = f"data: {len(lengths)} of {len(prompts)} prompts are skipped: {why}"
+            try:
+                prompts.leave_out(frozenset(lengths))
+            except DataError as error:
+                raise DataError(f"{error.message}: {why}; lower rollout.max_tokens or shorten the prompts") from error
+    return too_long
+
+
+def built_models(
+    config: Config, models: Mapping[str, PreTrainedConfig], problems: Problems
+) -> dict[str, PreTrainedModel]:
+    """The roles' models on meta, of those that can be built, and that this machine can hold."""
+    from corerl.driver import weights  # slow to import: takes seconds
+
+    found: dict[str, PreTrainedModel] = {}
+    for role, hf in models.items():
+        own, table = config.model_of(role), config.model_table_of(role)
+        with problems.stage(f"{table}.config", path=f"{table}.path" if own.path else f"{table}.config"):
+            model = weights.built(role, hf)
+            if not config.cluster.address:  # whose machines are not known yet
+                weights.require_memory(model, there=weights.memory_here())
+            found[role] = model
+    return found
+
+
+def require_positions(config: Config, built: Mapping[str, PreTrainedModel], problems: Problems) -> None:
+    """Check that each model has a position for every token of a sample."""
+    from corerl.models.positions import position_rows  # slow to import: takes seconds
+
+    wanted = config.rollout.context_length
+    for role, model in built.items():
+        rows = position_rows(model)
+        if rows is not None and wanted > rows:
+            whose = "" if role == ACTOR else f"{role}'s "
+            problems.add(f"rollout.context_length: {wanted}, but the {whose}model has {rows} positions; lower it")
+
+
+def check_weights(
+    config: Config,
+    resume: Path | None,
+    models: Mapping[str, PreTrainedConfig],
+    built: Mapping[str, PreTrainedModel],
+    problems: Problems,
+) -> tuple[str, ...]:
+    """Check that the files that the roles start from hold their models. Returns notices about what else they hold."""
+    from corerl.driver.weights import require_same_model, require_weights  # slow to import: takes seconds
+
+    notices: list[str] = []
+    for role, model in built.items():
+        own, table = config.model_of(role), config.model_table_of(role)
+        if resume:
+            with problems.stage("checkpoint.model"):
+                require_same_model(resume, role, model)
+        read = own.path and (not resume or config.algorithm.kl_coef)  # a resume still reads the KL reference from it
+        if read and problems.none_in("model", table, "checkpoint"):
+            with problems.stage(f"{table}.weights", path=f"{table}.path"):
+                if unused := require_weights(own.path, model, models[role]):
+                    notices.append(f"{table}.path: {unused}")
+    return tuple(dict.fromkeys(notices))
