@@ -30,7 +30,8 @@ from corerl.plugin.requirements import require_met
 from corerl.rollout.encoding import longer_than, require_encodable
 from corerl.rollout.engine import UNLIMITED, SamplingParams
 from corerl.rollout.episodes import EpisodeFunction, resolve_function
-from corerl.rollout.rewards import Reward, require_any_thread, reward_of
+from corerl.rollout.reward_lookup import require_any_thread, reward_of
+from corerl.rollout.rewards import Reward
 from corerl.rollout.sampler import sampling_params
 from corerl.rollout.saved import SavedRollouts
 from corerl.rollout.sources import Scored
