@@ -55,6 +55,11 @@ def reward_of(config: RewardConfig) -> Reward:
     for label in labels:
         if labels.count(label) > 1:
             raise ConfigError(f"reward.functions: two functions are named {label!r}; give each a different label")
+        if inside := [other for other in labels if other.startswith(f"{label}.")]:
+            raise ConfigError(
+                f"reward.functions: {inside[0]!r} could also be a part of {label!r}; give it a label that does not "
+                f"begin with '{label}.'"
+            )
     terms = [
         Term(
             label=label,

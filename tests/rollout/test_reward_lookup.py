@@ -84,6 +84,9 @@ def test_what_is_wrong_in_one_of_several_functions_is_told_with_its_place(mine: 
     twice = (RewardFunction(name="exact-match"), RewardFunction(name="exact-match"))
     with pytest.raises(ConfigError, match="two functions are named 'exact-match'; give each a different label"):
         reward_of(RewardConfig(functions=twice))
+    inside = (RewardFunction(name="exact-match", label="exact-match.a"), RewardFunction(name="exact-match"))
+    with pytest.raises(ConfigError, match="'exact-match.a' could also be a part of 'exact-match'; give it a label"):
+        reward_of(RewardConfig(functions=inside))
     with pytest.raises(ConfigError, match="reward.functions: cannot be combined with reward.name"):
         reward_of(RewardConfig(name="exact-match", functions=twice[:1]))
     odd = reward_of(RewardConfig(functions=(twice[0], RewardFunction(name="my_rewards:odd")))).outcome(SORT, "x")
