@@ -17,17 +17,17 @@ from corerl.config.problems import Problems
 from corerl.config.schema import Config, ModelConfig, RolloutConfig
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource, PromptStream
-from corerl.driver.chats import ChatCheck
 from corerl.driver.processes import ProcessPlan, plan_processes
+from corerl.driver.prompt_check import AT_ONCE, PromptCheck
 from corerl.driver.run_dir import in_the_way, lies_in, require_steps_left, resume_from
 from corerl.driver.state import read_run
-from corerl.errors import CheckpointError, ConfigError, DataError
+from corerl.errors import CheckpointError, ConfigError
 from corerl.models.config import context_length, experts, hf_config
 from corerl.models.tokenizer import CHARACTERS, end_tokens, load_tokenizer, require_room_for_tokens
 from corerl.plugin.options import distributions_of, resolve_tables, selected
 from corerl.plugin.registry import load
 from corerl.plugin.requirements import require_met
-from corerl.rollout.encoding import longer_than, require_encodable
+from corerl.rollout.encoding import require_encodable
 from corerl.rollout.engine import UNLIMITED, SamplingParams
 from corerl.rollout.episodes import EpisodeFunction, resolve_function
 from corerl.rollout.reward_lookup import require_any_thread, reward_of
@@ -51,9 +51,8 @@ class Prepared:
     plan: ProcessPlan
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
-    chats: ChatCheck  # to be finished before the first prompt is drawn
+    check: PromptCheck | None  # to be finished before the first prompt is drawn; None if the run draws none
     context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
-    too_long: str  # notice about prompts that are left out because they do not fit; empty if all fit
     unused: tuple[str, ...]  # notices about tensors in the models' files that the models lack
     reward: Reward
     params: SamplingParams
@@ -88,16 +87,14 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         problems.add(line)
     models, tokenizer = _models(config, problems)
     built = _built(config, models, problems)
-    prompts, chats, reward, params = _sampled(config, tokenizer, problems, starting=starting)
+    prompts, reward, params = _sampled(config, tokenizer, problems)
     function, postprocess = _functions(config.rollout, problems)
     if config.rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
             SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
     context = _context_length(config, models)
     _require_positions(config, built, problems)
-    too_long = ""
-    if context and config.run.samples:
-        too_long = _leave_out_long(config, context, tokenizer, prompts, problems)
+    check = _prompt_check(config, context, tokenizer, prompts, problems)
     config = _with_absolute_paths(config)  # only now, because the checks above name files as the user does
     with problems.stage("weights.transport", path="weights.transport"):
         if config.weights.transport != AUTO:
@@ -121,12 +118,10 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         fits = resume if problems.none_in("checkpoint") else None
         plan = plan_processes(config, problems, device=device, models=models, run_dir=run_dir, resume=fits)
     problems.raise_all()
-    if chats is not None and config.run.samples:
-        chats.begin()
 
     # No problems, so nothing is missing.
     assert plan is not None and tokenizer is not None
-    assert prompts is not None and chats is not None and reward is not None and params is not None
+    assert prompts is not None and reward is not None and params is not None
     return Prepared(
         config=config,
         device=device,
@@ -136,9 +131,8 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         plan=plan,
         tokenizer=tokenizer,
         prompts=prompts,
-        chats=chats,
+        check=check,
         context_length=context,
-        too_long=too_long,
         unused=unused,
         reward=reward,
         params=params,
@@ -174,9 +168,9 @@ def _models(config: Config, problems: Problems) -> tuple[dict[str, PreTrainedCon
 
 
 def _sampled(
-    config: Config, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, starting: bool
-) -> tuple[PromptSource | None, ChatCheck | None, Reward | None, SamplingParams | None]:
-    """The prompts, and how they are checked, sampled and scored; None for what is wrong."""
+    config: Config, tokenizer: PreTrainedTokenizerBase | None, problems: Problems
+) -> tuple[PromptSource | None, Reward | None, SamplingParams | None]:
+    """The prompts, and how they are sampled and scored; None for what is wrong."""
     params: SamplingParams | None = None
     if tokenizer is not None:
         with problems.stage("rollout.stop"):
@@ -184,15 +178,10 @@ def _sampled(
             ends = end_tokens(tokenizer, config.model)
             params = evolve(sampling_params(config.rollout, tokenizer, ends), routed_experts=replays)
     prompts: PromptSource | None = None
-    chats: ChatCheck | None = None
     with problems.stage("data", path="data.source"):
         prompts = load_prompts(config.data, seed=config.run.seed)
         if tokenizer is not None:
-            options = config.data.chat_template_options
-            require_encodable(prompts, tokenizer, options)
-            chats = ChatCheck(prompts, tokenizer, options, skip=config.data.refused == "skip")
-            if config.run.samples and (chats.few or not starting):
-                chats.finish()
+            require_encodable(prompts, tokenizer, config.data.chat_template_options)
     reward: Reward | None = None
     with problems.stage("reward", path="reward.name"):
         reward = reward_of(config.reward)
@@ -200,7 +189,7 @@ def _sampled(
         if prompts is not None and aside and not config.reward.processes:
             first = prompts.prompt(int(prompts.train[0]))
             require_any_thread(reward, first, setting=f"rollout.source={config.rollout.source!r}")
-    return prompts, chats, reward, params
+    return prompts, reward, params
 
 
 def _functions(
@@ -224,35 +213,36 @@ def _context_length(config: Config, models: Mapping[str, PreTrainedConfig]) -> i
     return config.rollout.context_length or own or 0
 
 
-def _leave_out_long(
+def _prompt_check(
     config: Config,
     context: int,
     tokenizer: PreTrainedTokenizerBase | None,
     prompts: PromptSource | None,
     problems: Problems,
-) -> str:
-    """Leave out the prompts that leave no room for a response. Returns a notice about them; empty if all fit."""
-    rollout = config.rollout
-    of = "rollout.context_length" if rollout.context_length else "the model has max_position_embeddings"
-    bound = f"{of}={context}"
-    longest = context - rollout.max_tokens
-    if longest < 1:
-        problems.add(f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt, {bound}; lower it")
-    if longest < 1 or prompts is None or tokenizer is None or not problems.none_in("data"):
-        return ""
-    too_long = ""
-    with problems.stage("data", path="data.source"):
-        if lengths := longer_than(longest, prompts, tokenizer, config.data.chat_template_options):
-            why = (
-                f"they have up to {max(lengths.values())} tokens, but at most {longest} fit with "
-                f"rollout.max_tokens={rollout.max_tokens} ({bound})"
+) -> PromptCheck | None:
+    """The check of every prompt, which has ended if there are few; None if the run draws none, or something is wrong.
+    Those that leave no room for a response are left out."""
+    rollout, data = config.rollout, config.data
+    if not config.run.samples:
+        return None
+    longest, limit = UNLIMITED, ""
+    if context:
+        of = "rollout.context_length" if rollout.context_length else "the model has max_position_embeddings"
+        longest, limit = context - rollout.max_tokens, f"rollout.max_tokens={rollout.max_tokens} ({of}={context})"
+        if longest < 1:
+            problems.add(
+                f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt, {of}={context}; lower it"
             )
-            too_long = f"data: {len(lengths)} of {len(prompts)} prompts are skipped: {why}"
-            try:
-                prompts.leave_out(frozenset(lengths))
-            except DataError as error:
-                raise DataError(f"{error.message}: {why}; lower rollout.max_tokens or shorten the prompts") from error
-    return too_long
+            longest = UNLIMITED
+    if prompts is None or tokenizer is None or not problems.none_in("data"):
+        return None
+    check = PromptCheck(
+        prompts, tokenizer, data.chat_template_options, skip=data.refused == "skip", longest=longest, limit=limit
+    )
+    with problems.stage("data", path="data.source"):
+        if check.look(AT_ONCE):
+            check.finish()
+    return check
 
 
 def _beginning(

@@ -138,6 +138,16 @@ def test_a_rank_that_cannot_start_ends_the_start_while_engines_still_load(in_tur
     assert fleet.asked == ["construct"] and fleet.polls > 999_000
 
 
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_a_refused_prompt_ends_the_start_while_ranks_and_engines_load(in_turns: bool) -> None:
+    refuses: Any = Starts(3, DataError("p.jsonl:6001: refused"))
+    ranks: Any = Starts(1_000_000)
+    fleet: Any = Starts(1_000_000)
+    with pytest.raises(DataError, match="^p.jsonl:6001: refused$"):
+        start_all({"actor": ranks}, fleet, progress(), in_turns=in_turns, beside=refuses.start_async())
+    assert "sleep" not in fleet.asked and fleet.polls > 999_000
+
+
 def test_an_engine_that_cannot_start_ends_the_start_before_ranks_take_memory() -> None:
     ranks: Any = Starts(0)
     fleet: Any = Starts(2, EngineFailed("engine-0: no memory"))
