@@ -83,7 +83,7 @@ class Scorer(Protocol):
 
 LARGEST = float(np.finfo(np.float32).max)
 AT_ONCE = 32  # samples that a process awaits, or gets in one message, which costs as much as 50 cheap rewards
-LONGEST = 80  # characters of a text that a message shows
+LONGEST, LONGEST_ERROR = 80, 1000  # characters of a text that a message shows, and of an error's, which may quote one
 
 
 class NoNumber(ValueError):
@@ -128,7 +128,7 @@ class Reward:
             return call(prompt, response, tokens)
         except SystemExit as error:  # in the driver it would end the run, silently and with any status
             return self.failure("died", f"ended its process (sys.exit({error.code!r}))", prompt, response)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # as it is where the function is async
             return self.failure("raised", f"raised {told(error)}", prompt, response)
 
     def outcomes(self, samples: Sequence[Sample], limit: float | None = None) -> list[Outcome]:
@@ -363,7 +363,7 @@ def told(error: BaseException) -> str:
     ours = error.__traceback__.tb_frame if error.__traceback__ else None  # where the user's function is called
     where = place(error, _users_own) or place(error, lambda frame: frame is not ours)
     try:
-        return f"{type(error).__name__}: {error}{where}"
+        return f"{type(error).__name__}: {_cut(str(error), LONGEST_ERROR)}{where}"
     except Exception:  # its __str__ fails
         return type(error).__name__ + where
 
@@ -379,4 +379,8 @@ def _users_own(frame: FrameType) -> bool:
 
 
 def short(text: str) -> str:
-    return repr(text if len(text) <= LONGEST else text[: LONGEST - 3] + "...")
+    return repr(_cut(text, LONGEST))
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 3] + "..."

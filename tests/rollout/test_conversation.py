@@ -237,7 +237,7 @@ def test_marks_of_a_call_may_be_special_tokens() -> None:
         ),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}, TOOL],
-            r"^messages\[0\] has a content part of type 'image_url', but",
+            r"^messages\[0\] has the content part \{'type': 'image_url'.*, but the model reads only text parts",
         ),
         ([{"role": "user", "content": 5}, TOOL], r"^messages\[0\] has no string 'content'; every message needs"),
     ],

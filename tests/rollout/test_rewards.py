@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
@@ -105,12 +106,22 @@ def unspeakable(prompt: Prompt, response: str) -> float:
     raise Unspeakable
 
 
+def cancelled(prompt: Prompt, response: str) -> float:
+    raise asyncio.CancelledError("by a client of mine")
+
+
+def verbose(prompt: Prompt, response: str) -> float:
+    raise ValueError("no number in " + "x" * 10**6)
+
+
 @pytest.mark.parametrize(
     ("function", "kind", "told"),
     [
         (lambda prompt, response: 10**400, "no-number", "wanted a finite number"),
         (lambda prompt, response: 1e300, "no-number", "returned 1e+300, wanted a finite number"),
         (unspeakable, "raised", "raised Unspeakable (tests/rollout/test_rewards.py:"),
+        (cancelled, "raised", "raised CancelledError: by a client of mine (tests/rollout/test_rewards.py:"),
+        (verbose, "raised", f"raised ValueError: no number in {984 * 'x'}... (tests/rollout/test_rewards.py:"),
     ],
 )
 def test_what_float32_cannot_hold_and_errors_without_words_are_failures(
@@ -133,12 +144,40 @@ def test_a_scalar_of_numpy_or_torch_is_a_number(value: object) -> None:
     assert type(reward(SORT, "x")) is float
 
 
-@pytest.mark.parametrize(("value", "number"), [(True, 1.0), (np.bool_(True), 1.0), (torch.tensor(3), 3.0), (7, 7.0)])
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (True, 1.0),
+        (np.bool_(True), 1.0),
+        (torch.tensor(True), 1.0),
+        (torch.tensor(3), 3.0),
+        (np.uint64(7), 7.0),
+        (Fraction(1, 2), 0.5),
+        (torch.tensor(0.5, requires_grad=True), 0.5),
+        (np.longdouble(0.5), 0.5),
+    ],
+)
 def test_truth_values_and_integers_are_numbers_too(value: object, number: float) -> None:
     assert Reward(name="mine:f", function=lambda prompt, response: value)(SORT, "x") == number
 
 
-@pytest.mark.parametrize("value", [np.array([0.5]), torch.tensor([0.5]), torch.tensor(math.nan), np.float32("inf"), {}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([0.5]),
+        torch.tensor([0.5]),
+        torch.tensor(math.nan),
+        torch.tensor(1j),
+        np.array("0.5"),
+        np.float32("inf"),
+        (0.5, {"right": 1.0}),
+        {},
+        {"right": 1.0, "short": math.nan},
+        {"right": {"first": 1.0}},
+        {"far": 3e38, "farther": 3e38},
+        {1: 1.0, "1": 2.0},
+    ],
+)
 def test_arrays_and_what_is_not_finite_are_no_numbers(value: object) -> None:
     outcome = Reward(name="mine:f", function=lambda prompt, response: value).outcome(SORT, "x")
     assert isinstance(outcome, Failure) and outcome.kind == "no-number"
