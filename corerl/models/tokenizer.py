@@ -86,6 +86,12 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     )
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """The names, by id, of all tokens that a text without special tokens leaves out. Those that the tokenizer has a
+    use for, which transformers calls its special tokens, are only some of them."""
+    return {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
 def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[int]:
     """The tokens that end a text: the tokenizer's end of sequence, then those of the model's generation_config.json and
     of its config.json (or `model.config`), each of which may list several. Raises ModelError if a file cannot be read.
@@ -129,8 +135,7 @@ def require_room_for_tokens(
     models has one for images.
     """
     size = config.get_text_config().vocab_size
-    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    spare = special - {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    spare = special_tokens(tokenizer).keys() - {tokenizer.bos_token_id, tokenizer.eos_token_id}
     token, last = max(
         ((token, index) for token, index in tokenizer.get_vocab().items() if index not in spare),
         key=lambda item: item[1],
