@@ -22,6 +22,7 @@ CHARACTERS = "characters:"
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"  # the authors' sampling settings; some end tokens are only listed there
+LARGEST = 2**31  # no token id is as large
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3 of a character tokenizer
 
 
@@ -120,8 +121,8 @@ def _ends_in(fields: Mapping[str, Any]) -> list[int]:
     for part in (fields, fields.get("text_config") or {}):
         named = part.get("eos_token_id")
         tokens = [token for token in (named if isinstance(named, list | tuple) else [named]) if token is not None]
-        if wrong := [token for token in tokens if type(token) is not int]:
-            raise ValueError(f"got {short_repr(wrong[0])}, wanted an integer")
+        if wrong := [token for token in tokens if type(token) is not int or token >= LARGEST]:
+            raise ValueError(f"got {short_repr(wrong[0])}, wanted an integer below 2^31")
         ends += tokens
     return ends
 

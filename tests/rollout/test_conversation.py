@@ -144,6 +144,8 @@ def test_messages_come_back_as_clients_write_them() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}], "name": None}
     plain = renderer.ask(conversation, [*messages, TOOL]).tokens
     np.testing.assert_array_equal(renderer.ask(conversation, [parts, back, TOOL]).tokens, plain)
+    empty = [{**message, "tool_calls": []} for message in (*messages, TOOL)]
+    np.testing.assert_array_equal(renderer.ask(conversation, empty).tokens, plain)
 
 
 # Refuses two calls at once, as Llama 3.1's does, and writes calls out of `tool_calls` in words of its own.
