@@ -38,7 +38,7 @@ from corerl.errors import (
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer
 from corerl.testing.models import tiny_fields
-from tests.driver.saved import CRITIC, DATA, config_in, make_config, make_model, save
+from tests.driver.saved import CRITIC, DATA, chats_of, config_in, make_config, make_model, save
 
 
 def test_a_sound_config_is_prepared_without_a_process_or_a_file(tmp_path: Path) -> None:
@@ -117,22 +117,6 @@ def test_a_context_that_no_prompt_fits_into_is_refused(tmp_path: Path) -> None:
 
 
 # ---- chats -----------------------------------------------------------------------------------------------------------
-
-
-def chats_of(tmp_path: Path, *, bad: int) -> dict[str, Any]:
-    """A model and 20 chats, of which its tokenizer's template refuses one."""
-    tokenizer = character_tokenizer("0123456789>s")
-    tokenizer.chat_template = (
-        "{% if messages | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}{{ messages[0].content }}>"
-        "{% if brief %}s{% endif %}"
-    )
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    rows = [{"prompt": [{"role": "user", "content": "7"}] * (1 + (n == bad))} for n in range(20)]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {
-        "model": {**DATA["model"], "tokenizer": str(tmp_path / "tokenizer")},
-        "data": {"source": str(tmp_path / "chats.jsonl"), "held_out": 2},
-    }
 
 
 def test_a_chat_that_the_template_refuses_is_an_error_or_left_out_before_anything_starts(tmp_path: Path) -> None:
