@@ -36,17 +36,21 @@ class Call(Generic[T]):
         return self.wait()
 
 
-def together(calls: Mapping[Name, Call[T]]) -> dict[Name, T]:
+def together(calls: Mapping[Name, Call[T]], *, beside: Call[Any] | None = None) -> dict[Name, T]:
     """Wait for all calls; returns the results by name. The first error of any group is raised at once, since the other
     groups may be waiting for the failed one until a timeout. Calls of the same group are waited for in order, so that
-    an error is attributed to the call it happened in."""
+    an error is attributed to the call it happened in. `beside` is not waited for, but its error is raised at once
+    too."""
     results: dict[Name, T] = {}
     while len(results) < len(calls):
+        if beside is not None and beside.ready(0.0):
+            beside.result()
+            beside = None
         busy: list[Waitable] = []
         for name, call in calls.items():
             if name in results or call.group in busy:
                 continue
-            alone = len(calls) - len(results) == 1
+            alone = len(calls) - len(results) == 1 and beside is None
             if alone or call.ready(POLL_SECONDS):
                 results[name] = call.result()
             else:

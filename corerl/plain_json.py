@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+# Where half a surrogate pair may be: escaped, or raw, which `json.loads` lets pass.
+SURROGATE, SURROGATE_BYTES = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]"), re.compile(rb"\\u[dD][89a-fA-F]|\xed")
+
 
 def parse_json(text: str | bytes) -> Any:
-    """Like `json.loads`, but a ValueError also for what is nested more deeply than Python can read."""
+    """Like `json.loads`, but a ValueError also for what is nested more deeply than Python can read, and for half a
+    surrogate pair, which no tokenizer and no file takes."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if SURROGATE.search(text) if isinstance(text, str) else SURROGATE_BYTES.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:  # a RuntimeError
         raise ValueError("it is nested more deeply than can be read") from None
+    except UnicodeEncodeError:
+        raise ValueError("a text in it has half a surrogate pair, which is no character") from None
+    return value
 
 
 def read_json_file(path: Path) -> Any:

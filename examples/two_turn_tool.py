@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 from corerl.rollout.episodes import Episode
-from corerl.rollout.rewards import position_match
+from corerl.rollout.reward_lookup import position_match
 
 CALL = 0.2  # of the reward, for opening the right drawer
 

@@ -47,6 +47,17 @@ def test_an_error_is_of_the_earliest_call_that_has_it() -> None:
         together({step: failing(step) for step in range(3)})
 
 
+def test_an_error_beside_the_calls_is_raised_at_once_and_a_result_is_not_waited_for() -> None:
+    hangs = {"hangs": Call(Group(-5), None, lambda: "never")}
+    with pytest.raises(WorkerDied, match="^its process died$"):
+        together(hangs, beside=Call(Group(3), None, died))
+    calls = {name: Call(Group(looks), None, lambda name=name: name.upper()) for name, looks in (("a", 2), ("b", 0))}
+    assert together(calls, beside=Call(Group(-5), None, died)) == {"a": "A", "b": "B"}
+    asked: list[int] = []
+    assert together({"a": Call(Group(5), None, lambda: "A")}, beside=Call(Group(1), None, lambda: asked.append(1)))
+    assert asked == [1]
+
+
 def test_a_call_that_is_alone_is_waited_for_without_looking() -> None:
     group = Group(-5)
     assert together({"one": Call(group, None, lambda: 1)}) == {"one": 1}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import uuid
 import zlib
 from collections.abc import Iterable, Mapping
@@ -33,7 +34,7 @@ DRIVER_FILE = "checkpoint.json"
 TENSORS = ".safetensors"
 PARTIAL = ".partial"
 KEPT = "the run that writes there keeps only its newest checkpoints (checkpoint.keep)"
-JSON_NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number"}
+JSON_NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a finite number"}
 REPLACED = ".replaced"  # an earlier checkpoint of the same step, while it is being replaced
 
 
@@ -149,10 +150,16 @@ def require_fields(content: Any, kinds: Mapping[str, type], *, where: str) -> No
     for name, kind in kinds.items():
         if name not in content:
             raise CheckpointError(f"{where} lacks {name!r}; resume from another checkpoint")
-        if type(content[name]) not in ((int, float) if kind is float else (kind,)):
-            found = short_repr(content[name], 40)
+        value = content[name]
+        if not (_is_finite(value) if kind is float else type(value) is kind):
+            found = short_repr(value, 40)
             wanted = JSON_NAMES[kind]
             raise CheckpointError(f"{where}: {name!r} is {found}, wanted {wanted}; resume from another checkpoint")
+
+
+def _is_finite(value: object) -> bool:
+    """Whether a JSON value is a number that a float can be; JSON also has NaN, and integers of any size."""
+    return type(value) in (int, float) and -sys.float_info.max <= value <= sys.float_info.max  # type: ignore[operator]
 
 
 def checksum(tensor: Tensor) -> int:

@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import Any
 
+SECONDS = 10.0  # between two notes of how many prompts are checked
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("config", help="check a configuration, or show it with everything filled in")
@@ -46,8 +48,10 @@ def run(args: argparse.Namespace) -> int:
     for note in notes(config):
         print(f"corerl: note: {printable(note)}", file=sys.stderr)
     prepared = prepare(config, starting=False)
-    refused = prepared.chats.finish() if config.run.samples else ""
-    for note in filter(None, (*prepared.unused, prepared.too_long, refused)):
+    check = prepared.check
+    while check is not None and not check.look(SECONDS):
+        print(f"corerl: note: {check.done:,} of {check.of:,} prompts are checked", file=sys.stderr)
+    for note in (*prepared.unused, *(check.finish() if check is not None else ())):
         print(f"corerl: note: {printable(note)}", file=sys.stderr)
     print(f"{args.file}: ok")
     return 0

@@ -7,10 +7,13 @@ Options of a single backend or engine are in `backends.NAME` and `engines.NAME`,
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from attrs import Attribute, field, frozen
+
+from corerl.messages import short_repr
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -44,14 +47,19 @@ def filled(_: Any, attribute: Attribute[Any], value: str) -> None:
 
 
 def finite(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    if math.isinf(value):
-        raise ValueError(f"must be finite, got {value!r}")
+    if not _is_finite(value):
+        raise ValueError(f"must be finite, got {short_repr(value)}")
 
 
 def finite_values(_: Any, attribute: Attribute[Any], value: Mapping[str, float]) -> None:
     for name, each in value.items():
-        if not math.isfinite(each):
-            raise ValueError(f"each must be finite, got {name!r} = {each!r}")
+        if not _is_finite(each):
+            raise ValueError(f"each must be finite, got {name!r} = {short_repr(each)}")
+
+
+def _is_finite(value: float) -> bool:
+    """Whether a float can be `value`: `math.isfinite` raises an error for integers that are larger than any."""
+    return -sys.float_info.max <= value <= sys.float_info.max
 
 
 def between(low: float, high: float) -> Callable[[Any, Attribute[Any], Any], None]:

@@ -38,14 +38,20 @@ def read_message(message: Any) -> dict[str, Any]:
     known = {key: held for key, held in message.items() if held is not None} if isinstance(message, Mapping) else {}
     if not isinstance(known.get("role"), str):
         raise ValueError("has no string 'role'; every message needs a role, a string, and content")
-    calls = known.get("tool_calls")
+    calls = known.pop("tool_calls", None) or []  # some templates take an empty list for a call
+    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+        raise ValueError(
+            f"has the tool_calls {short_repr(calls, SHOWN)}, wanted a list of objects as in OpenAI's format"
+        )
     if calls:
-        known["tool_calls"] = [_read_call(call) for call in calls] if isinstance(calls, list | tuple) else calls
+        known["tool_calls"] = [_read_call(call) for call in calls]
     content = known.get("content", "" if calls else None)
     if isinstance(content, list | tuple):
         if wrong := [part for part in content if not _is_text(part)]:
-            kind = wrong[0].get("type") if isinstance(wrong[0], Mapping) else type(wrong[0]).__name__
-            raise ValueError(f"has a content part of type {kind!r}, but the model reads only text parts; remove it")
+            raise ValueError(
+                f"has the content part {short_repr(wrong[0], SHOWN)}, but the model reads only text parts, which have "
+                "a string 'text'; remove it"
+            )
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise ValueError(
@@ -59,9 +65,9 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 
-def _read_call(call: Any) -> Any:
+def _read_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """OpenAI writes arguments as JSON text; a template would show that as a string in JSON."""
-    function = call.get("function") if isinstance(call, Mapping) else None
+    function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:

@@ -18,6 +18,7 @@ from corerl.messages import did_you_mean
 if TYPE_CHECKING:
     from corerl.config.schema import DataConfig
 
+PARTS = "reward"  # under eval/, where each source has a place too
 GENERATED = {"sort-digits": SortDigits}
 KNOWN = (
     f"{', '.join(GENERATED)}, or the path of a .jsonl or .parquet file, a directory of .parquet files, or a data set "
@@ -43,6 +44,8 @@ def _mixed(data: DataConfig, seed: int) -> PromptSource:
         name = each.name or Path(each.source).stem
         if name in sources:
             raise ConfigError(f"data.sources: two sources are named {name!r}; give each a different name")
+        if name == PARTS:
+            raise ConfigError(f"data.sources: eval/{name} has the parts of rewards; give source {name!r} another name")
         weights[name] = each.weight
         sources[name] = _source(
             data,

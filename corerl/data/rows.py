@@ -92,6 +92,7 @@ class ArrowRows(Rows):
     def __init__(self, table: Any, name: str) -> None:
         self._table = table  # pyarrow.Table
         self.name = name
+        self._has_maps = "map<" in str(table.schema)
 
     def scan(self, column: str, more: str = "") -> Iterator[tuple[str, Any]]:
         if not len(self._table):
@@ -102,15 +103,43 @@ class ArrowRows(Rows):
         index = 0
         columns = [column, *({more} & set(self._table.column_names) - {column})]
         for batch in self._table.select(columns).to_batches(max_chunksize=BATCH):
-            for row in batch.to_pylist():
+            for row in self._rows(batch, index):
                 yield f"{self.name}, row {index}", row
                 index += 1
 
     def __getitem__(self, index: int) -> Any:
-        return self._table.slice(index, 1).to_pylist()[0]
+        return self._rows(self._table.slice(index, 1), index)[0]
+
+    def _rows(self, part: Any, first: int) -> list[dict[str, Any]]:
+        """The rows of a table or record batch, whose first one is the row `first`."""
+        try:
+            rows: list[dict[str, Any]] = part.to_pylist()
+        except (ValueError, OverflowError) as error:  # text that is not UTF-8, times that Python does not have
+            if part.num_rows > 1:
+                return [self._rows(part.slice(at, 1), first + at)[0] for at in range(part.num_rows)]
+            raise DataError(f"{self.where(first)}: cannot be read: {error}") from error
+        if self._has_maps:
+            kinds = {field.name: field.type for field in part.schema}
+            return [{name: _with_objects(value, kinds[name]) for name, value in row.items()} for row in rows]
+        return rows
 
     def where(self, index: int) -> str:
         return f"{self.name}, row {index}"
+
+
+def _with_objects(value: Any, kind: Any) -> Any:
+    """A value of an Arrow type, with its maps as objects; pyarrow makes lists of pairs of them."""
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_map(kind):
+        return {key: _with_objects(held, kind.item_type) for key, held in value}
+    if types.is_struct(kind):
+        return {name: _with_objects(held, kind.field(name).type) for name, held in value.items()}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [_with_objects(each, kind.value_type) for each in value]
+    return value
 
 
 def open_rows(path: Path) -> Rows:
@@ -315,6 +344,8 @@ def _kind(value: object) -> str:
             return "a number"
         case str():
             return "a string"
+        case bytes():
+            return "binary data"
         case list():
             return "a list"
         case _:

@@ -14,14 +14,14 @@ from corerl.config.problems import Problems
 from corerl.config.schema import Config, RolloutConfig
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource
-from corerl.driver.chats import ChatCheck
-from corerl.errors import DataError
+from corerl.driver.prompt_check import AT_ONCE, PromptCheck
 from corerl.models.config import context_length, experts, hf_config
 from corerl.models.tokenizer import end_tokens, load_tokenizer, require_room_for_tokens
-from corerl.rollout.encoding import longer_than, require_encodable
-from corerl.rollout.engine import SamplingParams
+from corerl.rollout.encoding import require_encodable
+from corerl.rollout.engine import UNLIMITED, SamplingParams
 from corerl.rollout.episodes import EpisodeFunction, resolve_function
-from corerl.rollout.rewards import Reward, require_any_thread, reward_of
+from corerl.rollout.reward_lookup import require_any_thread, reward_of
+from corerl.rollout.rewards import Reward
 from corerl.rollout.sampler import sampling_params
 from corerl.rollout.sources import Scored
 from corerl.trainer.assign import ACTOR
@@ -55,9 +55,9 @@ def load_models(
 
 
 def load_sampled(
-    config: Config, tokenizer: PreTrainedTokenizerBase | None, problems: Problems, *, starting: bool
-) -> tuple[PromptSource | None, ChatCheck | None, Reward | None, SamplingParams | None]:
-    """The prompts, and how they are checked, sampled and scored; None for what is wrong."""
+    config: Config, tokenizer: PreTrainedTokenizerBase | None, problems: Problems
+) -> tuple[PromptSource | None, Reward | None, SamplingParams | None]:
+    """The prompts, and how they are sampled and scored; None for what is wrong."""
     params: SamplingParams | None = None
     if tokenizer is not None:
         with problems.stage("rollout.stop"):
@@ -65,15 +65,10 @@ def load_sampled(
             ends = end_tokens(tokenizer, config.model)
             params = evolve(sampling_params(config.rollout, tokenizer, ends), routed_experts=replays)
     prompts: PromptSource | None = None
-    chats: ChatCheck | None = None
     with problems.stage("data", path="data.source"):
         prompts = load_prompts(config.data, seed=config.run.seed)
         if tokenizer is not None:
-            options = config.data.chat_template_options
-            require_encodable(prompts, tokenizer, options)
-            chats = ChatCheck(prompts, tokenizer, options, skip=config.data.refused == "skip")
-            if config.run.samples and (chats.few or not starting):
-                chats.finish()
+            require_encodable(prompts, tokenizer, config.data.chat_template_options)
     reward: Reward | None = None
     with problems.stage("reward", path="reward.name"):
         reward = reward_of(config.reward)
@@ -81,7 +76,7 @@ def load_sampled(
         if prompts is not None and aside and not config.reward.processes:
             first = prompts.prompt(int(prompts.train[0]))
             require_any_thread(reward, first, setting=f"rollout.source={config.rollout.source!r}")
-    return prompts, chats, reward, params
+    return prompts, reward, params
 
 
 def load_functions(
@@ -105,35 +100,36 @@ def longest_sample(config: Config, models: Mapping[str, PreTrainedConfig]) -> in
     return config.rollout.context_length or own or 0
 
 
-def leave_out_long(
+def prompt_check(
     config: Config,
     context: int,
     tokenizer: PreTrainedTokenizerBase | None,
     prompts: PromptSource | None,
     problems: Problems,
-) -> str:
-    """Leave out the prompts that leave no room for a response. Returns a notice about them; empty if all fit."""
-    rollout = config.rollout
-    of = "rollout.context_length" if rollout.context_length else "the model has max_position_embeddings"
-    bound = f"{of}={context}"
-    longest = context - rollout.max_tokens
-    if longest < 1:
-        problems.add(f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt, {bound}; lower it")
-    if longest < 1 or prompts is None or tokenizer is None or not problems.none_in("data"):
-        return ""
-    too_long = ""
-    with problems.stage("data", path="data.source"):
-        if lengths := longer_than(longest, prompts, tokenizer, config.data.chat_template_options):
-            why = (
-                f"they have up to {max(lengths.values())} tokens, but at most {longest} fit with "
-                f"rollout.max_tokens={rollout.max_tokens} ({bound})"
+) -> PromptCheck | None:
+    """The check of every prompt, which has ended if there are few; None if the run draws none, or something is wrong.
+    Those that leave no room for a response are left out."""
+    rollout, data = config.rollout, config.data
+    if not config.run.samples:
+        return None
+    longest, limit = UNLIMITED, ""
+    if context:
+        of = "rollout.context_length" if rollout.context_length else "the model has max_position_embeddings"
+        longest, limit = context - rollout.max_tokens, f"rollout.max_tokens={rollout.max_tokens} ({of}={context})"
+        if longest < 1:
+            problems.add(
+                f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt, {of}={context}; lower it"
             )
-            too_long = f"data: {len(lengths)} of {len(prompts)} prompts are skipped: {why}"
-            try:
-                prompts.leave_out(frozenset(lengths))
-            except DataError as error:
-                raise DataError(f"{error.message}: {why}; lower rollout.max_tokens or shorten the prompts") from error
-    return too_long
+            longest = UNLIMITED
+    if prompts is None or tokenizer is None or not problems.none_in("data"):
+        return None
+    check = PromptCheck(
+        prompts, tokenizer, data.chat_template_options, skip=data.refused == "skip", longest=longest, limit=limit
+    )
+    with problems.stage("data", path="data.source"):
+        if check.look(AT_ONCE):
+            check.finish()
+    return check
 
 
 def built_models(

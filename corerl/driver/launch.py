@@ -20,7 +20,7 @@ from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.environment import environment_of
 from corerl.driver.prepare import Prepared, prepare, title
 from corerl.driver.processes import ENGINES
-from corerl.driver.progress import Progress
+from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
 from corerl.driver.residency import Residency, residency_plan
 from corerl.driver.roles import Role, changed_rates, first_step_of
 from corerl.driver.run import REFERENCE, Run, answers_in, passes_of
@@ -139,16 +139,23 @@ def _rescuing(run: Run) -> Iterator[None]:
 
 def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: contextlib.ExitStack) -> Run:
     config, state = prepared.config, prepared.state
+    check = prepared.check if prepared.check is not None and prepared.check.notices is None else None
+    if check is not None:
+        check.begin()
     reward = start_scorer(prepared, progress, stack)  # first: its processes start while Ray does
-    groups, fleet, inits = _start_processes(prepared, progress, stack)
+    groups, fleet, inits = _start_processes(prepared, progress, stack, beside=check.call if check is not None else None)
     roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.plan.roles.items()}
     if state and config.run.trains:
         for text in changed_rates(state["config"], roles.values()):
             progress.notice(text)
     if config.algorithm.kl_coef and config.run.trains:
         groups[ACTOR].snapshot(REFERENCE).load()
-    if config.run.samples and (notice := prepared.chats.finish()):
-        progress.notice(notice)
+    if check is not None:
+        progress.begin("checking the prompts")
+        while not check.ready(None, BEAT_SECONDS):
+            progress.count(CHECKED, check.done, check.of)
+        for text in check.finish():
+            progress.notice(text)
     source, sampler = start_source(prepared, fleet, reward, progress, stack)
     sharing = offloaded(config, prepared.device)
     residency = Residency(
@@ -204,9 +211,10 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
 
 
 def _start_processes(
-    prepared: Prepared, progress: Progress, stack: contextlib.ExitStack
+    prepared: Prepared, progress: Progress, stack: contextlib.ExitStack, *, beside: Call[Any] | None
 ) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult]]:
-    """Start the ranks of each role and the engines; returns when all are ready. `stack` ends them."""
+    """Start the ranks of each role and the engines; returns when all are ready, or raises the error of a call `beside`.
+    `stack` ends them."""
     config, plan = prepared.config, prepared.plan
     progress.begin("starting Ray")
     session = ray_session(address=config.cluster.address, cpus=plan.seating.cpus, forward=hooktrace.wanted())
@@ -227,7 +235,8 @@ def _start_processes(
     if config.run.samples:
         fleet = make_fleet(prepared, seats[ENGINES], watching)
         stack.callback(fleet.processes.kill)
-    return groups, fleet, start_all(groups, fleet, progress, in_turns=bool(offloaded(config, prepared.device)))
+    in_turns = bool(offloaded(config, prepared.device))
+    return groups, fleet, start_all(groups, fleet, progress, in_turns=in_turns, beside=beside)
 
 
 def address_of(prepared: Prepared, fleet: EngineFleet) -> Address:
@@ -275,22 +284,28 @@ def _counted(seats: Mapping[str, Sequence[Seat]]) -> str:
 
 
 def start_all(
-    groups: Mapping[str, TrainGroup], fleet: EngineFleet | None, progress: Progress, *, in_turns: bool
+    groups: Mapping[str, TrainGroup],
+    fleet: EngineFleet | None,
+    progress: Progress,
+    *,
+    in_turns: bool,
+    beside: Call[Any] | None = None,
 ) -> dict[str, InitResult]:
     """Start all groups and the engines at once. If they take turns in memory, engines load first and then sleep: an
     engine may size itself by the free memory it finds. Meanwhile ranks do what takes none, so that one that cannot
-    start ends the run before the engines have loaded."""
+    start ends the run before the engines have loaded. The error of a call `beside` ends the start too."""
     calls: dict[str, Call[Any]] = {}
     if fleet is not None and in_turns:
         what = f"{len(fleet)} engine{'s' * (len(fleet) != 1)}"
         progress.begin(f"loading the model into {what}, which will sleep while the ranks load")
-        together({ENGINES: fleet.start_async(), **{name: group.construct_async() for name, group in groups.items()}})
+        ranks = {name: group.construct_async() for name, group in groups.items()}
+        together({ENGINES: fleet.start_async(), **ranks}, beside=beside)
         fleet.sleep()
         progress.begin("loading the model into the ranks")
     elif fleet is not None:
         calls[ENGINES] = fleet.start_async()
     calls |= {name: group.init_async() for name, group in groups.items()}
-    results = together(calls)
+    results = together(calls, beside=beside)
     return {name: results[name] for name in groups}
 
 
@@ -318,8 +333,8 @@ def _notices(prepared: Prepared) -> Iterator[str]:
         yield from changed_settings(state["config"], to_plain(recorded(config)))
     yield from notes(config)
     yield from missing_answers(prepared)
-    if prepared.too_long:
-        yield prepared.too_long
+    if prepared.check is not None:
+        yield from prepared.check.notices or ()  # of one that goes on, when it has ended
     yield from prepared.unused
 
 

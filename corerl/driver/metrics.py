@@ -34,7 +34,7 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
         metrics["rollout/tokens"] = float(scored.rollout.batch.columns["loss_mask"].sum())
     metrics |= {f"reward/{name}": value / count for name, (value, count) in scored.parts.items()}
     if scored.failures:
-        metrics["reward/failed"] = float(sum(scored.failures.values()))
+        metrics["rollout/failed"] = float(sum(scored.failures.values()))
     metrics |= {f"rollout/{name}": float(count) for name, count in scored.counts.items()}
     if scored.exact_match is not None:
         metrics["rollout/exact_match"] = scored.exact_match

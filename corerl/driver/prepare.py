@@ -16,18 +16,18 @@ from corerl.config.check import problems as contradictions
 from corerl.config.problems import Problems
 from corerl.config.schema import Config, ModelConfig
 from corerl.data.prompts import PromptSource, PromptStream
-from corerl.driver.chats import ChatCheck
 from corerl.driver.inputs import (
     built_models,
     check_weights,
-    leave_out_long,
     load_functions,
     load_models,
     load_sampled,
     longest_sample,
+    prompt_check,
     require_positions,
 )
 from corerl.driver.processes import ProcessPlan, plan_processes
+from corerl.driver.prompt_check import PromptCheck
 from corerl.driver.run_dir import in_the_way, lies_in, lost_checkpoints, require_steps_left, resume_from
 from corerl.driver.state import read_run
 from corerl.errors import CheckpointError, ConfigError
@@ -56,9 +56,8 @@ class Prepared:
     plan: ProcessPlan
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
-    chats: ChatCheck  # to be finished before the first prompt is drawn
+    check: PromptCheck | None  # to be finished before the first prompt is drawn; None if the run draws none
     context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
-    too_long: str  # notice about prompts that are left out because they do not fit; empty if all fit
     unused: tuple[str, ...]  # notices about tensors in the models' files that the models lack
     lost: tuple[str, ...]  # notices about checkpoints that are newer than `resume`, but damaged
     reward: Reward
@@ -95,16 +94,14 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
         problems.add(line)
     models, tokenizer = load_models(config, problems)
     built = built_models(config, models, problems)
-    prompts, chats, reward, params = load_sampled(config, tokenizer, problems, starting=starting)
+    prompts, reward, params = load_sampled(config, tokenizer, problems)
     function, postprocess = load_functions(config.rollout, problems)
     if config.rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
             SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
     context = longest_sample(config, models)
     require_positions(config, built, problems)
-    too_long = ""
-    if context and config.run.samples:
-        too_long = leave_out_long(config, context, tokenizer, prompts, problems)
+    check = prompt_check(config, context, tokenizer, prompts, problems)
     config = _with_absolute_paths(config)  # only now, because the checks above name files as the user does
     with problems.stage("weights.transport", path="weights.transport"):
         if config.weights.transport != AUTO:
@@ -128,12 +125,10 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
         fits = resume if problems.none_in("checkpoint") else None
         plan = plan_processes(config, problems, device=device, models=models, run_dir=run_dir, resume=fits)
     problems.raise_all()
-    if chats is not None and config.run.samples:
-        chats.begin()
 
     # No problems, so nothing is missing.
     assert plan is not None and tokenizer is not None
-    assert prompts is not None and chats is not None and reward is not None and params is not None
+    assert prompts is not None and reward is not None and params is not None
     return Prepared(
         config=config,
         device=device,
@@ -143,9 +138,8 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
         plan=plan,
         tokenizer=tokenizer,
         prompts=prompts,
-        chats=chats,
+        check=check,
         context_length=context,
-        too_long=too_long,
         unused=unused,
         lost=tuple(lost_checkpoints(config, run_dir, damaged)),
         reward=reward,

@@ -15,9 +15,9 @@ from corerl.plugin.events import Event, Notice, PhaseProgress, PhaseStarted, Run
 from corerl.plugin.observers import Observers
 
 BEAT_SECONDS = 1.0  # between two reports of how far a phase is
-DRAWN, SCORED = "drawn", "scored"
+DRAWN, SCORED, CHECKED = "drawn", "scored", "checked"
 # What is counted in a phase: of evaluations, the answers to held-out prompts.
-UNITS = {DRAWN: "samples drawn", SCORED: "samples scored"}
+UNITS = {DRAWN: "samples drawn", SCORED: "samples scored", CHECKED: "prompts checked"}
 EVAL_UNITS = {DRAWN: "prompts answered", SCORED: "answers scored"}
 
 
@@ -69,8 +69,8 @@ class Progress:
             yield
 
     def count(self, what: str, done: int, of: int) -> None:
-        """Note how many samples are DRAWN or SCORED. Called from any thread; one that is not the loop's samples ahead,
-        and counts only while the loop waits for it."""
+        """Note how many samples are DRAWN or SCORED, or prompts CHECKED. Called from any thread; one that is not the
+        loop's samples ahead, and counts only while the loop waits for it."""
         current = self._current
         if current is None or (threading.get_ident() != self._loop and current.name != "rollout"):
             return

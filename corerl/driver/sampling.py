@@ -11,6 +11,7 @@ from corerl.algorithms.advantages import spread
 from corerl.data.prompts import PromptStream
 from corerl.driver.prepare import Prepared
 from corerl.driver.progress import DRAWN, SCORED, Progress
+from corerl.models.tokenizer import special_tokens
 from corerl.rollout.asynchronous import Asynchronous
 from corerl.rollout.episodes import EpisodeScorer
 from corerl.rollout.fleet import Counted, EngineFleet
@@ -149,8 +150,7 @@ def unseen_tokens(prepared: Prepared) -> dict[int, str]:
         return {}
     common = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
     known = common | set(prepared.params.stop_tokens)
-    special = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return {index: token for index, token in special.items() if index not in known}
+    return {index: token for index, token in special_tokens(tokenizer).items() if index not in known}
 
 
 def calls_of(prepared: Prepared) -> int:

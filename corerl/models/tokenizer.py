@@ -22,6 +22,7 @@ CHARACTERS = "characters:"
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"  # the authors' sampling settings; some end tokens are only listed there
+LARGEST = 2**31  # no token id is as large
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3 of a character tokenizer
 
 
@@ -86,6 +87,12 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     )
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """The names, by id, of all tokens that a text without special tokens leaves out. Those that the tokenizer has a
+    use for, which transformers calls its special tokens, are only some of them."""
+    return {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
 def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[int]:
     """The tokens that end a text: the tokenizer's end of sequence, then those of the model's generation_config.json and
     of its config.json (or `model.config`), each of which may list several. Raises ModelError if a file cannot be read.
@@ -114,8 +121,8 @@ def _ends_in(fields: Mapping[str, Any]) -> list[int]:
     for part in (fields, fields.get("text_config") or {}):
         named = part.get("eos_token_id")
         tokens = [token for token in (named if isinstance(named, list | tuple) else [named]) if token is not None]
-        if wrong := [token for token in tokens if type(token) is not int]:
-            raise ValueError(f"got {short_repr(wrong[0])}, wanted an integer")
+        if wrong := [token for token in tokens if type(token) is not int or token >= LARGEST]:
+            raise ValueError(f"got {short_repr(wrong[0])}, wanted an integer below 2^31")
         ends += tokens
     return ends
 
@@ -129,8 +136,7 @@ def require_room_for_tokens(
     models has one for images.
     """
     size = config.get_text_config().vocab_size
-    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    spare = special - {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    spare = special_tokens(tokenizer).keys() - {tokenizer.bos_token_id, tokenizer.eos_token_id}
     token, last = max(
         ((token, index) for token, index in tokenizer.get_vocab().items() if index not in spare),
         key=lambda item: item[1],

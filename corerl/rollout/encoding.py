@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import inspect
-import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from attrs import frozen
 from jinja2 import TemplateError
 
 from corerl.data.prompts import Prompt, PromptSource
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.messages import one_line
+from corerl.rollout.engine import UNLIMITED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 LOOKED_AT = 64  # prompts of each source whose characters are checked before a run starts
-BATCH = 1024  # prompts encoded at once
+PART = 256  # prompts that are looked at together: the time until a check notices that it is to end
 PROBES = ("0", "a", ".")  # texts of an ordinary token in most vocabularies
 ANCHORS = ("\n", ".", "a", "0")  # put before a text, to see how it is encoded behind another
 
@@ -49,24 +49,43 @@ def _encoded(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], options: Mapping[str, Any] | None
 ) -> list[list[int] | DataError]:
     """[P] each prompt's tokens, or why it has none."""
-    encoded: list[list[int] | DataError] = [[]] * len(prompts)
-    rendered: dict[int, str] = {}
-    for row, prompt in enumerate(prompts):
-        if prompt.messages:
-            try:
-                rendered[row] = render(tokenizer, prompt.messages, tools=prompt.tools, options=options)
-            except Rejected as rejected:
-                encoded[row] = DataError(f"prompt {prompt.index}: {rejected}")
+    return _tokens(tokenizer, prompts, _written(tokenizer, prompts, options))
+
+
+def _written(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], options: Mapping[str, Any] | None
+) -> list[str | Rejected]:
+    """[P] each prompt's text, of a chat the template's, or why the template refuses it."""
+    written: list[str | Rejected] = []
+    for prompt in prompts:
+        try:
+            chat = prompt.messages
+            written.append(render(tokenizer, chat, tools=prompt.tools, options=options) if chat else prompt.text)
+        except Rejected as rejected:
+            written.append(rejected)
+    return written
+
+
+def _tokens(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], written: Sequence[str | Rejected]
+) -> list[list[int] | DataError]:
+    """[P] the tokens of each prompt's text, or why it has none."""
+    encoded: list[list[int] | Rejected] = [[] if isinstance(text, str) else text for text in written]
+    texts = {row: text for row, text in enumerate(written) if isinstance(text, str)}
+    chats = {row: text for row, text in texts.items() if prompts[row].messages}
     # A chat template writes <bos> itself.
-    for row, ids in zip(rendered, plain(tokenizer, list(rendered.values())), strict=True):
-        encoded[row] = ids
-    texts = [row for row, prompt in enumerate(prompts) if not prompt.messages]
-    for row, ids in zip(texts, begun(tokenizer, [prompts[row].text for row in texts]), strict=True):
-        encoded[row] = ids
-    return [
-        ids or DataError(f"prompt {prompt.index} ({prompt.text!r}) has no tokens, so the model has nothing to continue")
-        for prompt, ids in zip(prompts, encoded, strict=True)
-    ]
+    for encoder, rows in ((plain, chats), (begun, {row: texts[row] for row in texts if row not in chats})):
+        for row, ids in zip(rows, encoder(tokenizer, list(rows.values())), strict=True):
+            encoded[row] = ids
+    return [_told(prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True)]
+
+
+def _told(prompt: Prompt, ids: list[int] | Rejected) -> list[int] | DataError:
+    if isinstance(ids, Rejected):
+        return DataError(f"prompt {prompt.index}: {ids}")
+    return ids or DataError(
+        f"prompt {prompt.index} ({prompt.text!r}) has no tokens, so the model has nothing to continue"
+    )
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
@@ -152,23 +171,6 @@ def render(
     return str(text)
 
 
-def refused(
-    source: PromptSource, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
-) -> Iterator[tuple[int, str]]:
-    """(index, why) for each chat that the template refuses or makes nothing of, in order."""
-    for index in np.sort(np.concatenate([source.train, source.held_out])).tolist():
-        prompt = source.prompt(index)
-        if not prompt.messages:
-            continue
-        try:
-            text = render(tokenizer, prompt.messages, tools=prompt.tools, options=options)
-        except Rejected as rejected:
-            yield index, str(rejected)
-        else:
-            if not text:
-                yield index, "the tokenizer's chat template writes nothing for its messages"
-
-
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
@@ -177,7 +179,7 @@ def require_encodable(
 ) -> None:
     """Check the first texts of every share, and the arguments of the chat template. Raises ModelError if prompts are
     chats and the tokenizer has no template; ConfigError for an argument that the template does not use; DataError if
-    the tokenizer does not know all characters of a prompt. Which chats the template refuses, `refused` tells."""
+    the tokenizer does not know all characters of a prompt. Which chats the template refuses, `unusable` tells."""
     if source.chat and not tokenizer.chat_template:
         raise ModelError(
             "data: the prompts are chats, but the tokenizer has no chat template; use the tokenizer of a chat model "
@@ -213,30 +215,50 @@ def _require_options(source: PromptSource, tokenizer: PreTrainedTokenizerBase, o
             )
 
 
-def longer_than(
-    limit: int, source: PromptSource, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
-) -> dict[int, int]:
-    """The prompts of more than `limit` tokens: index -> tokens. Encodes only those that might be longer."""
-    indices = np.concatenate([source.train, source.held_out])
-    found: dict[int, int] = {}
-    written = len(json.dumps(dict(options or {}), default=str))
-    for first in range(0, len(indices), BATCH):
-        prompts = [source.prompt(index) for index in indices[first : first + BATCH].tolist()]
-        doubtful = [prompt for prompt in prompts if _tokens_at_most(prompt, tokenizer, written) > limit]
-        lengths = [len(ids) if isinstance(ids, list) else 0 for ids in _encoded(tokenizer, doubtful, options)]
-        found |= {prompt.index: n for prompt, n in zip(doubtful, lengths, strict=True) if n > limit}
-    return found
+@frozen(kw_only=True)
+class Unusable:
+    """The prompts of a part of a source that a run cannot use."""
+
+    looked_at: int  # prompts
+    refused: Mapping[int, str]  # index -> why: chats that the template refuses or makes nothing of
+    too_long: Mapping[int, int]  # index -> tokens
 
 
-def _tokens_at_most(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, options: int) -> float:
-    """An upper bound, without encoding. A token covers at least one byte of the normalized text, which may be longer
-    than the text itself; a chat template adds at most its own length, and that of its `options`, around each plain
-    message. It writes tools once, as JSON with indents of up to 4, or in its own words, which are less than 4 times as
-    long."""
-    if not prompt.messages:
-        return 4 * len(prompt.text.encode()) + 16
-    if any(message.keys() != {"role", "content"} for message in prompt.messages):
-        return math.inf
-    template = len(str(tokenizer.chat_template)) + options
-    tools = 4 * len(json.dumps(prompt.tools, indent=4, default=str)) if prompt.tools else 0
-    return sum(4 * len(message["content"].encode()) + template for message in prompt.messages) + template + tools
+def unusable(
+    source: PromptSource,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Mapping[str, Any] | None = None,
+    *,
+    longest: int = UNLIMITED,
+) -> Iterator[Unusable]:
+    """Render every chat once, and encode each prompt that may have more than `longest` tokens. Yields what it finds,
+    part by part, in the order of indices."""
+    if not source.chat and longest == UNLIMITED:
+        return
+    indices = np.sort(np.concatenate([source.train, source.held_out]))
+    for first in range(0, len(indices), PART):
+        prompts = [source.prompt(index) for index in indices[first : first + PART].tolist()]
+        written = _written(tokenizer, prompts, options)
+        found = list(zip(prompts, written, strict=True))
+        nothing = "the tokenizer's chat template writes nothing for its messages"
+        refused = {each.index: str(text) or nothing for each, text in found if each.messages and _is_refused(text)}
+        doubtful = [(each, text) for each, text in found if isinstance(text, str) and _tokens_at_most(text) > longest]
+        encoded = _tokens(tokenizer, [each for each, _ in doubtful], [text for _, text in doubtful])
+        lengths = {
+            each.index: len(ids) for (each, _), ids in zip(doubtful, encoded, strict=True) if isinstance(ids, list)
+        }
+        yield Unusable(
+            looked_at=len(prompts),
+            refused=refused,
+            too_long={index: length for index, length in lengths.items() if length > longest},
+        )
+
+
+def _is_refused(text: str | Rejected) -> bool:
+    return isinstance(text, Rejected) or not text
+
+
+def _tokens_at_most(text: str) -> int:
+    """An upper bound, without encoding. A token covers at least one byte of the normalized text, in which a space may
+    be three bytes, and another character eleven times as long and have spaces in it."""
+    return (4 if text.isascii() else 16) * len(text.encode()) + 16

@@ -15,6 +15,7 @@ from attrs import evolve, field, frozen
 from corerl.config.functions import imported
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
+from corerl.messages import short_repr
 from corerl.rollout import loop
 from corerl.rollout.front import API_KEY, MODEL, Client
 from corerl.rollout.rewards import Failure, Judged, Scorer, Scores, gathered, number, short, told
@@ -63,20 +64,34 @@ class EpisodeFunction:
         try:
             value = self.function(episode, **self.options)
             if inspect.isawaitable(value):
-                value = loop.begin(_within(timeout, value)).result()
+                value = loop.begin(self._awaited(timeout, value, episode.prompt)).result()
         except BaseException as error:  # SystemExit too: it would end the thread silently
             return self.failure("raised", f"raised {told(error)}", episode.prompt)
-        if value is None or (reward := number(value)) is not None:
-            return None if value is None else reward
-        return self.failure("no-number", f"returned {value!r}, wanted a finite number or None,", episode.prompt)
+        if isinstance(value, Failure):
+            return value
+        try:
+            if value is None or (reward := number(value)) is not None:
+                return None if value is None else reward
+            what = f"returned {short_repr(value)}, wanted a finite number or None,"
+        except Exception as error:  # of the value's own code, such as a tensor's that is on no device
+            what = f"returned a value that raised {told(error)}"
+        return self.failure("no-number", what, episode.prompt)
+
+    async def _awaited(self, timeout: float, value: Awaitable[Any], prompt: Prompt) -> Any:
+        try:
+            async with asyncio.timeout(timeout) as clock:
+                return await value
+        except BaseException as error:  # here, as the thread that waits gets another TimeoutError, from nowhere
+            if clock.expired() and isinstance(error, TimeoutError):
+                return self.late(timeout, prompt)
+            return self.failure("raised", f"raised {told(error)}", prompt)
+
+    def late(self, timeout: float, prompt: Prompt) -> Failure:
+        return self.failure("timeout", f"took longer than rollout.episodes.timeout={timeout:g} seconds", prompt)
 
     def failure(self, kind: str, what: str, prompt: Prompt) -> Failure:
         message = f"rollout.function {self.name!r} {what} on prompt {prompt.index} ({short(prompt.text)})"
         return Failure(kind=kind, message=" ".join(message.split()))
-
-
-async def _within(seconds: float, value: Awaitable[Any]) -> Any:
-    return await asyncio.wait_for(value, seconds)
 
 
 def resolve_function(name: str, options: Mapping[str, Any]) -> EpisodeFunction:

@@ -20,6 +20,7 @@ from attrs import frozen
 from corerl.config.schema import RewardConfig
 from corerl.errors import ConfigError, RewardError
 from corerl.rollout.fleet import Counted
+from corerl.rollout.reward_lookup import reward_of
 from corerl.rollout.rewards import (
     AT_ONCE,
     Begun,
@@ -30,7 +31,6 @@ from corerl.rollout.rewards import (
     Scorer,
     Scores,
     gathered,
-    reward_of,
     samples_of,
 )
 

@@ -1,4 +1,4 @@
-"""Score samples with built-in rewards or the user's own `module:function`; failures name the sample."""
+"""Judge samples with reward functions: a number each, or why it has none, which names the sample."""
 
 from __future__ import annotations
 
@@ -17,41 +17,17 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from attrs import Factory, evolve, field, fields, frozen
+from attrs import Factory, field, frozen
 from numpy.typing import NDArray
 
-from corerl.config.functions import imported
-from corerl.errors import ConfigError, RewardError
-from corerl.messages import nearest, place, short_repr
+from corerl.errors import RewardError
+from corerl.messages import place, short_repr
 from corerl.rollout import loop
 from corerl.types import BoolArray, FloatArray, SampleBatch
 
 if TYPE_CHECKING:
-    from corerl.config.schema import RewardConfig
     from corerl.data.prompts import Prompt
     from corerl.rollout.sampler import Rollout
-
-
-def position_match(prompt: Prompt, response: str) -> float:
-    """The share of positions that match, over the longer of answer and response."""
-    answer = _answer(prompt)
-    right = sum(wanted == got for wanted, got in zip(answer, response, strict=False))
-    return right / max(len(answer), len(response))
-
-
-def exact_match(prompt: Prompt, response: str) -> float:
-    """1 if the response equals the answer, ignoring surrounding white space, else 0."""
-    return float(response.strip() == _answer(prompt).strip())
-
-
-def _answer(prompt: Prompt) -> str:
-    if not prompt.answer:
-        raise ValueError("the prompt has no answer to compare with; set data.answer_key, or use a reward of your own")
-    return prompt.answer
-
-
-RESPONSES = ("response", "completion", "answer", "output", "text")  # parameter names that suggest a response
-BUILT_IN: dict[str, Callable[..., Any]] = {"position-match": position_match, "exact-match": exact_match}
 
 
 @frozen(kw_only=True)
@@ -107,7 +83,7 @@ class Scorer(Protocol):
 
 LARGEST = float(np.finfo(np.float32).max)
 AT_ONCE = 32  # samples that a process awaits, or gets in one message, which costs as much as 50 cheap rewards
-LONGEST = 80  # characters of a text that a message shows
+LONGEST, LONGEST_ERROR = 80, 1000  # characters of a text that a message shows, and of an error's, which may quote one
 
 
 class NoNumber(ValueError):
@@ -144,7 +120,7 @@ class Reward:
 
     def outcome(self, prompt: Prompt, response: str, tokens: Tokens = ()) -> Outcome:
         """The sample's reward, or why it has none."""
-        value = self._caught(self._result, prompt, response, tokens)
+        value = self._caught(self.value, prompt, response, tokens)
         return value if isinstance(value, Failure) else self._judged(value, prompt, response)
 
     def _caught(self, call: Callable[..., Any], prompt: Prompt, response: str, tokens: Tokens) -> Any:
@@ -152,7 +128,7 @@ class Reward:
             return call(prompt, response, tokens)
         except SystemExit as error:  # in the driver it would end the run, silently and with any status
             return self.failure("died", f"ended its process (sys.exit({error.code!r}))", prompt, response)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # as it is where the function is async
             return self.failure("raised", f"raised {told(error)}", prompt, response)
 
     def outcomes(self, samples: Sequence[Sample], limit: float | None = None) -> list[Outcome]:
@@ -172,7 +148,7 @@ class Reward:
         """Call an async reward, and begin to wait for it. What is not async in it runs in this thread, which may be the
         main one, and is part of the sample's time."""
         started = time.monotonic()
-        value = self._caught(self._value, prompt, response, tokens)
+        value = self._caught(self.called, prompt, response, tokens)
         if isinstance(value, Failure):
             return value
         left = None if limit is None else limit - (time.monotonic() - started)
@@ -192,9 +168,9 @@ class Reward:
             return self.failure("raised", f"raised {told(error)}", prompt, response)
         return self._judged(value, prompt, response)
 
-    def _result(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
+    def value(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
         """What the function returns, waited for where it is to be awaited."""
-        value = self._value(prompt, response, tokens)
+        value = self.called(prompt, response, tokens)
         if not inspect.isawaitable(value):
             return value
         waiting = loop.begin(_awaited(value))
@@ -204,7 +180,7 @@ class Reward:
             waiting.cancel()
             raise
 
-    def _value(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
+    def called(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
         seen = {"tokens": np.asarray(tokens).tolist()} if self.takes_tokens else {}
         return self.function(prompt, response, **seen, **self.options)
 
@@ -275,10 +251,10 @@ class WeightedSum(Reward):
     def takes_tokens(self) -> bool:
         return any(term.reward.takes_tokens for term in self.terms)
 
-    def _value(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
+    def called(self, prompt: Prompt, response: str, tokens: Tokens) -> Any:
         # Async ones last: if another one raises, none of them was begun in vain.
         order = sorted(range(len(self.terms)), key=lambda place: self.terms[place].reward.waits)
-        found = {place: self.terms[place].reward._value(prompt, response, tokens) for place in order}
+        found = {place: self.terms[place].reward.called(prompt, response, tokens) for place in order}
         values = [found[place] for place in range(len(self.terms))]
         return _all(values) if any(map(inspect.isawaitable, values)) else values
 
@@ -387,7 +363,7 @@ def told(error: BaseException) -> str:
     ours = error.__traceback__.tb_frame if error.__traceback__ else None  # where the user's function is called
     where = place(error, _users_own) or place(error, lambda frame: frame is not ours)
     try:
-        return f"{type(error).__name__}: {error}{where}"
+        return f"{type(error).__name__}: {_cut(str(error), LONGEST_ERROR)}{where}"
     except Exception:  # its __str__ fails
         return type(error).__name__ + where
 
@@ -403,109 +379,8 @@ def _users_own(frame: FrameType) -> bool:
 
 
 def short(text: str) -> str:
-    return repr(text if len(text) <= LONGEST else text[: LONGEST - 3] + "...")
+    return repr(_cut(text, LONGEST))
 
 
-def reward_of(config: RewardConfig) -> Reward:
-    """The reward that `[reward]` describes. Raises ConfigError if there is none, or a signature does not fit."""
-    if not config.functions:
-        reward = resolve_reward(config.name, config.options, config.weights)
-        return evolve(reward, failed_value=config.failed_value)
-    if config.name != fields(type(config)).name.default or config.options or config.weights:
-        raise ConfigError(
-            "reward.functions: cannot be combined with reward.name, reward.options or reward.weights; move them into "
-            "an entry of reward.functions, or remove one of the two"
-        )
-    labels = [each.label or each.name.rpartition(":")[2] for each in config.functions]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise ConfigError(f"reward.functions: two functions are named {label!r}; give each a different label")
-    terms = [
-        Term(
-            label=label,
-            weight=each.weight,
-            reward=resolve_reward(each.name, each.options, each.weights, table=f"reward.functions[{place}]"),
-        )
-        for place, (label, each) in enumerate(zip(labels, config.functions, strict=True))
-    ]
-    return WeightedSum(name=" + ".join(labels), terms=terms, failed_value=config.failed_value)
-
-
-def resolve_reward(
-    name: str, options: Mapping[str, Any], weights: Mapping[str, float] | None = None, *, table: str = "reward"
-) -> Reward:
-    """Look up a reward by name; `table` holds it in the config. Raises ConfigError if there is none, or its signature
-    does not fit."""
-    function = BUILT_IN.get(name)
-    if function is None:
-        if ":" not in name:
-            near = nearest(name, BUILT_IN)
-            raise ConfigError(
-                f"{table}.name: unknown reward {name!r}{f', did you mean {near!r}?' if near else ''}; "
-                f"built in: {', '.join(sorted(BUILT_IN))}; write your own as 'module:function'"
-            )
-        function = imported(name, setting=f"{table}.name")
-    _require_callable(name, function, options, table)
-    return Reward(name=name, function=function, options=options, weights=weights or {})
-
-
-def require_any_thread(reward: Reward, prompt: Prompt, *, setting: str) -> None:
-    """Try a reward in a thread, as a run with `setting` calls it. Raises ConfigError if it needs the main thread, which
-    alone may set signals; other errors may be those of this sample alone."""
-    refused: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            reward._result(prompt, prompt.answer, ())
-        except BaseException as error:
-            refused.extend(each for each in _causes(error) if "main thread" in str(each))
-
-    thread = threading.Thread(target=call, name="reward trial", daemon=True)
-    thread.start()
-    thread.join()
-    if refused:
-        raise ConfigError(
-            f"reward.processes: 0 scores in a thread of the driver with {setting}, but reward {reward.name!r} needs "
-            f"the main thread ({told(refused[-1])}); set reward.processes to at least 1, or "
-            "rollout.source='synchronous'"
-        )
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that led to it."""
-    current: BaseException | None = error
-    while current is not None:
-        yield current
-        current = current.__cause__ or current.__context__
-
-
-def _require_callable(name: str, function: Callable[..., Any], options: Mapping[str, Any], table: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return  # a function written in C may have no signature to check
-    try:
-        signature.bind_partial(None, "")
-    except TypeError as error:
-        raise ConfigError(
-            f"{table}.name={name!r} takes {signature}, but is called as function(prompt, response, **options): "
-            f"{error}; make its first two parameters positional"
-        ) from error
-    order = [word.lower() for word in list(signature.parameters)[:2]]
-    if len(order) == 2 and order[0] in RESPONSES and order[1] == "prompt":
-        raise ConfigError(
-            f"{table}.name={name!r} takes {signature}, but is called as function(prompt, response, **options); "
-            "swap its first two parameters"
-        )
-    if takes_tokens(function) and "tokens" in options:
-        raise ConfigError(
-            f"{table}.options.tokens: reward {name!r} gets the response's token ids under this name; rename the option"
-        )
-    seen: dict[str, Any] = {"tokens": []} if takes_tokens(function) else {}
-    try:
-        signature.bind(None, "", **seen, **options)
-    except TypeError as error:
-        raise ConfigError(
-            f"{table}.options={dict(options)} do not fit reward {name!r}, which is called with (prompt, response, "
-            f"**options): {error}"
-        ) from error
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 3] + "..."

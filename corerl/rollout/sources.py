@@ -17,7 +17,8 @@ from corerl.data.chat import readable
 from corerl.data.prompts import Prompt, PromptStream
 from corerl.plugin.events import Shown
 from corerl.rollout.engine import SamplingParams
-from corerl.rollout.rewards import PartSums, Scorer, added, exact_match
+from corerl.rollout.reward_lookup import exact_match
+from corerl.rollout.rewards import PartSums, Scorer, added
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.types import BoolArray, FloatArray, IntArray
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from attrs import evolve
 
+from corerl.models.tokenizer import special_tokens
 from corerl.rollout.encoding import plain
 from corerl.rollout.engine import GenerateRequest, Generation, Told, unheard
 from corerl.rollout.partial import continued, joined
@@ -29,16 +30,18 @@ class Stops:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._texts = tuple(texts)
+        special = special_tokens(tokenizer)
         # A special token's name is no text of the policy's, unless a stop text asks for it.
-        self._special = any(name in text for name in tokenizer.all_special_tokens for text in texts)
-        # Tokens that a stop text may span: each is at least one byte, and some may be none.
+        self._special = any(name in text for name in special.values() for text in texts)
+        self._silent = frozenset() if self._special else frozenset(special)
+        # Tokens that a stop text may span, besides silent ones: each is at least one byte, and some may be none.
         self._span = 4 * max((len(text.encode()) for text in texts), default=0) + 16
 
     def end(self, tokens: Sequence[int], known: int = 0) -> int | None:
         """How many of a response's tokens it takes until their text has a stop text; None if all together have none.
         The first `known` are known to have none."""
-        window = list(tokens[max(0, known - self._span) :])
-        skipped = len(tokens) - len(window)
+        skipped = self._begin(tokens, known)
+        window = list(tokens[skipped:])
         if self._place(window) is None:
             return None
         low, high = known - skipped, len(window)  # `low` tokens have none, `high` have one
@@ -46,6 +49,14 @@ class Stops:
             middle = (low + high) // 2
             low, high = (middle, high) if self._place(window[:middle]) is None else (low, middle)
         return skipped + high
+
+    def _begin(self, tokens: Sequence[int], known: int) -> int:
+        """Where a stop text that is not complete in the first `known` tokens can have begun at the earliest."""
+        begin, span = known, self._span
+        while begin and span:
+            begin -= 1
+            span -= tokens[begin] not in self._silent
+        return begin
 
     def text(self, tokens: Sequence[int], *, special_tokens: bool) -> str:
         """A response's text before its first stop text, with or without its special tokens."""
@@ -102,7 +113,7 @@ def _only_token(text: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBas
     piece = tokenizer.convert_ids_to_tokens(list(ids))[0]
     if not text.isascii() or len(text) > 1 or len(piece) > 1:
         return None
-    special = set(tokenizer.all_special_tokens)
+    special = set(special_tokens(tokenizer).values())
     holders = [token for token in tokenizer.get_vocab() if piece in token and token not in special]
     return ids[0] if len(holders) == 1 else None
 

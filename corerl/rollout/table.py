@@ -174,9 +174,8 @@ class Table:
             threading.Thread(target=self._play, args=(player,), name="rollout episode", daemon=True).start()
 
     def _give_up(self, now: float) -> None:
-        late = f"took longer than rollout.episodes.timeout={self._config.timeout:g} seconds"
         for player in [each for each in self._playing.values() if each.deadline <= now]:
-            self._end(player, self._function.failure("timeout", late, player.prompt))
+            self._end(player, self._function.late(self._config.timeout, player.prompt))
 
     @property
     def _all_wait(self) -> bool:

@@ -135,11 +135,18 @@ def test_show_finds_plugins_beside_the_run(sound: str, tmp_path: Path, capsys: p
     assert tomllib.loads(capsys.readouterr().out)["backend"] == {"name": "backend_beside_the_run:SPEC"}
 
 
-def test_check_notes_a_table_that_it_cannot_check(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_notes_a_table_that_it_cannot_check_and_how_many_prompts_it_has_checked_where_that_takes_long(
+    sound: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("corerl.driver.inputs.AT_ONCE", 0.0)
+    monkeypatch.setattr("corerl.cli.config.SECONDS", 0.0)
+    monkeypatch.setattr("corerl.rollout.encoding.PART", 40_000)
     assert main(["config", "check", sound, "backends.not_installed.x=1"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{sound}: ok\n"
-    assert err.startswith("corerl: note: backends.not_installed is ignored: ") and err.count("\n") == 1
+    table, *counts = err.splitlines()
+    assert table.startswith("corerl: note: backends.not_installed is ignored: ")
+    assert counts == [f"corerl: note: {done} of 100,000 prompts are checked" for done in ("80,000", "100,000")]
 
 
 def test_show_prints_a_valid_input_that_resolves_to_itself(

@@ -118,6 +118,11 @@ def test_contradictions_are_named(tmp_path: Path) -> None:
         load_prompts(DataConfig(source="x.jsonl", sources=(DataSource(source=path),)), seed=0)
     with pytest.raises(ConfigError, match="data.sources: two sources are named 'p'; give each a different name"):
         load_prompts(DataConfig(sources=(DataSource(source=path),) * 2, held_out=0), seed=0)
+    parts = DataSource(source=path, name="reward")
+    with pytest.raises(
+        ConfigError, match="data.sources: eval/reward has the parts of rewards; give source 'reward' an"
+    ):
+        load_prompts(DataConfig(sources=(parts,), held_out=0), seed=0)
     with pytest.raises(ConfigError, match="data.sources: unknown source 'sort-digit'; .*did you mean 'sort-digits'"):
         load_prompts(DataConfig(sources=(DataSource(source="sort-digit"),)), seed=0)
     with pytest.raises(ConfigError, match="data.system: used only with data.chat=true; set that"):

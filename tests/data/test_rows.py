@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -37,6 +38,19 @@ def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
         ('{"prompt": "x"', "p.jsonl:2: not valid JSON"),
         ("[" * 200_000, "p.jsonl:2: not valid JSON: it is nested more deeply than can be read"),
         (json.dumps({"prompt": [{"role": "user", "content": "x"}], "tools": "[" * 200_000}), "field 'tools': got '.*"),
+        (r'{"prompt": "a\ud800"}', "p.jsonl:2: not valid JSON: a text in it has half a surrogate pair"),
+        (json.dumps({"prompt": [{"role": "user", "content": [None]}]}), "message 1 has the content part None, but"),
+        (
+            json.dumps({"prompt": [{"role": "user", "content": [{"type": "text", "text": None}]}]}),
+            "message 1 has the content part {'type': 'text', 'text': None}, but .* which have a string 'text'",
+        ),
+        *[
+            (
+                json.dumps({"prompt": [{"role": "assistant", "content": None, "tool_calls": calls}]}),
+                rf"message 1 has the tool_calls {shown}, wanted a list of objects as in OpenAI's format",
+            )
+            for calls, shown in [({"a": 1}, "{'a': 1}"), ("add", "'add'"), (["add"], r"\['add'\]"), ([CHAT], r"\[\[.*")]
+        ],
         ('["x"]', "p.jsonl:2: got a list, expected a JSON object with the field 'prompt'"),
         ('{"promt": "x", "id": 1}', "p.jsonl:2: no field 'prompt'; it has: promt, id; did you mean 'promt'?"),
         (
@@ -48,12 +62,12 @@ def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
         ('{"prompt": ["x"]}', "p.jsonl:2: field 'prompt': message 1 has no string 'role'; every message needs a role"),
         (
             '{"prompt": [{"role": "user", "content": ["x"]}]}',
-            "field 'prompt': message 1 has a content part of type 'str'",
+            "field 'prompt': message 1 has the content part 'x', but",
         ),
         ('{"prompt": [{"role": "user"}]}', "field 'prompt': message 1 has no string 'content'; every message needs"),
         (
             '{"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
-            "message 1 has a content part of type 'image_url', but the model reads only text parts",
+            "message 1 has the content part {'type': 'image_url'",
         ),
         (
             '{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}',
@@ -183,6 +197,19 @@ def test_a_row_that_cannot_be_used_is_named_with_its_number(
         load(parquet(tmp_path / "p.parquet", **columns))
 
 
+def test_a_row_that_python_cannot_hold_is_named_with_its_number(tmp_path: Path) -> None:
+    texts = pa.StringArray.from_buffers(4, pa.py_buffer(np.arange(0, 10, 2, "int32")), pa.py_buffer(b"okgo\xff\xfeno"))
+    pq.write_table(pa.table({"prompt": texts}), tmp_path / "p.parquet")
+    with pytest.raises(DataError, match=r"p.parquet, row 2: cannot be read: 'utf-8' codec can't decode byte 0xff"):
+        load(tmp_path / "p.parquet")
+    days = pa.array([0, 2**31 - 1], pa.int32()).cast(pa.date32())
+    pq.write_table(pa.table({"prompt": ["a", "b"], "day": days}), tmp_path / "p.parquet")
+    source = load(tmp_path / "p.parquet")
+    assert source.prompt(0).fields["day"] == datetime.date(1970, 1, 1)
+    with pytest.raises(DataError, match="p.parquet, row 1: cannot be read: "):
+        source.prompt(1)
+
+
 def test_what_is_no_parquet_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot read .*p.parquet: Parquet magic bytes not found"):
         load(write(tmp_path / "p.parquet", "no parquet at all"))
@@ -286,6 +313,35 @@ def test_parts_empty_contents_and_written_arguments_are_read_as_openai_writes_th
     assert source.prompt(0).fields["prompt"] == SAID  # a reward function sees the row itself
     # A null that a row of JSON has is its own.
     assert (list(source.prompt(0).tools), source.prompt(1).tools) == (TOOLS, ())
+
+
+def test_an_empty_list_of_calls_is_none_and_a_begun_answer_may_have_it(tmp_path: Path) -> None:
+    begun = {"role": "assistant", "content": "It is "}
+    row = {"prompt": [{**USER, "tool_calls": None}, {**begun, "tool_calls": []}]}
+    for source in (
+        load(write(tmp_path / "p.jsonl", json.dumps(row)), held_out=0),
+        load(parquet(tmp_path / "p.parquet", prompt=[row["prompt"]]), held_out=0),
+    ):
+        assert list(source.prompt(0).messages) == [USER, begun]
+
+
+def test_a_map_of_a_columnar_format_is_an_object(tmp_path: Path) -> None:
+    texts = pa.map_(pa.string(), pa.string())
+    function = pa.struct({"name": pa.string(), "arguments": texts})
+    message = pa.struct(
+        {"role": pa.string(), "content": pa.string(), "tool_calls": pa.list_(pa.struct({"function": function}))}
+    )
+    calls = [{"function": {"name": "add", "arguments": given}} for given in ({"a": "2", "b": "3"}, {}, None)]
+    asked = {"role": "assistant", "content": "", "tool_calls": calls}
+    tools = [{"name": "add", "properties": {"a": "number"}}]
+    rows = [{"prompt": [USER, asked, USER], "tools": tools}, {"prompt": [USER], "tools": None}]
+    tool = pa.struct({"name": pa.string(), "properties": texts})
+    schema = pa.schema({"prompt": pa.list_(message), "tools": pa.large_list(tool)})
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), tmp_path / "p.parquet")
+    prompt = load(tmp_path / "p.parquet").prompt(0)
+    without = {"function": {"name": "add"}}
+    assert list(prompt.messages) == [USER, {**asked, "tool_calls": [*calls[:2], without]}, USER]
+    assert (list(prompt.tools), prompt.fields["tools"]) == (tools, tools)
 
 
 @pytest.mark.parametrize("written", [json.dumps(TOOLS), [json.dumps(tool) for tool in TOOLS]])

@@ -1,7 +1,8 @@
-"""A checkpoint of a real small model, written by hand as two ranks would write it."""
+"""Small inputs of runs: a checkpoint, written by hand as two ranks would write it, and chats with a refused one."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from corerl.checkpoint.writer import stage, write
 from corerl.config.load import structure, to_plain
 from corerl.config.schema import CheckpointConfig, Config, RunConfig
 from corerl.models.config import hf_config
+from corerl.models.tokenizer import character_tokenizer
 from corerl.weights.chunks import Chunk
 
 KEYS = ("master", "exp_avg", "exp_avg_sq")
@@ -75,3 +77,19 @@ def save(run_dir: Path, config: Config, model: PreTrainedModel, *, step: int) ->
         "config": to_plain(config),
     }
     return commit(partial, state)
+
+
+def chats_of(tmp_path: Path, *, bad: int) -> dict[str, Any]:
+    """A model and 20 chats, of which its tokenizer's template refuses one."""
+    tokenizer = character_tokenizer("0123456789>s")
+    tokenizer.chat_template = (
+        "{% if messages | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}{{ messages[0].content }}>"
+        "{% if brief %}s{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = [{"prompt": [{"role": "user", "content": "7"}] * (1 + (n == bad))} for n in range(20)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "model": {**DATA["model"], "tokenizer": str(tmp_path / "tokenizer")},
+        "data": {"source": str(tmp_path / "chats.jsonl"), "held_out": 2},
+    }

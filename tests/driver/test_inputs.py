@@ -12,13 +12,13 @@ from attrs import evolve
 
 from corerl.config.schema import AlgorithmConfig, BackendChoice, ModelConfig
 from corerl.data.prompts import PromptStream
-from corerl.driver.prepare import prepare
+from corerl.driver.prepare import Prepared, prepare
 from corerl.driver.sampling import make_sampler, unseen_tokens
 from corerl.errors import ConfigError, DataError, ModelError, Unsupported
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer
 from corerl.testing.models import tiny_fields
-from tests.driver.saved import CRITIC, DATA, config_in, make_config
+from tests.driver.saved import CRITIC, DATA, chats_of, config_in, make_config
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
@@ -94,6 +94,11 @@ def test_experts_are_replayed_of_a_model_that_has_some(tmp_path: Path) -> None:
 # ---- prompts and the model's context ---------------------------------------------------------------------------------
 
 
+def notices(prepared: Prepared) -> tuple[str, ...]:
+    assert prepared.check is not None and prepared.check.notices is not None
+    return prepared.check.notices
+
+
 def prompts_of(tmp_path: Path, *digits: int) -> dict[str, Any]:
     """A data set of prompts of so many digits, none of them held out."""
     path = tmp_path / "digits.jsonl"
@@ -108,12 +113,14 @@ def test_prompts_that_leave_no_room_for_a_response_are_left_out_and_told(tmp_pat
     prepared = prepare(config_in(tmp_path / "run", model=model, data=data, rollout=rollout))
     assert prepared.longest_prompt == 10
     assert {prompt.index for prompt in PromptStream(prepared.prompts, 0).take(4)} == {0, 2}
-    assert prepared.too_long == (
-        "data: 2 of 4 prompts are skipped: they have up to 16 tokens, but at most 10 fit with rollout.max_tokens=20 "
-        "(the model has max_position_embeddings=30)"
+    assert notices(prepared) == (
+        (
+            "data: 2 of 4 prompts are skipped: they have up to 16 tokens, but at most 10 fit with "
+            "rollout.max_tokens=20 (the model has max_position_embeddings=30)"
+        ),
     )
     more = prepare(config_in(tmp_path / "run", model=model, data=data, rollout={**rollout, "context_length": 36}))
-    assert (more.longest_prompt, more.too_long) == (16, "")
+    assert (more.longest_prompt, notices(more)) == (16, ())
 
 
 def test_a_context_that_no_prompt_fits_into_is_refused(tmp_path: Path) -> None:
@@ -143,22 +150,6 @@ def test_a_context_longer_than_the_models_table_of_positions_is_refused(tmp_path
 # ---- chats -----------------------------------------------------------------------------------------------------------
 
 
-def chats_of(tmp_path: Path, *, bad: int) -> dict[str, Any]:
-    """A model and 20 chats, of which its tokenizer's template refuses one."""
-    tokenizer = character_tokenizer("0123456789>s")
-    tokenizer.chat_template = (
-        "{% if messages | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}{{ messages[0].content }}>"
-        "{% if brief %}s{% endif %}"
-    )
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    rows = [{"prompt": [{"role": "user", "content": "7"}] * (1 + (n == bad))} for n in range(20)]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {
-        "model": {**DATA["model"], "tokenizer": str(tmp_path / "tokenizer")},
-        "data": {"source": str(tmp_path / "chats.jsonl"), "held_out": 2},
-    }
-
-
 def test_a_chat_that_the_template_refuses_is_an_error_or_left_out_before_anything_starts(tmp_path: Path) -> None:
     tables = chats_of(tmp_path, bad=13)
     why = r"chats.jsonl:14: the tokenizer's chat template rejects its messages \(TemplateError: one at a time\); "
@@ -167,19 +158,17 @@ def test_a_chat_that_the_template_refuses_is_an_error_or_left_out_before_anythin
     tables["data"]["refused"] = "skip"
     prepared = prepare(config_in(tmp_path / "run", **tables))
     assert prepared.prompts.left_out == {13}
-    assert prepared.chats.finish().startswith("data: 1 of 20 prompts are skipped, because the chat template refuses")
+    (notice,) = notices(prepared)
+    assert notice.startswith("data: 1 of 20 prompts are skipped, because the chat template refuses")
 
 
-def test_many_chats_are_checked_after_a_run_is_prepared_and_by_a_mere_check_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("corerl.driver.chats.FEW", 10)
-    config = config_in(tmp_path / "run", **chats_of(tmp_path, bad=13))
-    prepared = prepare(config)
+def test_chats_that_take_long_to_check_are_left_to_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("corerl.driver.inputs.AT_ONCE", 0.0)
+    monkeypatch.setattr("corerl.rollout.encoding.PART", 4)
+    check = prepare(config_in(tmp_path / "run", **chats_of(tmp_path, bad=13))).check
+    assert check is not None and (check.notices, check.done, check.of) == (None, 4, 20)
     with pytest.raises(DataError, match=r"chats.jsonl:14: "):
-        prepared.chats.finish()  # before the first prompt is drawn
-    with pytest.raises(DataError, match=r"chats.jsonl:14: "):
-        prepare(config, starting=False)
+        check.finish()  # before the first prompt is drawn
 
 
 def test_arguments_of_the_template_reach_every_prompt_that_is_sampled(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 
 from corerl import hookimpl
-from corerl.calls import Call
+from corerl.calls import Call, together
 from corerl.cluster.group import Pending, Watching
 from corerl.cluster.placement import Seat
 from corerl.cluster.process import Outcome
@@ -36,7 +36,7 @@ from corerl.plugin.events import Event, Notice, PhaseStarted, RunFinished, RunSt
 from corerl.plugin.observers import Observers
 from tests.checkpoint.changes import flip
 from tests.driver.fakes import Ears, progress, told
-from tests.driver.saved import make_config
+from tests.driver.saved import chats_of, config_in, make_config
 from tests.in_process import execute_here, small
 
 
@@ -146,6 +146,32 @@ def test_a_rank_that_cannot_start_ends_the_start_while_engines_still_load(in_tur
     with pytest.raises(PluginIncompatible, match="^actor rank 1 on node-7: versions do not fit$"):
         start_all({"critic": Starts(3), "actor": broken}, fleet, progress(), in_turns=in_turns)  # type: ignore[dict-item]
     assert fleet.asked == ["construct"] and fleet.polls > 999_000
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_a_refused_prompt_ends_the_start_while_ranks_and_engines_load(in_turns: bool) -> None:
+    refuses: Any = Starts(3, DataError("p.jsonl:6001: refused"))
+    ranks: Any = Starts(1_000_000)
+    fleet: Any = Starts(1_000_000)
+    with pytest.raises(DataError, match="^p.jsonl:6001: refused$"):
+        start_all({"actor": ranks}, fleet, progress(), in_turns=in_turns, beside=refuses.start_async())
+    assert "sleep" not in fleet.asked and fleet.polls > 999_000
+
+
+def test_prompts_that_take_long_to_check_are_checked_while_processes_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object, beside: Call[Any] | None) -> None:
+        together({"ranks": Starts(1_000_000).start_async()}, beside=beside)
+
+    monkeypatch.setattr("corerl.driver.inputs.AT_ONCE", 0.0)
+    monkeypatch.setattr("corerl.rollout.encoding.PART", 4)
+    monkeypatch.setattr(driver, "start_scorer", lambda *_: None)
+    monkeypatch.setattr(driver, "_start_processes", start)
+    config = config_in(tmp_path / "run", cluster={"device": "cpu"}, **chats_of(tmp_path, bad=13))
+    with pytest.raises(DataError, match=r"chats.jsonl:14: the tokenizer's chat template rejects its messages"):
+        with launch(config):
+            raise AssertionError("it must not come to this")
 
 
 def test_an_engine_that_cannot_start_ends_the_start_before_ranks_take_memory() -> None:

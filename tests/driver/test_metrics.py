@@ -78,8 +78,9 @@ def test_the_share_of_groups_without_spread_is_of_groups_that_have_samples_to_co
 
 
 def test_each_part_of_a_reward_is_a_mean_over_the_samples_that_have_it() -> None:
-    metrics = rollout_metrics(evolve(scored(None), parts={"right": (1.0, 4), "short": (-1.5, 2)}))
-    assert (metrics["reward/right"], metrics["reward/short"]) == (0.25, -0.75)
+    parts = {"right": (1.0, 4), "failed": (-1.5, 2)}
+    metrics = rollout_metrics(evolve(scored(None), parts=parts, failures={"timeout": 3}))
+    assert (metrics["reward/right"], metrics["reward/failed"], metrics["rollout/failed"]) == (0.25, -0.75, 3.0)
 
 
 def test_of_episodes_the_environments_tokens_are_in_the_response_and_not_sampled() -> None:

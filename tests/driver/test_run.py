@@ -342,7 +342,7 @@ def test_the_first_sample_without_a_reward_is_named(make_run: Callable[..., Run]
     failed = evolve(scored(), failures={"timeout": 2, "died": 1}, first_failure="reward 'mine:f' took 30 s on 'a'")
     run.report(failed, None, {})
     assert told(ears) == ["step 4: 3 samples failed; the first: reward 'mine:f' took 30 s on 'a'"]
-    assert ears.steps[0].metrics["reward/failed"] == 3.0
+    assert ears.steps[0].metrics["rollout/failed"] == 3.0
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from corerl.errors import CheckpointError
 from tests.checkpoint.changes import rewrite
 from tests.driver.saved import make_config, make_model, save
 
-MIXTURE = {"sources": [{"epoch": 0, "offset": 1, "name": "a", "prompts": 9, "weight": 1.0}], "seed": 0}
+MIXTURE: dict[str, Any] = {"sources": [{"epoch": 0, "offset": 1, "name": "a", "prompts": 9, "weight": 1.0}], "seed": 0}
 
 
 def changed(run_dir: Path, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -74,7 +75,20 @@ def test_a_whole_state_is_read_as_it_was_written(tmp_path: Path) -> None:
         ),
         (lambda state: state["source"].update(prompts={"sources": [{}]}), "prompts: sources[0] lacks 'epoch'"),
         (lambda state: state.update(before=[{"prompt": "x"}]), "state: before[0] lacks 'response'"),
-        (lambda state: state.update(kl_coef="big"), "state: 'kl_coef' is 'big', wanted a number"),
+        (lambda state: state.update(kl_coef="big"), "state: 'kl_coef' is 'big', wanted a finite number"),
+        *[
+            (
+                lambda state, value=value: state.update(kl_coef=value),
+                f"state: 'kl_coef' is {shown}, wanted a finite number",
+            )
+            for value, shown in [(math.nan, "nan"), (-math.inf, "-inf"), (10**400, "1" + 36 * "0" + "...")]
+        ],
+        (
+            lambda state: state["source"].update(
+                prompts={"sources": [{**MIXTURE["sources"][0], "weight": 10**400}], "seed": 0}
+            ),
+            f"prompts: sources[0]: 'weight' is 1{36 * '0'}..., wanted a finite number",
+        ),
     ],
 )
 def test_a_state_that_lacks_something_is_one_line(

@@ -206,7 +206,7 @@ def test_a_reward_that_fails_on_some_samples_is_counted_and_told_once_a_step_and
         ]
         np.testing.assert_array_equal(scored.rewards, np.array(wanted, dtype=np.float32))
         failed = sum(of < 3 for of in each)
-        assert told[step]["reward/failed"] == failed > 0
+        assert told[step]["rollout/failed"] == failed > 0
         assert told[step]["rollout/reward"] == pytest.approx(np.mean(wanted))
         beginning = f"note: step {step}: {failed} samples failed; the first: reward '{FUNCTIONS}:unreliable' "
         assert sum(line.startswith(beginning) for line in notes) == 1

@@ -25,7 +25,8 @@ from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.episodes import Episode, EpisodeFunction, EpisodeScorer
 from corerl.rollout.front import Front
 from corerl.rollout.play import EpisodeSampler
-from corerl.rollout.rewards import Reward, Scorer, Scores, resolve_reward
+from corerl.rollout.reward_lookup import resolve_reward
+from corerl.rollout.rewards import Reward, Scorer, Scores
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.saved import Kept
 from corerl.rollout.sources import Draws, Refill, Source

@@ -1,7 +1,5 @@
 """Tokens are compared with `apply_chat_template` and the tokenizer called by hand."""
 
-from unittest.mock import Mock
-
 import numpy as np
 import pytest
 import tokenizers
@@ -14,7 +12,7 @@ from corerl.data.prompts import Prompt, PromptSource, SortDigits
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.conversation import Conversation, Renderer
-from corerl.rollout.encoding import encode, longer_than, require_encodable
+from corerl.rollout.encoding import encode, require_encodable, unusable
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.sampler import Sampler
 
@@ -202,6 +200,12 @@ class Lengths(PromptSource):
         return Prompt(index=index, text=text, answer="", messages=(message,) if index % 3 else ())
 
 
+def longer_than(limit: int, source: PromptSource, tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
+    parts = list(unusable(source, tokenizer, longest=limit))
+    assert sum(part.looked_at for part in parts) == len(source)
+    return {index: length for part in parts for index, length in part.too_long.items()}
+
+
 @pytest.mark.parametrize("limit", [0, 7, 20, 59, 2000])
 def test_the_prompts_that_are_too_long_are_those_that_encode_to_more_tokens(limit: int) -> None:
     source, ours = Lengths(60), tokenizer()
@@ -209,39 +213,57 @@ def test_the_prompts_that_are_too_long_are_those_that_encode_to_more_tokens(limi
     assert longer_than(limit, source, ours) == {index: n for index, n in lengths.items() if n > limit}
 
 
-def test_prompts_that_cannot_be_too_long_are_not_encoded() -> None:
-    ours = tokenizer()
-    with_long = [TEXT, evolve(TEXT, index=0, text="1" * 500)]
-    source = Lengths(2)
-    source.prompt = lambda index: with_long[index == 0]  # type: ignore[method-assign]
-    asked: list[str] = []
-    counting = Mock(side_effect=lambda texts, **options: asked.extend(texts) or ours(texts, **options))
-    assert longer_than(400, source, counting) == {0: len(ours("1" * 500)["input_ids"])}
-    assert "1" * 500 in asked and TEXT.text not in asked
+class One(PromptSource):
+    """A single prompt."""
+
+    chat = True
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.train, self.held_out, self._prompt = np.array([prompt.index]), np.zeros(0, np.int64), prompt
+
+    def prompt(self, index: int) -> Prompt:
+        return self._prompt
 
 
-AS_JSON = "{% for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}"
-IN_WORDS = (  # as Qwen3-Coder's
-    "{% for tool in tools %}<function>\n<name>{{ tool.function.name }}</name>\n<parameters>"
-    "{% for name, parameter in tool.function.parameters.properties.items() %}\n<parameter>\n<name>{{ name }}</name>\n"
-    "<type>{{ parameter.type }}</type>\n</parameter>{% endfor %}\n</parameters>\n</function>{% endfor %}"
+FUNCTION = {"name": "f", "parameters": {"properties": {f"p{n}": {"type": "string"} for n in range(50)}}}
+TOOLS = "{% for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}"
+CALLS = "{% for message in messages %}{{ message.tool_calls | default([]) | tojson(indent=8) }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        (TOOLS + TEMPLATE, evolve(CHAT, tools=({"type": "function", "function": FUNCTION},))),
+        (  # which repeats the tools in each message
+            "{% for message in messages %}" + TOOLS + "{{ message.content }}{% endfor %}",
+            evolve(CHAT, messages=CHAT.messages * 20, tools=({"type": "function", "function": FUNCTION},)),
+        ),
+        (
+            TEMPLATE + CALLS,
+            evolve(CHAT, messages=({"role": "user", "content": "", "tool_calls": [{"function": FUNCTION}] * 9},)),
+        ),
+        ("{{ messages[0].content * 500 }}", CHAT),
+        (TEMPLATE, evolve(TEXT, text="1" * 500)),
+    ],
 )
-
-
-@pytest.mark.parametrize("template", [AS_JSON, IN_WORDS])
-@pytest.mark.parametrize("count", [1, 20, 500])
-def test_tools_count_with_all_that_a_template_writes_of_them(
-    template: str, count: int, monkeypatch: pytest.MonkeyPatch
+def test_whatever_a_template_writes_is_counted_and_encoded_only_where_it_might_be_too_long(
+    template: str, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = tokenizer(template + TEMPLATE)
-    properties = {f"p{n}": {"type": "string"} for n in range(count)}
-    function = {"name": "f", "parameters": {"type": "object", "properties": properties, "required": list(properties)}}
-    chat = evolve(CHAT, index=0, tools=({"type": "function", "function": function},))
-    source = Lengths(1)
-    source.prompt = lambda index: chat  # type: ignore[method-assign]
-    length = len(encode(ours, [chat])[0])
-    assert longer_than(length - 1, source, ours) == {0: length}
-    rendered: list[object] = []
-    monkeypatch.setattr("corerl.rollout.encoding.render", lambda *given, **options: rendered.append(given))
-    assert longer_than(20 * length + 10_000, source, ours) == {}
-    assert rendered == []  # it cannot be as long
+    ours, source = tokenizer(template), One(prompt)
+    length = len(encode(ours, [prompt])[0])
+    assert length >= 500
+    assert longer_than(length - 1, source, ours) == {prompt.index: length}
+    assert longer_than(length, source, ours) == {}
+    encoded: list[str] = []
+    monkeypatch.setattr("corerl.rollout.encoding.plain", lambda ours, texts: encoded.extend(texts) or [])
+    assert longer_than(20 * length, source, ours) == {}
+    assert encoded == []
+
+
+def test_a_text_that_the_tokenizer_makes_longer_is_counted_as_it_makes_it() -> None:
+    inner = tokenizers.Tokenizer(models.BPE({"<unk>": 0}, [], unk_token="<unk>", byte_fallback=False))
+    inner.normalizer = tokenizers.normalizers.NFKC()
+    ours = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    prompt = evolve(TEXT, text="\ufdfa" * 100)  # a whole phrase in one character, of 18 letters
+    assert longer_than(1799, One(prompt), ours) == {prompt.index: 1800}
+    assert longer_than(1800, One(prompt), ours) == {}

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import threading
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError
@@ -31,6 +36,50 @@ def test_an_episode_begins_with_the_prompts_own_messages() -> None:
     ]
     assert episodes[0].messages == [{"role": "user", "content": "21>"}]
     assert episodes[1].messages == list(chat) and episodes[1].messages is not episodes[1].messages
+
+
+async def patient(episode: Episode) -> float:
+    await asyncio.sleep(60)
+    return 1.0
+
+
+async def impatient(episode: Episode) -> float:
+    raise TimeoutError("the tool did not answer")
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "told"),
+    [
+        (
+            lambda episode: 10**5000,
+            "no-number",
+            "returned int that is too large to be shown, wanted a finite number or",
+        ),
+        (lambda episode: "x" * 10**6, "no-number", f"returned '{116 * 'x'}..., wanted a finite number or None, on "),
+        (lambda episode: {"right": 1.0}, "no-number", "returned {'right': 1.0}, wanted a finite number or None, on "),
+        (lambda episode: torch.zeros((), device="meta"), "no-number", "returned a value that raised RuntimeError: "),
+        (lambda episode: math.nan, "no-number", "returned nan, wanted a finite number or None, on prompt 0 ('q')"),
+        (patient, "timeout", "took longer than rollout.episodes.timeout=0.05 seconds on prompt 0 ('q')"),
+        (impatient, "raised", "raised TimeoutError: the tool did not answer (tests/rollout/test_episodes.py:"),
+    ],
+)
+def test_what_is_no_reward_fails_the_episode_and_a_value_that_is_late_is_late(
+    function: Callable[[Episode], Any], kind: str, told: str
+) -> None:
+    episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", client=None)  # type: ignore[arg-type]
+    failure = EpisodeFunction(name="mine:play", function=function).play(episode, 0.05)
+    assert isinstance(failure, Failure) and failure.kind == kind
+    assert failure.message.startswith(f"rollout.function 'mine:play' {told}")
+
+
+@pytest.mark.parametrize("value", [np.bool_(True), torch.tensor(1.0).bfloat16(), np.float32(1), 1])
+def test_an_episodes_reward_may_be_a_scalar_of_numpy_or_torch(value: object) -> None:
+    async def later(episode: Episode) -> object:
+        return value
+
+    episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", client=None)  # type: ignore[arg-type]
+    for function in (later, lambda episode: value):
+        assert EpisodeFunction(name="mine:play", function=function).play(episode, 60.0) == 1.0
 
 
 def test_an_async_function_that_exits_fails_its_own_episode_and_no_other_under_way_or_after_it() -> None:

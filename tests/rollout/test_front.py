@@ -97,6 +97,11 @@ def test_calls_of_tools_stand_beside_the_text_which_is_null_where_there_is_none(
     ("body", "told"),
     [
         (b"{", "the request is not valid JSON"),
+        (b"[" * 200_000, "the request is not valid JSON: it is nested more deeply than can be read"),
+        (
+            rb'{"messages": [{"role": "user", "content": "\ud800"}]}',
+            "the request is not valid JSON: a text in it has half",
+        ),
         ({}, "messages: missing"),
         ({"messages": [USER], "stream": True}, "stream: got True, wanted False; leave it out"),
         ({"messages": [USER], "n": 2}, "n: got 2, wanted 1; leave it out"),

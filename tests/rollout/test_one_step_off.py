@@ -26,7 +26,8 @@ from corerl.rollout.engines import FakeConfig
 from corerl.rollout.fake_engine import FakeEngine
 from corerl.rollout.fleet import NoneLeft
 from corerl.rollout.one_step_off import OneStepOff
-from corerl.rollout.rewards import Reward, resolve_reward
+from corerl.rollout.reward_lookup import resolve_reward
+from corerl.rollout.rewards import Reward
 from corerl.rollout.sampler import Sampler
 from corerl.rollout.saved import SavedRollouts
 from corerl.rollout.sources import Draws, Scored, Synchronous

@@ -16,8 +16,9 @@ import pytest
 from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
+from corerl.rollout.reward_lookup import resolve_reward, reward_of
 from corerl.rollout.reward_pool import scorer
-from corerl.rollout.rewards import Reward, Scores, resolve_reward, reward_of
+from corerl.rollout.rewards import Reward, Scores
 from corerl.rollout.sampler import Rollout
 from corerl.types import SampleBatch
 from tests.machine import paced
@@ -221,7 +222,7 @@ import numpy as np
 from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
 from corerl.rollout.reward_pool import scorer
-from corerl.rollout.rewards import resolve_reward
+from corerl.rollout.reward_lookup import resolve_reward
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it

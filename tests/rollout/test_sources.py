@@ -13,7 +13,8 @@ from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.engines import FakeConfig
 from corerl.rollout.fake_engine import FakeEngine
-from corerl.rollout.rewards import Reward, Scorer, Scores, resolve_reward
+from corerl.rollout.reward_lookup import resolve_reward
+from corerl.rollout.rewards import Reward, Scorer, Scores
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.sources import Draws, Refill, Scored, Synchronous, evaluate
 from tests.rollout.models import context, update

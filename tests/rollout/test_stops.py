@@ -84,6 +84,25 @@ def test_special_tokens_stand_in_no_stop_texts_way_unless_it_names_them() -> Non
     assert (named.end(tokens), named.text(tokens, special_tokens=True)) == (3, "a")
 
 
+def test_tokens_that_are_special_without_a_use_are_so_in_stop_texts_too() -> None:
+    ours = byte_level()
+    ours.add_tokens([tokenizers.AddedToken("<call>", special=True)])
+    assert "<call>" not in ours.all_special_tokens
+    tokens = ours.encode("ab<call>cd", add_special_tokens=False)
+    for stop, end, text in ((["<call>c"], 4, "ab"), (["b<call>"], 3, "a"), (["bc"], 4, "a"), (["al"], None, "abcd")):
+        stops = Stops(ours, stop)
+        assert (stops.end(tokens), stops.text(tokens[:end], special_tokens=False)) == (end, text)
+    assert stops_of([">"], ours) == ([ours.convert_tokens_to_ids(">")], [])  # those with a > in their names say none
+
+
+@pytest.mark.parametrize("between", [0, 1, 24, 25, 400])
+def test_any_number_of_special_tokens_may_stand_inside_a_stop_text(between: int) -> None:
+    ours = byte_level()
+    silent = [ours.convert_tokens_to_ids("<think>")] * between
+    tokens = [*ours.encode("xa"), *silent, *ours.encode("bc")]
+    assert Stops(ours, ["ab"]).end(tokens, 2 + between) == Stops(ours, ["ab"]).end(tokens) == 3 + between
+
+
 @pytest.mark.parametrize("known", range(9))
 def test_what_is_known_to_hold_no_stop_text_may_hold_its_beginning(known: int) -> None:
     tokens = CHARACTERS.encode("0" * 400 + "123456789" + "000", add_special_tokens=False)

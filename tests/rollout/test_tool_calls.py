@@ -64,6 +64,7 @@ def test_calls_are_read_with_the_text_before_them(form: str, text: str, expected
         ("hermes", "<tool_call>[]</tool_call>"),
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>"),
+        ("hermes", hermes(ADD).replace("2", r'"\ud800"')),
         ("hermes", hermes(ADD).replace("2", "NaN")),
         ("hermes", hermes(ADD).replace("2", "1e999")),
         ("llama-json", "It is " + llama(GET)),

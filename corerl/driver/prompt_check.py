@@ -1,0 +1,118 @@
+"""Look at every prompt before the first step: which chats the template refuses, which prompts are too long."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from corerl.calls import Call
+from corerl.data.prompts import PromptSource
+from corerl.errors import DataError
+from corerl.rollout.encoding import unusable
+from corerl.rollout.engine import UNLIMITED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+AT_ONCE = 10.0  # seconds for which prompts are looked at before anything starts; the others, while processes start
+
+
+class PromptCheck:
+    """Looks at every prompt of a source, in this thread or, once it was told to `begin`, in one of its own; `finish`
+    leaves out those that a run cannot use."""
+
+    def __init__(
+        self,
+        source: PromptSource,
+        tokenizer: PreTrainedTokenizerBase,
+        options: Mapping[str, Any],
+        *,
+        skip: bool,
+        longest: int = UNLIMITED,
+        limit: str = "",
+    ) -> None:
+        """`skip`: leave out the chats that are refused; otherwise the first one is an error. Prompts of more than
+        `longest` tokens are left out, because of `limit`, for messages."""
+        self.notices: tuple[str, ...] | None = None  # what `finish` has returned
+        self.done = 0  # prompts that were looked at
+        self.of = len(source)
+        self._source, self._skip, self._longest, self._limit = source, skip, longest, limit
+        self._parts = unusable(source, tokenizer, options, longest=longest)
+        self._refused: dict[int, str] = {}  # index -> why
+        self._too_long: dict[int, int] = {}  # index -> tokens
+        self._failure: BaseException | None = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def look(self, seconds: float = math.inf) -> bool:
+        """Look at prompts in this thread, for about `seconds`; returns whether that was all there is to look at."""
+        until = time.monotonic() + seconds
+        try:
+            for part in () if self._ended.is_set() else self._parts:
+                self.done += part.looked_at
+                self._refused.update(part.refused)
+                self._too_long.update(part.too_long)
+                if self._refused and not self._skip:
+                    break
+                if time.monotonic() >= until:
+                    return False
+        except BaseException as error:  # `finish` raises it
+            self._failure = error
+        self._ended.set()
+        return True
+
+    def begin(self) -> None:
+        """Look at the other prompts in the background."""
+        self._thread = threading.Thread(target=self.look, name="prompt check", daemon=True)
+        self._thread.start()
+
+    def ready(self, pending: Any, timeout: float) -> bool:
+        """Whether `finish` would return or raise at once; waits at most `timeout` seconds for that."""
+        return self._ended.wait(timeout)
+
+    @property
+    def call(self) -> Call[tuple[str, ...]]:
+        """To be waited for beside other calls."""
+        return Call(self, None, self.finish)
+
+    def finish(self) -> tuple[str, ...]:
+        """Wait until all prompts were looked at; returns notices about those that are now left out. Raises DataError
+        for the first refused one, or if no prompt is left."""
+        if self.notices is None:
+            if self._thread is None:
+                self.look()
+            else:
+                self._thread.join()
+            if self._failure is not None:
+                raise self._failure
+            self.notices = tuple(filter(None, (self._leave_out_refused(), self._leave_out_long())))
+        return self.notices
+
+    def _leave_out_refused(self) -> str:
+        if not self._refused:
+            return ""
+        index, why = next(iter(self._refused.items()))
+        first = f"{self._source.where(index)}: {why}"  # its line in a file: found by reading all before it
+        if not self._skip:
+            raise DataError(f"{first}; correct the row, or set data.refused='skip' to leave out such rows")
+        count = f"{len(self._refused)} of {self.of} prompts"
+        try:
+            self._source.leave_out(frozenset(self._refused))
+        except DataError as error:
+            raise DataError(f"{error.message}: the chat template refuses {count}; the first: {first}") from error
+        return f"data: {count} are skipped, because the chat template refuses them; the first: {first}"
+
+    def _leave_out_long(self) -> str:
+        if not self._too_long:
+            return ""
+        why = (
+            f"they have up to {max(self._too_long.values())} tokens, but at most {self._longest} fit with {self._limit}"
+        )
+        try:
+            self._source.leave_out(frozenset(self._too_long))
+        except DataError as error:
+            raise DataError(f"{error.message}: {why}; lower rollout.max_tokens or shorten the prompts") from error
+        return f"data: {len(self._too_long)} of {self.of} prompts are skipped: {why}"
