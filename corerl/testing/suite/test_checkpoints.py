@@ -134,7 +134,7 @@ def assert_the_one_before_is_left(subject: Subject, *, background: bool) -> None
     with pytest.raises(SaveFailed):
         cut.complete()
     for refused in subject.run(states.start_refused, setup, cut.role):
-        assert refused.startswith("CheckpointError: ")
+        assert refused.startswith("CheckpointDamaged: ")
     checkpoint = Path(before.complete())
     assert latest(subject.directory) == checkpoint.parent
     resumed, undisturbed = subject.train(setup, range(1, 3), resume=str(checkpoint)), subject.undisturbed(setup, 3)
