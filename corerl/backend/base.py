@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from corerl.checkpoint.format import index_file, require_fields
+from corerl.checkpoint.format import BUFFER, WEIGHTS, index_file, require_fields
 from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.checkpoint.writer import BackgroundWriter, stage, write
 from corerl.config.schema import RoleConfig
@@ -27,9 +27,10 @@ from corerl.memory.communicators import Communicators
 from corerl.memory.measure import GIB, DeviceMeter, Held
 from corerl.memory.snapshots import Snapshots
 from corerl.memory.storage import StorageSleeper, resident_bytes
-from corerl.models.build import VALUE_HEAD_WEIGHT
+from corerl.models.build import VALUE_HEAD_WEIGHT, stored_buffers
 from corerl.models.config import experts, hf_config
-from corerl.models.files import model_files
+from corerl.models.files import look_at, model_files
+from corerl.models.initial import initials
 from corerl.models.random import RandomSource
 from corerl.models.readers import FirstOf
 from corerl.plugin.capabilities import Capability
@@ -67,7 +68,8 @@ Extra: TypeAlias = Mapping[str, torch.Tensor | bool | int | float | str]
 class StateKey(StrEnum):
     """What `local_state` can be asked for; the last three together make a training checkpoint.
 
-    MASTER is the most precise copy of a parameter: `param` itself if there is no other.
+    MASTER is the most precise copy of a parameter: `param` itself if there is no other. A checkpoint holds `buffers()`
+    besides.
     """
 
     PARAM = "param"
@@ -130,6 +132,11 @@ class Backend(BackendBase, ABC):
 
     # ---- what a backend may override --------------------------------------------------------------------------------
 
+    def buffers(self) -> Sequence[Chunk]:
+        """The model's stored buffers on this rank, whole: weights that no optimizer steps. They are loaded, saved and
+        sent as parameters are, and stay on the device while it sleeps."""
+        return ()
+
     def extra_state(self) -> Extra:
         """This rank's other state; restored only by the same backend at the same world size."""
         return {}
@@ -169,9 +176,10 @@ class Backend(BackendBase, ABC):
         """The source of a fresh run's weights: the model's directory, or random from its config and the run's seed. A
         value head that the directory lacks is random too."""
         hf = hf_config(self.config.model)
-        shapes = {chunk.name: chunk.shape for chunk in self.local_state(StateKey.PARAM)}
+        shapes = {chunk.name: chunk.shape for chunk in self.weights}
         if not self.config.model.path:
-            return RandomSource(hf, shapes, self.config.seed, self.device)
+            begin = initials(hf, seed=self.config.seed)
+            return RandomSource(hf, shapes, self.config.seed, self.device, initials=begin)
         files = model_files(self.config.model.path, hf)
         head = {name: shape for name, shape in shapes.items() if name == VALUE_HEAD_WEIGHT}
         return FirstOf(files, RandomSource(hf, head, self.config.seed, self.device)) if head else files
@@ -188,6 +196,9 @@ class Backend(BackendBase, ABC):
         self._writer = BackgroundWriter()  # from here on `shutdown` has all that it closes
         if (count := experts(hf_config(config.model))) > 1:
             self.require(Capability.MOE, f"a model with {count} experts")
+        if Capability.BUFFERS in self.declared:  # else the model need not be looked at
+            for name in stored_buffers(look_at(hf_config(config.model))):
+                self.require(Capability.BUFFERS, f"a model with weights in buffers ({name})")
         self.phase = "model build"
         self.layout = self.build(config, context)
         if not isinstance(self.layout, ParallelLayout):
@@ -199,7 +210,7 @@ class Backend(BackendBase, ABC):
             self._sleeper.reserve(self.sleeping_bytes(), self.group)
         self.phase = "load"
         optimizer_step = self._resume(Path(config.resume)) if config.resume else self._load_initial()
-        self._gather_plan = GatherPlan.build(self.local_state(StateKey.PARAM), self.group)
+        self._gather_plan = GatherPlan.build(self.weights, self.group)
         if config.resume:
             self._require_all_taken(Path(config.resume))
         dtype = config.train.precision if config.weights.dtype == "model" else config.weights.dtype
@@ -218,7 +229,7 @@ class Backend(BackendBase, ABC):
         roots = [sender.sender_of(bucket) for bucket in self.manifest.buckets]
         sends = None in roots or self.layout.rank in roots
         sent, stream = 0, self.stream
-        chunks = self.local_state(StateKey.PARAM)  # before meeting the engines, which get ready meanwhile
+        chunks = self.weights  # before meeting the engines, which get ready meanwhile
         if sends:
             with self.span("meet engines"):
                 sender.begin(stream, version)
@@ -244,7 +255,7 @@ class Backend(BackendBase, ABC):
             "world_size": self.layout.world_size,
             **{f"rank/{name}": value for name, value in self.extra_state().items()},
         }
-        staged = stage({key.value: self.local_state(key) for key in SAVED}, extra)
+        staged = stage({BUFFER: self.buffers(), **{key.value: self.local_state(key) for key in SAVED}}, extra)
         if background:
             self._writer.submit(lambda: write(staged, Path(path), self.layout.rank))
         else:
@@ -286,10 +297,27 @@ class Backend(BackendBase, ABC):
     # ---- what the worker calls besides the hooks --------------------------------------------------------------------
 
     @property
+    def weights(self) -> Sequence[Chunk]:
+        """What engines are sent of this rank, and what a snapshot holds."""
+        return [*self.local_state(StateKey.PARAM), *self.buffers()]
+
+    @property
     def stream(self) -> Manifest:
-        """The manifest of what engines are sent: that of the gathered weights, or its quantized form."""
+        """The manifest of what engines are sent: that of the gathered weights, or one in which tensors are quantized,
+        and buffers more precise than the manifest's dtype stay so."""
         weights = self.config.weights
-        return quantized(self.manifest, weights.unquantized) if weights.quantize == "fp8" else self.manifest
+        left_out = weights.unquantized if weights.quantize == "fp8" else None
+        precise = {name: str(view.dtype).removeprefix("torch.") for name, view in self._precise().items()}
+        return (
+            self.manifest if left_out is None and not precise else quantized(self.manifest, left_out, precise=precise)
+        )
+
+    def _precise(self) -> dict[str, torch.Tensor]:
+        """The buffers that the manifest's dtype would round: such as decide which experts a token goes to."""
+        sent = getattr(torch, self.manifest.dtype)
+        return {
+            chunk.name: chunk.view for chunk in self.buffers() if torch.promote_types(chunk.view.dtype, sent) != sent
+        }
 
     def saved(self, wait: bool) -> bool:
         """Whether the last background save is written; `wait` blocks until it is. Raises SaveFailed if it failed."""
@@ -299,12 +327,12 @@ class Backend(BackendBase, ABC):
 
     def create_snapshot(self, name: str) -> None:
         """Keep the current weights in host memory as snapshot `name`, replacing any earlier one."""
-        self._snapshots.create(name, self.local_state(StateKey.PARAM))
+        self._snapshots.create(name, self.weights)
 
     def load_snapshot(self, name: str, path: str) -> None:
         """Keep a model directory's weights as snapshot `name`; an empty path means the run's initial weights."""
         source = model_files(path, hf_config(self.config.model)) if path else self.initial_weights()
-        self._snapshots.load(name, self.local_state(StateKey.PARAM), source)
+        self._snapshots.load(name, self.weights, source)
 
     def drop_snapshot(self, name: str) -> None:
         self._snapshots.drop(name)
@@ -316,7 +344,7 @@ class Backend(BackendBase, ABC):
             yield
             return
         try:
-            with self._snapshots.swapped(weights, self.local_state(StateKey.PARAM)):
+            with self._snapshots.swapped(weights, self.weights):
                 self.after_load({StateKey.PARAM}, None)
                 yield
         finally:
@@ -339,7 +367,7 @@ class Backend(BackendBase, ABC):
         if not direct:
             flat, out = out, self._room(sender, as_sent, stream)
             with self.span("quantize"):
-                quantize(bucket, flat, as_sent, out)
+                quantize(bucket, flat, as_sent, out, self._precise())
         with self.span("send"):
             sender.send(as_sent, out)
         return out.nbytes
@@ -397,14 +425,14 @@ class Backend(BackendBase, ABC):
 
     def _load_initial(self) -> int:
         what = f"model directory {self.config.model.path}" if self.config.model.path else "random initialization"
-        fill(self.local_state(StateKey.MASTER), self.initial_weights(), what=what)
+        fill([*self.local_state(StateKey.MASTER), *self.buffers()], self.initial_weights(), what=what)
         self.after_load({StateKey.MASTER}, None)
         return 0
 
     def _require_all_taken(self, directory: Path) -> None:
         """Raise CheckpointError if the checkpoint holds tensors that no rank loaded: it is of a larger model."""
         taken = {name for name, _ in self._gather_plan.shapes}
-        for name, shape in CheckpointSource(directory, StateKey.MASTER.value).shapes.items():
+        for name, shape in CheckpointSource(directory, *WEIGHTS).shapes.items():
             if name not in taken:
                 raise CheckpointError(
                     f"checkpoint {directory} contains {name!r} {list(shape)}, which this model does not have; resume "
@@ -423,8 +451,11 @@ class Backend(BackendBase, ABC):
             )
         self.adam_step = int(extra["adam_step"])
         for key in SAVED:
-            source = CheckpointSource(directory, key.value)
-            fill(self.local_state(key), source, what=f"checkpoint {directory}")
+            chunks, keys = self.local_state(key), (key.value,)
+            if key is StateKey.MASTER:
+                chunks, keys = [*chunks, *self.buffers()], WEIGHTS
+            source = CheckpointSource(directory, *keys)
+            fill(chunks, source, what=f"checkpoint {directory}")
             source.verify(rank=self.layout.rank, world_size=own)
         self.after_load(set(SAVED), self.adam_step)
         self.weights_version = int(extra["weights_version"])

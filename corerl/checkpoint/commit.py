@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from corerl.checkpoint.format import (
+    BUFFER,
     DRIVER_FILE,
     FORMAT,
     KEPT,
@@ -227,6 +228,7 @@ def _check_role(directory: Path, role: str, ranks: int) -> None:
     """Raise SaveFailed unless the ranks' boxes of every key cover every tensor exactly once."""
     shapes: dict[str, tuple[int, ...]] = {}
     boxes: dict[str, list[tuple[str, Box]]] = {}  # by key
+    buffers: set[str] = set()  # they have no moments
     for rank in range(ranks):
         for saved in read_index(directory, rank).boxes:
             known = shapes.setdefault(saved.name, saved.shape)
@@ -236,11 +238,14 @@ def _check_role(directory: Path, role: str, ranks: int) -> None:
                     f"{list(known)}; correct the backend's chunks"
                 )
             boxes.setdefault(saved.key, []).append((saved.name, saved.box))
+            if saved.key == BUFFER:
+                buffers.add(saved.name)
     if not boxes:
         raise SaveFailed(f"{role}: no rank saved any tensor")
     for key, found in boxes.items():
         # Against the names of all keys: a moment that no rank saved must not be taken for one that is not needed.
-        for name, missing in holes(shapes, found).items():
+        names = buffers if key == BUFFER else shapes.keys() - buffers
+        for name, missing in holes({name: shapes[name] for name in sorted(names)}, found).items():
             fault = "are missing" if missing > 0 else "are duplicated or out of place"
             raise SaveFailed(
                 f"{role}: {abs(missing)} elements of {key!r} of {name!r}, {list(shapes[name])}, {fault}; "

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 FORMAT = "corerl-checkpoint-2"
 DRIVER_FILE = "checkpoint.json"
 TENSORS = ".safetensors"
+BUFFER = "buffer"  # the key of weights that no optimizer steps, which have no moments
+WEIGHTS = ("master", BUFFER)  # the keys of all weights of a model
 PARTIAL = ".partial"
 KEPT = "the run that writes there keeps only its newest checkpoints (checkpoint.keep)"
 JSON_NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a finite number"}
@@ -46,7 +48,7 @@ def _ints(values: Iterable[int]) -> tuple[int, ...]:
 class SavedBox:
     """One box of one HF tensor in a rank's file."""
 
-    key: str  # master, exp_avg, exp_avg_sq
+    key: str  # master, exp_avg, exp_avg_sq, buffer
     name: str
     shape: tuple[int, ...] = field(converter=_ints)  # of the whole HF tensor
     offsets: tuple[int, ...] = field(converter=_ints)

@@ -23,11 +23,11 @@ from corerl.weights.chunks import finite, intersect, within
 
 
 class CheckpointSource:
-    """A `TensorSource`, in float32, for one key (master, exp_avg, exp_avg_sq) of one role's part."""
+    """A `TensorSource`, in float32, for some keys (master, exp_avg, exp_avg_sq, buffer) of one role's part; a tensor
+    has one of them. Raises CheckpointError if the first key is not there."""
 
-    def __init__(self, role_dir: str | Path, key: str) -> None:
+    def __init__(self, role_dir: str | Path, *wanted: str) -> None:
         self._directory = Path(role_dir)
-        self._key = key
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._boxes: dict[str, list[tuple[int, SavedBox]]] = {}  # name -> (rank that wrote it, box)
         self._writers = written_ranks(self._directory)
@@ -40,15 +40,15 @@ class CheckpointSource:
             self._sums |= {(rank, stored): value for stored, value in index.sums.items()}
             for saved in index.boxes:
                 keys.add(saved.key)
-                if saved.key == key:
+                if saved.key in wanted:
                     self._shapes[saved.name] = saved.shape
                     self._boxes.setdefault(saved.name, []).append((rank, saved))
-        if key not in keys:
-            raise CheckpointError(f"{role_dir} has no {key!r}; it has {', '.join(sorted(keys)) or 'nothing'}")
+        if wanted[0] not in keys:
+            raise CheckpointError(f"{role_dir} has no {wanted[0]!r}; it has {', '.join(sorted(keys)) or 'nothing'}")
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor of this key, by name."""
+        """The shape of every tensor of these keys, by name."""
         return dict(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...] | None:

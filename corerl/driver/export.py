@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from corerl.checkpoint.format import WEIGHTS
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.config.load import structure
 from corerl.config.schema import Config, ModelConfig
@@ -41,7 +42,7 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str
     model = config.model_of(role)
     hf = hf_config(model)
     kept = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else config.train_of(role).precision)]
-    source = CheckpointSource(checkpoint / role, "master")
+    source = CheckpointSource(checkpoint / role, *WEIGHTS)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, shape in source.shapes.items():

@@ -123,7 +123,7 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
     plan: ProcessPlan | None = None
     if problems.none_in("plugins", "cluster.device"):
         fits = resume if problems.none_in("checkpoint") else None
-        plan = plan_processes(config, problems, device=device, models=models, run_dir=run_dir, resume=fits)
+        plan = plan_processes(config, problems, device=device, models=models, built=built, run_dir=run_dir, resume=fits)
     problems.raise_all()
 
     # No problems, so nothing is missing.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from attrs import evolve, frozen
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.cluster.placement import Seating, arrange
 from corerl.config.check import uneven
@@ -41,11 +41,14 @@ def plan_processes(
     *,
     device: str,
     models: Mapping[str, PreTrainedConfig],
+    built: Mapping[str, PreTrainedModel],
     run_dir: Path,
     resume: Path | None,
 ) -> ProcessPlan | None:
-    """Plan the processes of a config with resolved plugins; `models` holds the valid roles' model configs. None if
-    there is any problem, new or found before."""
+    """Plan the processes of a config with resolved plugins; `models` holds the valid roles' model configs, `built` the
+    models on meta. None if there is any problem, new or found before."""
+    from corerl.models.build import stored_buffers  # slow to import: takes seconds
+
     fields = {role: hf.to_dict() for role, hf in models.items()}
     clusters = {role: cluster_of(role, config, device=device, model=fields.get(role)) for role in config.chosen_roles}
     engine = load(Kind.ENGINES, config.rollout.engine)
@@ -73,6 +76,7 @@ def plan_processes(
                 role,
                 chosen,
                 experts=experts(models[role]) if role in models else 1,
+                buffer=next(iter(stored_buffers(built[role])), "") if role in built else "",
                 device=device,
                 run_dir=str(run_dir),
                 resume=str(resume / role) if resume else "",

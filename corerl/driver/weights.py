@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from corerl.checkpoint.format import unusable
+from corerl.checkpoint.format import WEIGHTS, unusable
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.errors import CheckpointError, ModelError
 from corerl.messages import listed
@@ -57,7 +57,7 @@ def require_same_model(checkpoint: Path, role: str, model: PreTrainedModel) -> N
             f"{checkpoint} has no {role}, but this run does; resume with the [algorithm] and [roles] it was trained "
             "with, or start a new run from its export",
         )
-    held = CheckpointSource(checkpoint / role, "master").shapes
+    held = CheckpointSource(checkpoint / role, *WEIGHTS).shapes
     for name, shape in shapes_of(model).items():
         found = held.get(name)
         if found != shape:

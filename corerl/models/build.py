@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -31,16 +32,18 @@ def build_on_meta(
     attention: str,
     value_head: bool = False,
     buffers: bool = True,
+    vectors: bool = False,
 ) -> PreTrainedModel:
     """Build the causal language model of `config`: parameters on meta in `dtype`, real buffers on the CPU.
 
     `attention` is an attention of transformers ('sdpa', 'eager') or `models.attention.PACKED`. With `value_head` the
     model is a critic: the language-model head is gone, and `model.value_head` is a linear map to one number. `config`
     is not changed; the model's copy has no dropout or other training noise. Raises ModelError if transformers cannot
-    build the model, if it keeps weights in buffers, which have no chunks, or does not support PACKED attention.
+    build the model, if it stores whole numbers, or does not support PACKED attention.
 
     Buffers are real because no checkpoint holds rotary frequencies: on meta, or after `to_empty()`, they would be lost.
     Without `buffers` they are on meta too, for a model that is only looked at: it takes no memory, of whatever size.
+    With `vectors`, parameters of one dim or none are real, and as transformers draws them.
     """
     config = copy.deepcopy(config)
     config.use_cache = False  # with a cache transformers silently takes packed rows for one sequence
@@ -49,7 +52,7 @@ def build_on_meta(
         require_interface(config)
         register_packed_attention()
     # The hook moves each parameter to meta as it is registered, before its storage is ever written to.
-    handle = register_module_parameter_registration_hook(_to_meta)
+    handle = register_module_parameter_registration_hook(partial(_to_meta, kept=2 if vectors else 0))
     try:
         with nullcontext() if buffers else torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -64,13 +67,32 @@ def build_on_meta(
         ) from error
     finally:
         handle.remove()
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    kept = sorted(set(model.state_dict()) - parameters)
-    if kept:
-        raise ModelError(
-            f"{type(model).__name__} stores weights in buffers ({kept[0]}, ...), which CoreRL cannot train"
-        )
+    precise = [re.compile(pattern) for pattern in model._keep_in_fp32_modules_strict or ()]
+    for name, buffer in stored_buffers(model).items():
+        if not buffer.is_floating_point():
+            raise ModelError(
+                f"{type(model).__name__} stores {buffer.dtype} values in the buffer {name!r}; CoreRL loads, saves and "
+                "sends floating-point weights only"
+            )
+        if any(pattern.search(name) for pattern in precise):
+            buffer.data = buffer.data.float()
     return model
+
+
+def stored_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The buffers that a model's files hold, by name: weights that no gradient trains, such as the biases by which
+    some routers balance their experts."""
+    return {
+        f"{prefix}.{name}".lstrip("."): buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """All that a model's files hold, by name: its parameters, tied ones once, and then its stored buffers."""
+    return {**dict(model.named_parameters()), **stored_buffers(model)}
 
 
 def _silence(config: PreTrainedConfig) -> None:
@@ -90,11 +112,12 @@ def _put_value_head(model: PreTrainedModel, dtype: torch.dtype) -> None:
     model.add_module(VALUE_HEAD, nn.Linear(hidden, 1, bias=False, dtype=dtype))
 
 
-def _to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
-    """The parameter on meta, or None to keep it as it is. (torch's stubs say that hooks return nothing.)"""
+def _to_meta(module: nn.Module, name: str, param: nn.Parameter | None, *, kept: int) -> Any:
+    """The parameter on meta, or None to keep it as it is, as are those of fewer than `kept` dims. (torch's stubs say
+    that hooks return nothing.)"""
     if param is not None and param.is_meta:
         param._is_hf_initialized = True  # type: ignore[attr-defined]  # as below
-    if param is None or param.is_meta:
+    if param is None or param.is_meta or param.dim() < kept:
         return None  # a tied parameter must remain the same object under both names
     on_meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
     on_meta._is_hf_initialized = True  # type: ignore[attr-defined]  # else transformers draws values for it, in vain

@@ -1,4 +1,5 @@
-"""Map a module's parameters to the Hugging Face tensors they consist of, and to the boxes of these on this rank.
+"""Map a model's parameters and stored buffers to the Hugging Face tensors they consist of, and to the boxes of these on
+this rank.
 
 transformers fuses tensors as it loads them: a Qwen3-MoE layer has one `experts.gate_up_proj` [E, 2I, H], its files have
 E gate and E up projections [I, H]. Each of those is a box of the parameter, so reading, sending and saving need no
@@ -8,7 +9,7 @@ copy of the whole.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from corerl.errors import ModelError
+from corerl.models.build import named_weights, stored_buffers
 from corerl.weights.chunks import Box, Chunk, intersect, within
 
 
@@ -67,12 +69,13 @@ class HFBox:
 
 
 def hf_boxes(model: PreTrainedModel) -> dict[str, list[HFBox]]:
-    """The HF tensors in each parameter, keyed by the names of `model.named_parameters()`; a tied one appears once.
+    """The HF tensors in each parameter and stored buffer, keyed by the names of `named_weights(model)`; a tied one
+    appears once.
 
     Found by running transformers' own conversion for saving once on meta tensors: a few milliseconds and no memory.
     Raises ModelError if an HF tensor is not a box of one parameter, or the boxes do not cover each element once.
     """
-    params = {name: torch.empty(param.shape, device="meta") for name, param in model.named_parameters()}
+    params = {name: torch.empty(weight.shape, device="meta") for name, weight in named_weights(model).items()}
     # Meta tensors have no address; the storage object identifies each of them as long as `params` lives.
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in params.items()}
     with _CopiesAreViews():
@@ -161,6 +164,15 @@ def local_chunks(
     held = (tuple(offsets), tuple(sizes))
     found = (box.chunk(held, local, replica=replica) for box in boxes)
     return [chunk for chunk in found if chunk is not None]
+
+
+def buffer_chunks(model: PreTrainedModel, boxes: Mapping[str, Sequence[HFBox]], *, replica: bool) -> list[Chunk]:
+    """The stored buffers of a model that has them whole; `replica` if an earlier rank has them too."""
+    return [
+        chunk
+        for name, buffer in stored_buffers(model).items()
+        for chunk in local_chunks(boxes[name], (0,) * buffer.dim(), tuple(buffer.shape), buffer, replica=replica)
+    ]
 
 
 def dtensor_boxes(tensor: Tensor, local: Tensor | None = None) -> list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]:

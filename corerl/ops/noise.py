@@ -80,6 +80,11 @@ def gumbel(keys: torch.Tensor, position: int | torch.Tensor, vocab: int) -> torc
     return uniform(keys, counters).log_().neg_().log_().neg_().float()
 
 
+def unit(key: int, counters: torch.Tensor) -> torch.Tensor:
+    """Uniform float64 in (0, 1) in the shape of `counters` (int64)."""
+    return _unit(_bits(torch.full((), key, dtype=torch.int64, device=counters.device), counters))
+
+
 def normal(key: int, counters: torch.Tensor) -> torch.Tensor:
     """Standard normal float32 in the shape of `counters` (int64), by Box & Muller (1958)."""
     keys = torch.full((), key, dtype=torch.int64, device=counters.device)

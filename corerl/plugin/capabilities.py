@@ -24,6 +24,7 @@ class Capability(StrEnum):
     FLOAT16 = "float16"  # with a loss scale
     RECOMPUTE = "recompute"  # recomputes activations in the backward pass
     MOE = "moe"  # mixture-of-experts models
+    BUFFERS = "buffers"  # models with weights that no gradient trains, such as the biases of some routers
     ROUTING_REPLAY = "routing-replay"  # reports each token's experts, and trains through the experts it is given
 
 

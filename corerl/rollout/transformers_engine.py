@@ -22,7 +22,7 @@ from transformers import (
 
 from corerl.config.schema import ModelConfig
 from corerl.memory.cache import empty_cache
-from corerl.models.build import build_on_meta, materialize
+from corerl.models.build import build_on_meta, materialize, named_weights
 from corerl.models.config import hf_config
 from corerl.models.names import hf_boxes
 from corerl.models.routing import routers
@@ -68,6 +68,7 @@ class TransformersEngine(Engine):
         self._model.generation_config = GenerationConfig()
         self._views = named_views(self._model)
         self._storages = [(storage, storage.nbytes()) for storage in (p.untyped_storage() for p in empty.values())]
+        self._sent: dict[str, torch.dtype] = {}  # HF tensor -> the dtype in which it last came
         self._routers = routers(self._model)
         self._asleep = False
         self._serving = Serving(context.name, context.index)
@@ -149,14 +150,15 @@ class TransformersEngine(Engine):
     def _load(self, bucket: Bucket, flat: torch.Tensor) -> None:
         for name, tensor in bucket.views(flat).items():
             self._views[name].copy_(tensor)
+            self._sent[name] = tensor.dtype
 
     def weight_sums(self, dtype: str) -> dict[str, int] | None:
-        sent, own = getattr(torch, dtype), next(iter(self._views.values())).dtype
-        if torch.promote_types(own, sent) != own:
-            return None  # loading rounded what was sent
-        if own == sent:
+        own = {name: view.dtype for name, view in self._views.items()}
+        if self._sent == own:
             return bit_sums(self._views)
-        return {name: bit_sums({name: view.to(sent)})[name] for name, view in self._views.items()}  # one copy at a time
+        if any(torch.promote_types(own[name], sent) != own[name] for name, sent in self._sent.items()):
+            return None  # loading rounded what was sent
+        return {name: bit_sums({name: self._views[name].to(sent)})[name] for name, sent in self._sent.items()}
 
     def sleep(self) -> int:
         if self._asleep:
@@ -187,9 +189,9 @@ class TransformersEngine(Engine):
 
 
 def named_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Every HF tensor of the model by name, as a view of the parameter (or the part of a fused one) that holds it."""
+    """Every HF tensor of the model by name, as a view of what holds it: a parameter, a part of one, or a buffer."""
     boxes = hf_boxes(model)
-    return {box.name: box.view(param.data) for name, param in model.named_parameters() for box in boxes[name]}
+    return {box.name: box.view(weight.data) for name, weight in named_weights(model).items() for box in boxes[name]}
 
 
 class Routes:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from attrs import evolve, field, frozen
 
 from corerl.backend.base import SAVED, StateKey
+from corerl.checkpoint.format import BUFFER
 from corerl.config.schema import ModelConfig, OptimizerConfig, RoleConfig, TrainConfig, WeightsConfig
 from corerl.data.packing import pack
 from corerl.data.plan import plan_forward, plan_steps
@@ -241,14 +242,16 @@ State = Mapping[str, list[Box]]  # StateKey -> this rank's boxes
 
 
 def state_of(worker: Worker) -> dict[str, list[Box]]:
-    """Copies of this rank's masters, moments and parameters."""
+    """Copies of this rank's masters, moments, parameters and buffers."""
+    backend = worker.backend
+    held = {BUFFER: backend.buffers(), **{key.value: backend.local_state(key) for key in (*SAVED, StateKey.PARAM)}}
     return {
-        key.value: [
+        key: [
             Box(name=chunk.name, shape=chunk.shape, offsets=chunk.offsets, values=_copied(chunk.view))
-            for chunk in worker.backend.local_state(key)
+            for chunk in chunks
             if not chunk.replica
         ]
-        for key in (*SAVED, StateKey.PARAM)
+        for key, chunks in held.items()
     }
 
 

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from corerl.models.build import named_weights
+
 KINDS = ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3-moe")
+BUFFERS = "glm4-moe"  # has weights in buffers
 DEEP = "-deep"  # ends the name of a kind with twice the layers
-MODELS = (*KINDS, f"qwen3{DEEP}", f"qwen3-tied{DEEP}", f"qwen3-moe{DEEP}")
+MODELS = (*KINDS, BUFFERS, f"qwen3{DEEP}", f"qwen3-tied{DEEP}", f"qwen3-moe{DEEP}")
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 97,  # a prime, so that shards are uneven
@@ -36,13 +39,21 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     },
+    "glm4-moe": {  # a dense layer, then one of experts, with its router's bias in a buffer
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+    },
 }
 
 
 def tiny_fields(kind: str) -> dict[str, Any]:
     """The `[model.config]` of this kind: about 0.1 million parameters, 2 layers, 97 tokens; 4 layers if it is DEEP."""
     kind, deep = kind.removesuffix(DEEP), kind.endswith(DEEP)
-    model_type = {"qwen3-tied": "qwen3", "qwen3-moe": "qwen3_moe"}.get(kind, kind)
+    model_type = {"qwen3-tied": "qwen3"}.get(kind, kind.replace("-", "_"))
     return {"model_type": model_type, **_COMMON, **_OWN[kind], **({"num_hidden_layers": 4} if deep else {})}
 
 
@@ -54,14 +65,14 @@ def tiny_config(kind: str) -> PreTrainedConfig:
 def write_tiny_model(kind: str, directory: str | Path, seed: int = 0) -> Path:
     """Save float32 weights with transformers, in several shards with an index; returns `directory`.
 
-    Norms and biases, initially ones and zeros, get noise, so that mixed-up tensors show.
+    Norms, biases and buffers, initially ones and zeros, get noise, so that mixed-up tensors show.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.float32)
         with torch.no_grad():
-            for param in model.parameters():
-                if param.dim() == 1:
-                    param.add_(0.1 * torch.randn_like(param))
+            for weight in named_weights(model).values():
+                if weight.dim() == 1:
+                    weight.add_(0.1 * torch.randn_like(weight))
     model.save_pretrained(directory, max_shard_size="200KB")
     return Path(directory)

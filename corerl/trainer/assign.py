@@ -63,11 +63,13 @@ def plan_role(
     device: str,
     run_dir: str,
     resume: str,
+    buffer: str = "",
     model: Mapping[str, Any] | None = None,
 ) -> RolePlan:
     """Check a role and plan its launch. `config` is resolved: options are instances of the plugins' classes. `experts`
-    is the model's number of experts, `resume` the role's directory in a checkpoint ("" for a fresh start), `model` the
-    fields of its Hugging Face config, for the backend's checks.
+    is the model's number of experts, `buffer` the name of a buffer with weights, if it has any, `resume` the role's
+    directory in a checkpoint ("" for a fresh start), `model` the fields of its Hugging Face config, for the backend's
+    checks.
 
     Raises all problems of the role together: unknown backend, missing capabilities, the backend's own checks.
     """
@@ -79,7 +81,7 @@ def plan_role(
     problems = Problems()
     with problems.stage("capabilities"):
         saved_ranks = written_ranks(Path(resume)) if resume else 0
-        needs = needed(role, config, cluster, experts=experts, saved_ranks=saved_ranks)
+        needs = needed(role, config, cluster, experts=experts, buffer=buffer, saved_ranks=saved_ranks)
         check_capabilities(backend.spec, needs, name=name)
     with problems.stage("backends"):
         check_spec(backend, options, cluster, config=config, role=role)
@@ -125,7 +127,7 @@ def cluster_of(role: str, config: Config, *, device: str, model: Mapping[str, An
 
 
 def needed(
-    role: str, config: Config, cluster: ClusterInfo, *, experts: int = 1, saved_ranks: int = 0
+    role: str, config: Config, cluster: ClusterInfo, *, experts: int = 1, buffer: str = "", saved_ranks: int = 0
 ) -> dict[Capability, str]:
     """The backend capabilities that the run will use, each with the setting that requires it. `saved_ranks` is the
     number of ranks that wrote the role's checkpoint; 0 for a fresh start."""
@@ -133,6 +135,8 @@ def needed(
     needs = asked_by_role(role, train, device=cluster.device, ranks=cluster.ranks, value_head=value_head)
     if experts > 1:
         needs[Capability.MOE] = f"a model with {experts} experts"
+    if buffer:
+        needs[Capability.BUFFERS] = f"a model with weights in buffers ({buffer})"
     if role == ACTOR and config.algorithm.routing_replay != "none" and config.run.trains:
         needs[Capability.ROUTING_REPLAY] = f"algorithm.routing_replay = '{config.algorithm.routing_replay}'"
     if saved_ranks and saved_ranks != cluster.ranks:

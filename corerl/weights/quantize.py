@@ -8,7 +8,8 @@ The format is that of DeepSeek-V3's and Qwen3's FP8 checkpoints, `quant_method =
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ ALIGNMENT = 16  # bytes; a tensor of any dtype may start there
 # Linear layers are the matrices inside layers, without embeddings and head. As in those checkpoints, routers and the
 # one-row gate of a shared expert are not quantized.
 LINEAR = re.compile(r"(^|\.)layers\.\d+\..*\.weight$")
+NOTHING: Mapping[str, Any] = {}
 ROUTER = re.compile(r"\.(gate|shared_expert_gate)\.weight$")
 
 
@@ -33,37 +35,48 @@ def is_quantized(name: str, shape: tuple[int, ...], left_out: Sequence[str] = ()
 
 
 def as_sent(
-    name: str, shape: tuple[int, ...], dtype: str, left_out: Sequence[str] = ()
+    name: str, shape: tuple[int, ...], dtype: str, left_out: Sequence[str] | None = ()
 ) -> list[tuple[str, tuple[int, ...], str]]:
     """(name, shape, dtype) of each tensor sent for this HF tensor: FP8 values and scales, or itself in `dtype`."""
-    if not is_quantized(name, shape, left_out):
+    if left_out is None or not is_quantized(name, shape, left_out):
         return [(name, shape, dtype)]
     rows, columns = shape
     return [(name, shape, "float8_e4m3fn"), (name + SCALE, (-(-rows // BLOCK), -(-columns // BLOCK)), "float32")]
 
 
-def quantized(manifest: Manifest, left_out: Sequence[str] = ()) -> Manifest:
-    """The manifest of the tensors as sent: the same buckets, in bytes, each tensor with its own dtype."""
+def quantized(
+    manifest: Manifest, left_out: Sequence[str] | None = (), *, precise: Mapping[str, str] = NOTHING
+) -> Manifest:
+    """The manifest of the tensors as sent: the same buckets, in bytes, each tensor with its own dtype. If `left_out` is
+    None, none is quantized; `precise` tensors (name -> dtype) keep a dtype of their own."""
     buckets = []
     for bucket in manifest.buckets:
         entries: list[Entry] = []
         for entry in bucket.entries:
-            for name, shape, dtype in as_sent(entry.name, entry.shape, manifest.dtype, left_out):
+            dtype = precise.get(entry.name, manifest.dtype)
+            for name, shape, own in as_sent(entry.name, entry.shape, dtype, left_out):
                 end = entries[-1].start + entries[-1].length if entries else 0
-                entries.append(Entry(name, shape, -(-end // ALIGNMENT) * ALIGNMENT, dtype))
+                entries.append(Entry(name, shape, -(-end // ALIGNMENT) * ALIGNMENT, own))
         buckets.append(Bucket(bucket.index, tuple(entries), bucket.sender))
     return Manifest("uint8", tuple(buckets))
 
 
-def quantize(bucket: Bucket, flat: torch.Tensor, sent: Bucket, out: torch.Tensor) -> None:
-    """Write the tensors of `bucket`, in `flat` [bucket.numel], to `out` [sent.numel] in the format of `sent`."""
+def quantize(
+    bucket: Bucket,
+    flat: torch.Tensor,
+    sent: Bucket,
+    out: torch.Tensor,
+    precise: Mapping[str, torch.Tensor] = NOTHING,
+) -> None:
+    """Write the tensors of `bucket`, in `flat` [bucket.numel], to `out` [sent.numel] in the format of `sent`; those of
+    `precise` from there, since `flat` has them rounded."""
     out.zero_()  # the gaps between tensors too, as the checksum covers them
     views = sent.views(out)
     for name, tensor in bucket.views(flat).items():
         if name + SCALE in views:
             to_blocks(tensor, views[name], views[name + SCALE])
         else:
-            views[name].copy_(tensor)
+            views[name].copy_(precise.get(name, tensor))
 
 
 def to_blocks(weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from corerl.backend.routing import told_experts
 from corerl.config.schema import RoleConfig
 from corerl.models.build import VALUE_HEAD, build_on_meta, materialize
 from corerl.models.config import hf_config
-from corerl.models.names import hf_boxes, local_chunks
+from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
 from corerl.models.routing import Routers
 from corerl.plugin.context import Context
 from corerl.types import (
@@ -132,6 +132,9 @@ class PlainBackend(Backend):
                 values = moments(self.optimizer, param, self.adam_step)[key.value]
             chunks += local_chunks(self.boxes[name], (0,) * param.dim(), tuple(param.shape), values)
         return chunks
+
+    def buffers(self) -> Sequence[Chunk]:
+        return buffer_chunks(self.model, self.boxes, replica=False)
 
     def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
         match kind:

@@ -16,6 +16,7 @@ from corerl.testing.compare import (
     loss_of,
 )
 from corerl.testing.marks import check
+from corerl.testing.models import BUFFERS
 from corerl.testing.pool import RankFailed
 from corerl.testing.scenarios import states
 from corerl.testing.subject import PACKINGS, Checkpoint, Runs, Subject
@@ -90,6 +91,7 @@ def test_what_one_process_is_asked_for_and_the_backend_lacks_is_refused_with_the
         Capability.FLOAT16: evolve(setup, train=evolve(setup.train, precision="float16")),
         Capability.RECOMPUTE: evolve(setup, train=evolve(setup.train, recompute="full")),
         Capability.MOE: evolve(setup, model=str(runs.models["qwen3-moe"])),
+        Capability.BUFFERS: evolve(setup, model=str(runs.models[BUFFERS])),
     }
     if Capability.CPU in lacks:  # there is no other device here, so nothing else can be tried
         starts = {Capability.CPU: setup}

@@ -14,15 +14,19 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from corerl.config.schema import WeightsConfig
+from corerl.models.build import stored_buffers
+from corerl.plugin.capabilities import Capability
 from corerl.testing.compare import (
+    assert_follows,
     different,
     files_of,
     same_bits,
     whole,
 )
 from corerl.testing.marks import check
+from corerl.testing.models import BUFFERS
 from corerl.testing.scenarios import updates
-from corerl.testing.subject import Subject
+from corerl.testing.subject import PLAIN, Subject
 
 
 @check("C21", level=1, builds_on=["C12"])
@@ -92,3 +96,23 @@ def test_a_resumed_run_goes_on_with_the_versions_it_had_reached(subject: Subject
     ranks = subject.run(updates.version_after_resume, subject.setup("qwen3"), str(subject.directory / "actor"))
     for version, refused in ranks:
         assert version == 7 and refused.startswith("WeightUpdateError: weights version 6 was refused")
+
+
+@check("C61", level=1, needs=[Capability.MOE, Capability.BUFFERS], builds_on=["C12", "C18", "C21"])
+def test_weights_in_buffers_are_loaded_sent_and_saved_as_they_are_and_no_step_changes_them(subject: Subject) -> None:
+    setup, checkpoint = subject.setup(BUFFERS), subject.checkpoint(1)
+    model: Any = AutoModelForCausalLM.from_pretrained(subject.model(BUFFERS), dtype=torch.float32)
+    held = {name: buffer.numpy() for name, buffer in stored_buffers(model).items()}
+    assert held and all(buffer.any() for buffer in held.values())
+    trained = subject.train(setup, range(2), save_after=1, save_to=checkpoint.role)
+    plain = subject.runs.train(1, subject.runs.setup(PLAIN, BUFFERS), range(2))
+    assert_follows(trained, plain)
+    resumed = subject.runs.train(1, subject.runs.setup(PLAIN, BUFFERS), [], resume=checkpoint.complete())
+    for state in (trained.at_start, trained.state, resumed.state):
+        assert different(state, {"buffer": held}, ["buffer"]) == []
+    # Rounded to bfloat16, a router's bias would send tokens to other experts.
+    setup = evolve(setup, weights=WeightsConfig(bucket_bytes=2**14, dtype="bfloat16"))
+    root, *_ = subject.run(updates.push_weights, setup, False)
+    sent = {name: root.tensors[name] for name in held}
+    assert different({"buffer": sent}, {"buffer": held}, ["buffer"]) == []
+    assert sorted(root.names) == sorted(files_of(subject.model(BUFFERS)))

@@ -13,6 +13,7 @@ from corerl.backend.adamw import moments, set_adam_step
 from corerl.config.schema import RoleConfig
 from corerl.errors import Unsupported
 from corerl.models.config import hf_config
+from corerl.models.names import buffer_chunks
 from corerl.plugin.context import Context
 from corerl.types import (
     ForwardResult,
@@ -76,6 +77,9 @@ class DeepSpeedBackend(Backend):
         # Unless they are partitioned, every rank has the whole, and the first rank saves and sends it.
         replica = not self.partitioned and self.layout.rank > 0
         return piece_chunks(self.working, self.model.boxes, replica=replica)
+
+    def buffers(self) -> Sequence[Chunk]:
+        return buffer_chunks(self.model.policy.model, self.model.boxes, replica=self.layout.rank > 0)
 
     def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
         state.release(self.model)

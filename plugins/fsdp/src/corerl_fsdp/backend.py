@@ -12,7 +12,7 @@ from corerl.backend.adamw import adamw, moments, set_adam_step
 from corerl.backend.base import Extra
 from corerl.config.schema import RoleConfig
 from corerl.models.config import hf_config
-from corerl.models.names import hf_boxes
+from corerl.models.names import buffer_chunks, hf_boxes
 from corerl.plugin.context import Context
 from corerl.types import (
     ForwardResult,
@@ -90,6 +90,9 @@ class FsdpBackend(Backend):
         """Chunks of the weights, cached: shards stay the same, even asleep, and every weight update needs them."""
         held = {name: shard for name, shard in self.shards.local.items() if shard.numel()}
         return shard_chunks(self.shards.dtensors, held, self.boxes)
+
+    def buffers(self) -> Sequence[Chunk]:
+        return buffer_chunks(self.policy.model, self.boxes, replica=self.layout.rank > 0)
 
     def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
         reshard(self.policy)

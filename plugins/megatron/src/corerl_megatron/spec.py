@@ -187,6 +187,7 @@ SPEC = BackendSpec(
     api=(1, 0),
     summary="NVIDIA megatron-core: tensor, pipeline, context and expert parallelism; Llama, Qwen2, Qwen3, Qwen3-MoE",
     capabilities={
+        Capability.BUFFERS: not_implemented("of the families that it builds none has any"),
         Capability.FLOAT16: not_implemented("no loss scale; bfloat16 has float32's range and needs none"),
     },
     environment=environment,

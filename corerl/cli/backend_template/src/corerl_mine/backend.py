@@ -17,7 +17,7 @@ from corerl.config.schema import RoleConfig
 from corerl.models.attention import PACKED
 from corerl.models.build import build_on_meta, materialize
 from corerl.models.config import hf_config
-from corerl.models.names import hf_boxes, local_chunks
+from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
 from corerl.models.policy import CausalPolicy
 from corerl.plugin.context import Context
 from corerl.types import (
@@ -106,6 +106,9 @@ class MineBackend(Backend):
             start, replica = (0,) * param.dim(), self.context.rank > 0  # rank 0 saves and sends
             chunks += local_chunks(self.boxes[name], start, tuple(param.shape), values, replica=replica)
         return chunks
+
+    def buffers(self) -> Sequence[Chunk]:
+        return buffer_chunks(self.policy.model, self.boxes, replica=self.context.rank > 0)
 
     def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
         match kind:
