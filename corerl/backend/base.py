@@ -451,10 +451,9 @@ class Backend(BackendBase, ABC):
             )
         self.adam_step = int(extra["adam_step"])
         for key in SAVED:
-            chunks, keys = self.local_state(key), (key.value,)
-            if key is StateKey.MASTER:
-                chunks, keys = [*chunks, *self.buffers()], WEIGHTS
-            source = CheckpointSource(directory, *keys)
+            master = key is StateKey.MASTER
+            chunks = [*self.local_state(key), *(self.buffers() if master else ())]
+            source = CheckpointSource(directory, *(WEIGHTS if master else [key.value]))
             fill(chunks, source, what=f"checkpoint {directory}")
             source.verify(rank=self.layout.rank, world_size=own)
         self.after_load(set(SAVED), self.adam_step)

@@ -154,11 +154,12 @@ class TransformersEngine(Engine):
 
     def weight_sums(self, dtype: str) -> dict[str, int] | None:
         own = {name: view.dtype for name, view in self._views.items()}
-        if self._sent == own:
+        sent = self._sent or dict.fromkeys(own, getattr(torch, dtype))
+        if sent == own:
             return bit_sums(self._views)
-        if any(torch.promote_types(own[name], sent) != own[name] for name, sent in self._sent.items()):
+        if any(torch.promote_types(own[name], each) != own[name] for name, each in sent.items()):
             return None  # loading rounded what was sent
-        return {name: bit_sums({name: self._views[name].to(sent)})[name] for name, sent in self._sent.items()}
+        return {name: bit_sums({name: self._views[name].to(each)})[name] for name, each in sent.items()}
 
     def sleep(self) -> int:
         if self._asleep:

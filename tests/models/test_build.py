@@ -10,7 +10,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.errors import ModelError
-from corerl.models.build import build_on_meta, materialize, move_buffers, recompute_layers
+from corerl.models.build import (
+    build_on_meta,
+    materialize,
+    move_buffers,
+    named_weights,
+    recompute_layers,
+    stored_buffers,
+)
 from corerl.testing.models import KINDS, tiny_config
 
 
@@ -86,17 +93,27 @@ def test_parameters_that_do_not_fit_are_refused() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_a_model_that_keeps_weights_in_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_buffers_are_those_that_transformers_saves_as_precise_as_it_keeps_them() -> None:
+    config = tiny_config("glm4-moe")
+    model = build_on_meta(config, dtype=torch.bfloat16, attention="sdpa")
+    saved = AutoModelForCausalLM.from_config(config).state_dict().keys() - dict(model.named_parameters()).keys()
+    stored = stored_buffers(model)
+    assert stored.keys() == saved == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert {buffer.dtype for buffer in stored.values()} == {torch.float32}
+    assert list(named_weights(model)) == [*dict(model.named_parameters()), *stored]
+
+
+def test_a_model_that_stores_whole_numbers_in_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import Qwen3ForCausalLM
 
     built = Qwen3ForCausalLM.__init__
 
     def with_buffer(self: Qwen3ForCausalLM, config: object) -> None:
         built(self, config)
-        self.register_buffer("correction", torch.zeros(3))
+        self.register_buffer("table", torch.zeros(3, dtype=torch.int64))
 
     monkeypatch.setattr(Qwen3ForCausalLM, "__init__", with_buffer)
-    with pytest.raises(ModelError, match="stores weights in buffers \\(correction"):
+    with pytest.raises(ModelError, match="stores torch.int64 values in the buffer 'table'"):
         build_on_meta(tiny_config("qwen3"), dtype=torch.float32, attention="sdpa")
 
 

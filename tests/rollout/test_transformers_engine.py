@@ -14,6 +14,8 @@ from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.partial import continued, joined
 from corerl.rollout.transformers_engine import TransformersEngine, keep_top_p
+from corerl.weights.manifest import build_manifest
+from corerl.weights.quantize import quantize, quantized
 from tests.rollout.models import (
     MOE,
     TIED,
@@ -323,6 +325,21 @@ def test_it_tells_the_sums_of_what_was_sent_though_experts_are_fused_and_it_hold
     assert len({*wanted.values()}) > len(wanted) / 2  # norms begin as ones, and are alike
     next(iter(served._views.values())).view(-1)[0] += 1.0
     assert served.weight_sums(dtype) != wanted
+
+
+def test_it_tells_the_sums_of_tensors_that_came_each_in_its_own_dtype(tmp_path: Path) -> None:
+    sent = {name: tensor.bfloat16() for name, tensor in hf_tensors(random_model(TIED, seed=1), tmp_path / "hf").items()}
+    manifest = build_manifest([(name, tuple(tensor.shape)) for name, tensor in sent.items()], dtype="bfloat16")
+    own = quantized(manifest, None, precise={"model.norm.weight": "float32"})
+    (bucket,), (as_sent,) = manifest.buckets, own.buckets
+    exact = torch.rand(sent["model.norm.weight"].shape)
+    flat, out = torch.cat([tensor.flatten() for tensor in sent.values()]), torch.empty(as_sent.numel, dtype=torch.uint8)
+    quantize(bucket, flat, as_sent, out, {"model.norm.weight": exact})
+    served = engine(TIED)
+    served._load(as_sent, out)
+    wanted = {name: int(tensor.view(torch.int16).long().sum()) for name, tensor in sent.items()}
+    wanted["model.norm.weight"] = int(exact.view(torch.int32).long().sum())
+    assert served.weight_sums(own.dtype) == wanted
 
 
 def test_an_engine_that_holds_less_than_was_sent_cannot_tell_its_sums() -> None:

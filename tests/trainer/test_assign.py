@@ -282,3 +282,10 @@ def test_a_role_is_told_whether_it_will_sleep_and_what_it_may_hold_then() -> Non
 def test_a_critic_on_devices_of_its_own_takes_turns_with_nobody() -> None:
     assert offloaded(with_critic(devices="shared"), "cuda") == ("actor", "critic")
     assert offloaded(with_critic(devices="own"), "cuda") == ("actor",)
+
+
+def test_a_model_with_weights_in_buffers_is_asked_of_the_backend_by_the_name_of_one() -> None:
+    found = needed("actor", config_for(), CPU, buffer="model.layers.1.mlp.gate.e_score_correction_bias")
+    assert (
+        found[Capability.BUFFERS] == "a model with weights in buffers (model.layers.1.mlp.gate.e_score_correction_bias)"
+    )

@@ -168,3 +168,22 @@ def test_equal_weights_make_equal_bytes_whatever_lay_there_before() -> None:
     for out in (first, second):
         quantize(bucket, flat, as_sent, out)
     assert torch.equal(first, second)
+
+
+def test_what_must_not_be_rounded_keeps_its_dtype_with_and_without_quantized_matrices() -> None:
+    name = "model.layers.0.norm.weight"
+    exact = torch.linspace(1, 2, 130)
+    assert not torch.equal(exact, exact.bfloat16().float())
+    for left_out in (None, ()):
+        sent = quantized(MANIFEST, left_out, precise={name: "float32"})
+        dtypes = {entry.name: entry.dtype for bucket in sent.buckets for entry in bucket.entries}
+        assert dtypes[name] == "float32" and dtypes["lm_head.weight"] == "bfloat16"
+        assert ("float8_e4m3fn" in dtypes.values()) is (left_out is not None)
+        (number,) = (bucket.index for bucket in MANIFEST.buckets if name in {entry.name for entry in bucket.entries})
+        bucket, as_sent = MANIFEST.buckets[number], sent.buckets[number]
+        flat = torch.cat([WEIGHTS[entry.name].reshape(-1) for entry in bucket.entries])
+        out = torch.empty(as_sent.numel, dtype=torch.uint8)
+        quantize(bucket, flat, as_sent, out, {name: exact})
+        views = as_sent.views(out)
+        assert torch.equal(views[name], exact)
+        assert torch.equal(views["model.embed_tokens.weight"], WEIGHTS["model.embed_tokens.weight"])
