@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         print(annotate(toml, resolved) if args.help_texts else toml, end="")
         return 0
 
-    from corerl.driver.prepare import prepare
+    from corerl.driver.prepare import prepare, told_layouts
     from corerl.messages import printable
     from corerl.plugin.options import notes
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"corerl: note: {printable(note)}", file=sys.stderr)
     prepared = prepare(config, starting=False)
     refused = prepared.chats.finish() if config.run.samples else ""
-    for note in filter(None, (*prepared.unused, prepared.too_long, refused)):
+    for note in filter(None, (*prepared.unused, *told_layouts(prepared), prepared.too_long, refused)):
         print(f"corerl: note: {printable(note)}", file=sys.stderr)
     print(f"{args.file}: ok")
     return 0

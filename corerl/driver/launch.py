@@ -17,7 +17,7 @@ from corerl.config.load import recorded, to_plain
 from corerl.config.schema import Config
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.environment import environment_of
-from corerl.driver.prepare import Prepared, prepare, title
+from corerl.driver.prepare import Prepared, prepare, title, told_layouts
 from corerl.driver.processes import ENGINES
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency, residency_plan
@@ -301,6 +301,8 @@ def _notices(prepared: Prepared) -> Iterator[str]:
     if prepared.too_long:
         yield prepared.too_long
     yield from prepared.unused
+    if config.run.trains:
+        yield from told_layouts(prepared)
 
 
 def missing_answers(prepared: Prepared, looked_at: int = 100) -> list[str]:

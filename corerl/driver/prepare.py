@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, frozen
@@ -37,6 +37,9 @@ from corerl.rollout.sources import Scored
 from corerl.trainer.assign import ACTOR, loss_of, offloaded
 from corerl.weights.transports import AUTO, transport_named
 
+if TYPE_CHECKING:
+    from corerl.models.layout import Layout
+
 
 @frozen(kw_only=True)
 class Prepared:
@@ -54,6 +57,7 @@ class Prepared:
     context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
     too_long: str  # notice about prompts that are left out because they do not fit; empty if all fit
     unused: tuple[str, ...]  # notices about tensors in the models' files that the models lack
+    layouts: Mapping[str, Layout]  # role -> the way through its model
     reward: Reward
     params: SamplingParams
     function: EpisodeFunction | None  # plays the samples; None if a sample is one response
@@ -87,6 +91,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         problems.add(line)
     models, tokenizer = _models(config, problems)
     built = _built(config, models, problems)
+    layouts = _layouts(config, built, problems)
     prompts, chats, reward, params = _sampled(config, tokenizer, problems, starting=starting)
     function, postprocess = _functions(config.rollout, problems)
     if config.rollout.saved and config.run.mode == "train-only":
@@ -118,7 +123,9 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
     plan: ProcessPlan | None = None
     if problems.none_in("plugins", "cluster.device"):
         fits = resume if problems.none_in("checkpoint") else None
-        plan = plan_processes(config, problems, device=device, models=models, run_dir=run_dir, resume=fits)
+        plan = plan_processes(
+            config, problems, device=device, models=models, layouts=layouts, run_dir=run_dir, resume=fits
+        )
     problems.raise_all()
     if chats is not None and config.run.samples:
         chats.begin()
@@ -139,6 +146,7 @@ def prepare(config: Config, *, starting: bool = True) -> Prepared:
         context_length=context,
         too_long=too_long,
         unused=unused,
+        layouts=layouts,
         reward=reward,
         params=params,
         function=function,
@@ -299,6 +307,29 @@ def _built(config: Config, models: Mapping[str, PreTrainedConfig], problems: Pro
     return found
 
 
+def _layouts(config: Config, built: Mapping[str, PreTrainedModel], problems: Problems) -> dict[str, Layout]:
+    """The ways through the roles' models."""
+    from corerl.models.layout import choose_layout  # slow to import: takes seconds
+
+    found: dict[str, Layout] = {}
+    for role, model in built.items():
+        asked, table = config.train_of(role).layout, config.train_table_of(role)
+        with problems.stage(f"{table}.layout", path=f"{table}.layout"):
+            found[role] = choose_layout(model, asked)
+    return found
+
+
+def told_layouts(prepared: Prepared) -> list[str]:
+    """One line for each reason why a role's model is not packed, though packing would be faster."""
+    return list(
+        dict.fromkeys(
+            f"{prepared.config.train_table_of(role)}.layout: whole, on padded rows, because {layout.why}"
+            for role, layout in prepared.layouts.items()
+            if layout.why
+        )
+    )
+
+
 def _require_positions(config: Config, built: Mapping[str, PreTrainedModel], problems: Problems) -> None:
     """Check that each model has a position for every token of a sample."""
     from corerl.models.positions import position_rows  # slow to import: takes seconds
@@ -423,6 +454,7 @@ def title(prepared: Prepared) -> str:
     ranks = [
         f"{len(plan.assignments)} {plan.backend.name} rank{'s' * (len(plan.assignments) != 1)}"
         + (f" for the {role}" if role != ACTOR else "")
+        + (" (whole)" if config.run.trains and prepared.layouts[role].name == "whole" else "")
         for role, plan in prepared.plan.roles.items()
     ]
     if config.run.samples:
