@@ -235,11 +235,14 @@ class ParallelLayout:
     outputs: bool = True  # this rank returns metrics and per-token outputs
     sequence_multiple: int = 1  # every sequence is padded to a multiple of this (2 x cp; tp with sequence parallel)
     micro_batch_multiple: int = 1  # the number of micro-batches is a multiple of this (interleaved pipelines)
+    # Sequences are padded to the longest of their micro-batch, so that they should have similar lengths; the padding
+    # counts as tokens of the micro-batch.
+    rectangular: bool = False
 
     @classmethod
-    def data_parallel(cls, *, rank: int, world_size: int) -> ParallelLayout:
+    def data_parallel(cls, *, rank: int, world_size: int, rectangular: bool = False) -> ParallelLayout:
         """The layout of plain data parallelism: every rank gets its own samples."""
-        return cls(rank=rank, world_size=world_size, dp_rank=rank, dp_size=world_size)
+        return cls(rank=rank, world_size=world_size, dp_rank=rank, dp_size=world_size, rectangular=rectangular)
 
 
 @frozen(kw_only=True)

@@ -16,6 +16,7 @@ from attrs import Attribute, field, frozen
 from corerl.messages import short_repr
 
 Device = Literal["auto", "cpu", "cuda"]
+LayoutName = Literal["auto", "packed", "whole"]
 Precision = Literal["float32", "bfloat16", "float16"]
 MOST = 16_384  # processes of one kind: more are a slip of the hand, and planning them would take hours
 
@@ -223,7 +224,13 @@ class TrainConfig:
     mini_batches: int = option("optimizer steps per pass over a rollout batch", default=1, validator=at_least(1))
     epochs: int = option("passes over each rollout batch", default=1, validator=at_least(1))
     tokens_per_micro_batch: int = option(
-        "packed tokens per forward pass of one dp rank", default=16384, validator=at_least(1)
+        "tokens per forward pass of one dp rank, padding included", default=16384, validator=at_least(1)
+    )
+    layout: LayoutName = option(
+        "how sequences pass through the model; packed: one after the other without padding, through CoreRL's attention "
+        "and head; whole: in padded rows, through transformers' own code, slower but for any causal model; auto: "
+        "packed if the model allows it",
+        default="auto",
     )
     precision: Precision = option(
         "precision of the forward and backward passes; weights and moments stay in float32. float16 uses a dynamic "

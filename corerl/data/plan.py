@@ -36,7 +36,7 @@ def plan_steps(
 ) -> list[StepPlan]:
     """The optimizer steps of one rollout batch, in order: `mini_batches` steps in each of `epochs`, or one per group if
     there are fewer groups, as after a postprocess that drops samples. `layout` is any rank's: it gives the number of
-    dp ranks and the multiples for sequences and micro-batches.
+    dp ranks, the multiples for sequences and micro-batches, and whether micro-batches are rectangular.
 
     In every epoch each sample belongs to exactly one step, and all samples of a group (`rows["group"]`) to the same
     step. The order in each epoch follows from `seed` alone; give each rollout step another seed.
@@ -106,9 +106,9 @@ def _share(
     chosen: IntArray, sizes: IntArray, layout: ParallelLayout, *, budget: int
 ) -> tuple[tuple[tuple[IntArray, ...], ...], tuple[tuple[bool, ...], ...]]:
     """Split `chosen` samples of `sizes` tokens among dp ranks, pack each share, and equalize counts with fillers."""
+    bins = _similar_lengths if layout.rectangular else _first_fit_decreasing
     packed = [
-        [chosen[share[members]] for members in _first_fit_decreasing(sizes[share], budget)]
-        for share in _balance(sizes, layout.dp_size)
+        [chosen[share[members]] for members in bins(sizes[share], budget)] for share in _balance(sizes, layout.dp_size)
     ]
     most = max(len(micro_batches) for micro_batches in packed)
     count = -(-most // layout.micro_batch_multiple) * layout.micro_batch_multiple
@@ -132,6 +132,21 @@ def _balance(sizes: IntArray, dp_size: int) -> list[IntArray]:
         shares[dp_rank].append(sample)
         heapq.heapreplace(loads, (load + size, dp_rank))
     return [np.array(share, dtype=np.int64) for share in shares]
+
+
+def _similar_lengths(sizes: IntArray, budget: int) -> list[IntArray]:
+    """Members of each bin, in which samples x the longest one are at most `budget`; a sample above it gets its own bin.
+
+    Largest first, each bin takes as many as it may. No partition has fewer bins: exchanging members so that each bin
+    holds neighbours in this order never makes a bin's longest longer, and of those partitions the greedy one is least.
+    """
+    order = np.argsort(-sizes, kind="stable")
+    bins, first = [], 0
+    while first < len(order):
+        rows = max(budget // max(int(sizes[order[first]]), 1), 1)
+        bins.append(order[first : first + rows])
+        first += rows
+    return bins
 
 
 def _first_fit_decreasing(sizes: IntArray, budget: int) -> list[IntArray]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -25,6 +25,9 @@ from corerl.rollout.rewards import Reward
 from corerl.rollout.sampler import sampling_params
 from corerl.rollout.sources import Scored
 from corerl.trainer.assign import ACTOR
+
+if TYPE_CHECKING:
+    from corerl.models.layout import Layout
 
 
 def load_models(
@@ -146,6 +149,18 @@ def built_models(
             if not config.cluster.address:  # whose machines are not known yet
                 weights.require_memory(model, there=weights.memory_here())
             found[role] = model
+    return found
+
+
+def choose_layouts(config: Config, built: Mapping[str, PreTrainedModel], problems: Problems) -> dict[str, Layout]:
+    """The ways through the roles' models."""
+    from corerl.models.layout import choose_layout  # slow to import: takes seconds
+
+    found: dict[str, Layout] = {}
+    for role, model in built.items():
+        asked, table = config.train_of(role).layout, config.train_table_of(role)
+        with problems.stage(f"{table}.layout", path=f"{table}.layout"):
+            found[role] = choose_layout(model, asked)
     return found
 
 

@@ -18,7 +18,7 @@ from corerl.config.load import recorded, to_plain
 from corerl.config.schema import Config
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.environment import environment_of
-from corerl.driver.prepare import Prepared, prepare, title
+from corerl.driver.prepare import Prepared, prepare, title, told_layouts
 from corerl.driver.processes import ENGINES
 from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
 from corerl.driver.residency import Residency, residency_plan
@@ -336,6 +336,8 @@ def _notices(prepared: Prepared) -> Iterator[str]:
     if prepared.check is not None:
         yield from prepared.check.notices or ()  # of one that goes on, when it has ended
     yield from prepared.unused
+    if config.run.trains:
+        yield from told_layouts(prepared)
 
 
 def missing_answers(prepared: Prepared, looked_at: int = 100) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, frozen
@@ -19,6 +19,7 @@ from corerl.data.prompts import PromptSource, PromptStream
 from corerl.driver.inputs import (
     built_models,
     check_weights,
+    choose_layouts,
     load_functions,
     load_models,
     load_sampled,
@@ -43,6 +44,9 @@ from corerl.rollout.sources import Scored
 from corerl.trainer.assign import ACTOR, loss_of, offloaded
 from corerl.weights.transports import AUTO, transport_named
 
+if TYPE_CHECKING:
+    from corerl.models.layout import Layout
+
 
 @frozen(kw_only=True)
 class Prepared:
@@ -60,6 +64,7 @@ class Prepared:
     context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
     unused: tuple[str, ...]  # notices about tensors in the models' files that the models lack
     lost: tuple[str, ...]  # notices about checkpoints that are newer than `resume`, but damaged
+    layouts: Mapping[str, Layout]  # role -> the way through its model
     reward: Reward
     params: SamplingParams
     function: EpisodeFunction | None  # plays the samples; None if a sample is one response
@@ -94,6 +99,7 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
         problems.add(line)
     models, tokenizer = load_models(config, problems)
     built = built_models(config, models, problems)
+    layouts = choose_layouts(config, built, problems)
     prompts, reward, params = load_sampled(config, tokenizer, problems)
     function, postprocess = load_functions(config.rollout, problems)
     if config.rollout.saved and config.run.mode == "train-only":
@@ -123,7 +129,16 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
     plan: ProcessPlan | None = None
     if problems.none_in("plugins", "cluster.device"):
         fits = resume if problems.none_in("checkpoint") else None
-        plan = plan_processes(config, problems, device=device, models=models, built=built, run_dir=run_dir, resume=fits)
+        plan = plan_processes(
+            config,
+            problems,
+            device=device,
+            models=models,
+            built=built,
+            layouts=layouts,
+            run_dir=run_dir,
+            resume=fits,
+        )
     problems.raise_all()
 
     # No problems, so nothing is missing.
@@ -142,6 +157,7 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
         context_length=context,
         unused=unused,
         lost=tuple(lost_checkpoints(config, run_dir, damaged)),
+        layouts=layouts,
         reward=reward,
         params=params,
         function=function,
@@ -179,6 +195,17 @@ def _beginning(
             with problems.stage("run.steps"):
                 require_steps_left(config, run_dir, resume, done=int(state["rollout_step"]))
     return resume, state
+
+
+def told_layouts(prepared: Prepared) -> list[str]:
+    """One line for each reason why a role's model is not packed, though packing would be faster."""
+    return list(
+        dict.fromkeys(
+            f"{prepared.config.train_table_of(role)}.layout: whole, on padded rows, because {layout.why}"
+            for role, layout in prepared.layouts.items()
+            if layout.why
+        )
+    )
 
 
 def _taking_turns(config: Config, device: str) -> Iterator[str]:
@@ -269,6 +296,7 @@ def title(prepared: Prepared) -> str:
     ranks = [
         f"{len(plan.assignments)} {plan.backend.name} rank{'s' * (len(plan.assignments) != 1)}"
         + (f" for the {role}" if role != ACTOR else "")
+        + (" (whole)" if config.run.trains and prepared.layouts[role].name == "whole" else "")
         for role, plan in prepared.plan.roles.items()
     ]
     if config.run.samples:

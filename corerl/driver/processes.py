@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -19,6 +20,9 @@ from corerl.plugin.capabilities import Capability
 from corerl.plugin.options import backend_name, check_spec
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.trainer.assign import ACTOR, RolePlan, cluster_of, plan_role
+
+if TYPE_CHECKING:
+    from corerl.models.layout import Layout
 
 ENGINES = "engines"  # name of the group of engine processes, next to the roles' names
 
@@ -42,11 +46,12 @@ def plan_processes(
     device: str,
     models: Mapping[str, PreTrainedConfig],
     built: Mapping[str, PreTrainedModel],
+    layouts: Mapping[str, Layout],
     run_dir: Path,
     resume: Path | None,
 ) -> ProcessPlan | None:
     """Plan the processes of a config with resolved plugins; `models` holds the valid roles' model configs, `built` the
-    models on meta. None if there is any problem, new or found before."""
+    models on meta, `layouts` the ways through them. None if there is any problem, new or found before."""
     from corerl.models.build import stored_buffers  # slow to import: takes seconds
 
     fields = {role: hf.to_dict() for role, hf in models.items()}
@@ -81,6 +86,7 @@ def plan_processes(
                 run_dir=str(run_dir),
                 resume=str(resume / role) if resume else "",
                 model=fields.get(role),
+                layout=layouts[role].name if role in layouts else None,
             )
             if line := uneven(role, config, data_parallel=plans[role].data_parallel):
                 problems.add(line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -49,7 +49,7 @@ def build_on_meta(
     config.use_cache = False  # with a cache transformers silently takes packed rows for one sequence
     _silence(config)
     if attention == PACKED:
-        require_interface(config)
+        require_interface(architecture_of(config))
         register_packed_attention()
     # The hook moves each parameter to meta as it is registered, before its storage is ever written to.
     handle = register_module_parameter_registration_hook(partial(_to_meta, kept=2 if vectors else 0))
@@ -77,6 +77,11 @@ def build_on_meta(
         if any(pattern.search(name) for pattern in precise):
             buffer.data = buffer.data.float()
     return model
+
+
+def architecture_of(config: PreTrainedConfig) -> Any:
+    """The class of the model that `build_on_meta` builds."""
+    return AutoModelForCausalLM._model_mapping[type(config)]
 
 
 def stored_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -152,15 +157,17 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
             module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder's layers. Raises ModelError if they are under an unknown attribute name."""
+def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
+    """The decoder's layers: its ModuleList of that name, or else the one with the most parameters. Raises ModelError if
+    there is none."""
     decoder = model.get_decoder()
     for name in ("layers", "h"):  # GPT-2 and similar models use the second
         if isinstance(layers := getattr(decoder, name, None), nn.ModuleList):
-            return layers
-    raise ModelError(
-        f"cannot find the layers of {type(decoder).__name__}: CoreRL looks for a ModuleList named 'layers' or 'h'"
-    )
+            return list(layers)
+    lists: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ModelError(f"cannot find the layers of {type(decoder).__name__}: it has no ModuleList")
+    return list(max(lists, key=lambda each: sum(param.numel() for param in each.parameters())).children())
 
 
 def recompute_layers(model: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""Check that a transformers model can use CoreRL's own forward pass, and say why if it cannot.
+"""Check that sequences can be packed for a transformers model, and say why if they cannot.
 
 That pass packs sequences, which attention must keep apart, calls the decoder, and multiplies its hidden states by the
 head's weight. Anything else that a model does would be silently left out.
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from corerl.errors import ModelError
@@ -27,21 +27,24 @@ SCALINGS = (
     "output_multiplier_scale",
 )
 
+JITTER = (
+    "uses router_jitter_noise, which CoreRL sets to 0, also to mask experts, so its log-probs would differ from an "
+    "engine's"
+)
 # Model types that nothing in their config gives away -> what they do.
 OTHERS = {
-    "phimoe": "uses router_jitter_noise, which CoreRL sets to 0, also to mask experts, so its log-probs would differ "
-    "from an engine's; use another model",
+    "doge": "makes an attention mask of its own, which packed attention does not support",
+    "phimoe": JITTER,
 }
 
 
-def require_interface(config: PreTrainedConfig) -> None:
+def require_interface(architecture: type[PreTrainedModel]) -> None:
     """Raise ModelError if the model does not use transformers' attention interface: registered attention would not be
     called, or would not get the sequence bounds."""
-    architecture: Any = AutoModelForCausalLM._model_mapping[type(config)]
     if not getattr(architecture, "_supports_attention_backend", False):
         raise ModelError(
             f"{architecture.__name__} computes attention with its own code, which treats packed sequences as one; "
-            "CoreRL requires models that use transformers' attention interface"
+            "packing requires transformers' attention interface"
         )
 
 
@@ -53,18 +56,18 @@ def require_packable(model: PreTrainedModel) -> None:
     for scaling in SCALINGS:
         value = getattr(config, scaling, None)
         if value is not None and value != 1.0:
-            raise ModelError(f"{name} changes its logits with {scaling}={value}, which CoreRL does not support")
+            raise ModelError(f"{name} changes its logits with {scaling}={value}, which packed sequences leave out")
     layer_types = getattr(config, "layer_types", None)
     if kinds := set(layer_types or ()) - {"full_attention"}:
-        raise ModelError(f"{name} has layers with {', '.join(sorted(kinds))}; CoreRL supports only full attention")
+        raise ModelError(f"{name} has layers with {', '.join(sorted(kinds))}; packing requires full attention")
     window = getattr(config, "sliding_window", None)
     if window is not None and not layer_types:
-        raise ModelError(f"{name} has sliding_window={window} in all layers; CoreRL supports only full attention")
+        raise ModelError(f"{name} has sliding_window={window} in all layers; packing requires full attention")
     head = model.get_output_embeddings()
     path = next((path for path, module in model.named_modules() if module is head), "")
     if head is not None and "." in path:
         raise ModelError(
-            f"{name} has its head at {path!r}, inside layers that CoreRL would skip; CoreRL requires models whose "
+            f"{name} has its head at {path!r}, inside layers that packing would skip; it requires models whose "
             "logits are the hidden states times the head's weight"
         )
     _require_bare_head(model)
@@ -90,7 +93,7 @@ def _require_bare_head(model: PreTrainedModel) -> None:
     if not found:
         raise ModelError(
             f"{name} returns {type(decoder).__name__} as its decoder, which does not turn tokens into hidden states; "
-            "CoreRL requires models whose logits are the hidden states times the head's weight"
+            "packing requires models whose logits are the hidden states times the head's weight"
         )
     if head is None:
         return
@@ -116,8 +119,8 @@ def _require_bare_head(model: PreTrainedModel) -> None:
     # Models slice hidden states before the head, by default to all of them, which makes a view.
     if given and not (given[0].shape == hidden.shape and (given[0] is hidden or given[0]._base is hidden)):
         raise ModelError(
-            f"{name} changes the decoder's hidden states before its head, which CoreRL would skip; CoreRL "
-            "requires models whose logits are the hidden states times the head's weight"
+            f"{name} changes the decoder's hidden states before its head, which packing would skip; it requires "
+            "models whose logits are the hidden states times the head's weight"
         )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from corerl.errors import ModelError
@@ -18,34 +20,45 @@ from corerl.ops.logprobs import token_logprobs
 from corerl.types import Output
 
 
-class CausalPolicy(nn.Module):
-    """Wraps a model from `build_on_meta(..., attention=PACKED)` as attribute `model`; a critic if it has a value head,
-    else a policy.
+class Policy(nn.Module, ABC):
+    """Wraps a transformers model as attribute `model`; a critic if it has a value head, else a policy.
 
-    The head's weight is read but the head is never called, so whatever shards the weights must gather it for this
-    module's own forward. `routers` sets and reads the experts. Raises ModelError if the model does something that this
-    forward would leave out.
+    `routers` sets and reads the experts. What lies after the decoder is read but never called as a module, so whatever
+    shards the weights must gather `head_parameters` for this module's own forward.
     """
+
+    rectangular = False  # whether micro-batches are padded, see `ParallelLayout.rectangular`
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        require_packable(model)
-        if (attention := model.config._attn_implementation) != PACKED:
-            raise ModelError(f"{type(model).__name__} was built with {attention!r} attention, expected {PACKED!r}")
         self.model = model
         self.routers = Routers(model)
         self._longest = longest_sequence(model.config)
 
+    @abstractmethod
+    def before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
+        """Hidden states [T - S, H] of the tokens before each token but the first of its sequence."""
+
+    @abstractmethod
+    def score(
+        self, before: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs [N] of `targets` [N] after hidden states [N, H], and the entropy [N] or None; both float32."""
+
     @property
-    def head(self) -> nn.Linear:
-        """The module that turns hidden states [T, hidden] into logits or values."""
-        value_head: nn.Linear | None = getattr(self.model, VALUE_HEAD, None)
-        return self.model.get_output_embeddings() if value_head is None else value_head
+    @abstractmethod
+    def head_parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters that the forward reads outside of the decoder."""
+
+    @property
+    def value_head(self) -> nn.Linear | None:
+        """The module that turns hidden states [T, hidden] into values, if this is a critic."""
+        return getattr(self.model, VALUE_HEAD, None)
 
     @property
     def gives(self) -> frozenset[Output]:
         """The outputs that `forward` can compute."""
-        if hasattr(self.model, VALUE_HEAD):
+        if self.value_head is not None:
             return frozenset({Output.VALUES})
         return frozenset({Output.LOGPROBS, Output.ENTROPY})
 
@@ -73,25 +86,15 @@ class CausalPolicy(nn.Module):
                 f"one has more than {self._longest} tokens, and one has {packing.longest}; use shorter prompts or a "
                 "smaller rollout.max_tokens"
             )
-        trunk = self.model.get_decoder()
-        hidden = trunk(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            attention_mask=None,
-            use_cache=False,
-            packing=packing,
-        ).last_hidden_state[0]
         rows = packing.continuations
-        before = hidden.index_select(0, rows - 1)  # a token is predicted, and valued, at the token before it
+        before = self.before(tokens, packing, positions)
         results: dict[Output, Tensor | None] = {}
-        if Output.VALUES in outputs:
-            results[Output.VALUES] = torch.nn.functional.linear(before.float(), self.head.weight.float())[:, 0]
-        if Output.LOGPROBS in outputs or Output.ENTROPY in outputs:
-            results[Output.LOGPROBS], results[Output.ENTROPY] = token_logprobs(
+        if self.value_head is not None:
+            results[Output.VALUES] = linear(before.float(), self.value_head.weight.float())[:, 0]
+        elif outputs:
+            results[Output.LOGPROBS], results[Output.ENTROPY] = self.score(
                 before,
-                self.head.weight,
                 tokens.index_select(0, rows),
-                bias=getattr(self.head, "bias", None),
                 temperature=temperature,
                 with_entropy=Output.ENTROPY in outputs,
             )
@@ -100,3 +103,46 @@ class CausalPolicy(nn.Module):
             for output, values in results.items()
             if output in outputs and values is not None
         }
+
+
+class CausalPolicy(Policy):
+    """A policy that passes packed sequences through the decoder of a model from `build_on_meta(..., attention=PACKED)`
+    and multiplies by the head's weight. Raises ModelError if the model does something that this would leave out."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        require_packable(model)
+        if (attention := model.config._attn_implementation) != PACKED:
+            raise ModelError(f"{type(model).__name__} was built with {attention!r} attention, expected {PACKED!r}")
+        super().__init__(model)
+
+    @property
+    def head(self) -> nn.Linear:
+        """The module that turns hidden states [T, hidden] into logits or values."""
+        return self.model.get_output_embeddings() if self.value_head is None else self.value_head
+
+    @property
+    def head_parameters(self) -> Sequence[nn.Parameter]:
+        return list(self.head.parameters(recurse=False))
+
+    def before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
+        trunk = self.model.get_decoder()
+        hidden: Tensor = trunk(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            attention_mask=None,
+            use_cache=False,
+            packing=packing,
+        ).last_hidden_state[0]
+        return hidden.index_select(0, packing.continuations - 1)
+
+    def score(
+        self, before: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return token_logprobs(
+            before,
+            self.head.weight,
+            targets,
+            bias=getattr(self.head, "bias", None),
+            temperature=temperature,
+            with_entropy=with_entropy,
+        )

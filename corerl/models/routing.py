@@ -43,6 +43,7 @@ class Routers:
         self._listening = False
         self._told: Tensor | None = None
         self._chosen: list[Tensor] | None = None  # the experts of each layer, if they are to be kept
+        self._cells: tuple[Tensor | None, Tensor | None] = (None, None)
         for layer, module in enumerate(modules):
             module.forward = self._asking(layer, module.forward)
 
@@ -58,6 +59,11 @@ class Routers:
         finally:
             self._told, self._chosen, self._listening = None, None, False
 
+    def laid_out(self, gather: Tensor | None, scatter: Tensor | None) -> None:
+        """From now on the model sees T tokens as cells: `gather` has the token of each cell, `scatter` [T] the cell of
+        each token. None for both if cells are tokens."""
+        self._cells = gather, scatter
+
     @property
     def chosen(self) -> Tensor:
         """[T, layers, k] int16 experts of each token in the block's pass."""
@@ -72,13 +78,16 @@ class Routers:
     def _asking(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         @torch.compiler.disable  # else it would be compiled for every layer
         def heard(*args: Any, **kwargs: Any) -> Any:
+            gather, scatter = self._cells
             told = None if self._told is None else self._told[:, layer].long()
+            if told is not None and gather is not None:
+                told = told[gather]
             with _Topk(told, of=self.experts) as asked:
                 output = forward(*args, **kwargs)
             if told is not None and not (asked.steps == 1 and asked.replaced):
                 raise ModelError(f"{self._name} does not choose its experts with a single top-k; {REPLAYS}")
             if self._chosen is not None and asked.steps == 1:
-                self._chosen.append(asked.chosen)
+                self._chosen.append(asked.chosen if scatter is None else asked.chosen[scatter])
             return output
 
         def ask(*args: Any, **kwargs: Any) -> Any:

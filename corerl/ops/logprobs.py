@@ -1,4 +1,4 @@
-"""Log-probs and entropy of target tokens from hidden states, without ever holding all logits at once."""
+"""Log-probs and entropy of target tokens from logits, or from hidden states without ever holding all logits at once."""
 
 from __future__ import annotations
 
@@ -56,6 +56,19 @@ def token_logprobs(
     chunk = chunk_tokens if chunk_tokens is not None else chunk_of(hidden, len(weight))
     shard = _shard(weight.shape[0], group, vocab_size)
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, with_entropy, chunk, shard)
+    return logprobs, entropy if with_entropy else None
+
+
+def logprobs_of_logits(
+    logits: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [C] of `targets` [C] under softmax(logits / temperature) for logits [C, V], and its entropy [C], which
+    is None unless requested; both float32 (float64 for float64 logits).
+
+    As `token_logprobs`, for logits that something else than a single matrix makes. Keeps the logits for the backward
+    pass: call it with as many tokens as there is memory for, and recompute.
+    """
+    logprobs, entropy = _LogitLogprobs.apply(logits, targets, temperature, with_entropy)
     return logprobs, entropy if with_entropy else None
 
 
@@ -125,23 +138,18 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         exact, shard, temperature = normalizer.dtype, ctx.shard, ctx.temperature
-        if d_logprobs is None:
-            d_logprobs = torch.zeros_like(normalizer)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros_like(weight, dtype=exact) if need_weight else None
         d_bias = torch.zeros_like(bias, dtype=exact) if need_bias else None
         here, mine = _mine(targets, shard, len(weight))
-        falls, rises, slope = -d_logprobs / temperature, d_logprobs * mine / temperature, None
-        if d_entropy is not None:
-            slope = -d_entropy / temperature
-            falls = falls + slope * entropy
+        slopes = _slopes(d_logprobs, d_entropy, entropy, mine, temperature)
         for part in _chunks(len(hidden), ctx.chunk):
             d_z = gradient_(
                 linear(hidden[part], weight, bias),
                 here[part],
                 normalizer[part],
-                Slopes(falls[part], rises[part], slope[part] if slope is not None else None),
+                slopes.of(part),
                 temperature=temperature,
                 real=shard.real,
             )
@@ -154,6 +162,50 @@ class _TokenLogprobs(torch.autograd.Function):
         d_weight = d_weight.to(weight.dtype) if d_weight is not None else None
         d_bias = d_bias.to(bias.dtype) if d_bias is not None else None
         return d_hidden, d_weight, d_bias, None, None, None, None, None
+
+
+class _LogitLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        sums = row_sums(logits, targets, temperature=temperature, real=logits.shape[1], with_spread=with_entropy)
+        log_total = sums.total.log()
+        entropy = log_total - sums.spread / sums.total if with_entropy else torch.zeros_like(log_total)
+        ctx.save_for_backward(logits, targets, sums.peak + log_total, entropy)
+        ctx.temperature = temperature
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
+        return (sums.chosen - sums.peak) - log_total, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, targets, normalizer, entropy = ctx.saved_tensors
+        d_z = gradient_(
+            # A kernel overwrites what it gets, and what made these logits may have kept them for its own gradient.
+            logits if kernels_for(logits) is None else logits.clone(),
+            targets,
+            normalizer,
+            _slopes(d_logprobs, d_entropy, entropy, torch.ones_like(targets, dtype=torch.bool), ctx.temperature),
+            temperature=ctx.temperature,
+            real=logits.shape[1],
+        )
+        return d_z, None, None, None
+
+
+def _slopes(
+    d_logprobs: Tensor | None, d_entropy: Tensor | None, entropy: Tensor, mine: Tensor, temperature: float
+) -> Slopes:
+    """The coefficients of the gradient in the logits, from those in log-probs and entropy, each [T]."""
+    if d_logprobs is None:
+        d_logprobs = torch.zeros_like(entropy)
+    falls, slope = -d_logprobs / temperature, None
+    if d_entropy is not None:
+        slope = -d_entropy / temperature
+        falls = falls + slope * entropy
+    return Slopes(falls=falls, rises=d_logprobs * mine / temperature, slope=slope)
 
 
 def _over_ranks(sums: RowSums, mine: Tensor, group: dist.ProcessGroup) -> RowSums:

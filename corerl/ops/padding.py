@@ -1,4 +1,4 @@
-"""Lay out sequences of different lengths as a few padded rectangles, each at least three quarters full."""
+"""Lay out sequences of different lengths as a few padded rectangles, each at least three quarters full, or as one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Rectangles:
         return len(self.gather) == len(self.scatter) and bool((self.gather[:-1] < self.gather[1:]).all())
 
 
-def rectangles(cu_seqlens: IntArray) -> Rectangles:
-    """Group the sequences bounded by cu_seqlens [S + 1] by similar length; empty ones are left out."""
+def rectangles(cu_seqlens: IntArray, *, fill: float = FILL) -> Rectangles:
+    """Group the sequences bounded by cu_seqlens [S + 1] by similar length; empty ones are left out. With a `fill` of 0
+    all are in one rectangle, the longest sequence first."""
     starts, lengths = cu_seqlens[:-1], np.diff(cu_seqlens)
     order = np.argsort(-lengths, kind="stable")
     order = order[lengths[order] > 0]
@@ -35,7 +36,7 @@ def rectangles(cu_seqlens: IntArray) -> Rectangles:
     cells = first = 0
     while first < len(order):
         longest = int(lengths[order[first]])
-        last = int(np.searchsorted(-lengths[order], -FILL * longest, side="right"))
+        last = int(np.searchsorted(-lengths[order], -fill * longest, side="right"))
         rows = order[first:last]
         columns = np.arange(longest)
         tokens = starts[rows, None] + np.minimum(columns, lengths[rows, None] - 1)

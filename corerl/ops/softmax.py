@@ -34,6 +34,10 @@ class Slopes(NamedTuple):
     rises: Tensor
     slope: Tensor | None  # None if the entropy is not part of the loss
 
+    def of(self, part: slice) -> Slopes:
+        """Those of some of the tokens."""
+        return Slopes(self.falls[part], self.rises[part], None if self.slope is None else self.slope[part])
+
 
 def row_sums(logits: Tensor, targets: Tensor, *, temperature: float, real: int, with_spread: bool) -> RowSums:
     """Row sums of `logits` [C, V] / temperature, leaving out the padding columns from `real` on; targets [C] int64.

@@ -25,6 +25,7 @@ class Capability(StrEnum):
     RECOMPUTE = "recompute"  # recomputes activations in the backward pass
     MOE = "moe"  # mixture-of-experts models
     BUFFERS = "buffers"  # models with weights that no gradient trains, such as the biases of some routers
+    WHOLE = "whole"  # passes padded rows through any causal language model of transformers, as its authors wrote it
     ROUTING_REPLAY = "routing-replay"  # reports each token's experts, and trains through the experts it is given
 
 
@@ -62,6 +63,8 @@ def asked_by_role(role: str, train: TrainConfig, *, device: str, ranks: int, val
         asked[PRECISIONS[train.precision]] = f"train.precision = '{train.precision}'"
     if train.recompute != "none":
         asked[Capability.RECOMPUTE] = f"train.recompute = '{train.recompute}'"
+    if train.layout == "whole":
+        asked[Capability.WHOLE] = "train.layout = 'whole'"
     return asked
 
 

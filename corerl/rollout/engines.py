@@ -13,8 +13,8 @@ from corerl.plugin.spec import EngineSpec
 @frozen(kw_only=True)
 class TransformersConfig:
     batch_size: int = option("rows generated at once", default=512, validator=at_least(1))
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = option(
-        "attention implementation of transformers", default="sdpa"
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
+        "attention implementation of transformers; auto: sdpa if the model supports it, else eager", default="auto"
     )
 
 

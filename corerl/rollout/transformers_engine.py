@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from corerl.config.schema import ModelConfig
 from corerl.memory.cache import empty_cache
 from corerl.models.build import build_on_meta, materialize, named_weights
 from corerl.models.config import hf_config
+from corerl.models.layout import choose_layout, own_attention
 from corerl.models.names import hf_boxes
 from corerl.models.routing import routers
 from corerl.ops.noise import gumbel
@@ -52,9 +54,11 @@ class TransformersEngine(Engine):
     def __init__(self, model: ModelConfig, options: TransformersConfig, context: EngineContext) -> None:
         self._options = options
         self._device = torch.device(context.device)
-        self._model = build_on_meta(
-            hf_config(model), dtype=getattr(torch, context.precision), attention=options.attention
-        )
+        hf = hf_config(model)
+        attention = own_attention(hf) if options.attention == "auto" else options.attention
+        self._model = build_on_meta(hf, dtype=getattr(torch, context.precision), attention=attention)
+        # Rows are padded on the left. Attention of other kinds, distances and states may begin with the padding.
+        self._pads = choose_layout(self._model, "auto").name == "packed"
         # Left uninitialized: nothing is served before the first update has overwritten every parameter.
         empty = {
             name: nn.Parameter(torch.empty_like(parameter, device=self._device), requires_grad=False)
@@ -76,13 +80,19 @@ class TransformersEngine(Engine):
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest, told: Told = unheard) -> Generation:
-        size = self._options.batch_size
         done: list[Generation] = []
         with self._serving.generating() as version:
-            for start in range(0, len(request), size):
-                rows = request.rows(start, min(start + size, len(request)))
+            for start, end in pairwise(self._bounds(request)):
+                rows = request.rows(start, end)
                 done.append(_left_out(rows, done[:1]) if self._serving.paused else self._generate(rows, version, told))
         return Generation.concatenate(done)
+
+    def _bounds(self, request: GenerateRequest) -> list[int]:
+        """Where the rows of a request are split into those generated at once: of one length, unless they are padded."""
+        size, lengths = self._options.batch_size, np.diff(request.offsets)
+        others = [] if self._pads else (np.flatnonzero(np.diff(lengths)) + 1).tolist()
+        parts = pairwise([0, *others, len(request)])
+        return [*(at for start, end in parts for at in range(start, end, size)), len(request)]
 
     @torch.inference_mode()
     def _generate(self, request: GenerateRequest, version: int, told: Told) -> Generation:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from corerl.models.build import named_weights
 
@@ -63,16 +63,22 @@ def tiny_config(kind: str) -> PreTrainedConfig:
 
 
 def write_tiny_model(kind: str, directory: str | Path, seed: int = 0) -> Path:
-    """Save float32 weights with transformers, in several shards with an index; returns `directory`.
+    """Save a `drawn_model` of this kind with transformers, in several shards with an index; returns `directory`."""
+    drawn_model(tiny_config(kind), seed).save_pretrained(directory, max_shard_size="200KB")
+    return Path(directory)
 
-    Norms, biases and buffers, initially ones and zeros, get noise, so that mixed-up tensors show.
-    """
+
+def drawn_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A model with the float32 weights that transformers draws, and its slowest attention. Norms, biases and buffers,
+    initially ones and zeros, get noise, so that mixed-up tensors show. Without training noise: it is in evaluation
+    mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
         with torch.no_grad():
             for weight in named_weights(model).values():
                 if weight.dim() == 1:
                     weight.add_(0.1 * torch.randn_like(weight))
-    model.save_pretrained(directory, max_shard_size="200KB")
-    return Path(directory)
+    return model.eval()

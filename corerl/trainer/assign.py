@@ -12,7 +12,7 @@ from corerl.algorithms.registry import loss_spec, value_loss_spec
 from corerl.checkpoint.reader import written_ranks
 from corerl.config.load import to_plain
 from corerl.config.problems import Problems
-from corerl.config.schema import ClusterInfo, Config, RoleConfig
+from corerl.config.schema import ClusterInfo, Config, LayoutName, RoleConfig
 from corerl.plugin.capabilities import Capability, asked_by_role
 from corerl.plugin.context import Context
 from corerl.plugin.observers import extensions_for
@@ -65,11 +65,12 @@ def plan_role(
     resume: str,
     buffer: str = "",
     model: Mapping[str, Any] | None = None,
+    layout: LayoutName | None = None,
 ) -> RolePlan:
     """Check a role and plan its launch. `config` is resolved: options are instances of the plugins' classes. `experts`
     is the model's number of experts, `buffer` the name of a buffer with weights, if it has any, `resume` the role's
     directory in a checkpoint ("" for a fresh start), `model` the fields of its Hugging Face config, for the backend's
-    checks.
+    checks, `layout` what `train.layout` comes to for this model (None if that is not known).
 
     Raises all problems of the role together: unknown backend, missing capabilities, the backend's own checks.
     """
@@ -77,7 +78,7 @@ def plan_role(
     name = backend_name(config, role)
     backend = load(Kind.BACKENDS, name)
     options = role_options(config, role, backend)
-    cluster = cluster_of(role, config, device=device, model=model)
+    cluster = cluster_of(role, config, device=device, model=model, layout=layout)
     problems = Problems()
     with problems.stage("capabilities"):
         saved_ranks = written_ranks(Path(resume)) if resume else 0
@@ -89,7 +90,7 @@ def plan_role(
     extensions = extensions_for(config.extensions, Process.WORKER)
     role_config = RoleConfig(
         model=config.model_of(role),
-        train=config.train_of(role),
+        train=cluster.train or config.train_of(role),
         options=to_plain(options),
         weights=config.weights,
         device=device,
@@ -120,10 +121,17 @@ def plan_role(
     )
 
 
-def cluster_of(role: str, config: Config, *, device: str, model: Mapping[str, Any] | None = None) -> ClusterInfo:
-    """What the role's backend spec may know about the run."""
-    ranks = config.chosen_roles[role].ranks
-    return ClusterInfo(device=device, ranks=ranks, model=model or {}, train=config.train_of(role))
+def cluster_of(
+    role: str, config: Config, *, device: str, model: Mapping[str, Any] | None = None, layout: LayoutName | None = None
+) -> ClusterInfo:
+    """What the role's backend spec may know about the run. A given `layout` replaces its `train.layout`."""
+    ranks, train = config.chosen_roles[role].ranks, config.train_of(role)
+    return ClusterInfo(
+        device=device,
+        ranks=ranks,
+        model=model or {},
+        train=evolve(train, layout=layout) if layout else train,
+    )
 
 
 def needed(
@@ -133,6 +141,8 @@ def needed(
     number of ranks that wrote the role's checkpoint; 0 for a fresh start."""
     train, value_head = config.train_of(role), role == CRITIC
     needs = asked_by_role(role, train, device=cluster.device, ranks=cluster.ranks, value_head=value_head)
+    if cluster.train is not None and cluster.train.layout == "whole":
+        needs.setdefault(Capability.WHOLE, "a model that cannot be packed")
     if experts > 1:
         needs[Capability.MOE] = f"a model with {experts} experts"
     if buffer:

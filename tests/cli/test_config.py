@@ -149,6 +149,20 @@ def test_check_notes_a_table_that_it_cannot_check_and_how_many_prompts_it_has_ch
     assert counts == [f"corerl: note: {done} of 100,000 prompts are checked" for done in ("80,000", "100,000")]
 
 
+def test_check_notes_why_a_model_is_not_packed_and_refuses_to_pack_it(
+    sound: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistral = ["model.config.model_type=mistral", "model.config.sliding_window=8"]
+    why = "MistralForCausalLM has sliding_window=8 in all layers; packing requires full attention"
+    assert main(["config", "check", sound, *mistral]) == 0
+    note = f"corerl: note: train.layout: whole, on padded rows, because {why}\n"
+    assert capsys.readouterr() == (f"{sound}: ok\n", note)
+    assert main(["config", "check", sound, *mistral, "train.layout=packed"]) == 2
+    assert capsys.readouterr().err == f"corerl: error: train.layout: {why}; set train.layout to 'auto' or 'whole'\n"
+    assert main(["config", "check", sound, "train.layout=whole"]) == 0
+    assert capsys.readouterr() == (f"{sound}: ok\n", "")
+
+
 def test_show_prints_a_valid_input_that_resolves_to_itself(
     sound: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

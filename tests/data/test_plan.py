@@ -1,5 +1,7 @@
 """Numbers are compared with plain Python loops over the same samples."""
 
+from functools import cache
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def layout(dp_size: int, **multiples: int) -> ParallelLayout:
+def layout(dp_size: int, **multiples: Any) -> ParallelLayout:
     return evolve(ParallelLayout.data_parallel(rank=0, world_size=dp_size), **multiples)
 
 
@@ -120,6 +122,38 @@ def test_micro_batches_keep_to_the_budget_and_ranks_to_one_number(multiple: int)
             for members in rank:
                 assert sum(padded[sample] for sample in members) <= 64
     assert not forward.scales.any()
+
+
+def test_padded_to_their_longest_sample_micro_batches_keep_to_the_budget_and_are_as_few_as_can_be() -> None:
+    ranks = layout(3, rectangular=True, sequence_multiple=2, micro_batch_multiple=2)
+    batch = random_batch(60)
+    padded = [-(-int(length) // 2) * 2 for length in batch.lengths]
+    (step,) = plan_steps(batch, **{**DEFAULTS, "layout": ranks, "tokens_per_micro_batch": 64})
+    for plan in (plan_forward(batch, ranks, tokens_per_micro_batch=64), step):
+        assert real_samples(plan) == list(range(60))
+        assert len({len(rank) for rank in plan.micro_batches}) == 1 and len(plan.micro_batches[0]) % 2 == 0
+        for rank in plan.micro_batches:
+            for members in rank:
+                assert len(members) * max(padded[sample] for sample in members) <= 64
+
+    @cache
+    def fewest(lengths: tuple[int, ...], budget: int) -> int:
+        """Of all ways to choose the companions of the longest."""
+        if not lengths:
+            return 0
+        longest, *others = lengths
+        room = max(budget // longest, 1) - 1
+        chosen = (
+            set(each) for size in range(min(room, len(others)) + 1) for each in combinations(range(len(others)), size)
+        )
+        left = {tuple(length for at, length in enumerate(others) if at not in taken) for taken in chosen}
+        return 1 + min(fewest(each, budget) for each in left)
+
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        lengths, budget = sorted(rng.integers(1, 25, 8).tolist(), reverse=True), int(rng.integers(5, 80))
+        plan = plan_forward(batch_of(lengths), layout(1, rectangular=True), tokens_per_micro_batch=budget)
+        assert len(plan.micro_batches[0]) == fewest(tuple(lengths), budget)
 
 
 def test_packing_equals_first_fit_decreasing_sample_by_sample() -> None:

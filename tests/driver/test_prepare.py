@@ -9,10 +9,10 @@ import torch
 from attrs import evolve
 
 from corerl.config.schema import BackendChoice, ModelConfig, RewardConfig, RunConfig, WeightsConfig
-from corerl.driver.prepare import prepare, require_same_source, resolve_device, title
+from corerl.driver.prepare import prepare, require_same_source, resolve_device, title, told_layouts
 from corerl.errors import CheckpointError, ConfigError, PluginIncompatible
 from corerl.models.tokenizer import character_tokenizer
-from tests.driver.saved import config_in, make_config, make_model, save
+from tests.driver.saved import DATA, config_in, make_config, make_model, save
 
 
 def test_a_sound_config_is_prepared_without_a_process_or_a_file(tmp_path: Path) -> None:
@@ -26,6 +26,18 @@ def test_a_sound_config_is_prepared_without_a_process_or_a_file(tmp_path: Path) 
     assert prepared.plan.roles["actor"].assignments[0].config.resume == ""
     assert title(prepared) == "grpo on sort-digits: qwen3 from scratch, 1 plain rank, 2 fake engines, cpu"
     assert not ray.is_initialized() and not (tmp_path / "run").exists()
+
+
+def test_ranks_are_told_the_way_through_each_roles_model_and_the_user_why_it_is_not_packed(tmp_path: Path) -> None:
+    mistral = {**DATA["model"]["config"], "model_type": "mistral", "sliding_window": 4}
+    whole = {"path": "", "config": mistral}
+    critic = {"roles": {"critic": {"ranks": 1, "model": whole, "train": {"precision": "float32"}}}}
+    prepared = prepare(config_in(tmp_path / "run", algorithm={"name": "ppo"}, **critic))
+    layouts = {role: plan.assignments[0].config.train.layout for role, plan in prepared.plan.roles.items()}
+    assert layouts == {"actor": "packed", "critic": "whole"}
+    assert "1 plain rank, 1 plain rank for the critic (whole), 1 " in title(prepared)
+    why = "MistralForCausalLM has sliding_window=4 in all layers; packing requires full attention"
+    assert told_layouts(prepared) == [f"roles.critic.train.layout: whole, on padded rows, because {why}"]
 
 
 def test_a_resumed_run_is_told_where_its_checkpoint_stands(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Models that CoreRL's own forward pass would change are refused before they have weights; others are what transformers
-computes, on sequences of which none sees another."""
+"""Models that packing would change are refused before they have weights; others are what transformers computes, on
+sequences of which none sees another."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ def drawn(*lengths: int) -> list[torch.Tensor]:
             {"model_type": "phimoe", "num_key_value_heads": 2},
             "^PhimoeForCausalLM uses router_jitter_noise",
         ),
+        ({"model_type": "doge", "num_key_value_heads": 2}, "^DogeForCausalLM makes an attention mask of its own"),
         (
             {"model_type": "electra", "embedding_size": 32, "is_decoder": True},
             "^ElectraForCausalLM changes the decoder's hidden states before its head",
@@ -105,12 +106,6 @@ def test_hidden_states_that_are_not_the_heads_input_as_they_are_are_refused_with
             model = LlamaForCausalLM(config)
             require_packable(model)
         assert "forward" not in vars(model.model) and not model.lm_head._forward_pre_hooks
-
-
-def test_a_model_that_makes_a_mask_of_its_own_is_refused() -> None:
-    config = AutoConfig.for_model("doge", **SMALL, num_key_value_heads=2, intermediate_size=96)
-    with pytest.raises(ModelError, match="uses its own mask"):
-        logprobs(policy_of(config), *drawn(8, 12))
 
 
 def test_a_model_whose_layers_have_another_name_is_recomputed_and_says_what_transformers_says() -> None:

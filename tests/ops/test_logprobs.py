@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from corerl.ops.logprobs import LOGITS, token_logprobs
+from corerl.ops.logprobs import LOGITS, logprobs_of_logits, token_logprobs
 from corerl.testing.pool import RankPool
 from tests.ops import ranks
 from tests.ops.ranks import Found, Head
@@ -66,6 +66,32 @@ def test_values_and_gradients_equal_log_softmax_of_all_logits(
         got, wanted = got + entropy @ w[1], wanted + wanted_entropy @ w[1]
     for mine, theirs in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(wanted, leaves), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "temperature"), [(torch.float32, 1.7), (torch.float32, 1.0), (torch.bfloat16, 1.7), (torch.float64, 1.0)]
+)
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_of_logits_values_and_gradients_are_log_softmax_and_the_logits_stay(
+    with_entropy: bool, dtype: torch.dtype, temperature: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(10, 33, generator=generator)).to(dtype).requires_grad_()
+    before, y, weights = logits.detach().clone(), targets(10, 33), torch.rand(2, 10, generator=generator)
+    log_p = (logits.to(torch.promote_types(dtype, torch.float32)) / temperature).log_softmax(-1)
+    wanted = log_p.gather(-1, y[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    logprobs, entropy = logprobs_of_logits(logits, y, temperature=temperature, with_entropy=with_entropy)
+    torch.testing.assert_close(logprobs, wanted[0], rtol=0, atol=1e-5)
+    loss, book = logprobs @ weights[0].to(logprobs), wanted[0] @ weights[0].to(logprobs)
+    if with_entropy:
+        assert entropy is not None
+        torch.testing.assert_close(entropy, wanted[1], rtol=0, atol=1e-5)
+        loss, book = loss + entropy @ weights[1].to(entropy), book + wanted[1] @ weights[1].to(entropy)
+    else:
+        assert entropy is None
+    (found,), (right,) = torch.autograd.grad(loss, logits), torch.autograd.grad(book, logits)
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-6 if dtype is not torch.bfloat16 else 4e-3)
+    assert found.dtype is dtype and torch.equal(logits.detach(), before)
 
 
 def test_the_gradient_is_that_of_finite_differences() -> None:

@@ -18,6 +18,13 @@ def test_sequences_of_similar_length_share_a_rectangle() -> None:
     assert not layout.in_place
 
 
+def test_without_a_fill_all_sequences_are_rows_of_one_rectangle() -> None:
+    layout = rectangles(np.array([0, 3, 3, 7, 8]), fill=0.0)
+    assert layout.shapes == ((3, 4),)
+    assert layout.gather.reshape(3, 4).tolist() == [[3, 4, 5, 6], [0, 1, 2, 2], [7, 7, 7, 7]]
+    assert layout.scatter.tolist() == [4, 5, 6, 0, 1, 2, 3, 8]
+
+
 def test_scattering_undoes_gathering() -> None:
     lengths = np.random.default_rng(0).integers(0, 40, 100)
     layout = rectangles(np.concatenate([[0], lengths.cumsum()]))

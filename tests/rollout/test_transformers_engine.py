@@ -9,11 +9,13 @@ from attrs import evolve
 
 from corerl.config.schema import ModelConfig
 from corerl.errors import EngineFailed
+from corerl.models.smallest import smallest_config
 from corerl.ops.noise import hash_keys
 from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.engines import TransformersConfig
 from corerl.rollout.partial import continued, joined
 from corerl.rollout.transformers_engine import TransformersEngine, keep_top_p
+from corerl.testing.models import drawn_model
 from corerl.weights.manifest import build_manifest
 from corerl.weights.quantize import quantize, quantized
 from tests.rollout.models import (
@@ -97,6 +99,24 @@ def test_recorded_logprobs_are_those_of_a_plain_forward_pass_of_each_sequence(
         torch.testing.assert_close(
             torch.tensor(logprobs), expected.gather(1, torch.tensor(response)[:, None])[:, 0], atol=1e-5, rtol=0
         )
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "qwen3_next", "falcon_h1", "bloom"])
+def test_of_models_with_windows_sinks_states_and_distances_greedy_samples_are_what_generate_returns(
+    model_type: str, tmp_path: Path
+) -> None:
+    config = smallest_config(model_type)
+    model, params = drawn_model(config), SamplingParams(temperature=1.0, max_tokens=12, stop_tokens=(2,), greedy=True)
+    tensors = hf_tensors(model, tmp_path / "hf")
+    served = TransformersEngine(ModelConfig(path=str(tmp_path / "hf")), TransformersConfig(), context())
+    assert [each.error for each in update([served], tensors, version=0, path=tmp_path / "weights")] == [""]
+    asked = request(6, params)
+    for prompt, response, logprobs in sequences(asked, served.generate(asked)):
+        options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": 2, "pad_token_id": 0}
+        whole = model.generate(torch.tensor([prompt]), **options)[0].tolist()  # type: ignore[operator]
+        assert prompt + response == whole
+        expected = plain_logprobs(model, whole)[len(prompt) - 1 :].gather(1, torch.tensor(response)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-5, rtol=0)
 
 
 def test_it_tells_of_each_row_as_it_ends(tied: tuple[TransformersEngine, Any]) -> None:

@@ -213,6 +213,17 @@ def test_a_run_needs_what_its_settings_use_and_no_more() -> None:
     assert needs(sampling, CPU) == {Capability.UPDATE_IPC, Capability.CPU}
 
 
+def test_a_model_that_is_not_packed_is_asked_of_the_backend_by_whoever_chose_so() -> None:
+    config = config_for()
+    by_model = evolve(CPU, train=evolve(config.train, layout="whole"))
+    assert needed("actor", config, by_model)[Capability.WHOLE] == "a model that cannot be packed"
+    by_user = evolve(config, train=evolve(config.train, layout="whole"))
+    assert needed("actor", by_user, by_model)[Capability.WHOLE] == "train.layout = 'whole'"
+    assert Capability.WHOLE not in needs(config, CPU)
+    plan = plan_role("actor", config, experts=1, device="cpu", run_dir="", resume="", layout="whole")
+    assert {each.config.train.layout for each in plan.assignments} == {"whole"}
+
+
 @pytest.mark.parametrize("replay", ["recompute", "engine"])
 def test_replaying_experts_is_asked_of_the_actors_backend_where_it_trains(replay: Any) -> None:
     algorithm = AlgorithmConfig(name="ppo", old_logprobs="recompute", routing_replay=replay)

@@ -177,6 +177,7 @@ def test_ranks_that_make_other_groups_than_the_spec_announced_are_an_error() -> 
         (layout(1, dp_rank=0), "dp rank 0 has output ranks [0, 1], expected exactly one"),
         (layout(1, outputs=False), "dp rank 1 has output ranks [], expected exactly one"),
         (layout(1, sequence_multiple=4), "ranks disagree on sequence_multiple: [1, 4]"),
+        (layout(1, rectangular=True), "ranks disagree on rectangular: [False, True]"),
         (layout(1, micro_batch_multiple=2), "ranks disagree on micro_batch_multiple: [1, 2]"),
     ],
 )

@@ -1,5 +1,5 @@
 """A backend that batches sequences of equal length through a transformers model, with full logits and torch's own AdamW
-and clipping."""
+and clipping: the reference for both values of `train.layout`, with neither packing nor padding."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from corerl.backend.routing import told_experts
 from corerl.config.schema import RoleConfig
 from corerl.models.build import VALUE_HEAD, build_on_meta, materialize
 from corerl.models.config import hf_config
+from corerl.models.files import look_at
+from corerl.models.layout import choose_layout
 from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
 from corerl.models.routing import Routers
+from corerl.models.whole import require_whole
 from corerl.plugin.context import Context
 from corerl.types import (
     ForwardResult,
@@ -35,9 +38,11 @@ from corerl.weights.chunks import Chunk
 
 class PlainBackend(Backend):
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
-        self.model = build_on_meta(
-            hf_config(config.model), dtype=torch.float32, attention="eager", value_head=config.value_head
-        )
+        hf = hf_config(config.model)
+        # Refuses what every backend does.
+        layout = choose_layout(look_at(hf, value_head=config.value_head), config.train.layout)
+        self.model = build_on_meta(hf, dtype=torch.float32, attention="eager", value_head=config.value_head)
+        self.decoder = self.model.get_decoder() if layout.name == "packed" else require_whole(self.model)
         self.routers = Routers(self.model)
         self.boxes = hf_boxes(self.model)
         materialize(
@@ -114,7 +119,7 @@ class PlainBackend(Backend):
     def of_sequences(self, tokens: torch.Tensor, temperature: float) -> dict[Output, torch.Tensor]:
         """Outputs [S, L - 1] for all but the first token of sequences [S, L], each computed at the token before it."""
         if self.config.value_head:
-            hidden = self.model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+            hidden = self.decoder(input_ids=tokens, use_cache=False).last_hidden_state
             return {Output.VALUES: self.model.get_submodule(VALUE_HEAD)(hidden)[:, :-1, 0]}
         logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1] / temperature
         distribution = torch.log_softmax(logits.float(), dim=-1)

@@ -89,6 +89,7 @@ def test_what_one_process_is_asked_for_and_the_backend_lacks_is_refused_with_the
         Capability.CRITIC: evolve(setup, value_head=True),
         Capability.BFLOAT16: evolve(setup, train=evolve(setup.train, precision="bfloat16")),
         Capability.FLOAT16: evolve(setup, train=evolve(setup.train, precision="float16")),
+        Capability.WHOLE: evolve(setup, train=evolve(setup.train, layout="whole")),
         Capability.RECOMPUTE: evolve(setup, train=evolve(setup.train, recompute="full")),
         Capability.MOE: evolve(setup, model=str(runs.models["qwen3-moe"])),
         Capability.BUFFERS: evolve(setup, model=str(runs.models[BUFFERS])),

@@ -24,6 +24,7 @@ from corerl.testing.compare import (
 )
 from corerl.testing.harness import Setup, make_samples, samples_at
 from corerl.testing.marks import check
+from corerl.testing.models import tiny_fields
 from corerl.testing.scenarios import training
 from corerl.testing.subject import CASES, PACKINGS, PLAIN, STEPS, WHOLE, Subject, steps_of
 from corerl.testing.tolerances import BFLOAT16_GRAD_NORM, BFLOAT16_LOSS, GRAD_NORM, LOSS
@@ -123,6 +124,16 @@ def test_a_gradient_of_nothing_leaves_a_step_of_decay_alone(subject: Subject) ->
     found, plain = (whole([rank.after for rank in each])["master"] for each in (ranks, wanted))
     for name, values in plain.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-6, atol=1e-7)
+
+
+@check("C63", level=1, needs=[Capability.WHOLE], builds_on=["C41", "C61"])
+def test_training_a_model_that_cannot_be_packed_follows_the_plain_backend(subject: Subject) -> None:
+    fields = {**tiny_fields("llama"), "model_type": "mistral", "sliding_window": 8}
+    setup = Setup(backend=subject.backend, model="", fields=fields).packed_by(80)  # a few rows at once
+    found = subject.train(subject.of(setup), range(3))
+    plain = subject.runs.trained_as(1, evolve(setup, backend=PLAIN), 3)
+    assert_follows(found, plain)
+    assert_same_metrics(found, plain)
 
 
 @check("C12", level=1, builds_on=["C11"])

@@ -51,7 +51,9 @@ class DeepSpeedBackend(Backend):
         self.working = state.working(self.model)
         self.masters = state.masters(self.model)
         self.partitioned = state.partitioned(self.model)
-        return ParallelLayout.data_parallel(rank=context.rank, world_size=context.world_size)
+        return ParallelLayout.data_parallel(
+            rank=context.rank, world_size=context.world_size, rectangular=self.model.policy.rectangular
+        )
 
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
         with calling_deepspeed(partitioned=self.partitioned):

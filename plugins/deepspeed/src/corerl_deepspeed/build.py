@@ -19,10 +19,10 @@ from transformers import PretrainedConfig
 
 from corerl.backend.adamw import adamw
 from corerl.config.schema import TrainConfig
-from corerl.models.attention import PACKED
-from corerl.models.build import build_on_meta, materialize, move_buffers, recompute_layers
+from corerl.models.build import materialize, move_buffers, recompute_layers
+from corerl.models.layout import make_policy
 from corerl.models.names import HFBox, hf_boxes
-from corerl.models.policy import CausalPolicy
+from corerl.models.policy import Policy
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.gradients import GradientWatch
 from corerl_deepspeed.settings import deepspeed_json
@@ -30,7 +30,7 @@ from corerl_deepspeed.settings import deepspeed_json
 
 @frozen(kw_only=True)
 class Model:
-    policy: CausalPolicy
+    policy: Policy
     engine: DeepSpeedEngine
     optimizer: torch.optim.AdamW  # inside the engine's own optimizer
     boxes: dict[str, list[HFBox]]  # by parameter name
@@ -42,7 +42,7 @@ def build_model(
 ) -> Model:
     """A policy, or a critic with `value_head`, in `train.precision` with float32 masters. Called on every rank."""
     dtype = getattr(torch, train.precision)
-    policy = CausalPolicy(build_on_meta(hf, dtype=dtype, attention=PACKED, value_head=value_head))
+    policy = make_policy(hf, dtype=dtype, layout=train.layout, value_head=value_head)
     boxes = hf_boxes(policy.model)
     if train.recompute == "full":
         recompute_layers(policy.model)
@@ -71,8 +71,8 @@ def build_model(
     with nothing_to_copy(), always_zero():
         engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings, dist_init_required=False)
     if options.stage == 3:
-        # The policy's own forward reads the head's weight, which belongs to another module.
-        for param in policy.head.parameters(recurse=False):
+        # The policy's own forward reads them, but they belong to other modules.
+        for param in policy.head_parameters:
             deepspeed.zero.register_external_parameter(policy, param)
     watch = GradientWatch(dict(policy.model.named_parameters()), options)
     return Model(policy=policy, engine=engine, optimizer=optimizer, boxes=boxes, watch=watch)

@@ -43,6 +43,7 @@ class FsdpBackend(Backend):
             device=self.device,
             precision=config.train.precision,
             recompute=config.train.recompute == "full",
+            layout=config.train.layout,
             options=options,
         )
         self.boxes = hf_boxes(self.policy.model)
@@ -51,7 +52,9 @@ class FsdpBackend(Backend):
             self.shards.params, self.shards.shapes, config.train.optimizer, fused=self.device.type == "cuda"
         )
         self.scale = LossScale() if config.train.precision == "float16" else None
-        return ParallelLayout.data_parallel(rank=context.rank, world_size=context.world_size)
+        return ParallelLayout.data_parallel(
+            rank=context.rank, world_size=context.world_size, rectangular=self.policy.rectangular
+        )
 
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
         result = train_step(

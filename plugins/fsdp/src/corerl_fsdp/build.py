@@ -11,11 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AttentionInterface, PretrainedConfig
 
+from corerl.errors import Unsupported
 from corerl.models.attention import PACKED
-from corerl.models.build import build_on_meta, decoder_layers, materialize, move_buffers, recompute_layers
-from corerl.models.policy import CausalPolicy
+from corerl.models.build import decoder_layers, materialize, move_buffers, recompute_layers
+from corerl.models.layout import make_policy
+from corerl.models.policy import Policy
 from corerl.ops.attention import one_kernel
 from corerl_fsdp.config import FsdpConfig
+from corerl_fsdp.spec import NO_WHOLE_COMPILE
 
 
 def build_mesh(device: torch.device, *, ranks: int, shard_size: int) -> DeviceMesh:
@@ -33,12 +36,15 @@ def build_policy(
     device: torch.device,
     precision: str,
     recompute: bool,
+    layout: str,
     options: FsdpConfig,
-) -> CausalPolicy:
-    """Build a policy, or a critic with `value_head`. Master weights are float32; layers compute in `precision`, and
-    gradients are reduced in float32."""
+) -> Policy:
+    """Build a policy, or a critic with `value_head`; `layout` is `train.layout`. Master weights are float32; layers
+    compute in `precision`, and gradients are reduced in float32."""
     dtype: torch.dtype = getattr(torch, precision)
-    policy = CausalPolicy(build_on_meta(hf, dtype=torch.float32, attention=PACKED, value_head=value_head))
+    policy = make_policy(hf, dtype=torch.float32, layout=layout, value_head=value_head)
+    if options.compile and policy.rectangular:
+        raise Unsupported(NO_WHOLE_COMPILE)
     # Both change a layer's own forward; FSDP's hooks are outside of it, so they are neither traced nor recomputed.
     if options.compile:
         compile_forward(decoder_layers(policy.model), attention=one_kernel(device, dtype))
@@ -72,24 +78,25 @@ def compile_forward(layers: Iterable[nn.Module], *, attention: bool) -> None:
 
 
 def shard(
-    policy: CausalPolicy,
+    policy: Policy,
     *,
     mesh: DeviceMesh,
     mixed: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     reshard_after_forward: bool,
 ) -> None:
-    """Shard one unit per decoder layer, one for an untied embedding, and the root with final norm and head.
+    """Shard one unit per decoder layer, one for an untied embedding, and the root with all the rest: final norm, head.
 
-    The root stays gathered from forward to backward, so that log-probs can be computed from the head's weight in
-    chunks. A tied embedding belongs to the root, which covers both of its uses.
+    The root stays gathered from forward to backward, so that log-probs can be computed from what it holds in chunks. A
+    tied embedding belongs to the root, which covers both of its uses.
     """
     model = policy.model
     embedding = model.get_input_embeddings()
     as_unit = partial(fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload)
     for layer in decoder_layers(model):
         as_unit(layer, reshard_after_forward=reshard_after_forward)
-    if policy.head.weight is not embedding.weight:
+    after = {id(param) for param in policy.head_parameters}
+    if not any(id(param) in after for param in embedding.parameters()):
         as_unit(embedding, reshard_after_forward=reshard_after_forward)
     as_unit(policy, reshard_after_forward=False)
 

@@ -9,6 +9,11 @@ from corerl.plugin.spec import BackendSpec, Problem
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.probe import probe
 
+NO_WHOLE_COMPILE = (
+    "compile = true with train.layout='whole', whose layers are transformers' own code, is not supported; set it to "
+    "false, or use a model that can be packed"
+)
+
 
 def check(config: FsdpConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     ranks, size = cluster.ranks, config.shard_size
@@ -17,6 +22,8 @@ def check(config: FsdpConfig, cluster: ClusterInfo) -> Iterable[Problem]:
             "shard_size",
             f"{size} does not divide the role's {ranks} ranks; use a divisor of {ranks}, or 0 for all ranks",
         )
+    if config.compile and cluster.train is not None and cluster.train.layout == "whole":
+        yield Problem("compile", NO_WHOLE_COMPILE.removeprefix("compile = "))
 
 
 SPEC = BackendSpec(

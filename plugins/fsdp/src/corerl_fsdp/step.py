@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from corerl.backend.adamw import set_lr
 from corerl.backend.passes import StepLosses, forward_outputs
-from corerl.models.policy import CausalPolicy
+from corerl.models.policy import Policy
 from corerl.ops.clip import grad_norm, scale_grads
 from corerl.types import ForwardResult, LossSpec, Metric, Output, PackedBatch, TrainResult
 from corerl_fsdp.build import reshard
@@ -19,7 +19,7 @@ from corerl_fsdp.shards import LocalShards
 
 
 def train_step(
-    policy: CausalPolicy,
+    policy: Policy,
     shards: LocalShards,
     optimizer: torch.optim.Optimizer,
     batch: PackedBatch,
@@ -63,7 +63,7 @@ def train_step(
 
 
 def forward_pass(
-    policy: CausalPolicy, batch: PackedBatch, wanted: tuple[Output, ...], *, device: torch.device
+    policy: Policy, batch: PackedBatch, wanted: tuple[Output, ...], *, device: torch.device
 ) -> ForwardResult:
     """Called on every rank. One all-gather per unit and micro-batch."""
     policy.eval()

@@ -7,7 +7,7 @@ from typing import Any
 
 from corerl.config.schema import ClusterInfo
 from corerl.models.experts import experts_of
-from corerl.plugin.capabilities import Capability, not_implemented
+from corerl.plugin.capabilities import Capability, not_implemented, unsupported
 from corerl.plugin.spec import BackendSpec, Environment, Problem
 from corerl_megatron.config import MegatronConfig, too_precise
 from corerl_megatron.families import unsupported_by
@@ -188,6 +188,7 @@ SPEC = BackendSpec(
     summary="NVIDIA megatron-core: tensor, pipeline, context and expert parallelism; Llama, Qwen2, Qwen3, Qwen3-MoE",
     capabilities={
         Capability.BUFFERS: not_implemented("of the families that it builds none has any"),
+        Capability.WHOLE: unsupported("megatron-core's models are code of its own, which packs sequences"),
         Capability.FLOAT16: not_implemented("no loss scale; bfloat16 has float32's range and needs none"),
     },
     environment=environment,

@@ -14,11 +14,10 @@ from corerl.backend import Backend, StateKey
 from corerl.backend.adamw import adamw, moments, set_adam_step, set_lr
 from corerl.backend.passes import StepLosses, forward_outputs
 from corerl.config.schema import RoleConfig
-from corerl.models.attention import PACKED
-from corerl.models.build import build_on_meta, materialize
+from corerl.models.build import materialize
 from corerl.models.config import hf_config
+from corerl.models.layout import make_policy
 from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
-from corerl.models.policy import CausalPolicy
 from corerl.plugin.context import Context
 from corerl.types import (
     ForwardResult,
@@ -35,18 +34,21 @@ from corerl.weights.chunks import Chunk
 
 class MineBackend(Backend):
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
-        model = build_on_meta(
-            hf_config(config.model), dtype=torch.float32, attention=PACKED, value_head=config.value_head
+        self.policy = make_policy(
+            hf_config(config.model), dtype=torch.float32, layout=config.train.layout, value_head=config.value_head
         )
+        model = self.policy.model
         self.boxes = hf_boxes(model)
         shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
         self.params = {
             name: torch.nn.Parameter(torch.empty(shape, device=self.device)) for name, shape in shapes.items()
         }
         materialize(model, self.params)
-        self.policy = CausalPolicy(model).to(self.device)  # moves buffers; parameters are there already
+        self.policy.to(self.device)  # moves buffers; parameters are there already
         self.optimizer = adamw(self.params, shapes, config.train.optimizer, fused=self.device.type == "cuda")
-        return ParallelLayout.data_parallel(rank=context.rank, world_size=context.world_size)
+        return ParallelLayout.data_parallel(
+            rank=context.rank, world_size=context.world_size, rectangular=self.policy.rectangular
+        )
 
     def train(self, batch: PackedBatch, loss: LossSpec, step: Step) -> TrainResult:
         self.policy.train()

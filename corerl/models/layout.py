@@ -1,0 +1,58 @@
+"""Choose the way through a model, packed sequences or the whole model on padded rows, and build its policy."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from attrs import frozen
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from corerl.errors import ModelError
+from corerl.models.attention import PACKED
+from corerl.models.build import architecture_of, build_on_meta
+from corerl.models.files import look_at
+from corerl.models.packable import require_interface, require_packable
+from corerl.models.policy import CausalPolicy, Policy
+from corerl.models.whole import WholePolicy, require_whole
+
+
+@frozen
+class Layout:
+    name: Literal["packed", "whole"]
+    why: str = ""  # whole, though it was not asked for: what keeps the model from being packed
+
+
+def choose_layout(model: PreTrainedModel, asked: str) -> Layout:
+    """The way through `model`, on meta or not, that `train.layout` = `asked` takes: 'auto' prefers packed.
+
+    Raises ModelError, with the reason, if the model cannot be passed through in that way, or in none.
+    """
+    if asked != "whole":
+        try:
+            require_interface(type(model))
+            require_packable(model)
+        except ModelError as error:
+            if asked == "packed":
+                raise ModelError(f"{error.message}; set train.layout to 'auto' or 'whole'") from error
+            require_whole(model)
+            return Layout("whole", error.message)
+        return Layout("packed")
+    require_whole(model)
+    return Layout("whole")
+
+
+def make_policy(
+    config: PreTrainedConfig, *, dtype: torch.dtype, layout: str = "auto", value_head: bool = False
+) -> Policy:
+    """The policy of `config`, or a critic with `value_head`, as `choose_layout` says: parameters on meta in `dtype`,
+    real buffers on the CPU. Raises ModelError if transformers cannot build it, or CoreRL not train it."""
+    chosen = choose_layout(look_at(config, value_head=value_head), layout)
+    if chosen.name == "packed":
+        return CausalPolicy(build_on_meta(config, dtype=dtype, attention=PACKED, value_head=value_head))
+    return WholePolicy(build_on_meta(config, dtype=dtype, attention=own_attention(config), value_head=value_head))
+
+
+def own_attention(config: PreTrainedConfig) -> str:
+    """The fastest attention that transformers has for the model on every device."""
+    return "sdpa" if getattr(architecture_of(config), "_supports_sdpa", False) else "eager"

@@ -1,0 +1,28 @@
+"""Models that cannot be packed, on two ranks, follow the plain backend in every stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from corerl.models.smallest import smallest_config
+from corerl.testing.compare import assert_follows
+from corerl.testing.harness import Setup
+from corerl.testing.models import drawn_model
+from corerl.testing.subject import Runs
+
+STEPS = range(3)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
+def test_a_model_with_windows_caps_or_sinks_follows_the_plain_backend(
+    runs: Runs, tmp_path: Path, model_type: str
+) -> None:
+    drawn_model(smallest_config(model_type)).save_pretrained(tmp_path)
+    plain = Setup(backend="plain", model=str(tmp_path)).packed_by(80)  # a few micro-batches of a few rows
+    wanted = runs.train(1, plain, STEPS)
+    for stage in (2, 3):  # stage 1 and 2 gather alike
+        found = runs.train(2, evolve(plain, backend="deepspeed", options={"stage": stage}), STEPS)
+        assert_follows(found, wanted)

@@ -1,0 +1,55 @@
+"""Models that cannot be packed, on two ranks, follow the plain backend; so does one that could be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from corerl.config.schema import ClusterInfo, TrainConfig
+from corerl.models.smallest import smallest_config
+from corerl.plugin.spec import Problem
+from corerl.testing.compare import assert_follows, different
+from corerl.testing.harness import TRAIN, Setup, error_of, start
+from corerl.testing.models import drawn_model
+from corerl.testing.subject import Runs
+from corerl_fsdp.config import FsdpConfig
+from corerl_fsdp.spec import check
+
+STEPS = range(3)
+
+
+def setup_of(backend: str, model: Path, **train_fields: Any) -> Setup:
+    setup = Setup(backend=backend, model=str(model), train=evolve(TRAIN, **train_fields))
+    return setup.packed_by(80)  # a few micro-batches of a few rows
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
+def test_a_model_with_windows_caps_or_sinks_follows_the_plain_backend(
+    runs: Runs, tmp_path: Path, model_type: str
+) -> None:
+    drawn_model(smallest_config(model_type)).save_pretrained(tmp_path)
+    found = runs.train(2, setup_of("fsdp", tmp_path), STEPS)
+    assert_follows(found, runs.train(1, setup_of("plain", tmp_path), STEPS))
+    recomputed = runs.train(2, setup_of("fsdp", tmp_path, recompute="full"), STEPS)
+    assert recomputed.losses == found.losses and different(recomputed.state, found.state) == []
+
+
+def test_a_model_that_could_be_packed_follows_the_plain_backend_on_padded_rows(runs: Runs) -> None:
+    model = runs.models["qwen3-moe"]
+    found = runs.train(2, setup_of("fsdp", model, layout="whole"), STEPS)
+    assert_follows(found, runs.train(1, setup_of("plain", model), STEPS))
+
+
+def test_compiled_layers_are_refused_for_a_whole_model_by_the_spec_and_by_the_rank(runs: Runs) -> None:
+    options, asked = FsdpConfig(compile=True), ClusterInfo(device="cpu", ranks=2, train=TrainConfig(layout="whole"))
+    text = (
+        "true with train.layout='whole', whose layers are transformers' own code, is not supported; set it to false, "
+        "or use a model that can be packed"
+    )
+    assert list(check(options, asked)) == [Problem("compile", text)]
+    assert list(check(options, evolve(asked, train=TrainConfig(layout="packed")))) == []
+    setup = evolve(setup_of("fsdp", runs.models["qwen3"], layout="whole"), options={"compile": True})
+    assert error_of(lambda: start(setup)) == f"Unsupported: compile = {text}"

@@ -1,0 +1,60 @@
+"""Which way a model is passed through, and why, is one answer for config check, the run and its ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from corerl.errors import ModelError
+from corerl.models.files import look_at
+from corerl.models.layout import Layout, choose_layout, make_policy, own_attention
+from corerl.models.policy import CausalPolicy
+from corerl.models.smallest import smallest_config
+from corerl.models.whole import WholePolicy
+from corerl.testing.models import tiny_config
+
+NOT_PACKED = {
+    "gemma2": "Gemma2ForCausalLM changes its logits with final_logit_softcapping=30.0, which packed sequences leave",
+    "gpt_oss": "GptOssForCausalLM has layers with sliding_attention; packing requires full attention",
+    "mistral": "MistralForCausalLM has sliding_window=8 in all layers; packing requires full attention",
+    "bloom": "BloomForCausalLM computes attention with its own code, which treats packed sequences as one; packing ",
+    "bert": "BertLMHeadModel has its head at 'cls.predictions.decoder', inside layers that packing would skip; it ",
+    "doge": "DogeForCausalLM makes an attention mask of its own, which packed attention does not support",
+}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt2", "deepseek_v2", "emu3"])
+def test_a_model_that_qualifies_is_packed_unless_it_shall_be_whole(model_type: str) -> None:
+    model = look_at(smallest_config(model_type))
+    assert choose_layout(model, "auto") == choose_layout(model, "packed") == Layout("packed")
+    assert choose_layout(model, "whole") == Layout("whole")
+
+
+@pytest.mark.parametrize("model_type", NOT_PACKED)
+def test_another_model_is_whole_and_says_why_and_cannot_be_packed(model_type: str) -> None:
+    model = look_at(smallest_config(model_type))
+    chosen = choose_layout(model, "auto")
+    assert chosen.name == "whole" and chosen.why.startswith(NOT_PACKED[model_type])
+    assert choose_layout(model, "whole") == Layout("whole")
+    with pytest.raises(ModelError) as refused:
+        choose_layout(model, "packed")
+    assert refused.value.message == f"{chosen.why}; set train.layout to 'auto' or 'whole'"
+
+
+@pytest.mark.parametrize("asked", ["auto", "whole"])
+def test_a_model_that_goes_neither_way_is_refused_with_what_keeps_it_from_being_whole(asked: str) -> None:
+    with pytest.raises(ModelError, match="^XLNetLMHeadModel lets every token see later ones; use another model$"):
+        choose_layout(look_at(smallest_config("xlnet")), asked)
+
+
+def test_the_policy_is_of_that_layout_and_with_the_fastest_attention_there_is() -> None:
+    qwen3, gemma2 = tiny_config("qwen3"), smallest_config("gemma2")
+    assert (own_attention(qwen3), own_attention(gemma2)) == ("sdpa", "eager")
+    assert isinstance(make_policy(qwen3, dtype=torch.float32), CausalPolicy)
+    for config, attention in ((qwen3, "sdpa"), (gemma2, "eager")):
+        policy = make_policy(config, dtype=torch.bfloat16, layout="whole", value_head=True)
+        assert isinstance(policy, WholePolicy) and policy.rectangular
+        assert policy.model.config._attn_implementation == attention
+        assert policy.value_head is not None and policy.value_head.weight.dtype is torch.bfloat16
+    with pytest.raises(ModelError, match="; set train.layout to 'auto' or 'whole'$"):
+        make_policy(gemma2, dtype=torch.float32, layout="packed")
