@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from corerl.config.schema import ModelConfig, WeightsConfig
 from corerl.errors import WorkerDied
+from corerl.models.build import named_weights
 from corerl.models.config import hf_config
 from corerl.models.names import hf_boxes
 from corerl.rollout.engine import EngineContext, GenerateRequest, Generation, SamplingParams
@@ -122,7 +123,7 @@ def random_model(fields: Mapping[str, Any], precision: str, seed: int) -> Any:
 
 def hf_tensors(model: Any) -> dict[str, torch.Tensor]:
     boxes = hf_boxes(model)
-    return {box.name: box.view(parameter.data) for name, parameter in model.named_parameters() for box in boxes[name]}
+    return {box.name: box.view(weight.data) for name, weight in named_weights(model).items() for box in boxes[name]}
 
 
 def devices() -> tuple[int, ...]:

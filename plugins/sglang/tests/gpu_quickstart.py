@@ -45,6 +45,25 @@ EXPERTS = (
     "model.config.tie_word_embeddings=false",
     "algorithm.old_logprobs=recompute",
 )
+GLM = (  # its routers' biases are in buffers
+    *("model.config.model_type=glm4_moe", "model.config.n_routed_experts=8", "model.config.num_experts_per_tok=2"),
+    *("model.config.moe_intermediate_size=256", "model.config.first_k_dense_replace=1"),
+    *("model.config.tie_word_embeddings=false", "algorithm.old_logprobs=recompute"),
+)
+WINDOW = "model.config.sliding_window=4"
+IN_TURNS = (WINDOW, 'model.config.layer_types=["sliding_attention", "full_attention"]')
+WHOLE = {  # models that train whole, by what they contain
+    "whole-mistral": ("model.config.model_type=mistral", WINDOW),
+    "whole-gemma2": ("model.config.model_type=gemma2", *IN_TURNS),
+    "whole-gemma3": ("model.config.model_type=gemma3_text", *IN_TURNS),
+    "whole-olmo3": ("model.config.model_type=olmo3", *IN_TURNS),
+    "whole-granite": ("model.config.model_type=granite", "model.config.logits_scaling=2.0"),
+    "whole-gpt-oss": (
+        *("model.config.model_type=gpt_oss", *IN_TURNS, "model.config.num_local_experts=8"),
+        *("model.config.num_experts_per_tok=2", "model.config.tie_word_embeddings=false"),
+        "algorithm.old_logprobs=recompute",
+    ),
+}
 REPLAYED = ("algorithm.routing_replay=engine", "engines.sglang.routed_experts=true")
 
 
@@ -98,6 +117,8 @@ SCENARIOS = {
     "experts-megatron": Scenario(backend="megatron", settings=(*EXPERTS, *REPLAYED), bound=None),
     "experts-fsdp": Scenario(settings=(*EXPERTS, *REPLAYED), bound=None),
     "experts-by-themselves": Scenario(backend="megatron", settings=EXPERTS, bound=None),
+    "router-bias": Scenario(settings=GLM, bound=None),
+    **{name: Scenario(settings=own) for name, own in WHOLE.items()},
     "apart": Scenario(gpus=2, settings=(APART,)),
     # Of older weights, whose log-probs differ as they should.
     "apart-asynchronous": Scenario(gpus=2, settings=(APART, ASYNCHRONOUS), bound=None),
