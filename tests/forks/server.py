@@ -59,8 +59,10 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
     (directory / PROCESSES).mkdir(exist_ok=True)
     # Whoever asks while modules are being imported is served afterwards.
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(directory / SOCKET))
+    beginning = directory / f"{SOCKET}.new"
+    listening.bind(str(beginning))
     listening.listen(64)
+    beginning.rename(directory / SOCKET)  # between the two a connection would be refused
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in PRELOAD:
