@@ -169,8 +169,10 @@ class _Rest:
         """Run once, to see what it reads and that it makes logits of hidden states; returns what is wrong, or ""."""
         names = {id(param): name for name, param in model.named_parameters()}
         weight = next(model.parameters())
-        text = model.config.get_text_config()
-        hidden = weight.new_empty(2, text.hidden_size)
+        width = getattr(model.config.get_text_config(), "hidden_size", None)
+        if width is None:
+            return "its config has no hidden_size"
+        hidden = weight.new_empty(2, width)
         tokens = torch.zeros(2, 1, dtype=torch.long, device=weight.device)
         with torch.no_grad(), _Reads() as seen:
             try:
