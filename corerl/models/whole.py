@@ -144,7 +144,6 @@ class _Rest:
         self._given: list[_Hidden] = []
         self._tokens: list[Any] = []  # what the decoder was called with
         self._model = cast(PreTrainedModel, _twin(model, decoder, self._reached))
-        self._of_model = model
         self.vocab_size = 0
         self.reads: tuple[str, ...] = ()  # names of the model's parameters that it reads
         self.fault = self._look(model)
@@ -225,5 +224,7 @@ def _twin(module: nn.Module, decoder: nn.Module, stand_in: Callable[..., Any]) -
         fields["forward"] = stand_in
     else:
         children = fields["_modules"].items()
-        fields["_modules"] = {name: child and _twin(child, decoder, stand_in) for name, child in children}
+        fields["_modules"] = {
+            name: None if child is None else _twin(child, decoder, stand_in) for name, child in children
+        }
     return twin

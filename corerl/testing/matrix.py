@@ -19,7 +19,8 @@ from transformers.utils import logging
 from corerl.errors import ModelError
 from corerl.messages import one_line
 from corerl.models.build import materialize
-from corerl.models.layout import make_policy
+from corerl.models.files import look_at
+from corerl.models.layout import choose_layout, make_policy
 from corerl.models.names import hf_boxes
 from corerl.models.policy import Policy
 from corerl.models.smallest import smallest_config
@@ -47,7 +48,7 @@ class Status(StrEnum):
 class Row:
     model_type: str
     status: Status
-    reason: str = ""
+    reason: str = ""  # why it is not packed
     logprobs: float | None = None  # the largest difference, if it was checked, relative as above
     gradients: float | None = None  # the largest difference, relative as above
 
@@ -64,14 +65,15 @@ def examine(model_type: str, *, check: bool = False) -> Row:
     except Exception as error:  # whatever transformers' code does with a config that nobody publishes
         return Row(model_type=model_type, status=Status.UNBUILT, reason=one_line(error))
     try:
-        policy = make_policy(config, dtype=torch.float32)
+        chosen = choose_layout(look_at(config), "auto")
+        policy = make_policy(config, dtype=torch.float32, layout=chosen.name)
         hf_boxes(policy.model)
     except ModelError as error:
         status = Status.REFUSED if error.__cause__ is None else Status.UNBUILT  # which has what transformers raised
         return Row(model_type=model_type, status=status, reason=error.message)
-    status = Status.WHOLE if policy.rectangular else Status.PACKED
+    row = Row(model_type=model_type, status=Status(chosen.name), reason=chosen.why)
     if not check:
-        return Row(model_type=model_type, status=status)
+        return row
     model = drawn_model(config)
     with torch.no_grad():
         for param in model.parameters():
@@ -84,10 +86,10 @@ def examine(model_type: str, *, check: bool = False) -> Row:
     except Exception as error:  # as above
         return Row(model_type=model_type, status=Status.UNBUILT, reason=f"transformers' own forward: {one_line(error)}")
     logprobs, gradients = _differences(_together(policy.eval(), sequences), policy.model, wanted, model)
-    row = Row(model_type=model_type, status=status, logprobs=logprobs, gradients=gradients)
+    row = evolve(row, logprobs=logprobs, gradients=gradients)
     if logprobs <= TOLERANCE and gradients <= TOLERANCE:  # which a NaN is not
         return row
-    why = f"log-probs differ by {logprobs:.2g}, gradients by {gradients:.2g} of their norm, though {status}"
+    why = f"log-probs differ by {logprobs:.2g}, gradients by {gradients:.2g} of their norm, though {chosen.name}"
     return evolve(row, status=Status.WRONG, reason=why)
 
 

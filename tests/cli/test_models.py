@@ -23,7 +23,8 @@ def test_as_json_with_numbers_where_they_are_checked(capsys: pytest.CaptureFixtu
     assert main(["models", "mistral", "--check", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert 0 < row.pop("logprobs") < 1e-5 and 0 < row.pop("gradients") < 1e-5
-    assert row == {"model_type": "mistral", "status": "whole", "reason": ""}
+    why = "MistralForCausalLM has sliding_window=8 in all layers; packing requires full attention"
+    assert row == {"model_type": "mistral", "status": "whole", "reason": why}
 
 
 def test_an_unknown_type_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
