@@ -16,7 +16,7 @@ from corerl.errors import CorerlError, UserError
 from corerl.messages import one_line, place, printable, shorten
 
 # Modules of this package, each with an `add_parser(subparsers)` that sets `run`. They import little: help is instant.
-COMMANDS = ("train", "eval", "export", "config", "plugins", "verify", "options", "doctor", "new_backend")
+COMMANDS = ("train", "eval", "export", "config", "models", "plugins", "verify", "options", "doctor", "new_backend")
 
 LONGEST_LINE = 4000  # characters of an error, whatever a file says
 

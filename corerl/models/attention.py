@@ -41,7 +41,10 @@ def _attention(
     """Packed attention of query [1, H, T, D], key and value [1, Hkv, T, D]; returns [1, T, H, D]."""
     name = type(module).__name__
     if packing is None:
-        raise ModelError(f"{name} was called without packing=; {PACKED} attention works only in CausalPolicy's forward")
+        raise ModelError(
+            f"{name} calls its attention without the bounds of sequences; {PACKED} attention requires that "
+            "CausalPolicy runs the model, and that each layer passes on further arguments"
+        )
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise ModelError(
             f"{name} has queries {list(query.shape)} and keys {list(key.shape)}; {PACKED} attention requires one "
@@ -54,5 +57,7 @@ def _attention(
         asked.append("dropout")
     if asked:
         raise ModelError(f"{name} uses {', '.join(asked)}, which {PACKED} attention does not support")
+    if query.is_meta:  # of a model that is only looked at
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return packed_attention(q, k, v, packing, scaling)[None], None

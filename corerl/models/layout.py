@@ -12,7 +12,7 @@ from corerl.errors import ModelError
 from corerl.models.attention import PACKED
 from corerl.models.build import architecture_of, build_on_meta
 from corerl.models.files import look_at
-from corerl.models.packable import require_interface, require_packable
+from corerl.models.packable import require_interface, require_packable, require_packed_attention
 from corerl.models.policy import CausalPolicy, Policy
 from corerl.models.whole import WholePolicy, require_whole
 
@@ -24,7 +24,7 @@ class Layout:
 
 
 def choose_layout(model: PreTrainedModel, asked: str) -> Layout:
-    """The way through `model`, on meta or not, that `train.layout` = `asked` takes: 'auto' prefers packed.
+    """The way through `model`, from `look_at`, that `train.layout` = `asked` takes: 'auto' prefers packed.
 
     Raises ModelError, with the reason, if the model cannot be passed through in that way, or in none.
     """
@@ -32,6 +32,7 @@ def choose_layout(model: PreTrainedModel, asked: str) -> Layout:
         try:
             require_interface(type(model))
             require_packable(model)
+            require_packed_attention(model)
         except ModelError as error:
             if asked == "packed":
                 raise ModelError(f"{error.message}; set train.layout to 'auto' or 'whole'") from error

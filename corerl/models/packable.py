@@ -10,11 +10,14 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from corerl.errors import ModelError
+from corerl.models.attention import PACKED, register_packed_attention
+from corerl.ops.attention import PackedSequences
 
 # Config fields of models that do more between hidden states and logits than multiply by the head's weight.
 SCALINGS = (
@@ -33,7 +36,6 @@ JITTER = (
 )
 # Model types that nothing in their config gives away -> what they do.
 OTHERS = {
-    "doge": "makes an attention mask of its own, which packed attention does not support",
     "phimoe": JITTER,
 }
 
@@ -71,6 +73,37 @@ def require_packable(model: PreTrainedModel) -> None:
             "logits are the hidden states times the head's weight"
         )
     _require_bare_head(model)
+
+
+def require_packed_attention(model: PreTrainedModel) -> None:
+    """Raise ModelError if the layers of `model`, which is wholly on meta, ask packed attention for what it lacks, or do
+    not pass it the bounds of sequences."""
+    register_packed_attention()
+    configs: dict[int, Any] = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    try:
+        for config in configs.values():
+            config._attn_implementation = PACKED
+        with torch.no_grad():
+            model.get_decoder()(
+                input_ids=tokens,
+                position_ids=tokens,
+                attention_mask=torch.ones_like(
+                    tokens
+                ),  # else transformers reads the positions, of which there are none
+                use_cache=False,
+                packing=PackedSequences.of(np.array([0, 2]), "cpu"),
+            )
+    except ModelError:
+        raise
+    except Exception:
+        # Some code depends on values, such as that of experts, which on meta there are none of. What comes before it
+        # has been seen, in nearly all models the attention of the first layer.
+        return
+    finally:
+        for config, attention in before:
+            config._attn_implementation = attention
 
 
 class _Reached(Exception):

@@ -130,8 +130,17 @@ LAYERS = (
 DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 OF_EXPERTS: Mapping[str, Sequence[int]] = {"moe_layers": (1,), "mlp_only_layers": (0,)}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # What some types need besides: sizes that must agree, and fields whose defaults their own code cannot build.
 OWN: Mapping[str, Mapping[str, Any]] = {
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), ROPE),
+    },
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 32, "hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "falcon_h1": {"mamba_n_heads": 16, "mamba_d_head": 8},
@@ -142,7 +151,15 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "reformer": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [32, 32]},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
     "xmod": {"default_language": "en_XX"},
 }
 

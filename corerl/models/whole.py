@@ -144,7 +144,6 @@ class _Rest:
         self._given: list[_Hidden] = []
         self._tokens: list[Any] = []  # what the decoder was called with
         self._model = cast(PreTrainedModel, _twin(model, decoder, self._reached))
-        self._of_model = model
         self.vocab_size = 0
         self.reads: tuple[str, ...] = ()  # names of the model's parameters that it reads
         self.fault = self._look(model)
@@ -169,8 +168,10 @@ class _Rest:
         """Run once, to see what it reads and that it makes logits of hidden states; returns what is wrong, or ""."""
         names = {id(param): name for name, param in model.named_parameters()}
         weight = next(model.parameters())
-        text = model.config.get_text_config()
-        hidden = weight.new_empty(2, text.hidden_size)
+        width = getattr(model.config.get_text_config(), "hidden_size", None)
+        if width is None:
+            return "its config has no hidden_size"
+        hidden = weight.new_empty(2, width)
         tokens = torch.zeros(2, 1, dtype=torch.long, device=weight.device)
         with torch.no_grad(), _Reads() as seen:
             try:
@@ -223,5 +224,7 @@ def _twin(module: nn.Module, decoder: nn.Module, stand_in: Callable[..., Any]) -
         fields["forward"] = stand_in
     else:
         children = fields["_modules"].items()
-        fields["_modules"] = {name: child and _twin(child, decoder, stand_in) for name, child in children}
+        fields["_modules"] = {
+            name: None if child is None else _twin(child, decoder, stand_in) for name, child in children
+        }
     return twin

@@ -25,6 +25,7 @@ from corerl.config.schema import ModelConfig
 from corerl.memory.cache import empty_cache
 from corerl.models.build import build_on_meta, materialize, named_weights
 from corerl.models.config import hf_config
+from corerl.models.files import look_at
 from corerl.models.layout import choose_layout, own_attention
 from corerl.models.names import hf_boxes
 from corerl.models.routing import routers
@@ -58,7 +59,7 @@ class TransformersEngine(Engine):
         attention = own_attention(hf) if options.attention == "auto" else options.attention
         self._model = build_on_meta(hf, dtype=getattr(torch, context.precision), attention=attention)
         # Rows are padded on the left. Attention of other kinds, distances and states may begin with the padding.
-        self._pads = choose_layout(self._model, "auto").name == "packed"
+        self._pads = choose_layout(look_at(hf), "auto").name == "packed"
         # Left uninitialized: nothing is served before the first update has overwritten every parameter.
         empty = {
             name: nn.Parameter(torch.empty_like(parameter, device=self._device), requires_grad=False)

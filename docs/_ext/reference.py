@@ -8,6 +8,7 @@ extensions    those that come with CoreRL and their options, from corerl.observa
 errors        the tree of errors with their exit status, from corerl.errors
 checks        the conformance suite, from the marks and names of its checks
 matrix        what each backend can do, from the suite's reports in benchmarks/results/conformance
+models        what becomes of each model type of transformers, from benchmarks/results/models.json
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from corerl.plugin.context import Context
 from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load
 from corerl.plugin.spec import Process
 from corerl.testing.marks import check_of
+from corerl.testing.matrix import Status
 from corerl.testing.suite import CHECKS
 from corerl.types import MemoryKind
 
 MARK = re.compile(r"^<!-- reference: (\w+) -->$", re.MULTILINE)
+MODELS = Path(__file__).parent.parent.parent / "benchmarks/results/models.json"
 REPORTS = Path(__file__).parent.parent.parent / "benchmarks/results/conformance"
 WORDS = ("required", "unset", "computed")  # stand where a default would; all others are TOML
 FIRST_PARTY = {*INSTALL_HINTS[Kind.BACKENDS], "transformers", "fake"}
@@ -200,6 +203,20 @@ def can(reports: Iterable[dict[str, Any]], capability: Capability) -> str:
     return "yes" if "passed" in outcomes and not outcomes & {"failed", "blocked", "expected"} else "declared"
 
 
+def models_reference() -> str:
+    """Each type of transformers and what becomes of it, as `corerl models --check --json` has told."""
+    rows = json.loads(MODELS.read_text())
+    counts = {status: sum(row["status"] == status for row in rows) for status in Status}
+    lines = [", ".join(f"{count} {status}" for status, count in counts.items() if count) + ".", ""]
+    lines += ["| type | | why not packed | largest difference |", "|---|---|---|---|"]
+    for row in rows:
+        numbers = [row[what] for what in ("logprobs", "gradients") if row[what] is not None]
+        apart = f"{max(numbers):.0e}" if numbers else ""
+        reason = " ".join(row["reason"].split()).replace("|", "\\|").replace("<", "\\<").replace("*", "\\*")
+        lines.append(f"| `{row['model_type']}` | {row['status']} | {reason} | {apart} |")
+    return "\n".join(lines)
+
+
 REFERENCES = {
     "config": config_reference,
     "plugins": plugins_reference,
@@ -209,6 +226,7 @@ REFERENCES = {
     "errors": errors_reference,
     "checks": checks_reference,
     "matrix": matrix_reference,
+    "models": models_reference,
 }
 
 

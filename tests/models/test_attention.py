@@ -31,7 +31,7 @@ def test_hidden_states_of_packed_sequences_are_those_of_each_alone(tiny_model: P
 
 def test_a_forward_without_packing_fails_instead_of_mixing_sequences(tiny_models: dict[str, Path], load: Load) -> None:
     model = load(tiny_models["qwen3"], PACKED)
-    with pytest.raises(ModelError, match="Qwen3Attention was called without packing="):
+    with pytest.raises(ModelError, match="Qwen3Attention calls its attention without the bounds"):
         model(torch.ones(1, 4, dtype=torch.long), use_cache=False)
 
 

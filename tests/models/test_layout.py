@@ -19,7 +19,8 @@ NOT_PACKED = {
     "mistral": "MistralForCausalLM has sliding_window=8 in all layers; packing requires full attention",
     "bloom": "BloomForCausalLM computes attention with its own code, which treats packed sequences as one; packing ",
     "bert": "BertLMHeadModel has its head at 'cls.predictions.decoder', inside layers that packing would skip; it ",
-    "doge": "DogeForCausalLM makes an attention mask of its own, which packed attention does not support",
+    "doge": "DogeAttention uses its own mask, which corerl_packed attention does not support",
+    "nemotron": "NemotronAttention calls its attention without the bounds of sequences; corerl_packed attention requ",
 }
 
 

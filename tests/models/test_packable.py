@@ -57,7 +57,6 @@ def drawn(*lengths: int) -> list[torch.Tensor]:
             {"model_type": "phimoe", "num_key_value_heads": 2},
             "^PhimoeForCausalLM uses router_jitter_noise",
         ),
-        ({"model_type": "doge", "num_key_value_heads": 2}, "^DogeForCausalLM makes an attention mask of its own"),
         (
             {"model_type": "electra", "embedding_size": 32, "is_decoder": True},
             "^ElectraForCausalLM changes the decoder's hidden states before its head",

@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 
 from corerl.config.schema import ClusterInfo, TrainConfig
 from corerl.errors import PluginError
+from corerl.plugin.capabilities import Capability
 from corerl.testing.harness import TRAIN
 from corerl.testing.models import tiny_config
 from corerl_megatron.config import MegatronConfig
@@ -188,3 +189,11 @@ def test_the_environment_is_of_gpus_alone() -> None:
     gpus = ClusterInfo(device="cuda", ranks=2)
     assert SPEC.environment(alone, gpus) == {"NVIDIA_TF32_OVERRIDE": "0"}
     assert SPEC.environment(options, ClusterInfo(device="cpu", ranks=2)) == {}
+
+
+def test_padded_rows_through_transformers_own_code_are_refused_with_the_reason() -> None:
+    support = SPEC.support(Capability.WHOLE)
+    assert (support.full, support.reason) == (
+        False,
+        "megatron-core's models are code of its own, which packs sequences",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 
@@ -87,17 +88,18 @@ def shard(
 ) -> None:
     """Shard one unit per decoder layer, one for an untied embedding, and the root with all the rest: final norm, head.
 
-    The root stays gathered from forward to backward, so that log-probs can be computed from what it holds in chunks. A
-    tied embedding belongs to the root, which covers both of its uses.
+    The root stays gathered from forward to backward, so that log-probs can be computed from what it holds in chunks.
+    What shares parameters with the head or with another unit, as a tied embedding does, belongs to the root, which
+    covers all of their uses.
     """
     model = policy.model
-    embedding = model.get_input_embeddings()
     as_unit = partial(fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload)
-    for layer in decoder_layers(model):
-        as_unit(layer, reshard_after_forward=reshard_after_forward)
-    after = {id(param) for param in policy.head_parameters}
-    if not any(id(param) in after for param in embedding.parameters()):
-        as_unit(embedding, reshard_after_forward=reshard_after_forward)
+    units = [*dict.fromkeys(decoder_layers(model)), model.get_input_embeddings()]
+    owners = Counter(id(param) for unit in units for param in unit.parameters())
+    owners.update(id(param) for param in policy.head_parameters)
+    for unit in units:
+        if all(owners[id(param)] == 1 for param in unit.parameters()):
+            as_unit(unit, reshard_after_forward=reshard_after_forward)
     as_unit(policy, reshard_after_forward=False)
 
 
