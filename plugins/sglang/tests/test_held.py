@@ -269,6 +269,37 @@ def send_in_blocks(ranks: list[Held], seed: int) -> dict[str, torch.Tensor]:
     return bucket.views(room[32:])
 
 
+class Gate(torch.nn.Module):
+    """A router as SGLang writes GLM-4.5's: its first pass makes a float32 copy of its weight, which all later ones,
+    and graphs of them, multiply by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(EXPERTS, HIDDEN, dtype=torch.bfloat16), requires_grad=False)
+        self.register_buffer("_weight_fp32", None, persistent=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._weight_fp32 is None:
+            self._weight_fp32 = self.weight.data.float()
+        return torch.nn.functional.linear(hidden.float(), self._weight_fp32)
+
+
+def test_routers_that_multiply_by_a_copy_of_their_weight_choose_by_the_new_one_after_each_update() -> None:
+    gate, hidden = Gate(), torch.randn(4, HIDDEN)
+    held, addresses = Held(gate), set()
+    for seed in (1, 2, 3):
+        weight = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        update([held], {"gate.weight": weight})
+        with torch.inference_mode():
+            assert torch.equal(gate(hidden), hidden @ weight.float().T)
+        addresses.add(gate._weight_fp32.data_ptr())
+    assert len(addresses) == 1  # where a graph reads it
+
+
 def test_sums_of_blocks_and_scales_are_those_of_the_quantized_stream() -> None:
     ranks = [Held(Blocks(rank)) for rank in range(2)]
     for seed in (1, 2):

@@ -132,12 +132,13 @@ class Held:
             _keys_as_they_are(self.model)
         if all(name in self._parts for name, _ in weights):
             self.model.load_weights(weights)
-            return
-        with Watch(self.model, bucket, flat) as watch:
-            self.model.load_weights(weights)
-        if quantized:
-            _require_form(watch.parts, _tensors(self.model))
-        self._parts |= watch.parts
+        else:
+            with Watch(self.model, bucket, flat) as watch:
+                self.model.load_weights(weights)
+            if quantized:
+                _require_form(watch.parts, _tensors(self.model))
+            self._parts |= watch.parts
+        _renew_copies(self.model)
 
     def sums(self) -> dict[str, list[Sum]]:
         """The bit sums of each tensor's parts on this rank, in the dtype it came in. Tensors with a part that has moved
@@ -203,6 +204,19 @@ def _require_form(parts: Mapping[str, Sequence[Part]], tensors: Mapping[str, tor
                 f"{name!r} is loaded, but its scales are not: SGLang does not read them for this kind of model; set "
                 "weights.quantize='none'"
             )
+
+
+def _renew_copies(model: Model) -> None:
+    """Bring the float32 copies that some routers multiply by up to date, in place, since CUDA graphs read them there.
+
+    SGLang (0.5.15 to 0.5.17, `glm4_moe.py` and `glm4_moe_lite.py`) makes such a copy in the first pass and never again:
+    tokens would go to the experts of the first weights for ever.
+    """
+    for module in model.modules():
+        copy = getattr(module, "_weight_fp32", None)
+        if isinstance(copy, torch.Tensor):
+            with torch.inference_mode():  # in which SGLang makes it
+                copy.copy_(module.weight)
 
 
 def _keys_as_they_are(model: Model) -> None:
