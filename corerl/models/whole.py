@@ -29,9 +29,13 @@ from corerl.ops.logprobs import LOGITS, logprobs_of_logits
 from corerl.ops.padding import rectangles
 from corerl.ops.upload import upload
 
+TIES = "attends to the tokens of the highest scores, of which many are equal: padding changes its choice among those"
 # Model types that nothing in their config gives away -> what they do.
 OTHERS = {
+    "axk2": TIES,
     "cpmant": "lets prompts see all of their tokens",
+    "glm_moe_dsa": TIES,
+    "hy_v4": TIES,
     "phimoe": JITTER,
     "prophetnet": "predicts several tokens ahead, with attention to its own predictions",
     "xlm": "lets every token see later ones",

@@ -91,7 +91,7 @@ PARTIAL_CHECKPOINT = broken("PartialCheckpoint", "the index is written before th
 STAGES_TOO_LATE = broken("StagesTooLate", "a background save reads the state while it writes", seen_by="C20")
 STALE_WEIGHTS = broken("StaleWeights", "engines are sent the initial weights", seen_by="C21")
 SENDS_ONCE = broken("SendsOnce", "engines are sent the first update's weights again and again", seen_by="C21")
-ROUNDS_BUFFERS = broken("RoundsBuffers", "engines are sent a router's bias in bfloat16", seen_by="C63")
+ROUNDS_BUFFERS = broken("RoundsBuffers", "engines are sent a router's bias in bfloat16", seen_by="C64")
 SKIPS_TIED_PARAMETER = broken("SkipsTiedParameter", "engines are never sent tied embeddings", seen_by="C21")
 LEAKS_ON_SLEEP = broken("LeaksOnSleep", "a copy of the parameters stays while they sleep", seen_by="C43")
 KEEPS_MOMENTS_AWAKE = broken("KeepsMomentsAwake", "moments are not known to be memory", seen_by="C43")
