@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import uuid
 import zlib
 from collections.abc import Iterable, Mapping
@@ -148,10 +149,17 @@ def require_fields(content: Any, kinds: Mapping[str, type], *, where: str) -> No
     for name, kind in kinds.items():
         if name not in content:
             raise CheckpointError(f"{where} lacks {name!r}; resume from another checkpoint")
-        if type(content[name]) not in ((int, float) if kind is float else (kind,)):
+        if not _is_a(content[name], kind):
             found = short_repr(content[name], 40)
             wanted = JSON_NAMES[kind]
             raise CheckpointError(f"{where}: {name!r} is {found}, wanted {wanted}; resume from another checkpoint")
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    """Whether JSON holds a value of this type; a number is finite, and no integer that is too large for a float."""
+    if kind is float:
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return type(value) is kind
 
 
 def checksum(tensor: Tensor) -> int:

@@ -19,6 +19,7 @@ from corerl.checkpoint.format import (
     unusable,
 )
 from corerl.errors import CheckpointError
+from corerl.regular import require_regular
 from corerl.weights.chunks import finite, intersect, within
 
 
@@ -80,6 +81,7 @@ class CheckpointSource:
         path = self._directory / tensor_file(rank)
         try:
             if rank not in self._files:
+                require_regular(path)
                 self._files[rank] = safe_open(path, framework="pt")
             handle = self._files[rank]
             # A part alone has no checksum: whoever resumes on other ranks has had the whole read before.
@@ -117,6 +119,7 @@ def damage(role_dir: Path, rank: int) -> str | None:
     path = role_dir / tensor_file(rank)
     try:
         index = read_index(role_dir, rank)
+        require_regular(path)
         boxes = {saved.stored: saved for saved in index.boxes}
         with safe_open(path, framework="pt") as handle:
             for stored, expected in index.sums.items():
@@ -151,6 +154,7 @@ def read_extra(role_dir: str | Path, rank: int) -> dict[str, Any]:
     index = read_index(directory, rank)
     path = directory / tensor_file(rank)
     try:
+        require_regular(path)
         with safe_open(path, framework="pt") as handle:
             extra: dict[str, Any] = _revive(index.extra, handle, index.sums, path)
     except CheckpointError:

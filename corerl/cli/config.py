@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import Any
 
+LONGEST_NOTE = 960  # characters
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("config", help="check a configuration, or show it with everything filled in")
@@ -39,15 +41,15 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
     from corerl.driver.prepare import prepare
-    from corerl.messages import printable
+    from corerl.messages import shorten
     from corerl.plugin.options import notes
 
     tried()
     for note in notes(config):
-        print(f"corerl: note: {printable(note)}", file=sys.stderr)
+        print(f"corerl: note: {shorten(note, LONGEST_NOTE)}", file=sys.stderr)
     prepared = prepare(config, starting=False)
     refused = prepared.chats.finish() if config.run.samples else ""
     for note in filter(None, (*prepared.unused, prepared.too_long, refused)):
-        print(f"corerl: note: {printable(note)}", file=sys.stderr)
+        print(f"corerl: note: {shorten(note, LONGEST_NOTE)}", file=sys.stderr)
     print(f"{args.file}: ok")
     return 0

@@ -13,12 +13,12 @@ from importlib import import_module
 
 from corerl import __version__
 from corerl.errors import CorerlError, UserError
-from corerl.messages import one_line, place, printable, shorten
+from corerl.messages import one_line, place, printable, shorten_inside
 
 # Modules of this package, each with an `add_parser(subparsers)` that sets `run`. They import little: help is instant.
 COMMANDS = ("train", "eval", "export", "config", "plugins", "verify", "options", "doctor", "new_backend")
 
-LONGEST_LINE = 4000  # characters of an error, whatever a file says
+LONGEST_LINE = 960  # characters of an error, whatever a file says
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(error.details, file=sys.stderr)
         said = "corerl: error:" if error.exit_status else "corerl:"
         for line in error.message.split("\n"):
-            print(f"{said} {shorten(line, LONGEST_LINE)}", file=sys.stderr)
+            print(f"{said} {shorten_inside(line, LONGEST_LINE)}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         print("corerl: interrupted", file=sys.stderr)

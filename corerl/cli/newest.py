@@ -11,7 +11,7 @@ def checkpoint_of(what: Path) -> Path:
     CheckpointError for a run whose checkpoints are all damaged."""
     from corerl.checkpoint.commit import latest, passed_over
     from corerl.errors import CheckpointError
-    from corerl.messages import printable
+    from corerl.messages import shorten
 
     newest, damaged = latest(what, read=True), passed_over(what, read=True)
     if newest is None:
@@ -19,5 +19,5 @@ def checkpoint_of(what: Path) -> Path:
             raise CheckpointError(f"{what} is a run directory without an intact checkpoint: {fault}")
         return what
     for path, fault in damaged.items():
-        print(f"corerl: skipping {path.name}, using {newest.name}: {printable(fault)}", file=sys.stderr)
+        print(f"corerl: skipping {path.name}, using {newest.name}: {shorten(fault, 800)}", file=sys.stderr)
     return newest

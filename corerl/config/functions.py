@@ -22,7 +22,10 @@ def imported(name: str, *, setting: str) -> Callable[..., Any]:
         raise
     except BaseException as error:  # importing a user's module may raise anything
         raise ConfigError(f"{setting}: {name!r}: cannot import {module_name!r}: {one_line(error)}") from error
-    function = getattr(module, attribute, None)
+    try:
+        function = getattr(module, attribute, None)
+    except Exception as error:  # of the module's own `__getattr__`
+        raise ConfigError(f"{setting}: {name!r}: module {module_name!r} raised {one_line(error)}") from error
     if not callable(function):
         functions = [each for each, value in vars(module).items() if callable(value)]
         raise ConfigError(

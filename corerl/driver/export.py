@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from corerl.models.config import hf_config
 from corerl.models.export import export_directory
 from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
 from corerl.models.tokenizer import GENERATION, end_tokens, load_tokenizer
+from corerl.plain_json import read_json_file
 
 SHARD_BYTES = 4 * 2**30
 # Copied from the tokenizer's directory: tokenizers of older versions read them beside what is written.
@@ -90,7 +90,7 @@ def _generation(config: PreTrainedConfig, model: ModelConfig, ends: Sequence[int
     known: dict[str, Any] = {name: getattr(config, name, None) for name in ("bos_token_id", "pad_token_id")}
     file = Path(model.path) / GENERATION
     if model.path and file.is_file():
-        known |= json.loads(file.read_text(encoding="utf-8"))
+        known |= read_json_file(file)
     known["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends) or None
     return {name: value for name, value in known.items() if value is not None}
 

@@ -74,7 +74,7 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None
     """The checkpoint to resume from, if any. Raises ConfigError rather than overwrite another run."""
     resume = config.checkpoint.resume
     # A rank that finds damage cannot go back to an older one, and one that loads parts of tensors finds none.
-    read = starting and resume == "auto"
+    read = resume == "auto"
     newest = latest(run_dir, read=read)
     if starting and newest is not None and not config.run.trains:
         advice = f", or use: corerl eval {shlex.quote(str(run_dir))}" if config.run.mode == "eval" else ""
@@ -82,7 +82,7 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None
             f"run.dir: {run_dir} already holds a run ({newest.name}), whose results run.mode={config.run.mode!r} "
             f"would overwrite; set another run.dir{advice}"
         )
-    if starting and newest is None and (damaged := passed_over(run_dir, read=read)):
+    if (starting or read) and newest is None and (damaged := passed_over(run_dir, read=read)):
         fault = next(iter(damaged.values()))
         raise ConfigError(
             f"run.dir: {run_dir} already holds a run, but none of its checkpoints can be resumed: {fault}; set "
@@ -97,7 +97,7 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool) -> Path | None
             f"run.dir: {run_dir} already holds a run ({newest.name}); continue it with checkpoint.resume=auto, or set "
             "another run.dir"
         )
-    if starting and chosen is not None:
+    if chosen is not None:
         require_whole(chosen)
     return chosen
 

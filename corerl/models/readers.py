@@ -13,6 +13,7 @@ from torch import Tensor
 from corerl.errors import ModelError
 from corerl.messages import first_line
 from corerl.plain_json import read_json_file
+from corerl.regular import require_regular
 from corerl.weights.chunks import TensorSource
 
 SINGLE = "model.safetensors"
@@ -100,6 +101,7 @@ class SafetensorsSource:
         if file not in self._open:
             path = self.directory / file
             try:
+                require_regular(path)
                 self._open[file] = safe_open(str(path), "pt")
             except FileNotFoundError as error:
                 raise ModelError(f"{path} is missing, although {INDEX} lists it") from error

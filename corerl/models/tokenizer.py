@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from corerl.errors import ModelError
 from corerl.messages import first_line, one_line, short_repr
 from corerl.plain_json import read_json_file
+from corerl.regular import require_all_regular
 
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
@@ -42,6 +43,7 @@ def load_tokenizer(*, tokenizer: str, path: str) -> PreTrainedTokenizerBase:
     if not os.path.isdir(directory):
         raise ModelError(f"{setting}={directory!r} is not a directory, expected one with a Hugging Face tokenizer")
     try:
+        require_all_regular(directory)
         loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise whatever their parsers do, from OSError to Exception
         raise _no_tokenizer(setting, directory, one_line(error)) from error

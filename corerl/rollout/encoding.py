@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateError
 
 from corerl.data.prompts import Prompt, PromptSource
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.messages import one_line
+from corerl.rollout.limits import TimeLimit, TooLong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LOOKED_AT = 64  # prompts of each source whose characters are checked before a run starts
 BATCH = 1024  # prompts encoded at once
+RENDERED_WITHIN = 10.0  # seconds, for one chat: a template is a program, and may not end
+LONGEST_CHAT = 2**26  # characters; no model reads as many
 PROBES = ("0", "a", ".")  # texts of an ordinary token in most vocabularies
 ANCHORS = ("\n", ".", "a", "0")  # put before a text, to see how it is encoded behind another
 
@@ -51,12 +53,13 @@ def _encoded(
     """[P] each prompt's tokens, or why it has none."""
     encoded: list[list[int] | DataError] = [[]] * len(prompts)
     rendered: dict[int, str] = {}
-    for row, prompt in enumerate(prompts):
-        if prompt.messages:
-            try:
-                rendered[row] = render(tokenizer, prompt.messages, tools=prompt.tools, options=options)
-            except Rejected as rejected:
-                encoded[row] = DataError(f"prompt {prompt.index}: {rejected}")
+    with TimeLimit(RENDERED_WITHIN) as limit:
+        for row, prompt in enumerate(prompts):
+            if prompt.messages:
+                try:
+                    rendered[row] = _rendered(tokenizer, prompt, options, limit)
+                except Rejected as rejected:
+                    encoded[row] = DataError(f"prompt {prompt.index}: {rejected}")
     # A chat template writes <bos> itself.
     for row, ids in zip(rendered, plain(tokenizer, list(rendered.values())), strict=True):
         encoded[row] = ids
@@ -143,30 +146,51 @@ def render(
             **(options or {}),
         )
     # Templates may reject system messages or roles that do not alternate. They are also programs, and may fail on any
-    # input they were not written for.
-    except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+    # input they were not written for, in any way.
+    except Exception as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise Rejected(
             f"the tokenizer's chat template rejects its messages ({one_line(error)}); their roles are: {roles}"
         ) from error
+    if len(text) > LONGEST_CHAT:
+        raise Rejected(
+            f"the tokenizer's chat template writes {len(text)} characters for its messages, at most {LONGEST_CHAT} are "
+            "allowed"
+        )
     return str(text)
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, options: Mapping[str, Any] | None, limit: TimeLimit
+) -> str:
+    """The text of a prompt's chat. Raises Rejected, and DataError where the template takes too long, as it would for
+    the other prompts too."""
+    try:
+        with limit.each():
+            return render(tokenizer, prompt.messages, tools=prompt.tools, options=options)
+    except TooLong:
+        raise DataError(
+            f"prompt {prompt.index}: the tokenizer's chat template takes more than {RENDERED_WITHIN:g} s for its "
+            "messages; correct its loops, or set model.tokenizer to another one"
+        ) from None
 
 
 def refused(
     source: PromptSource, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> Iterator[tuple[int, str]]:
     """(index, why) for each chat that the template refuses or makes nothing of, in order."""
-    for index in np.sort(np.concatenate([source.train, source.held_out])).tolist():
-        prompt = source.prompt(index)
-        if not prompt.messages:
-            continue
-        try:
-            text = render(tokenizer, prompt.messages, tools=prompt.tools, options=options)
-        except Rejected as rejected:
-            yield index, str(rejected)
-        else:
-            if not text:
-                yield index, "the tokenizer's chat template writes nothing for its messages"
+    with TimeLimit(RENDERED_WITHIN) as limit:
+        for index in np.sort(np.concatenate([source.train, source.held_out])).tolist():
+            prompt = source.prompt(index)
+            if not prompt.messages:
+                continue
+            try:
+                text = _rendered(tokenizer, prompt, options, limit)
+            except Rejected as rejected:
+                yield index, str(rejected)
+            else:
+                if not text:
+                    yield index, "the tokenizer's chat template writes nothing for its messages"
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

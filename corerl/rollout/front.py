@@ -17,6 +17,7 @@ from typing import Any
 
 from attrs import frozen
 
+from corerl.plain_json import parse_json
 from corerl.rollout.conversation import Message, Refused
 
 MODEL = "policy"  # the model's name in answers; requests may use any name
@@ -106,7 +107,7 @@ class Front:
 
     def _read(self, body: bytes) -> ChatRequest:
         try:
-            asked = json.loads(body)
+            asked = parse_json(body)
         except ValueError as error:
             raise Refused(f"the request is not valid JSON: {error}") from error
         if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list):

@@ -9,6 +9,8 @@ from typing import Any
 
 from attrs import frozen
 
+from corerl.plain_json import parse_json
+
 
 @frozen(kw_only=True)
 class CallFormat:
@@ -29,13 +31,13 @@ class CallFormat:
             return None
         try:
             read = [self._call(part) for part in self.between.split(calls.removesuffix(self.closing))]
-        except (ValueError, RecursionError):  # a policy may write a thousand brackets
+        except (ValueError, RecursionError):  # nested more deeply than can be written again
             return None
         return before.strip(), read
 
     def _call(self, text: str) -> dict[str, str]:
         """Parse one call. Raises ValueError if it is malformed."""
-        call = json.loads(text)
+        call = parse_json(text)
         name, arguments = (call.get("name"), call.get(self.arguments)) if isinstance(call, dict) else (None, None)
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise ValueError("a call has a name and arguments")
@@ -86,6 +88,6 @@ def meant(calls: Any) -> Any:
     """The calls in a form that compares equal however a client rewrites them; unchanged if they have another shape."""
     try:
         functions = [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
-        return [(id_, name, json.loads(told) if isinstance(told, str) else told) for id_, name, told in functions]
+        return [(id_, name, parse_json(told) if isinstance(told, str) else told) for id_, name, told in functions]
     except (KeyError, TypeError, ValueError, RecursionError):
         return calls
