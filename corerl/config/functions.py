@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -33,3 +34,11 @@ def imported(name: str, *, setting: str) -> Callable[..., Any]:
             + did_you_mean(attribute, functions)
         )
     return function
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """How a user's function is called; None where Python cannot tell, as of some that are written in C."""
+    try:
+        return inspect.signature(function)
+    except Exception:  # ValueError, or whatever its own `__signature__` raises
+        return None

@@ -31,8 +31,11 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str
     empty, bfloat16 where the model came in that, else the precision it was trained in.
 
     With `replace`, an existing directory is replaced only once the new one is complete.
-    Raises ModelError if `directory` exists and `replace` is not set.
+    Raises ModelError if `directory` exists and `replace` is not set, and CheckpointError if the checkpoint lacks a
+    tensor of the role's model or has one in another shape.
     """
+    from corerl.driver import weights  # slow to import: takes seconds
+
     if directory.exists() and not replace:
         raise ModelError(f"{directory} already exists; remove it, or choose another directory")
     config = structure(read_run(checkpoint)["config"], Config, path="")
@@ -40,6 +43,7 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str
         raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(config.chosen_roles)}")
     model = config.model_of(role)
     hf = hf_config(model)
+    weights.require_same_model(checkpoint, role, weights.built(role, hf))  # else nothing could load the export
     kept = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else config.train_of(role).precision)]
     source = CheckpointSource(checkpoint / role, "master")
 

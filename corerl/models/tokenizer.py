@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import decoders, models, processors
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from corerl.errors import ModelError
 from corerl.messages import first_line, one_line, short_repr
@@ -23,6 +29,7 @@ CHARACTERS = "characters:"
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"  # the authors' sampling settings; some end tokens are only listed there
+MOST_TOKENS = 2**24
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3 of a character tokenizer
 
 
@@ -51,8 +58,11 @@ def load_tokenizer(*, tokenizer: str, path: str) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"{setting}={directory!r} contains a {type(loaded).__name__}, which is not a transformers tokenizer"
         )
+    vocabulary = loaded.get_vocab()
+    if (highest := max(vocabulary.values(), default=0)) >= MOST_TOKENS:  # tokenizers counts up to it, in memory
+        raise _no_tokenizer(setting, directory, f"a token has the id {highest}, wanted less than {MOST_TOKENS}")
     # Of a config.json alone, transformers makes the tokenizer of that model type with its special tokens and no others.
-    if not (Path(directory) / TOKENIZER).exists() and loaded.get_vocab().keys() <= loaded.added_tokens_encoder.keys():
+    if not (Path(directory) / TOKENIZER).exists() and vocabulary.keys() <= loaded.added_tokens_encoder.keys():
         raise _no_tokenizer(setting, directory, f"no file has the vocabulary of its {type(loaded).__name__}")
     return loaded
 
@@ -90,7 +100,8 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[int]:
     """The tokens that end a text: the tokenizer's end of sequence, then those of the model's generation_config.json and
-    of its config.json (or `model.config`), each of which may list several. Raises ModelError if a file cannot be read.
+    of its config.json (or `model.config`), each of which may list several. Raises ModelError if a file cannot be read,
+    or if transformers could not load an export with these settings.
 
     A config's class has end tokens of its own, which say nothing about this model: only those written down count.
     """
@@ -98,9 +109,12 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[i
     for file in (Path(model.path) / GENERATION, Path(model.path) / CONFIG) if model.path else ():
         if file.is_file():
             try:
-                named += _ends_in(read_json_file(file))
+                fields = read_json_file(file)
+                named += _ends_in(fields)
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 raise ModelError(f"model.path: cannot read the token ids in {file}: {first_line(error)}") from error
+            if file.name == GENERATION:
+                _require_loadable(fields, file)
     if not model.path:
         try:
             named += _ends_in(model.config)
@@ -108,6 +122,16 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[i
             raise ModelError(f"model.config.eos_token_id: expected a token id or a list of them: {error}") from error
     # Old configs write -1 for none.
     return list(dict.fromkeys(token for token in named if token is not None and token >= 0))
+
+
+def _require_loadable(fields: Mapping[str, Any], file: Path) -> None:
+    """Raise ModelError if transformers could not load an export, which has these settings too."""
+    try:
+        GenerationConfig.from_dict(dict(fields))
+    except Exception as error:  # its checks raise ValueError, its code whatever a wrong type leads to
+        raise ModelError(
+            f"model.path: transformers cannot load {file}: {one_line(error)}; correct or remove it"
+        ) from error
 
 
 def _ends_in(fields: Mapping[str, Any]) -> list[int]:

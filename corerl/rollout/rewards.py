@@ -20,7 +20,7 @@ import numpy as np
 from attrs import Factory, evolve, field, fields, frozen
 from numpy.typing import NDArray
 
-from corerl.config.functions import imported
+from corerl.config.functions import imported, signature_of
 from corerl.errors import ConfigError, RewardError
 from corerl.messages import nearest, place, short_repr
 from corerl.rollout import loop
@@ -319,11 +319,8 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 def takes_tokens(function: Callable[..., Any]) -> bool:
     """Whether a reward function has a parameter of its own for the response's token ids."""
-    try:
-        parameters = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # written in C, it has no signature to look at
-        return False
-    return "tokens" in parameters[2:]
+    signature = signature_of(function)
+    return signature is not None and "tokens" in list(signature.parameters)[2:]
 
 
 class InTurn:
@@ -480,10 +477,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _require_callable(name: str, function: Callable[..., Any], options: Mapping[str, Any], table: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return  # a function written in C may have no signature to check
+    signature = signature_of(function)
+    if signature is None:
+        return
     try:
         signature.bind_partial(None, "")
     except TypeError as error:

@@ -78,6 +78,13 @@ def test_a_whole_state_is_read_as_it_was_written(tmp_path: Path) -> None:
         (lambda state: state["source"].update(prompts={"sources": [{}]}), "prompts: sources[0] lacks 'epoch'"),
         (lambda state: state.update(before=[{"prompt": "x"}]), "state: before[0] lacks 'response'"),
         (lambda state: state.update(kl_coef="big"), "state: 'kl_coef' is 'big', wanted a number"),
+        (lambda state: state.update(kl_coef=float("nan")), "state: 'kl_coef' is nan, wanted a number"),
+        (
+            lambda state: state["source"].update(
+                prompts={"sources": [{**MIXTURE["sources"][0], "weight": 10**400}], "seed": 0}
+            ),
+            "prompts: sources[0]: 'weight' is 1000000000000000000000000000000000000..., wanted a number",
+        ),
     ],
 )
 def test_a_state_that_lacks_something_is_one_line(
