@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import Flaky
 
 from fuzz.case import KINDS, Case, case_of
 from fuzz.cases import STRATEGIES
@@ -210,7 +211,7 @@ def _cases(kind: str, seeds: tuple[int, int], known: set[str], inputs: Path, now
             try:
                 one()
                 left = 0
-            except (Found, Enough):
+            except (Found, Enough, Flaky):  # what is found does not always come again
                 finding, case = min(newest, key=lambda each: len(json.dumps(each[1].to_json())))
                 known.add(finding.key)
                 tell(key=finding.key, text=finding.text, case=case.to_json())

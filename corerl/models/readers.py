@@ -62,6 +62,11 @@ class SafetensorsSource:
         stored = self.stored(name)
         return None if stored is None else tuple(self._slice(stored).get_shape())
 
+    def dtype(self, name: str) -> str | None:
+        """The dtype of a tensor by its name in safetensors, such as "BF16"."""
+        stored = self.stored(name)
+        return None if stored is None else str(self._slice(stored).get_dtype())
+
     @property
     def dtypes(self) -> Counter[str]:
         """The number of tensors of each dtype, by its name in safetensors, such as "BF16"."""

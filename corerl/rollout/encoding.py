@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LOOKED_AT = 64  # prompts of each source whose characters are checked before a run starts
 BATCH = 1024  # prompts encoded at once
 RENDERED_WITHIN = 10.0  # seconds, for one chat: a template is a program, and may not end
-LONGEST_CHAT = 2**24  # characters; no model reads as many
+LONGEST_CHAT = 2**22  # characters, of about a million tokens
 PROBES = ("0", "a", ".")  # texts of an ordinary token in most vocabularies
 ANCHORS = ("\n", ".", "a", "0")  # put before a text, to see how it is encoded behind another
 

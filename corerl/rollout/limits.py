@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+AGAIN = 0.1  # seconds after which it is raised once more
 
 
 class TooLong(BaseException):
@@ -29,6 +32,7 @@ class TimeLimit:
         self._watcher = threading.Thread(target=self._watch, name="time limit", daemon=True)
 
     def __enter__(self) -> TimeLimit:
+        self._shown, sys.unraisablehook = sys.unraisablehook, self._unraisable
         self._watcher.start()
         return self
 
@@ -37,6 +41,11 @@ class TimeLimit:
             self._closed = True
             self._changed.notify()
         self._watcher.join()
+        sys.unraisablehook = self._shown
+
+    def _unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_type is not TooLong:  # of what a destructor has swallowed, Python would print a traceback
+            self._shown(unraisable)
 
     @contextmanager
     def each(self) -> Iterator[None]:
@@ -58,7 +67,7 @@ class TimeLimit:
                     self._changed.wait(left)
                 else:
                     _raise_in(self._watched, TooLong)
-                    self._watched = 0
+                    self._deadline = time.monotonic() + AGAIN  # a destructor may have swallowed it
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:

@@ -39,6 +39,22 @@ def test_blocks_have_the_time_each_and_what_is_outside_of_them_has_no_limit() ->
     assert [thread for thread in threading.enumerate() if thread.name == "time limit"] == []
 
 
+def test_what_a_destructor_swallows_is_raised_again_and_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    class Lasting:
+        def __del__(self) -> None:
+            began = time.monotonic()
+            while time.monotonic() < began + 0.3:
+                pass
+
+    def destroy() -> None:
+        Lasting()
+        forever()
+
+    with TimeLimit(0.1) as limit, pytest.raises(TooLong), limit.each():
+        destroy()
+    assert capsys.readouterr().err == ""
+
+
 def test_an_error_of_the_block_is_its_own() -> None:
     with TimeLimit(10.0) as limit, pytest.raises(ZeroDivisionError), limit.each():
         _ = 1 / 0
