@@ -10,9 +10,15 @@ from corerl.regular import require_regular
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Like `json.loads`, but a ValueError also for what is nested more deeply than Python can read."""
+    """Like `json.loads`, but a ValueError also for what is nested more deeply than Python can read, and for half of a
+    pair of surrogates, which is no character: no file, path or tokenizer takes it."""
     try:
-        return json.loads(text)
+        parsed = json.loads(text)
+        if (b"\\ud" if isinstance(text, bytes) else "\\ud") in text.lower():  # type: ignore[operator]
+            json.dumps(parsed, ensure_ascii=False).encode()
+        return parsed
+    except UnicodeEncodeError as error:
+        raise ValueError(f"it has {error.object[error.start]!r}, which is half of a character") from None
     except RecursionError:  # a RuntimeError
         raise ValueError("it is nested more deeply than can be read") from None
 

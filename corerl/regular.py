@@ -10,7 +10,10 @@ from pathlib import Path
 
 def require_regular(path: str | Path) -> None:
     """Raise OSError unless `path` leads to a regular file, or to a directory, which the system refuses to read."""
-    mode = os.stat(path).st_mode
+    try:
+        mode = os.stat(path).st_mode
+    except ValueError as error:  # a NUL in it, or what UTF-8 cannot have
+        raise OSError(errno.EINVAL, "is no path", str(path)) from error
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "is a pipe or a device, not a regular file", str(path))
 

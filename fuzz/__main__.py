@@ -56,6 +56,7 @@ def main() -> int:
     parser.add_argument("--replay", nargs="*", metavar="FILE", help="try these cases of the corpus instead; none: all")
     parser.add_argument("--processes", action="store_true", help="with --replay: as users start commands")
     args = parser.parse_args()
+    files = [Path(file).absolute() for file in args.replay or ()] or sorted(CORPUS.glob("*.json"))
     inputs = Path(tempfile.mkdtemp(prefix="corerl-inputs-"))
     write_inputs(inputs)
     import_module("corerl.driver.weights")
@@ -66,7 +67,6 @@ def main() -> int:
     gc.collect()
     gc.freeze()  # children neither walk nor copy what is there by now
     if args.replay is not None:
-        files = [Path(file) for file in args.replay] or sorted(CORPUS.glob("*.json"))
         return replay(files, inputs, try_from_outside if args.processes else try_case)
     return search(args.minutes, args.seed, [args.only] if args.only else list(KINDS), inputs)
 

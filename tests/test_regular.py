@@ -35,3 +35,9 @@ def test_what_may_never_end_is_named(pipe: Path) -> None:
     with pytest.raises(OSError, match="is a pipe or a device") as caught:
         require_all_regular(pipe.parent)
     assert caught.value.filename == str(pipe)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_what_no_path_can_be_is_an_os_error(name: str) -> None:
+    with pytest.raises(OSError, match="is no path"):
+        require_regular(name)

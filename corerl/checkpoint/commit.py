@@ -107,7 +107,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
     for name, size in content["files"].items():
         file = directory / name
         found: int | None = None
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # no path can have a NUL
             found = file.stat().st_size
         if found != size:
             what = "is missing" if found is None else f"has {found} bytes instead of {size}"
