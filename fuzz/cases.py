@@ -399,7 +399,6 @@ TEMPLATES = [
     "{{ raise_exception('a\nb\x1b[31m' * 300) }}",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{ 'a' * 10**11 }}",
     "{{ 'ab' * 10**4 }}",
     "{{ 10**10**7 }}",
     "{{ messages.__class__.__mro__ }}",
@@ -410,8 +409,6 @@ TEMPLATES = [
     "{{ messages[0].content[99].x }}",
     "{% generation %}{{ 1 }}{% endgeneration %}",
     "{{ 1 / 0 }}",
-    "{{ '%1000000000d' % 1 }}",
-    "{{ '{:>1000000000}'.format(1) }}",
     "\u00e9{{ messages[-1].content }}",
     "{{ none }}",
 ]

@@ -205,7 +205,7 @@ def _write_parquet(path: Path, rows: Any) -> None:
 
     try:
         parquet.write_table(pa.Table.from_pylist(rows), path)
-    except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError):
+    except (pa.ArrowException, TypeError, ValueError, LookupError, AttributeError, OverflowError):
         return
 
 

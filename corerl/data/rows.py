@@ -185,7 +185,9 @@ def _saved(directory: Path) -> Any:
     arrow = _pyarrow(directory)
     try:
         files = read_json_file(directory / "state.json")["_data_files"]
-        return arrow.concat_tables([_mapped(arrow, directory / file["filename"]) for file in files])
+        table = arrow.concat_tables([_mapped(arrow, directory / file["filename"]) for file in files])
+        table.validate(full=True)  # else rows of damaged files raise anything, or read what is not theirs
+        return table
     except (OSError, ValueError, LookupError, TypeError, arrow.ArrowException) as error:
         raise _unreadable(directory, error) from error
 
