@@ -402,7 +402,6 @@ TEMPLATES = [
     "{{ 'ab' * 10**4 }}",
     "{{ 10**10**7 }}",
     "{{ messages.__class__.__mro__ }}",
-    "{% set x = namespace(a=[]) %}{% for i in range(99999) %}{% set x.a = x.a + [x.a] %}{% endfor %}{{ x.a }}",
     "{{ (messages | tojson) * 3 }}{{ tools | tojson(indent=4) }}",
     "{{ strftime_now('%' * 10**5) }}",
     "{% include 'x' %}",

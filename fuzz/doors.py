@@ -63,6 +63,7 @@ def try_case(case: Case, inputs: Path) -> Finding | None:
     with _directory(inputs) as streams:
         apply(case.edits, inputs)
         _reset_peak()
+        held = _peak()
         _said.clear()
         before = time.process_time()
         status: int | None = None
@@ -76,7 +77,7 @@ def try_case(case: Case, inputs: Path) -> Finding | None:
             error = raised
         finally:
             _set_alarms(0, 0)
-        seconds, peak = time.process_time() - before, _peak()
+        seconds, peak = time.process_time() - before, _peak() - held
         out, err = streams()
         finding = _judge(case, status, error, out, err)
         if finding is None and seconds > SECONDS:

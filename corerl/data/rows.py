@@ -185,15 +185,15 @@ def _saved(directory: Path) -> Any:
     arrow = _pyarrow(directory)
     try:
         files = read_json_file(directory / "state.json")["_data_files"]
-        table = arrow.concat_tables([_mapped(arrow, directory / file["filename"]) for file in files])
-        table.validate(full=True)  # else rows of damaged files raise anything, or read what is not theirs
-        return table
+        return arrow.concat_tables([_mapped(arrow, directory / file["filename"]) for file in files])
     except (OSError, ValueError, LookupError, TypeError, arrow.ArrowException) as error:
         raise _unreadable(directory, error) from error
 
 
 def _mapped(arrow: Any, path: Path) -> Any:
-    return arrow.ipc.open_stream(arrow.memory_map(str(path))).read_all()
+    table = arrow.ipc.open_stream(arrow.memory_map(str(path))).read_all()
+    table.validate(full=True)  # else rows of damaged files raise anything, or read what is not theirs
+    return table
 
 
 def _columns(schema: Any) -> str:

@@ -112,8 +112,9 @@ class SafetensorsSource:
                 raise ModelError(f"{path} is missing, although {INDEX} lists it") from error
             except SafetensorError as error:
                 raise ModelError(f"{path} is damaged: {error}; download or save it again") from error
-            except OSError as error:  # an empty file cannot be mapped; safetensors' own errors have no strerror
-                why = error.strerror or first_line(error)
+            # An empty file cannot be mapped, nor one for which there is no memory, which torch tells as RuntimeError.
+            except (OSError, RuntimeError) as error:
+                why = getattr(error, "strerror", None) or first_line(error)  # safetensors' own errors have none
                 raise ModelError(f"{path} cannot be read: {why}; make it readable, or download it again") from error
         return self._open[file]
 

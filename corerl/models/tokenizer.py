@@ -52,7 +52,12 @@ def load_tokenizer(*, tokenizer: str, path: str) -> PreTrainedTokenizerBase:
     try:
         require_all_regular(directory)
         loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers and tokenizers raise whatever their parsers do, from OSError to Exception
+        if isinstance(loaded, PreTrainedTokenizerBase):
+            loaded("a")  # a post-processor that names no token fails only here
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # transformers and tokenizers raise whatever their parsers do, from OSError to a panic, which is no Exception.
+    except BaseException as error:
         raise _no_tokenizer(setting, directory, one_line(error)) from error
     if not isinstance(loaded, PreTrainedTokenizerBase):
         raise ModelError(

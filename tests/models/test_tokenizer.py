@@ -157,3 +157,11 @@ def test_settings_that_transformers_could_not_load_from_an_export_are_refused(tm
     file.write_text('{"eos_token_id": 2, "pad_token_id": "<pad>"}')
     with pytest.raises(ModelError, match=f"^model.path: transformers cannot load {file}: TypeError: .*; correct or"):
         end_tokens(character_tokenizer("ab"), ModelConfig(path=str(tmp_path)))
+
+
+def test_a_tokenizer_that_panics_is_no_tokenizer(tmp_path: Path) -> None:
+    character_tokenizer("ab").save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text().replace('"id": "<bos>"', '"id": "<none>"', 1))
+    with pytest.raises(ModelError, match="has no tokenizer that transformers can load"):
+        load_tokenizer(tokenizer=str(tmp_path), path="")
