@@ -108,7 +108,7 @@ def search(minutes: float, first_seed: int, kinds: list[str], inputs: Path) -> i
 
 def keep(told: dict[str, Any], first_seed: int, number: int) -> None:
     name = f"{told['case']['kind']}-{zlib.crc32(told['key'].encode()):08x}.json"
-    content = {"found": told["key"], "seed": [first_seed, number], "text": told["text"], "case": told["case"]}
+    content = {"found": told["key"], "seed": [first_seed, number], "case": told["case"]}
     CORPUS.mkdir(exist_ok=True)
     (CORPUS / name).write_text(json.dumps(content, indent=1) + "\n")
     print(f"{name}: {told['key']}\n    {told['text'][-700:]}", flush=True)
