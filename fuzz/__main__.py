@@ -57,18 +57,19 @@ def main() -> int:
     parser.add_argument("--processes", action="store_true", help="with --replay: as users start commands")
     args = parser.parse_args()
     files = [Path(file).absolute() for file in args.replay or ()] or sorted(CORPUS.glob("*.json"))
-    inputs = Path(tempfile.mkdtemp(prefix="corerl-inputs-"))
-    write_inputs(inputs)
-    import_module("corerl.driver.weights")
-    from corerl.cli.main import main as command
+    with tempfile.TemporaryDirectory(prefix="corerl-inputs-") as directory:
+        inputs = Path(directory)
+        write_inputs(inputs)
+        import_module("corerl.driver.weights")  # here, instead of in every child
+        from corerl.cli.main import main as command
 
-    with contextlib.redirect_stdout(sys.stderr):  # once here what would be imported in every child
-        command(["config", "check", "texts.toml"])
-    gc.collect()
-    gc.freeze()  # children neither walk nor copy what is there by now
-    if args.replay is not None:
-        return replay(files, inputs, try_from_outside if args.processes else try_case)
-    return search(args.minutes, args.seed, [args.only] if args.only else list(KINDS), inputs)
+        with contextlib.redirect_stdout(sys.stderr):
+            command(["config", "check", "texts.toml"])
+        gc.collect()
+        gc.freeze()  # children neither walk nor copy what is there by now
+        if args.replay is not None:
+            return replay(files, inputs, try_from_outside if args.processes else try_case)
+        return search(args.minutes, args.seed, [args.only] if args.only else list(KINDS), inputs)
 
 
 def replay(files: list[Path], inputs: Path, attempt: Callable[[Case, Path], Finding | None]) -> int:
