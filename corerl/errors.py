@@ -93,10 +93,16 @@ class UserError(CorerlError):
     """Something the user can fix; printed as is, without a traceback."""
 
     exit_status = 2
+    several = False  # whether each line of the message is a problem of its own; else it is one, whatever a library says
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if self.several else " ".join(line.strip() for line in message.split("\n")))
 
 
 class ConfigError(UserError):
     """The config has problems: one line for each, with its dotted path."""
+
+    several = True
 
 
 class DataError(UserError):
@@ -126,7 +132,9 @@ class NothingLeft(UserError):
 
 
 class Unsupported(UserError):
-    """The run needs a capability that the backend declares unsupported."""
+    """The run needs capabilities that the backend declares unsupported: one line for each."""
+
+    several = True
 
 
 class PluginError(UserError):

@@ -92,6 +92,13 @@ def shorten(text: str, longest: int) -> str:
     return line if len(line) <= longest else line[: max(longest - 3, 0)] + "..."
 
 
+def shorten_inside(text: str, longest: int) -> str:
+    """`printable`, cut to `longest` characters in its middle: the end of a message says what to do."""
+    line = printable(text) if len(text) <= longest else printable(text[:longest]) + "..." + printable(text[-longest:])
+    end = longest // 3
+    return line if len(line) <= longest else f"{line[: longest - end - 3]}...{line[-end:]}"
+
+
 def shorten_to_end(text: str, longest: int) -> str:
     """`printable`, cut to its last `longest` characters."""
     line = printable(text[-longest - 1 :])

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from corerl.regular import require_regular
+
 # Where half a surrogate pair may be: escaped, or raw, which `json.loads` lets pass.
 SURROGATE, SURROGATE_BYTES = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]"), re.compile(rb"\\u[dD][89a-fA-F]|\xed")
 
@@ -27,4 +29,5 @@ def parse_json(text: str | bytes) -> Any:
 
 def read_json_file(path: Path) -> Any:
     """The content of a JSON file in UTF-8. Raises OSError, and ValueError for what is no JSON."""
+    require_regular(path)
     return parse_json(path.read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from corerl.messages import (
     printable,
     short_repr,
     shorten,
+    shorten_inside,
     shorten_to_end,
 )
 
@@ -93,3 +94,9 @@ def test_a_value_that_python_cannot_write_is_shown_by_its_type() -> None:
     assert short_repr(1 << 20_000) == "int that is too large to be shown"
     assert short_repr(nested) == "list that is too large to be shown"
     assert short_repr("\x1b[2J" + "a" * 1000, 20) == "'\\x1b[2Jaaaaaaaaa..."
+
+
+def test_a_line_is_cut_inside_so_that_its_end_still_says_what_to_do() -> None:
+    assert shorten_inside("short", 10) == "short"
+    assert shorten_inside("a" * 100 + "; do this", 30) == "a" * 17 + "..." + "a" + "; do this"
+    assert len(shorten_inside("\x1b" * 100_000, 50)) == 50

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from corerl.algorithms.losses import Loss, LossInputs, LossResult, clipped, value
-from corerl.config.functions import imported
+from corerl.config.functions import imported, signature_of
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean
 from corerl.types import LossSpec, Output, Scalar
@@ -101,7 +101,9 @@ def _find(name: str) -> Loss:
 
 def _parameters(function: Loss, *, name: str) -> list[inspect.Parameter]:
     """The parameters after the first, which is the LossInputs. ConfigError unless all of them can be passed by name."""
-    signature = inspect.signature(function)
+    signature = signature_of(function)
+    if signature is None:
+        raise ConfigError(f"loss {name!r} does not tell its parameters; wrap it in a function of Python")
     inputs, others = list(signature.parameters.values())[:1], list(signature.parameters.values())[1:]
     by_name = all(p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in others)
     if not inputs or inputs[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD) or not by_name:

@@ -132,7 +132,7 @@ def _described(directory: Path) -> dict[str, Any]:
     for name, about in content["files"].items():
         file, size = directory / name, about["bytes"]
         found: int | None = None
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # no path can have a NUL
             found = file.stat().st_size
         if found != size:
             what = "is missing" if found is None else f"has {found} bytes instead of {size}"

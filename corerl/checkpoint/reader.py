@@ -19,6 +19,7 @@ from corerl.checkpoint.format import (
     unusable,
 )
 from corerl.errors import CheckpointDamaged, CheckpointError
+from corerl.regular import require_regular
 from corerl.weights.chunks import finite, intersect, within
 
 
@@ -95,6 +96,7 @@ class CheckpointSource:
         path = self._directory / tensor_file(rank)
         try:
             if rank not in self._files:
+                require_regular(path)
                 self._files[rank] = safe_open(path, framework="pt")
             handle = self._files[rank]
             # A part alone has no checksum: `verify` reads the whole.
@@ -146,6 +148,7 @@ def read_extra(role_dir: str | Path, rank: int) -> dict[str, Any]:
     index = read_index(directory, rank)
     path = directory / tensor_file(rank)
     try:
+        require_regular(path)
         with safe_open(path, framework="pt") as handle:
             extra: dict[str, Any] = _revive(index.extra, handle, index.sums, path)
     except CheckpointError:

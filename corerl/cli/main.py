@@ -13,12 +13,13 @@ from importlib import import_module
 
 from corerl import __version__
 from corerl.errors import CorerlError, UserError
-from corerl.messages import one_line, place, printable, shorten
+from corerl.messages import one_line, place, printable, shorten, shorten_inside
 
 # Modules of this package, each with an `add_parser(subparsers)` that sets `run`. They import little: help is instant.
 COMMANDS = ("train", "eval", "export", "config", "models", "plugins", "verify", "options", "doctor", "new_backend")
 
-LONGEST_LINE = 4000  # characters of an error, whatever a file says
+LONGEST_WORD = 120  # characters of an argument, in a message
+LONGEST_LINE = 960  # characters of an error, whatever a file says
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(error.details, file=sys.stderr)
         said = "corerl: error:" if error.exit_status else "corerl:"
         for line in error.message.split("\n"):
-            print(f"{said} {shorten(line, LONGEST_LINE)}", file=sys.stderr)
+            print(f"{said} {shorten_inside(line, LONGEST_LINE)}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         print("corerl: interrupted", file=sys.stderr)
@@ -74,7 +75,9 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     rest = [word for word in rest if word != "--debug"]
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if rest and (rest != overrides or "overrides" not in args):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        from corerl.config.load import without_value
+
+        parser.error(f"unrecognized arguments: {' '.join(shorten(without_value(word), LONGEST_WORD) for word in rest)}")
     if overrides:
         args.overrides = [*args.overrides, *overrides]
     return args

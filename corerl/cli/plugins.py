@@ -22,13 +22,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from corerl.cli.trial import require_plugins
+    from corerl.cli.trial import fatal_plugins
     from corerl.plugin.registry import INSTALL_HINTS, Kind, installed, scan
 
     kind = Kind(args.command)
-    require_plugins([(kind, f"{entry.distribution}:{entry.name}") for entry in scan(kind)])
+    fatal = fatal_plugins(kind, [f"{entry.distribution}:{entry.name}" for entry in scan(kind)])
     with redirect_stdout(sys.stderr):  # a plugin may print on import
-        found = installed(kind)
+        found = installed(kind, fatal)
     names = {each.name for each in found}
     missing = {name: hint for name, hint in INSTALL_HINTS[kind].items() if name not in names}
     print(_json(found, missing) if args.json else _text(found, missing))
@@ -47,6 +47,8 @@ def _json(found: list[Installed], missing: dict[str, str]) -> str:
 
 def _text(found: list[Installed], missing: dict[str, str]) -> str:
     """A table with columns as wide as their widest cell, except the last, which may hold sentences."""
+    from corerl.messages import printable
+
     rows = [("NAME", "PACKAGE", "VERSION", "API", "STATUS")]
     for each in found:
         api = ".".join(map(str, each.api)) if each.api else "-"
@@ -56,7 +58,7 @@ def _text(found: list[Installed], missing: dict[str, str]) -> str:
         rows.append((each.name, each.distribution, each.version, api, status))
     rows += [(name, "-", "-", "-", f"not installed: {hint}") for name, hint in missing.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows]
+    lines = [printable("  ".join([*map(str.ljust, row, widths), row[-1]])) for row in rows]
     shadowed = {each.distribution: each for each in found if each.shadowed}
     for name, each in shadowed.items():
         lines.append(f"{name} is found twice; not used: {', '.join(each.shadowed)} (corerl doctor {each.name})")

@@ -38,6 +38,24 @@ def require_plugins(plugins: Sequence[tuple[Kind, str]]) -> None:
     beside([], plugins)()
 
 
+def fatal_plugins(kind: Kind, names: Sequence[str]) -> dict[str, str]:
+    """Those of the plugins whose spec ends the process that imports it, each with what happened."""
+    from corerl.errors import UserError
+
+    try:
+        require_plugins([(kind, name) for name in names])
+        return {}
+    except UserError:  # of the first: which of the others do, another process for each tells
+        pass
+    fatal: dict[str, str] = {}
+    for name in names:
+        try:
+            require_plugins([(kind, name)])
+        except UserError as error:
+            fatal[name] = error.message
+    return fatal
+
+
 def beside(modules: Sequence[str], plugins: Sequence[tuple[Kind, str]]) -> Callable[[], None]:
     """Start to import these in another process; the result waits for it."""
     from corerl.doctor.child import look

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -22,7 +23,10 @@ def imported(name: str, *, setting: str) -> Callable[..., Any]:
         raise
     except BaseException as error:  # importing a user's module may raise anything
         raise ConfigError(f"{setting}: {name!r}: cannot import {module_name!r}: {one_line(error)}") from error
-    function = getattr(module, attribute, None)
+    try:
+        function = getattr(module, attribute, None)
+    except Exception as error:  # of the module's own `__getattr__`
+        raise ConfigError(f"{setting}: {name!r}: module {module_name!r} raised {one_line(error)}") from error
     if not callable(function):
         functions = [each for each, value in vars(module).items() if callable(value)]
         raise ConfigError(
@@ -30,3 +34,11 @@ def imported(name: str, *, setting: str) -> Callable[..., Any]:
             + did_you_mean(attribute, functions)
         )
     return function
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """How a user's function is called; None where Python cannot tell, as of some that are written in C."""
+    try:
+        return inspect.signature(function)
+    except Exception:  # ValueError, or whatever its own `__signature__` raises
+        return None

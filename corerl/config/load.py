@@ -15,11 +15,13 @@ from corerl.config.schema import Config
 from corerl.config.structuring import Keys, Problem, attempt, structure
 from corerl.config.words import parse_toml, to_plain
 from corerl.errors import ConfigError
-from corerl.messages import LONGEST, short_repr, shorten
+from corerl.messages import LONGEST, nearest, short_repr, shorten
+from corerl.regular import require_regular
 
-__all__ = ["config_of", "dump_toml", "load_config", "recorded", "structure", "to_plain"]
+__all__ = ["config_of", "dump_toml", "load_config", "recorded", "structure", "to_plain", "without_value"]
 
 SECRET = ("cluster", "environment")  # the table whose values no message shows
+CONCEALED = (SECRET[1], "secrets")  # names of settings, after which an override may hold what is to be hidden
 DEEPEST = 32  # levels of tables and arrays
 
 
@@ -33,6 +35,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     lines: list[str] = []
     data: dict[str, Any] = {}
     try:
+        if not str(path).startswith(("/dev/fd/", "/dev/stdin")):  # which a shell writes to
+            require_regular(path)
         data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # -sig: Windows editors may write a BOM
     except FileNotFoundError:
         lines.append(f"{path}: no such file; pass the path of a TOML file")
@@ -115,7 +119,7 @@ def _apply(text: str, data: dict[str, Any]) -> Keys:
         nested: Any = tomllib.loads(f"{key} = 0")  # handles quoted keys too
     except tomllib.TOMLDecodeError:
         nested = {}
-    said = short_repr(_without_value(text) if SECRET[1] in key else text)
+    said = short_repr(without_value(text))
     if not equals or len(nested) != 1:
         raise ConfigError(f"override {said}: expected KEY=VALUE with a dotted key, such as run.steps=10")
     keys = []
@@ -151,11 +155,18 @@ def _blame(keys: Keys, applied: Iterable[tuple[Keys, str]]) -> str:
     for set_by, text in reversed(list(applied)):
         shared = min(len(keys), len(set_by))
         if keys[:shared] == set_by[:shared]:
-            text = _without_value(text) if set_by[:2] == SECRET[: len(set_by)] else text
-            return f" (override {shorten(text, LONGEST)})"
+            return f" (override {shorten(without_value(text), LONGEST)})"
     return ""
 
 
-def _without_value(override: str) -> str:
+def without_value(override: str) -> str:
+    """The override without its value, if that may be meant for `cluster.environment` or `cluster.secrets`, also by
+    another spelling. Where it has no equals sign, only the part of the key up to there is shown."""
     key, equals, _ = override.partition("=")
-    return f"{key}{equals}..." if equals else override
+    names = [name.strip("'\" \t") for name in key.split(".")][:2]
+    table = SECRET[0]
+    meant = [next((near for name in CONCEALED if (near := nearest(each[: len(name)], [name]))), "") for each in names]
+    place = next((place for place, near in enumerate(meant) if near), None)
+    if place is None and names != [table]:
+        return override
+    return f"{key}=..." if equals or place is None else ".".join([*names[:place], meant[place]]) + "..."

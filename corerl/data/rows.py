@@ -18,6 +18,7 @@ from corerl.data.prompts import Prompt, PromptSource, split
 from corerl.errors import ConfigError, DataError
 from corerl.messages import did_you_mean
 from corerl.plain_json import parse_json, read_json_file
+from corerl.regular import require_all_regular, require_regular
 
 BATCH = 1024  # rows that are decoded together
 NEWLINE = b"\n"
@@ -144,6 +145,10 @@ def _with_objects(value: Any, kind: Any) -> Any:
 
 def open_rows(path: Path) -> Rows:
     """Open a file or directory of rows. Raises DataError if it holds none, ConfigError if pyarrow is missing."""
+    try:
+        (require_all_regular if os.path.isdir(path) else require_regular)(path)
+    except OSError as error:
+        raise _unreadable(Path(error.filename or path), error) from error
     if os.path.isdir(path) and (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(entry.name for entry in path.iterdir() if (entry / "state.json").is_file()))
         raise DataError(f"data.source: {path} contains several splits ({splits}); use the directory of one split")
@@ -215,7 +220,9 @@ def _saved(directory: Path) -> Any:
 
 
 def _mapped(arrow: Any, path: Path) -> Any:
-    return arrow.ipc.open_stream(arrow.memory_map(str(path))).read_all()
+    table = arrow.ipc.open_stream(arrow.memory_map(str(path))).read_all()
+    table.validate(full=True)  # else rows of damaged files raise anything, or read what is not theirs
+    return table
 
 
 def _columns(schema: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from corerl.models.config import hf_config
 from corerl.models.export import export_directory
 from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
 from corerl.models.tokenizer import GENERATION, end_tokens, load_tokenizer
+from corerl.plain_json import read_json_file
 
 SHARD_BYTES = 4 * 2**30
 # Copied from the tokenizer's directory: tokenizers of older versions read them beside what is written.
@@ -32,8 +32,11 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str
     empty, bfloat16 where the model came in that, else the precision it was trained in.
 
     With `replace`, an existing directory is replaced only once the new one is complete.
-    Raises ModelError if `directory` exists and `replace` is not set.
+    Raises ModelError if `directory` exists and `replace` is not set, and CheckpointError if the checkpoint lacks a
+    tensor of the role's model or has one in another shape.
     """
+    from corerl.driver import weights  # slow to import: takes seconds
+
     if directory.exists() and not replace:
         raise ModelError(f"{directory} already exists; remove it, or choose another directory")
     config = structure(read_run(checkpoint)["config"], Config, path="")
@@ -41,6 +44,7 @@ def export(checkpoint: Path, directory: Path, *, role: str = "actor", dtype: str
         raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(config.chosen_roles)}")
     model = config.model_of(role)
     hf = hf_config(model)
+    weights.require_same_model(checkpoint, role, weights.built(role, hf))  # else nothing could load the export
     kept = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else config.train_of(role).precision)]
     source = CheckpointSource(checkpoint / role, *WEIGHTS)
 
@@ -91,7 +95,7 @@ def _generation(config: PreTrainedConfig, model: ModelConfig, ends: Sequence[int
     known: dict[str, Any] = {name: getattr(config, name, None) for name in ("bos_token_id", "pad_token_id")}
     file = Path(model.path) / GENERATION
     if model.path and file.is_file():
-        known |= json.loads(file.read_text(encoding="utf-8"))
+        known |= read_json_file(file)
     known["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends) or None
     return {name: value for name, value in known.items() if value is not None}
 

@@ -21,6 +21,7 @@ from corerl.models.names import hf_boxes
 from corerl.trainer.assign import CRITIC
 
 GIB = 2**30
+FLOATS = ("F64", "F32", "BF16", "F16")  # as safetensors names them
 SHOWN = 8  # names in one line
 
 
@@ -70,7 +71,8 @@ def require_same_model(checkpoint: Path, role: str, model: PreTrainedModel) -> N
 
 def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedConfig) -> str:
     """Raise ModelError if a model directory's files are damaged, lack a tensor of the model of `config`, or have one in
-    another shape. Reads only the files' headers. Returns a notice of tensors that are not used; "" if all are."""
+    another shape or not in floating point. Reads only the files' headers. Returns a notice of tensors that are not
+    used; "" if all are."""
     files = model_files(directory, config)
     for name, shape in shapes_of(model).items():
         found = files.shape(name)
@@ -81,6 +83,11 @@ def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedCo
             raise ModelError(
                 f"{files.where(name)} {what} {name!r}, but its config.json needs {list(shape)}: they belong to "
                 "different models, or the file is incomplete; download or save them again"
+            )
+        if (dtype := files.dtype(name)) not in FLOATS:
+            raise ModelError(
+                f"{files.where(name)} has values of type {dtype} for {name!r}, wanted one of {', '.join(FLOATS)}; use "
+                "the original model, not a quantized one"
             )
     whole = look_at(config)  # with its head, which a critic does not read
     unused = files.unused([*shapes_of(whole), VALUE_HEAD_WEIGHT], whole)

@@ -15,6 +15,7 @@ from corerl.errors import ModelError
 from corerl.messages import did_you_mean
 from corerl.models.experts import experts_of
 from corerl.plain_json import read_json_file
+from corerl.regular import require_all_regular
 
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
@@ -137,11 +138,13 @@ def _from_directory(path: str) -> PreTrainedConfig:
         found = ", ".join(sorted(entry.name for entry in directory.iterdir())) or "nothing"
         raise ModelError(f"model.path={path!r} has no config.json, found {found}; expected a Hugging Face model")
     try:
+        require_all_regular(directory)
         fields = read_json_file(file)
     except ValueError as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from error
     except OSError as error:
-        raise ModelError(f"{file} cannot be read: {error.strerror}; make it readable, or use a copy") from error
+        named = error.filename or file
+        raise ModelError(f"{named} cannot be read: {error.strerror}; make it readable, or use a copy") from error
     if not isinstance(fields, dict):
         raise ModelError(f"{file} contains a {type(fields).__name__}, expected the fields of a Hugging Face config")
     _known_type(fields, str(file))

@@ -12,4 +12,5 @@ NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expert
 def experts_of(fields: Mapping[str, Any]) -> int:
     """The number of experts that a layer chooses from; 0 for a dense model. `fields` are those of `config.to_dict()`
     or config.json."""
-    return max(fields.get(name) or 0 for name in NAMES)
+    counts = (fields.get(name) for name in NAMES)
+    return max((count for count in counts if isinstance(count, int)), default=0)  # of another type: it is not built

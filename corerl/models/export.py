@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from corerl.errors import ModelError, SaveFailed
 from corerl.models.readers import INDEX, SINGLE
 from corerl.models.tokenizer import GENERATION
+from corerl.plain_json import read_json_file
 from corerl.weights.chunks import finite
 
 CONFIG = "config.json"
@@ -119,7 +120,7 @@ def _older_tokenizer(written: Mapping[str, Any], source: str) -> dict[str, Any]:
     older = {key: value for key, value in written.items() if key not in HOW_LOADED}
     if older.get("tokenizer_class") in NEW_CLASSES:
         file = Path(source) / TOKENIZER_CONFIG
-        named = json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class") if file.is_file() else None
+        named = read_json_file(file).get("tokenizer_class") if file.is_file() else None
         older["tokenizer_class"] = named if named and named not in NEW_CLASSES else "PreTrainedTokenizerFast"
     if isinstance(older.get("extra_special_tokens"), list):
         older["additional_special_tokens"] = older.pop("extra_special_tokens")

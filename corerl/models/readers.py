@@ -13,6 +13,7 @@ from torch import Tensor
 from corerl.errors import ModelError
 from corerl.messages import first_line
 from corerl.plain_json import read_json_file
+from corerl.regular import require_regular
 from corerl.weights.chunks import TensorSource
 
 SINGLE = "model.safetensors"
@@ -61,6 +62,11 @@ class SafetensorsSource:
         stored = self.stored(name)
         return None if stored is None else tuple(self._slice(stored).get_shape())
 
+    def dtype(self, name: str) -> str | None:
+        """The dtype of a tensor by its name in safetensors, such as "BF16"."""
+        stored = self.stored(name)
+        return None if stored is None else str(self._slice(stored).get_dtype())
+
     @property
     def dtypes(self) -> Counter[str]:
         """The number of tensors of each dtype, by its name in safetensors, such as "BF16"."""
@@ -100,13 +106,15 @@ class SafetensorsSource:
         if file not in self._open:
             path = self.directory / file
             try:
+                require_regular(path)
                 self._open[file] = safe_open(str(path), "pt")
             except FileNotFoundError as error:
                 raise ModelError(f"{path} is missing, although {INDEX} lists it") from error
             except SafetensorError as error:
                 raise ModelError(f"{path} is damaged: {error}; download or save it again") from error
-            except OSError as error:  # an empty file cannot be mapped; safetensors' own errors have no strerror
-                why = error.strerror or first_line(error)
+            # An empty file cannot be mapped, nor one for which there is no memory, which torch tells as RuntimeError.
+            except (OSError, RuntimeError) as error:
+                why = getattr(error, "strerror", None) or first_line(error)  # safetensors' own errors have none
                 raise ModelError(f"{path} cannot be read: {why}; make it readable, or download it again") from error
         return self._open[file]
 

@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import decoders, models, processors
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from corerl.errors import ModelError
 from corerl.messages import first_line, one_line, short_repr
 from corerl.plain_json import read_json_file
+from corerl.regular import require_all_regular
 
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
@@ -23,6 +30,7 @@ CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"  # the authors' sampling settings; some end tokens are only listed there
 LARGEST = 2**31  # no token id is as large
+MOST_TOKENS = 2**24
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3 of a character tokenizer
 
 
@@ -43,15 +51,24 @@ def load_tokenizer(*, tokenizer: str, path: str) -> PreTrainedTokenizerBase:
     if not os.path.isdir(directory):
         raise ModelError(f"{setting}={directory!r} is not a directory, expected one with a Hugging Face tokenizer")
     try:
+        require_all_regular(directory)
         loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers and tokenizers raise whatever their parsers do, from OSError to Exception
+        if isinstance(loaded, PreTrainedTokenizerBase):
+            loaded("a")  # a post-processor that names no token fails only here
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # transformers and tokenizers raise whatever their parsers do, from OSError to a panic, which is no Exception.
+    except BaseException as error:
         raise _no_tokenizer(setting, directory, one_line(error)) from error
     if not isinstance(loaded, PreTrainedTokenizerBase):
         raise ModelError(
             f"{setting}={directory!r} contains a {type(loaded).__name__}, which is not a transformers tokenizer"
         )
+    vocabulary = loaded.get_vocab()
+    if (highest := max(vocabulary.values(), default=0)) >= MOST_TOKENS:  # tokenizers counts up to it, in memory
+        raise _no_tokenizer(setting, directory, f"a token has the id {highest}, wanted less than {MOST_TOKENS}")
     # Of a config.json alone, transformers makes the tokenizer of that model type with its special tokens and no others.
-    if not (Path(directory) / TOKENIZER).exists() and loaded.get_vocab().keys() <= loaded.added_tokens_encoder.keys():
+    if not (Path(directory) / TOKENIZER).exists() and vocabulary.keys() <= loaded.added_tokens_encoder.keys():
         raise _no_tokenizer(setting, directory, f"no file has the vocabulary of its {type(loaded).__name__}")
     return loaded
 
@@ -95,7 +112,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[int]:
     """The tokens that end a text: the tokenizer's end of sequence, then those of the model's generation_config.json and
-    of its config.json (or `model.config`), each of which may list several. Raises ModelError if a file cannot be read.
+    of its config.json (or `model.config`), each of which may list several. Raises ModelError if a file cannot be read,
+    or if transformers could not load an export with these settings.
 
     A config's class has end tokens of its own, which say nothing about this model: only those written down count.
     """
@@ -103,9 +121,12 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[i
     for file in (Path(model.path) / GENERATION, Path(model.path) / CONFIG) if model.path else ():
         if file.is_file():
             try:
-                named += _ends_in(read_json_file(file))
+                fields = read_json_file(file)
+                named += _ends_in(fields)
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 raise ModelError(f"model.path: cannot read the token ids in {file}: {first_line(error)}") from error
+            if file.name == GENERATION:
+                _require_loadable(fields, file)
     if not model.path:
         try:
             named += _ends_in(model.config)
@@ -113,6 +134,16 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[i
             raise ModelError(f"model.config.eos_token_id: expected a token id or a list of them: {error}") from error
     # Old configs write -1 for none.
     return list(dict.fromkeys(token for token in named if token is not None and token >= 0))
+
+
+def _require_loadable(fields: Mapping[str, Any], file: Path) -> None:
+    """Raise ModelError if transformers could not load an export, which has these settings too."""
+    try:
+        GenerationConfig.from_dict(dict(fields))
+    except Exception as error:  # its checks raise ValueError, its code whatever a wrong type leads to
+        raise ModelError(
+            f"model.path: transformers cannot load {file}: {one_line(error)}; correct or remove it"
+        ) from error
 
 
 def _ends_in(fields: Mapping[str, Any]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from corerl.errors import DataError
+from corerl.plain_json import parse_json
+from corerl.regular import require_regular
 
 
 def keep(path: Path) -> None:
@@ -50,13 +51,14 @@ def read_lines(path: Path, *, before: float) -> Iterator[tuple[str, dict[str, An
     """
     if not path.exists():
         return
+    require_regular(path)
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if not raw.endswith(b"\n"):
                 return
             try:
                 line = raw.decode()
-                record = json.loads(line)
+                record = parse_json(line)
                 step = int(record["step"])
             except (ValueError, TypeError, KeyError, OverflowError) as error:
                 shown = raw.decode(errors="replace").strip()[:60]

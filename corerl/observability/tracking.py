@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from corerl.errors import DataError
+from corerl.plain_json import read_json_file
 from corerl.plugin.events import Evaluated, Event, RunFinished, RunStarted, Shown, StepFinished
 from corerl.plugin.hookspecs import hookimpl
 
@@ -95,7 +97,12 @@ class Identity:
         """The stored identifiers of a run that continues; empty for a new run, or if it was not tracked before."""
         if not goes_on or not self._path.exists():
             return {}
-        identity: dict[str, str] = json.loads(self._path.read_text(encoding="utf-8"))
+        try:
+            identity = read_json_file(self._path)
+        except ValueError as error:
+            raise DataError(f"{self._path} is not valid JSON: {error}; remove it to begin a new run there") from error
+        if not isinstance(identity, dict) or not all(isinstance(value, str) for value in identity.values()):
+            raise DataError(f"{self._path} is no object of texts; remove it to begin a new run there")
         return identity
 
     def write(self, **identity: str) -> None:

@@ -10,7 +10,7 @@ import functools
 import importlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -119,14 +119,17 @@ class Loaded(Entry):
     spec: Any  # BackendSpec, EngineSpec or ExtensionSpec
 
 
-def installed(kind: Kind) -> list[Installed]:
-    """Every plugin of this kind on sys.path, sorted by name. Imports each spec; broken plugins are listed too."""
+def installed(kind: Kind, fatal: Mapping[str, str] | None = None) -> list[Installed]:
+    """Every plugin of this kind on sys.path, sorted by name. Imports each spec; broken plugins are listed too. Those in
+    `fatal`, 'distribution:name' -> why, end the process that imports them: they are listed without that."""
     entries = scan(kind)
     found = []
     for entry in entries:
         rivals = [other for other in entries if other.name == entry.name and other is not entry]
         status, reason, api, summary = Status.OK, "", None, ""
         try:
+            if why := (fatal or {}).get(f"{entry.distribution}:{entry.name}"):
+                raise PluginBroken(why)
             spec = _load_spec(kind, entry)
             api, summary = spec.api, spec.summary
             _require_usable(kind, entry, spec)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import frozen
-from jinja2 import TemplateError
 
 from corerl.data.prompts import Prompt, PromptSource
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.messages import one_line
 from corerl.rollout.engine import UNLIMITED
+from corerl.rollout.limits import TimeLimit, TooLong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LOOKED_AT = 64  # prompts of each source whose characters are checked before a run starts
 PART = 256  # prompts that are looked at together: the time until a check notices that it is to end
+RENDERED_WITHIN = 10.0  # seconds, for one chat: a template is a program, and may not end
+LONGEST_CHAT = 2**22  # characters, of about a million tokens
 PROBES = ("0", "a", ".")  # texts of an ordinary token in most vocabularies
 ANCHORS = ("\n", ".", "a", "0")  # put before a text, to see how it is encoded behind another
 
@@ -57,12 +59,12 @@ def _written(
 ) -> list[str | Rejected]:
     """[P] each prompt's text, of a chat the template's, or why the template refuses it."""
     written: list[str | Rejected] = []
-    for prompt in prompts:
-        try:
-            chat = prompt.messages
-            written.append(render(tokenizer, chat, tools=prompt.tools, options=options) if chat else prompt.text)
-        except Rejected as rejected:
-            written.append(rejected)
+    with TimeLimit(RENDERED_WITHIN) as limit:
+        for prompt in prompts:
+            try:
+                written.append(_rendered(tokenizer, prompt, options, limit) if prompt.messages else prompt.text)
+            except Rejected as rejected:
+                written.append(rejected)
     return written
 
 
@@ -162,13 +164,33 @@ def render(
             **(options or {}),
         )
     # Templates may reject system messages or roles that do not alternate. They are also programs, and may fail on any
-    # input they were not written for.
-    except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+    # input they were not written for, in any way.
+    except Exception as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise Rejected(
             f"the tokenizer's chat template rejects its messages ({one_line(error)}); their roles are: {roles}"
         ) from error
+    if len(text) > LONGEST_CHAT:
+        raise Rejected(
+            f"the tokenizer's chat template writes {len(text)} characters for its messages, at most {LONGEST_CHAT} are "
+            "allowed"
+        )
     return str(text)
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, options: Mapping[str, Any] | None, limit: TimeLimit
+) -> str:
+    """The text of a prompt's chat. Raises Rejected, and DataError where the template takes too long, as it would for
+    the other prompts too."""
+    try:
+        with limit.each():
+            return render(tokenizer, prompt.messages, tools=prompt.tools, options=options)
+    except TooLong:
+        raise DataError(
+            f"prompt {prompt.index}: the tokenizer's chat template takes more than {RENDERED_WITHIN:g} s for its "
+            "messages; correct its loops, or set model.tokenizer to another one"
+        ) from None
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from attrs import evolve, field, frozen
 
-from corerl.config.functions import imported
+from corerl.config.functions import imported, signature_of
 from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, RewardError
 from corerl.messages import short_repr
@@ -97,11 +97,13 @@ class EpisodeFunction:
 def resolve_function(name: str, options: Mapping[str, Any]) -> EpisodeFunction:
     """Import the function. Raises ConfigError if it does not exist or cannot be called with (episode, **options)."""
     function = imported(name, setting="rollout.function")
+    signature = signature_of(function)
     try:
-        inspect.signature(function).bind(None, **options)
+        if signature is not None:
+            signature.bind(None, **options)
     except TypeError as error:
         raise ConfigError(
-            f"rollout.function={name!r} takes {inspect.signature(function)}, but is called as function(episode, "
+            f"rollout.function={name!r} takes {signature}, but is called as function(episode, "
             f"**options) with rollout.episodes.options={dict(options)}: {error}"
         ) from error
     return EpisodeFunction(name=name, function=function, options=options)

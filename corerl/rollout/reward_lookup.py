@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, fields
 
-from corerl.config.functions import imported
+from corerl.config.functions import imported, signature_of
 from corerl.errors import ConfigError
 from corerl.messages import nearest
 from corerl.rollout.rewards import Reward, Term, WeightedSum, takes_tokens, told
@@ -120,10 +119,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _require_callable(name: str, function: Callable[..., Any], options: Mapping[str, Any], table: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return  # a function written in C may have no signature to check
+    signature = signature_of(function)
+    if signature is None:
+        return
     try:
         signature.bind_partial(None, "")
     except TypeError as error:

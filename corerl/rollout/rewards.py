@@ -20,6 +20,7 @@ import numpy as np
 from attrs import Factory, field, frozen
 from numpy.typing import NDArray
 
+from corerl.config.functions import signature_of
 from corerl.errors import RewardError
 from corerl.messages import place, short_repr
 from corerl.rollout import loop
@@ -295,11 +296,8 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 def takes_tokens(function: Callable[..., Any]) -> bool:
     """Whether a reward function has a parameter of its own for the response's token ids."""
-    try:
-        parameters = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # written in C, it has no signature to look at
-        return False
-    return "tokens" in parameters[2:]
+    signature = signature_of(function)
+    return signature is not None and "tokens" in list(signature.parameters)[2:]
 
 
 class InTurn:

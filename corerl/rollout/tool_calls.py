@@ -31,7 +31,7 @@ class CallFormat:
             return None
         try:
             read = [self._call(part) for part in self.between.split(calls.removesuffix(self.closing))]
-        except ValueError:
+        except (ValueError, RecursionError):  # nested more deeply than can be written again
             return None
         return before.strip(), read
 
@@ -89,5 +89,5 @@ def meant(calls: Any) -> Any:
     try:
         functions = [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
         return [(id_, name, parse_json(told) if isinstance(told, str) else told) for id_, name, told in functions]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return calls

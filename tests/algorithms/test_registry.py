@@ -155,3 +155,8 @@ def test_the_critics_spec_asks_for_values_alone_and_resolves_to_its_loss() -> No
 def test_a_policy_is_not_trained_with_the_critics_loss() -> None:
     with pytest.raises(ConfigError, match="algorithm.loss='value' is the loss of a critic"):
         spec_of("value")
+
+
+def test_a_loss_that_does_not_tell_its_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match="^loss 'builtins:max' does not tell its parameters; wrap it in a function"):
+        resolve_loss(LossSpec(name="builtins:max", params={}, outputs=()))

@@ -75,3 +75,19 @@ def test_a_run_of_corerls_own_parts_needs_no_trial(here: str, monkeypatch: pytes
     other = ["backend.name=plain", "rollout.engine=fake", "engines.sglang={}", "backends.no-such={}"]
     try_imports(load_config(here, other))()  # tables that are not selected are checked too
     assert asked[1:] == [("corerl.doctor.plugins:look_imports", [], [("engines", "sglang")])]
+
+
+@pytest.mark.processes
+def test_plugins_are_listed_although_the_import_of_one_ends_its_process(
+    here: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metadata = tmp_path / "corerl_leaves-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: corerl-leaves\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text("[corerl.engines]\nleaves = leaves_mod:SPEC\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["engines"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "  ok: " in rows["fake"] and "  ok: " in rows["transformers"]
+    said = "importing leaves_mod:SPEC, the spec of engine 'leaves' (corerl-leaves 0.1), ended its process with status 0"
+    assert f"broken: {said}" in rows["leaves"]

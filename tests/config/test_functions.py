@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
-from corerl.config.functions import imported
+from corerl.config.functions import imported, signature_of
 from corerl.errors import ConfigError
 
 
@@ -31,3 +32,22 @@ def test_what_is_not_there_is_told_with_the_setting(name: str, message: str) -> 
     with pytest.raises(ConfigError) as caught:
         imported(name, setting="a.b")
     assert caught.value.message == message
+
+
+def test_a_module_that_fails_when_it_is_asked_for_a_function_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "asks_in_vain.py").write_text("def __getattr__(name):\n    raise RuntimeError(name)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"^a.b: 'asks_in_vain:f': module 'asks_in_vain' raised RuntimeError: f$"):
+        imported("asks_in_vain:f", setting="a.b")
+
+
+def test_a_signature_that_cannot_be_told_is_none() -> None:
+    class Odd:
+        __signature__ = "no signature"
+
+        def __call__(self) -> None: ...
+
+    assert str(signature_of(lambda a, *, b=1: a)) == "(a, *, b=1)"
+    assert signature_of(Odd()) is None and signature_of(max) is None

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from corerl.config.problems import Problems
-from corerl.errors import ConfigError, ModelError, Unsupported
+from corerl.errors import ConfigError, Unsupported
 
 
 def collect(problems: Problems, setting: str, error: Exception) -> None:
@@ -20,7 +20,7 @@ def test_one_error_stays_itself_and_several_become_the_lines_of_one() -> None:
     assert problems.none_in("a.b.c", "a.bc", "b")
     with pytest.raises(Unsupported, match="^first$"):
         problems.raise_all()
-    collect(problems, "c", ModelError("second\nthird"))
+    collect(problems, "c", Unsupported("second\nthird"))
     with pytest.raises(ConfigError) as caught:
         problems.raise_all()
     assert caught.value.message == "first\nsecond\nthird"

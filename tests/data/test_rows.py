@@ -382,3 +382,15 @@ def test_a_prompts_place_is_its_line_or_its_row(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", '{"prompt": "a"}', "", '{"prompt": "b"}', "", "", '{"prompt": "c"}')
     assert [load(path).where(index) for index in range(3)] == [f"{path}:{line}" for line in (1, 3, 6)]
     assert load(path, chat=True).where(1) == f"{path}:3"
+
+
+def test_a_damaged_file_of_a_saved_data_set_is_told_before_its_rows_are_read(tmp_path: Path) -> None:
+    texts = ["one", "two", "three"]
+    datasets.Dataset.from_dict({"prompt": texts, "answer": texts}).save_to_disk(tmp_path)
+    file = tmp_path / "data-00000-of-00001.arrow"
+    lengths = b"".join(at.to_bytes(4, "little") for at in (0, 3, 6, 11))  # where each text begins and ends
+    content = file.read_bytes()
+    at = content.rindex(lengths)  # of the answers, which no scan of the prompts would see
+    file.write_bytes(content[: at + 4] + b"\xff\xff\xff\x7f" + content[at + 8 :])
+    with pytest.raises(DataError, match=f"^data.source: cannot read {tmp_path}: .*offset"):
+        load(tmp_path)

@@ -205,3 +205,19 @@ def test_an_export_that_fails_leaves_the_earlier_one(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="rank-00001.safetensors cannot be read"):
         export(checkpoint, tmp_path / "model", replace=True)
     assert_holds(tmp_path / "model", model, torch.float32)
+
+
+def test_what_transformers_could_not_load_is_not_exported(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    make_model(make_config(), seed=1).save_pretrained(base)
+    config = make_config(model={**DATA["model"], "path": str(base), "config": {}})
+    checkpoint = save(tmp_path, config, make_model(config, seed=2), step=2)
+    fields = json.loads((base / "config.json").read_text())
+    for change, error, told in (
+        ({"hidden_act": "silusilu"}, ModelError, "cannot build a qwen3 model"),
+        ({"num_hidden_layers": 3}, CheckpointError, "lacks 'model.layers.2."),
+    ):
+        (base / "config.json").write_text(json.dumps({**fields, **change, "layer_types": None}))
+        with pytest.raises(error, match=told):
+            export(checkpoint, tmp_path / "model")
+    assert not (tmp_path / "model").exists()

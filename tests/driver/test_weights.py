@@ -62,6 +62,11 @@ def test_what_the_files_have_besides_is_listed(tmp_path: Path) -> None:
         + ", ".join(f"model.layers.{layer}.mlp.scale" for layer in range(10, 18))
         + ", and 5 more"
     )
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].view(torch.int32)
+    with pytest.raises(
+        ModelError, match=r"has values of type I32 for 'model.norm.weight', wanted one of F64, F32, BF16"
+    ):
+        told("actor")
     del tensors["model.norm.weight"]
     with pytest.raises(ModelError, match=r"model.safetensors lacks 'model.norm.weight', but its config.json needs"):
         told("critic")

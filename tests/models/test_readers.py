@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from corerl.errors import ModelError
+from corerl.models import readers
 from corerl.models.build import build_on_meta
 from corerl.models.names import hf_boxes, local_chunks
 from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
@@ -97,3 +98,15 @@ def test_a_file_that_cannot_be_opened_is_named_in_one_line(tmp_path: Path) -> No
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "shard.safetensors"}}')
     with pytest.raises(ModelError, match=rf"^{tmp_path}/shard\.safetensors (is damaged|cannot be read): .*again$"):
         SafetensorsSource(tmp_path).shape("a")
+
+
+def test_a_file_that_the_machine_cannot_map_is_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise RuntimeError("unable to mmap 8 bytes: Cannot allocate memory (12)\nat 0x1")
+
+    (tmp_path / SINGLE).touch()
+    monkeypatch.setattr(readers, "safe_open", no_memory)
+    with pytest.raises(ModelError, match=r"model.safetensors cannot be read: unable to mmap 8 bytes: Cannot allocate"):
+        SafetensorsSource(tmp_path)

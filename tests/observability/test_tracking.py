@@ -2,6 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from corerl.errors import DataError
 from corerl.observability.tracking import Identity, flat, read_config
 
 
@@ -23,3 +26,15 @@ def test_an_identity_is_only_that_of_a_run_that_goes_on(tmp_path: Path) -> None:
     assert Identity(tmp_path / "run" / "tracker.json").read(goes_on=True) == {"run_id": "abc"}
     assert identity.read(goes_on=False) == {}
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["tracker.json"]
+
+
+def test_an_identity_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "tracker.json"
+    for text, why in (
+        ("{", "is not valid JSON: "),
+        ("[" * 200_000, "is not valid JSON: it is nested"),
+        ("[1]", "is no "),
+    ):
+        file.write_text(text)
+        with pytest.raises(DataError, match=f"^{file} {why}.*; remove it to begin a new run there$"):
+            Identity(file).read(goes_on=True)
