@@ -53,6 +53,13 @@ def test_a_sound_config_is_prepared_without_a_process_or_a_file(tmp_path: Path) 
     assert not ray.is_initialized() and not (tmp_path / "run").exists()
 
 
+def test_a_mix_is_titled_by_the_names_of_its_sources(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "0>"}\n{"prompt": "1>"}\n')
+    sources = [{"source": "sort-digits"}, {"source": str(tmp_path / "rows.jsonl"), "name": "mine"}]
+    prepared = prepare(config_in(tmp_path / "run", data={"held_out": 1, "sources": sources}))
+    assert title(prepared).startswith("grpo on sort-digits + mine: qwen3 from scratch")
+
+
 def test_a_resumed_run_is_told_where_its_checkpoint_stands(tmp_path: Path) -> None:
     config = config_in(tmp_path, "auto")
     checkpoint = save(tmp_path, config, make_model(config, seed=1), step=4)
