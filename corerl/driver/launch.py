@@ -108,16 +108,17 @@ def _started(prepared: Prepared) -> Iterator[Run]:
                 role.group.shutdown("finished")
             if run.updates is not None:
                 run.updates.fleet.close()
-    except BaseException:
+    except BaseException as error:
+        reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         progress.tell(
             RunFinished(
-                reason="failed",
+                reason=reason,
                 steps_done=progress.step,
                 seconds=time.perf_counter() - started,
                 artifacts={"run directory": str(prepared.run_dir)},
             )
         )
-        progress.observers.shutdown("failed")
+        progress.observers.shutdown(reason)
         raise
     progress.observers.shutdown("finished")
 

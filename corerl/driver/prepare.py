@@ -302,6 +302,8 @@ def title(prepared: Prepared) -> str:
     if config.run.samples:
         engines = config.rollout.replicas
         ranks.append(f"{engines} {prepared.plan.engine.name} engine{'s' * (engines != 1)}")
-    sources = [each.source for each in config.data.sources] or [config.data.source]
-    source = " + ".join(sources) if config.run.samples else config.rollout.saved
+    if config.run.samples:
+        source = " + ".join(share.name for share in prepared.prompts.shares) or config.data.source
+    else:
+        source = config.rollout.saved
     return f"{config.algorithm.name} on {source}: {model}, {', '.join(ranks)}, {prepared.device}"

@@ -8,7 +8,7 @@ from typing import TextIO
 from corerl.messages import printable, shorten, shorten_to_end
 from corerl.observability.history import PHASES
 from corerl.observability.story import NUMBERS, Story
-from corerl.observability.text import duration, number
+from corerl.observability.text import duration, number, rough_duration
 from corerl.plugin.events import (
     CheckpointSaved,
     Evaluated,
@@ -69,7 +69,7 @@ class PlainView:
                 quiet = story.clock() - self._row_at >= QUIET_SECONDS
                 if first or last or quiet or story.done % self._every == 0:
                     left = story.seconds_left()
-                    self._row(story.done, event.metrics, "" if left is None else duration(left))
+                    self._row(story.done, event.metrics, "" if left is None else rough_duration(left))
             case Evaluated() if not story.scores:  # else the summary says the same
                 self._row(event.step, event.metrics, "")
             case CheckpointSaved():

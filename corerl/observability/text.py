@@ -28,3 +28,11 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def rough_duration(seconds: float) -> str:
+    """Seconds as 0:07 or 12:34, from an hour on as 3h05: at most five characters below a hundred hours."""
+    if round(seconds) < 3600:
+        return duration(seconds)
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours}h{minutes:02}"

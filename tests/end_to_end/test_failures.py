@@ -85,5 +85,5 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
         os.kill(command.process.pid, signal.SIGTERM)
         assert command.finish(within=ENDS_WITHIN) == 130
         command.assert_nothing_is_left()
-    assert command.err == "corerl: interrupted\n"
+    assert command.err == "corerl: interrupted\n" and "\ninterrupted after 1 of 6 steps, " in command.out
     assert latest(run_dir) == run_dir / "checkpoints/step-00000001"

@@ -71,6 +71,12 @@ def test_slow_steps_have_a_line_at_least_every_twenty_seconds() -> None:
     assert told(30.0) == list(range(1, 13))
 
 
+def test_hours_that_are_left_do_not_run_into_the_column_before() -> None:
+    ended = [StepFinished(step=step, metrics=metrics(0)) for step in range(2)]
+    *_, row = lines([evolve(started("runs/slow"), steps=400), *ended], every=1, seconds=300.0)
+    assert row.endswith("  12,346 33h10") and len(row) == 79
+
+
 def test_a_phase_that_takes_long_has_a_line_every_twenty_seconds_with_how_far_it_is() -> None:
     clock, stream = Clock(), io.StringIO()
     view = PlainView(Story(clock), stream, every=1)

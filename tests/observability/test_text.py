@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from corerl.observability.text import duration, number
+from corerl.observability.text import duration, number, rough_duration
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,4 @@ def test_a_number_reads_as_its_metric_is_read_best(value: float | None, metric: 
 
 def test_durations_grow_hours_only_when_they_need_them() -> None:
     assert [duration(seconds) for seconds in (6.6, 754, 10800)] == ["0:07", "12:34", "3:00:00"]
+    assert [rough_duration(seconds) for seconds in (754, 3599.4, 3599.6, 11100)] == ["12:34", "59:59", "1h00", "3h05"]
