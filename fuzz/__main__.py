@@ -142,6 +142,8 @@ def child(kind: str, first_seed: int, number: int, known: set[str], inputs: Path
     lines = [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
     if ended and (scratch / "died").exists():
         print(f"the fuzzer itself failed: {(scratch / 'died').read_text()[-1500:]}", flush=True)
+    elif ended and not now.exists():
+        print(f"a child {ended} before its first case: the machine may lack memory", flush=True)
     elif ended:
         case = json.loads(now.read_text())
         key = f"{ended} in {' '.join(case['command'][:2])}"

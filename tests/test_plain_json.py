@@ -39,6 +39,6 @@ def test_what_is_nested_too_deeply_is_a_value_error_as_all_that_is_no_json(text:
 
 @pytest.mark.parametrize("text", [r'{"a": ["\ud800"]}', rb'{"\uDC80": 1}'])
 def test_half_of_a_character_is_a_value_error_and_a_whole_one_is_read(text: str | bytes) -> None:
-    with pytest.raises(ValueError, match=r"^it has '\\ud[c8]\d0', which is half of a character$"):
+    with pytest.raises(ValueError, match="^a text in it has half a surrogate pair, which is no character$"):
         parse_json(text)
     assert parse_json(r'"\ud83d\ude00 \\ud800"') == "\U0001f600 \\ud800"

@@ -81,7 +81,7 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Fault
             f"run.dir: {run_dir} already holds a run ({newest.name}), whose results run.mode={config.run.mode!r} "
             f"would overwrite; set another run.dir{advice}"
         )
-    if starting and newest is None and (lost := passed_over(run_dir, damaged=damaged)):
+    if (starting or resume == "auto") and newest is None and (lost := passed_over(run_dir, damaged=damaged)):
         fault = next(iter(lost.values()))
         raise ConfigError(
             f"run.dir: {run_dir} already holds a run, but none of its checkpoints can be resumed: {fault}; set "

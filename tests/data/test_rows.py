@@ -197,10 +197,10 @@ def test_a_row_that_cannot_be_used_is_named_with_its_number(
         load(parquet(tmp_path / "p.parquet", **columns))
 
 
-def test_a_row_that_python_cannot_hold_is_named_with_its_number(tmp_path: Path) -> None:
+def test_a_text_that_is_no_utf8_is_named_with_its_number(tmp_path: Path) -> None:
     texts = pa.StringArray.from_buffers(4, pa.py_buffer(np.arange(0, 10, 2, "int32")), pa.py_buffer(b"okgo\xff\xfeno"))
     pq.write_table(pa.table({"prompt": texts}), tmp_path / "p.parquet")
-    with pytest.raises(DataError, match=r"p.parquet, row 2: cannot be read: 'utf-8' codec can't decode byte 0xff"):
+    with pytest.raises(DataError, match=r"cannot read .*p.parquet: .*Invalid UTF8 sequence at string index 2;"):
         load(tmp_path / "p.parquet")
     days = pa.array([0, 2**31 - 1], pa.int32()).cast(pa.date32())
     pq.write_table(pa.table({"prompt": ["a", "b"], "day": days}), tmp_path / "p.parquet")

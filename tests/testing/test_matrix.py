@@ -21,14 +21,11 @@ PUBLISHED = {
 # One type for each kind; others are examined by `corerl models --check`.
 ACCEPTED = {
     "qwen2_moe": (Status.PACKED, ""),
+    "glm4_moe": (Status.PACKED, ""),
     "gpt_oss": (Status.WHOLE, "GptOssForCausalLM has layers with sliding_attention; packing requires full attention"),
     "mamba2": (Status.WHOLE, "Mamba2ForCausalLM computes attention with its own code, which treats packed sequences"),
 }
 NOT = {
-    "glm4_moe": (
-        Status.REFUSED,
-        "Glm4MoeForCausalLM stores weights in buffers (model.layers.1.mlp.gate.e_score",
-    ),
     "xlnet": (Status.REFUSED, "XLNetLMHeadModel lets every token see later ones; use another model"),
     "musicgen": (Status.UNBUILT, "ValueError: Multiple valid text configs were found"),
 }
