@@ -53,16 +53,9 @@ GLM = (  # its routers' biases are in buffers
 WINDOW = "model.config.sliding_window=4"
 IN_TURNS = (WINDOW, 'model.config.layer_types=["sliding_attention", "full_attention"]')
 WHOLE = {  # models that train whole, by what they contain
-    "whole-mistral": ("model.config.model_type=mistral", WINDOW),
-    "whole-gemma2": ("model.config.model_type=gemma2", *IN_TURNS),
     "whole-gemma3": ("model.config.model_type=gemma3_text", *IN_TURNS),
     "whole-olmo3": ("model.config.model_type=olmo3", *IN_TURNS),
     "whole-granite": ("model.config.model_type=granite", "model.config.logits_scaling=2.0"),
-    "whole-gpt-oss": (
-        *("model.config.model_type=gpt_oss", *IN_TURNS, "model.config.num_local_experts=8"),
-        *("model.config.num_experts_per_tok=2", "model.config.tie_word_embeddings=false"),
-        "algorithm.old_logprobs=recompute",
-    ),
 }
 REPLAYED = ("algorithm.routing_replay=engine", "engines.sglang.routed_experts=true")
 
