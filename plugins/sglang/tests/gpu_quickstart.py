@@ -54,7 +54,6 @@ WINDOW = "model.config.sliding_window=4"
 IN_TURNS = (WINDOW, 'model.config.layer_types=["sliding_attention", "full_attention"]')
 WHOLE = {  # models that train whole, by what they contain
     "whole-gemma3": ("model.config.model_type=gemma3_text", *IN_TURNS),
-    "whole-olmo3": ("model.config.model_type=olmo3", *IN_TURNS),
     "whole-granite": ("model.config.model_type=granite", "model.config.logits_scaling=2.0"),
 }
 REPLAYED = ("algorithm.routing_replay=engine", "engines.sglang.routed_experts=true")
