@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -140,3 +141,5 @@ def test_the_commands_of_the_tutorial_run_in_turn_in_one_directory(tmp_path: Pat
         model = tmp_path / directory
         assert load_tokenizer(tokenizer="", path=str(model)).eos_token == "<|im_end|>"
         assert json.loads((model / "generation_config.json").read_text())["eos_token_id"] == 2
+    for name in ("models", "runs"):  # gigabytes, which pytest would keep for three sessions
+        shutil.rmtree(tmp_path / name)
