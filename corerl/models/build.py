@@ -21,6 +21,7 @@ from corerl.models.attention import PACKED, register_packed_attention
 from corerl.models.packable import require_interface
 
 NOISE = ("drop", "jitter")  # in the names of config fields: attention_dropout, resid_pdrop, router_jitter_noise
+BIASES = r"bias(es)?$"  # in the names of buffers: routers add them to their scores
 VALUE_HEAD = "value_head"
 VALUE_HEAD_WEIGHT = f"{VALUE_HEAD}.weight"  # [1, hidden], under this name in every backend and checkpoint
 
@@ -33,6 +34,7 @@ def build_on_meta(
     value_head: bool = False,
     buffers: bool = True,
     vectors: bool = False,
+    compute: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """Build the causal language model of `config`: parameters on meta in `dtype`, real buffers on the CPU.
 
@@ -44,6 +46,9 @@ def build_on_meta(
     Buffers are real because no checkpoint holds rotary frequencies: on meta, or after `to_empty()`, they would be lost.
     Without `buffers` they are on meta too, for a model that is only looked at: it takes no memory, of whatever size.
     With `vectors`, parameters of one dim or none are real, and as transformers draws them.
+
+    Stored buffers are in `compute`, by default `dtype`: what layers multiply by must have their dtype. Those of routers
+    are in float32, as are those that transformers keeps in it: rounded, a bias would choose other experts.
     """
     config = copy.deepcopy(config)
     config.use_cache = False  # with a cache transformers silently takes packed rows for one sequence
@@ -67,15 +72,14 @@ def build_on_meta(
         ) from error
     finally:
         handle.remove()
-    precise = [re.compile(pattern) for pattern in model._keep_in_fp32_modules_strict or ()]
+    precise = re.compile("|".join([*(model._keep_in_fp32_modules_strict or ()), BIASES]))
     for name, buffer in stored_buffers(model).items():
         if not buffer.is_floating_point():
             raise ModelError(
                 f"{type(model).__name__} stores {buffer.dtype} values in the buffer {name!r}; CoreRL loads, saves and "
                 "sends floating-point weights only"
             )
-        if any(pattern.search(name) for pattern in precise):
-            buffer.data = buffer.data.float()
+        buffer.data = buffer.data.to(torch.float32 if precise.search(name) else compute or dtype)
     return model
 
 

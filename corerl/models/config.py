@@ -97,13 +97,21 @@ def context_length(config: PreTrainedConfig) -> int | None:
 def _require_sizes(config: PreTrainedConfig, where: str) -> None:
     """Raise ModelError for sizes with which transformers fails while it builds the model, or only in a forward pass."""
     text = config.get_text_config()
-    sizes = {name: getattr(text, name, None) for name in SIZES}
+    sizes = {name: _size(text, name) for name in SIZES}
     for name, size in sizes.items():
         if isinstance(size, int) and size < 1:  # of some model types it is a list, one for each layer
             raise ModelError(f"{where}{name}={size}, wanted at least 1")
     heads, shared = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         raise ModelError(f"{where}num_key_value_heads={shared} does not divide num_attention_heads={heads}")
+
+
+def _size(config: PreTrainedConfig, name: str) -> Any:
+    """A field; None if the config lacks it, or has one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers' own, for models whose layers differ in it
+        return None
 
 
 def _require_few_layers(fields: Mapping[str, Any], where: str) -> None:

@@ -44,14 +44,23 @@ def choose_layout(model: PreTrainedModel, asked: str) -> Layout:
 
 
 def make_policy(
-    config: PreTrainedConfig, *, dtype: torch.dtype, layout: str = "auto", value_head: bool = False
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    layout: str = "auto",
+    value_head: bool = False,
+    compute: torch.dtype | None = None,
 ) -> Policy:
     """The policy of `config`, or a critic with `value_head`, as `choose_layout` says: parameters on meta in `dtype`,
-    real buffers on the CPU. Raises ModelError if transformers cannot build it, or CoreRL not train it."""
+    real buffers on the CPU, for layers that compute in `compute`, by default `dtype`. Raises ModelError if transformers
+    cannot build it, or CoreRL not train it."""
     chosen = choose_layout(look_at(config, value_head=value_head), layout)
     if chosen.name == "packed":
-        return CausalPolicy(build_on_meta(config, dtype=dtype, attention=PACKED, value_head=value_head))
-    return WholePolicy(build_on_meta(config, dtype=dtype, attention=own_attention(config), value_head=value_head))
+        return CausalPolicy(
+            build_on_meta(config, dtype=dtype, attention=PACKED, value_head=value_head, compute=compute)
+        )
+    attention = own_attention(config)
+    return WholePolicy(build_on_meta(config, dtype=dtype, attention=attention, value_head=value_head, compute=compute))
 
 
 def own_attention(config: PreTrainedConfig) -> str:

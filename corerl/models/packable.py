@@ -86,12 +86,11 @@ def require_packed_attention(model: PreTrainedModel) -> None:
         for config in configs.values():
             config._attn_implementation = PACKED
         with torch.no_grad():
+            # Without a mask, transformers would read the positions, of which there are none.
             model.get_decoder()(
                 input_ids=tokens,
                 position_ids=tokens,
-                attention_mask=torch.ones_like(
-                    tokens
-                ),  # else transformers reads the positions, of which there are none
+                attention_mask=torch.ones_like(tokens),
                 use_cache=False,
                 packing=PackedSequences.of(np.array([0, 2]), "cpu"),
             )

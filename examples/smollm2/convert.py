@@ -22,7 +22,7 @@ CHAT = [
 
 def convert(gguf: Path, directory: Path) -> PreTrainedModel:
     """Write the directory; returns the model as the file has it, in float32."""
-    named = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    named = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name, "trust_remote_code": False}
     read: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**named, dtype=torch.float32)
     # A model that was read from GGUF refuses to be saved, so one that was not takes its weights.
     vars(read.config).pop("quantization_config", None)

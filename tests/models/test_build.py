@@ -18,6 +18,7 @@ from corerl.models.build import (
     recompute_layers,
     stored_buffers,
 )
+from corerl.models.smallest import smallest_config
 from corerl.testing.models import KINDS, tiny_config
 
 
@@ -101,6 +102,14 @@ def test_stored_buffers_are_those_that_transformers_saves_as_precise_as_it_keeps
     assert stored.keys() == saved == {"model.layers.1.mlp.gate.e_score_correction_bias"}
     assert {buffer.dtype for buffer in stored.values()} == {torch.float32}
     assert list(named_weights(model)) == [*dict(model.named_parameters()), *stored]
+
+
+def test_stored_buffers_have_the_dtype_that_layers_compute_in_but_for_the_biases_of_routers() -> None:
+    config = smallest_config("minimax")
+    buffers = stored_buffers(build_on_meta(config, dtype=torch.float32, attention="eager", compute=torch.bfloat16))
+    assert buffers and {buffer.dtype for buffer in buffers.values()} == {torch.bfloat16}
+    biases = stored_buffers(build_on_meta(smallest_config("minimax_m2"), dtype=torch.bfloat16, attention="eager"))
+    assert biases and all(name.endswith("bias") and bias.dtype == torch.float32 for name, bias in biases.items())
 
 
 def test_a_model_that_stores_whole_numbers_in_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

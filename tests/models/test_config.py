@@ -10,6 +10,7 @@ from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
 from corerl.models.build import build_on_meta
 from corerl.models.config import context_length, experts, hf_config
+from corerl.models.smallest import smallest_config
 from corerl.testing.models import tiny_fields
 
 
@@ -116,3 +117,8 @@ def test_a_context_is_as_long_as_the_model_has_positions() -> None:
     assert context_length(hf_config(ModelConfig(config=tiny_fields("qwen3")))) == 512
     without = hf_config(ModelConfig(config={"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4}))
     assert context_length(without) is None
+
+
+def test_a_config_whose_layers_differ_in_their_sizes_is_read(tmp_path: Path) -> None:
+    smallest_config("gemma4_text").save_pretrained(tmp_path)
+    assert hf_config(ModelConfig(path=str(tmp_path))).model_type == "gemma4_text"

@@ -365,6 +365,10 @@ def test_it_tells_the_sums_of_tensors_that_came_each_in_its_own_dtype(tmp_path: 
 def test_an_engine_that_holds_less_than_was_sent_cannot_tell_its_sums() -> None:
     served = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), evolve(context(), precision="bfloat16"))
     assert served.weight_sums("float32") is None
+    name = next(iter(served._views))
+    served._sent = dict.fromkeys(served._views, torch.float32) | {name: torch.bfloat16}
+    sums = served.weight_sums("uint8")
+    assert sums is not None and sums.keys() == {name}  # of the one that it holds as it came
 
 
 def test_a_version_that_is_not_above_the_current_one_is_refused_and_the_engine_goes_on_serving(tmp_path: Path) -> None:

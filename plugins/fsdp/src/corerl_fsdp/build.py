@@ -43,7 +43,7 @@ def build_policy(
     """Build a policy, or a critic with `value_head`; `layout` is `train.layout`. Master weights are float32; layers
     compute in `precision`, and gradients are reduced in float32."""
     dtype: torch.dtype = getattr(torch, precision)
-    policy = make_policy(hf, dtype=torch.float32, layout=layout, value_head=value_head)
+    policy = make_policy(hf, dtype=torch.float32, layout=layout, value_head=value_head, compute=dtype)
     if options.compile and policy.rectangular:
         raise Unsupported(NO_WHOLE_COMPILE)
     # Both change a layer's own forward; FSDP's hooks are outside of it, so they are neither traced nor recomputed.
