@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from attrs import evolve, frozen
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -180,6 +181,8 @@ def _directory(inputs: Path) -> Iterator[Any]:
         with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
             yield written
     finally:
+        if dist.is_initialized():  # by a rank that did not come to its end
+            dist.destroy_process_group()
         os.chdir(here)
         sys.path[:] = path
         sys.modules.pop("rewards", None)

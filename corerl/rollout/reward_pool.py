@@ -171,7 +171,12 @@ class _Process:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, config))
-        self._process.start()
+        # A Ctrl-C is for the driver: until the process has left its group, it hears none.
+        heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, heard)
         theirs.close()  # now held by the process alone: the connection closes when it ends
         self._name = name
         self._time = TURN + config.timeout + GRACE
@@ -259,6 +264,9 @@ def _serve(connection: Connection, config: RewardConfig) -> None:
     os.set_inheritable(connection.fileno(), False)  # a child left running by a reward would hold it open
     # Leave the driver's process group: Ctrl-C and job-wide signals are for the driver to handle.
     os.setpgrp()
+    hearing = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which forgets one that came before
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, hearing)
     threading.Thread(target=_end_with_driver, daemon=True).start()
     try:
         reward = reward_of(config)

@@ -98,7 +98,12 @@ def test_a_resumed_run_goes_on_with_the_versions_it_had_reached(subject: Subject
         assert version == 7 and refused.startswith("WeightUpdateError: weights version 6 was refused")
 
 
-@check("C64", level=1, needs=[Capability.MOE, Capability.BUFFERS], builds_on=["C12", "C18", "C21"])
+@check(
+    "C64",
+    level=1,
+    needs=[Capability.MOE, Capability.BUFFERS],
+    builds_on=["C15", "C18", "C19", "C21", "C27", "C41", "C51"],
+)
 def test_weights_in_buffers_are_loaded_sent_and_saved_as_they_are_and_no_step_changes_them(subject: Subject) -> None:
     setup, checkpoint = subject.setup(BUFFERS), subject.checkpoint(1)
     model: Any = AutoModelForCausalLM.from_pretrained(subject.model(BUFFERS), dtype=torch.float32)
