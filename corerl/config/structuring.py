@@ -73,6 +73,17 @@ def attempt(data: Mapping[str, Any], cls: type[T]) -> tuple[T | None, list[Probl
         return None, list(_walk(error, ()))
 
 
+def is_setting(keys: Keys, cls: type) -> bool:
+    """Whether a dotted path leads to a setting of an attrs class, or into one of its tables of any content."""
+    kinds: list[Any] = [cls]
+    for key in keys:
+        if any(_is_a(kind, Mapping) for kind in kinds):
+            return True
+        types = [class_fields(kind)[key].type for kind in kinds if attrs.has(kind) and key in class_fields(kind)]
+        kinds = [arm for kind in types for arm in (get_args(kind) if is_union(kind) else [kind])]
+    return bool(kinds)
+
+
 @cache
 def _converter() -> Converter:
     converter = Converter(detailed_validation=True, forbid_extra_keys=True)
