@@ -79,9 +79,13 @@ def is_setting(keys: Keys, cls: type) -> bool:
     for key in keys:
         if any(_is_a(kind, Mapping) for kind in kinds):
             return True
-        types = [class_fields(kind)[key].type for kind in kinds if attrs.has(kind) and key in class_fields(kind)]
-        kinds = [arm for kind in types for arm in (get_args(kind) if is_union(kind) else [kind])]
+        fields = [class_fields(kind).get(str(key)) for kind in kinds if attrs.has(kind)]
+        kinds = [arm for field in fields if field for arm in _arms(field.type)]
     return bool(kinds)
+
+
+def _arms(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if is_union(kind) else (kind,)
 
 
 @cache
@@ -297,4 +301,7 @@ def _mismatch(value: Any, kind: Any) -> str:
         parsed = type(parse_toml(value))
         if parsed is kind or (kind is float and parsed is int):
             hint = "; remove the quotes"
-    return f"expected {spell(kind)}, got {spell_value(value)}{hint}"
+    # What was meant for a table may hold a variable of the environment, so a message does not show it.
+    tabular = isinstance(value, str) and value.lstrip().startswith("{")
+    got = "a string that is no valid inline table" if tabular else spell_value(value)
+    return f"expected {spell(kind)}, got {got}{hint}"
