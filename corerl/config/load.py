@@ -24,6 +24,7 @@ __all__ = ["config_of", "dump_toml", "load_config", "recorded", "structure", "to
 SECRET = ("cluster", "environment")  # the table whose values no message shows
 CONCEALED = (SECRET[:1], SECRET, ("cluster", "secrets"))  # settings of which no message shows an override
 KEY = re.compile(r"[\w.-]*")  # a dotted key without quotes
+WRITTEN_BY_A_SHELL = re.compile(r"/dev/stdin|/(dev|proc/self)/fd/\d+")  # paths of pipes, such as of <(...)
 DEEPEST = 32  # levels of tables and arrays
 
 
@@ -37,7 +38,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     lines: list[str] = []
     data: dict[str, Any] = {}
     try:
-        if not str(path).startswith(("/dev/fd/", "/dev/stdin")):  # which a shell writes to
+        if not WRITTEN_BY_A_SHELL.fullmatch(str(path)):
             require_regular(path)
         data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # -sig: Windows editors may write a BOM
     except FileNotFoundError:

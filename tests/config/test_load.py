@@ -1,5 +1,6 @@
 """From file and overrides to a Config and back, and every way in which that fails."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,23 @@ def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path)
 )
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, line: str) -> None:
     assert problems_of(write(tmp_path, SMALLEST), override) == [line]
+
+
+def test_a_pipe_of_a_shell_is_read_and_any_other_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for directory in ("/dev/fd", "/proc/self/fd"):
+        reading, writing = os.pipe()
+        os.write(writing, SMALLEST.encode())
+        os.close(writing)
+        try:
+            assert load_config(f"{directory}/{reading}") == Config(backend=BackendChoice(name="plain"))
+        finally:
+            os.close(reading)
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.chdir(tmp_path)
+    path = Path("/dev/fd/../cwd/pipe")  # whose reader would wait for ever
+    assert problems_of(path) == [
+        f"{path}: cannot be read (is a pipe or a device, not a regular file); pass the path of a TOML file"
+    ]
 
 
 def test_a_file_that_is_missing_or_no_toml_is_named_with_the_line(tmp_path: Path) -> None:
