@@ -22,10 +22,9 @@ from cattrs.gen import make_dict_structure_fn, override
 
 from corerl.config.words import choices, class_fields, is_union, parse_toml, spell, spell_value
 from corerl.errors import ConfigError
-from corerl.messages import LONGEST, did_you_mean, nearest, short_repr, shorten
+from corerl.messages import LONGEST, LONGEST_LINE, did_you_mean, nearest, short_repr, shorten, shorten_inside
 
 T = TypeVar("T")
-LONGEST_LINE = 2000  # characters of a problem: the list of known keys may be long
 Keys = tuple[str | int, ...]  # the parts of a dotted path; integers index arrays
 
 
@@ -50,7 +49,7 @@ class Problem:
             else:
                 name = shorten(key, LONGEST)
                 path += ("." if path else "") + (name if re.fullmatch(r"[\w-]+", name) else f'"{name}"')
-        text = shorten(self.text, LONGEST_LINE)
+        text = shorten_inside(self.text, LONGEST_LINE)
         return f"{path}: {text}" if path else text
 
 
