@@ -11,6 +11,7 @@ from types import FrameType
 from corerl.errors import CorerlError
 
 LONGEST = 120  # characters of what a file says, in a message
+LONGEST_LINE = 960  # characters of a whole message, whatever files and values it speaks of
 
 # Other common names for ours.
 OTHER_NAMES = {

@@ -35,6 +35,7 @@ from corerl.checkpoint.format import (
 )
 from corerl.checkpoint.reader import written_ranks
 from corerl.errors import CheckpointDamaged, CheckpointError, SaveFailed
+from corerl.messages import short_repr
 from corerl.weights.chunks import Box, holes
 
 LONGEST_HEADER = 100_000_000  # bytes that safetensors reads
@@ -126,10 +127,11 @@ def _described(directory: Path) -> dict[str, Any]:
         raise CheckpointError(other)
     where = directory / DRIVER_FILE
     content = read_json(where, checkpoint=directory)
-    require_fields(content, {"crc32": int}, where=str(where))
+    require_fields(content, {"crc32": int, "state": dict, "files": dict}, where=str(where))
     if checksum_of_json(content) != content["crc32"]:
         raise CheckpointDamaged(f"{where} is not what was saved (its checksum differs); resume from another checkpoint")
     for name, about in content["files"].items():
+        require_fields(about, {"bytes": int, "crc32": int}, where=f"{where}: files[{short_repr(name)}]")
         file, size = directory / name, about["bytes"]
         found: int | None = None
         with contextlib.suppress(OSError, ValueError):  # no path can have a NUL

@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 SECONDS = 10.0  # between two notes of how many prompts are checked
-LONGEST_NOTE = 960  # characters
 
 
 def add_parser(subparsers: Any) -> None:
@@ -42,17 +41,17 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
     from corerl.driver.prepare import prepare, told_layouts
-    from corerl.messages import shorten
+    from corerl.messages import LONGEST_LINE, shorten
     from corerl.plugin.options import notes
 
     tried()
     for note in notes(config):
-        print(f"corerl: note: {shorten(note, LONGEST_NOTE)}", file=sys.stderr)
+        print(f"corerl: note: {shorten(note, LONGEST_LINE)}", file=sys.stderr)
     prepared = prepare(config, starting=False)
     check = prepared.check
     while check is not None and not check.look(SECONDS):
         print(f"corerl: note: {check.done:,} of {check.of:,} prompts are checked", file=sys.stderr)
     for note in (*prepared.unused, *told_layouts(prepared), *(check.finish() if check is not None else ())):
-        print(f"corerl: note: {shorten(note, LONGEST_NOTE)}", file=sys.stderr)
+        print(f"corerl: note: {shorten(note, LONGEST_LINE)}", file=sys.stderr)
     print(f"{args.file}: ok")
     return 0

@@ -13,13 +13,10 @@ from importlib import import_module
 
 from corerl import __version__
 from corerl.errors import CorerlError, UserError
-from corerl.messages import one_line, place, printable, shorten, shorten_inside
+from corerl.messages import LONGEST, LONGEST_LINE, one_line, place, printable, shorten, shorten_inside
 
 # Modules of this package, each with an `add_parser(subparsers)` that sets `run`. They import little: help is instant.
 COMMANDS = ("train", "eval", "export", "config", "models", "plugins", "verify", "options", "doctor", "new_backend")
-
-LONGEST_WORD = 120  # characters of an argument, in a message
-LONGEST_LINE = 960  # characters of an error, whatever a file says
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +74,7 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     if rest and (rest != overrides or "overrides" not in args):
         from corerl.config.load import without_value
 
-        parser.error(f"unrecognized arguments: {' '.join(shorten(without_value(word), LONGEST_WORD) for word in rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(shorten(without_value(word), LONGEST) for word in rest)}")
     if overrides:
         args.overrides = [*args.overrides, *overrides]
     return args

@@ -16,7 +16,7 @@ def with_checkpoint(what: Path, use: Callable[[Path], Result]) -> Result:
     a run whose checkpoints are all damaged."""
     from corerl.checkpoint.commit import latest, passed_over
     from corerl.errors import CheckpointDamaged, CheckpointError
-    from corerl.messages import shorten
+    from corerl.messages import LONGEST_LINE, shorten
 
     damaged: dict[Path, str] = {}
     told: set[Path] = set()
@@ -28,7 +28,10 @@ def with_checkpoint(what: Path, use: Callable[[Path], Result]) -> Result:
             return use(what)
         for path, fault in lost.items():
             if path not in told:
-                print(f"corerl: skipping {path.name}, using {newest.name}: {shorten(fault, 800)}", file=sys.stderr)
+                print(
+                    f"corerl: skipping {path.name}, using {newest.name}: {shorten(fault, LONGEST_LINE)}",
+                    file=sys.stderr,
+                )
         told |= lost.keys()
         try:
             return use(newest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,16 +13,18 @@ import tomli_w
 from attrs import evolve
 
 from corerl.config.schema import Config
-from corerl.config.structuring import Keys, Problem, attempt, structure
+from corerl.config.structuring import Keys, Problem, attempt, is_setting, structure
 from corerl.config.words import parse_toml, to_plain
 from corerl.errors import ConfigError
-from corerl.messages import LONGEST, nearest, short_repr, shorten
+from corerl.messages import LONGEST, short_repr, shorten
 from corerl.regular import require_regular
 
 __all__ = ["config_of", "dump_toml", "load_config", "recorded", "structure", "to_plain", "without_value"]
 
 SECRET = ("cluster", "environment")  # the table whose values no message shows
-CONCEALED = (SECRET[1], "secrets")  # names of settings, after which an override may hold what is to be hidden
+CONCEALED = (SECRET[:1], SECRET, ("cluster", "secrets"))  # settings of which no message shows an override
+KEY = re.compile(r"[\w.-]*")  # a dotted key without quotes
+WRITTEN_BY_A_SHELL = re.compile(r"/dev/stdin|/(dev|proc/self)/fd/\d+")  # paths of pipes, such as of <(...)
 DEEPEST = 32  # levels of tables and arrays
 
 
@@ -35,7 +38,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     lines: list[str] = []
     data: dict[str, Any] = {}
     try:
-        if not str(path).startswith(("/dev/fd/", "/dev/stdin")):  # which a shell writes to
+        if not WRITTEN_BY_A_SHELL.fullmatch(str(path)):
             require_regular(path)
         data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # -sig: Windows editors may write a BOM
     except FileNotFoundError:
@@ -104,7 +107,8 @@ def _too_large(data: Mapping[str, Any]) -> Iterator[Problem]:
         elif isinstance(value, list):
             left += [((*keys, index), item) for index, item in enumerate(value)]
         elif type(value) is int and not -(2**63) <= value < 2**63:
-            yield Problem(keys, f"expected an integer of at most 64 bits, got {short_repr(value)}")
+            got = short_repr(value) if is_setting(keys, Config) else "a larger one"  # which may be a secret
+            yield Problem(keys, f"expected an integer of at most 64 bits, got {got}")
 
 
 # ---- overrides -------------------------------------------------------------------------------------------------------
@@ -112,20 +116,13 @@ def _too_large(data: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _apply(text: str, data: dict[str, Any]) -> Keys:
     """Apply one override to `data`; returns the keys that it sets."""
-    if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ConfigError(f"override {short_repr(text)}: is not UTF-8 text")
-    key, equals, value = text.partition("=")
-    try:
-        nested: Any = tomllib.loads(f"{key} = 0")  # handles quoted keys too
-    except tomllib.TOMLDecodeError:
-        nested = {}
     said = short_repr(without_value(text))
-    if not equals or len(nested) != 1:
+    if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(f"override {said}: is not UTF-8 text")
+    key, equals, value = text.partition("=")
+    keys = _keys(key)
+    if not equals or not keys:
         raise ConfigError(f"override {said}: expected KEY=VALUE with a dotted key, such as run.steps=10")
-    keys = []
-    while isinstance(nested, dict):
-        ((name, nested),) = nested.items()
-        keys.append(name)
     table: Any = data
     for depth, name in enumerate(keys[:-1], start=1):
         table = table.setdefault(name, {})
@@ -133,6 +130,21 @@ def _apply(text: str, data: dict[str, Any]) -> Keys:
             path = shorten(".".join(keys[:depth]), LONGEST)
             raise ConfigError(f"override {said}: {path} is not a table; override it as a whole")
     table[keys[-1]] = parse_toml(value)
+    return keys
+
+
+def _keys(dotted: str) -> tuple[str, ...]:
+    """The parts of a dotted key; () if it is none."""
+    try:
+        nested: Any = tomllib.loads(f"{dotted} = 0")  # handles quoted keys too
+    except tomllib.TOMLDecodeError:
+        return ()
+    keys: list[str] = []
+    while isinstance(nested, dict):
+        if len(nested) != 1:
+            return ()
+        ((name, nested),) = nested.items()
+        keys.append(name)
     return tuple(keys)
 
 
@@ -160,13 +172,14 @@ def _blame(keys: Keys, applied: Iterable[tuple[Keys, str]]) -> str:
 
 
 def without_value(override: str) -> str:
-    """The override without its value, if that may be meant for `cluster.environment` or `cluster.secrets`, also by
-    another spelling. Where it has no equals sign, only the part of the key up to there is shown."""
-    key, equals, _ = override.partition("=")
-    names = [name.strip("'\" \t") for name in key.split(".")][:2]
-    table = SECRET[0]
-    meant = [next((near for name in CONCEALED if (near := nearest(each[: len(name)], [name]))), "") for each in names]
-    place = next((place for place, near in enumerate(meant) if near), None)
-    if place is None and names != [table]:
-        return override
-    return f"{key}=..." if equals or place is None else ".".join([*names[:place], meant[place]]) + "..."
+    """The override without its value, if that may be a secret: for `cluster.environment` or `cluster.secrets`, for what
+    is no setting and so may be either in another spelling, and in a table. Of what is no KEY=VALUE, only the beginning
+    that a key may be is shown."""
+    key, equals, value = override.partition("=")
+    keys = _keys(key)
+    if equals and keys:
+        hidden = keys[:2] in CONCEALED or not is_setting(keys, Config) or "{" in value
+        return f"{key}=..." if hidden else override
+    shown = KEY.match(override)[0]  # type: ignore[index]  # it matches the empty string too
+    rest = override[len(shown) :]
+    return shown + ("=..." if rest.startswith("=") else "..." if rest else "")

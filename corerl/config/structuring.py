@@ -22,10 +22,9 @@ from cattrs.gen import make_dict_structure_fn, override
 
 from corerl.config.words import choices, class_fields, is_union, parse_toml, spell, spell_value
 from corerl.errors import ConfigError
-from corerl.messages import LONGEST, did_you_mean, nearest, short_repr, shorten
+from corerl.messages import LONGEST, LONGEST_LINE, did_you_mean, nearest, short_repr, shorten, shorten_inside
 
 T = TypeVar("T")
-LONGEST_LINE = 2000  # characters of a problem: the list of known keys may be long
 Keys = tuple[str | int, ...]  # the parts of a dotted path; integers index arrays
 
 
@@ -50,7 +49,7 @@ class Problem:
             else:
                 name = shorten(key, LONGEST)
                 path += ("." if path else "") + (name if re.fullmatch(r"[\w-]+", name) else f'"{name}"')
-        text = shorten(self.text, LONGEST_LINE)
+        text = shorten_inside(self.text, LONGEST_LINE)
         return f"{path}: {text}" if path else text
 
 
@@ -71,6 +70,21 @@ def attempt(data: Mapping[str, Any], cls: type[T]) -> tuple[T | None, list[Probl
         return _converter().structure(data, cls), []
     except _ERRORS as error:
         return None, list(_walk(error, ()))
+
+
+def is_setting(keys: Keys, cls: type) -> bool:
+    """Whether a dotted path leads to a setting of an attrs class, or into one of its tables of any content."""
+    kinds: list[Any] = [cls]
+    for key in keys:
+        if any(_is_a(kind, Mapping) for kind in kinds):
+            return True
+        fields = [class_fields(kind).get(str(key)) for kind in kinds if attrs.has(kind)]
+        kinds = [arm for field in fields if field for arm in _arms(field.type)]
+    return bool(kinds)
+
+
+def _arms(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if is_union(kind) else (kind,)
 
 
 @cache
@@ -286,4 +300,7 @@ def _mismatch(value: Any, kind: Any) -> str:
         parsed = type(parse_toml(value))
         if parsed is kind or (kind is float and parsed is int):
             hint = "; remove the quotes"
-    return f"expected {spell(kind)}, got {spell_value(value)}{hint}"
+    # What was meant for a table may hold a variable of the environment, so a message does not show it.
+    tabular = isinstance(value, str) and value.lstrip().startswith("{")
+    got = "a string that is no valid inline table" if tabular else spell_value(value)
+    return f"expected {spell(kind)}, got {got}{hint}"

@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -430,6 +432,33 @@ def test_how_the_own_file_is_laid_out_does_not_matter(tmp_path: Path) -> None:
     path = save(tmp_path, 5)
     rewrite(path, lambda content: content["state"].update(more="é", number=1e-5))
     assert read_state(path) == {**STATE, "rollout_step": 5, "more": "é", "number": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda content: content.pop("files"), " lacks 'files'"),
+        (lambda content: content.pop("state"), " lacks 'state'"),
+        (lambda content: content.update(files=[]), ": 'files' is [], wanted an object"),
+        (lambda content: content.update(state=[1]), ": 'state' is [1], wanted an object"),
+        (lambda content: content.update(files={"x": 5}), ": files['x'] is a int, wanted an object"),
+        (lambda content: content.update(files={"x": {"crc32": 5}}), ": files['x'] lacks 'bytes'"),
+        (lambda content: content.update(files={"x": {"bytes": 5}}), ": files['x'] lacks 'crc32'"),
+        (
+            lambda content: content.update(files={"x": {"bytes": True, "crc32": 5}}),
+            ": files['x']: 'bytes' is True, wanted an integer",
+        ),
+    ],
+)
+def test_an_own_file_of_another_shape_is_refused_though_its_checksum_is_right(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], told: str
+) -> None:
+    older, newer = save(tmp_path, 5), save(tmp_path, 6)
+    file = rewrite(newer, change)
+    with pytest.raises(CheckpointError) as caught:
+        read_state(newer)
+    assert caught.value.message == f"{file}{told}; resume from another checkpoint"
+    assert latest(tmp_path) == older
 
 
 def test_a_driver_file_that_is_nested_too_deeply_is_damaged_and_an_older_checkpoint_the_latest(tmp_path: Path) -> None:

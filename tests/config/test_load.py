@@ -1,5 +1,6 @@
 """From file and overrides to a Config and back, and every way in which that fails."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path)
         "backend.nmae: unknown key; did you mean 'name'?",
         "train.mini_batches: must be at least 1, got 0",
         "train.epochs: must be at least 1, got 0",
-        "algorithm.clip_hihg: unknown key; did you mean 'clip_high'? (override algorithm.clip_hihg=0.28)",
+        "algorithm.clip_hihg: unknown key; did you mean 'clip_high'? (override algorithm.clip_hihg=...)",
     ]
 
 
@@ -214,17 +215,34 @@ def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path)
     ("override", "line"),
     [
         ("", "override '': expected KEY=VALUE with a dotted key, such as run.steps=10"),
-        ("=3", "override '=3': expected KEY=VALUE with a dotted key, such as run.steps=10"),
-        ("run..steps=3", "override 'run..steps=3': expected KEY=VALUE with a dotted key, such as run.steps=10"),
-        ("backend.name.x=3", "override 'backend.name.x=3': backend.name is not a table; override it as a whole"),
-        ("run.dir.x=3", "run.dir: expected string, got a table (override run.dir.x=3)"),
+        ("=3", "override '=...': expected KEY=VALUE with a dotted key, such as run.steps=10"),
+        ("run..steps=3", "override 'run..steps=...': expected KEY=VALUE with a dotted key, such as run.steps=10"),
+        ("backend.name.x=3", "override 'backend.name.x=...': backend.name is not a table; override it as a whole"),
+        ("run.dir.x=3", "run.dir: expected string, got a table (override run.dir.x=...)"),
         ("run.dir=a\udcff", "override 'run.dir=a\\udcff': is not UTF-8 text"),
         ("rollout=3", "rollout: expected table, got integer 3 (override rollout=3)"),
-        ("rollout={prompt=1}", "rollout.prompt: unknown key; did you mean 'prompts'? (override rollout={prompt=1})"),
+        ("rollout={prompt=1}", "rollout.prompt: unknown key; did you mean 'prompts'? (override rollout=...)"),
     ],
 )
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, line: str) -> None:
     assert problems_of(write(tmp_path, SMALLEST), override) == [line]
+
+
+def test_a_pipe_of_a_shell_is_read_and_any_other_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for directory in ("/dev/fd", "/proc/self/fd"):
+        reading, writing = os.pipe()
+        os.write(writing, SMALLEST.encode())
+        os.close(writing)
+        try:
+            assert load_config(f"{directory}/{reading}") == Config(backend=BackendChoice(name="plain"))
+        finally:
+            os.close(reading)
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.chdir(tmp_path)
+    path = Path("/dev/fd/../cwd/pipe")  # whose reader would wait for ever
+    assert problems_of(path) == [
+        f"{path}: cannot be read (is a pipe or a device, not a regular file); pass the path of a TOML file"
+    ]
 
 
 def test_a_file_that_is_missing_or_no_toml_is_named_with_the_line(tmp_path: Path) -> None:

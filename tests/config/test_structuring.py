@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 import pytest
-from attrs import field, frozen, validators
+from attrs import field, frozen, make_class, validators
 
 from corerl.config.structuring import structure
 from corerl.errors import ConfigError
@@ -108,6 +108,15 @@ def test_an_empty_table_gives_the_defaults() -> None:
 )
 def test_what_does_not_fit_is_named_with_its_path(data: Any, line: str) -> None:
     assert problems_of(data, path="x.y") == [line]
+
+
+def test_a_problem_is_cut_inside_and_ends_as_it_would_in_full() -> None:
+    names = [f"setting_{number:03}" for number in range(200)]
+    cls = make_class("Many", {name: field(type=int, default=0) for name in names})
+    with pytest.raises(ConfigError) as caught:
+        structure({"zzz": 1}, cls)
+    whole = f"unknown key; known: {', '.join(names)}"
+    assert caught.value.message == f"zzz: {whole[:637]}...{whole[-320:]}"
 
 
 def test_all_problems_of_all_fields_are_reported_together() -> None:

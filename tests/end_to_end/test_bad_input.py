@@ -42,7 +42,7 @@ def copy_of(uninterrupted: Finished, tmp_path: Path, *steps: int) -> Path:
     [
         (
             "algorithm.clip_hihg=0.3",
-            "algorithm.clip_hihg: unknown key; did you mean 'clip_high'? (override algorithm.clip_hihg=0.3)",
+            "algorithm.clip_hihg: unknown key; did you mean 'clip_high'? (override algorithm.clip_hihg=...)",
         ),
         ("run.steps=ten", "run.steps: expected integer, got string 'ten' (override run.steps=ten)"),
         (
