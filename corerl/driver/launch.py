@@ -143,6 +143,7 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
     check = prepared.check if prepared.check is not None and prepared.check.notices is None else None
     if check is not None:
         check.begin()
+        stack.callback(check.stop)
     reward = start_scorer(prepared, progress, stack)  # first: its processes start while Ray does
     groups, fleet, inits = _start_processes(prepared, progress, stack, beside=check.call if check is not None else None)
     roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.plan.roles.items()}
