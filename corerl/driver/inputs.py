@@ -103,31 +103,35 @@ def longest_sample(config: Config, models: Mapping[str, PreTrainedConfig]) -> in
     return config.rollout.context_length or own or 0
 
 
+def require_room_for_prompts(config: Config, context: int, problems: Problems) -> None:
+    rollout = config.rollout
+    if config.run.samples and context and context <= rollout.max_tokens:
+        problems.add(
+            f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt, {_context_is(config, context)}; "
+            "lower it"
+        )
+
+
+def _context_is(config: Config, context: int) -> str:
+    of = "rollout.context_length" if config.rollout.context_length else "the model has max_position_embeddings"
+    return f"{of}={context}"
+
+
 def prompt_check(
-    config: Config,
-    context: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-    prompts: PromptSource | None,
-    problems: Problems,
+    config: Config, context: int, tokenizer: PreTrainedTokenizerBase, prompts: PromptSource, problems: Problems
 ) -> PromptCheck | None:
-    """The check of every prompt, which has ended if there are few; None if the run draws none, or something is wrong.
-    Those that leave no room for a response are left out."""
+    """The check of every prompt, which has ended if there are few; None if the run draws none. Those that leave no room
+    for a response are left out."""
     rollout, data = config.rollout, config.data
     if not config.run.samples:
         return None
-    longest, limit = UNLIMITED, ""
-    if context:
-        of = "rollout.context_length" if rollout.context_length else "the model has max_position_embeddings"
-        longest, limit = context - rollout.max_tokens, f"rollout.max_tokens={rollout.max_tokens} ({of}={context})"
-        if longest < 1:
-            problems.add(
-                f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt, {of}={context}; lower it"
-            )
-            longest = UNLIMITED
-    if prompts is None or tokenizer is None or not problems.none_in("data"):
-        return None
     check = PromptCheck(
-        prompts, tokenizer, data.chat_template_options, skip=data.refused == "skip", longest=longest, limit=limit
+        prompts,
+        tokenizer,
+        data.chat_template_options,
+        skip=data.refused == "skip",
+        longest=context - rollout.max_tokens if context else UNLIMITED,
+        limit=f"rollout.max_tokens={rollout.max_tokens} ({_context_is(config, context)})",
     )
     with problems.stage("data", path="data.source"):
         if check.look(AT_ONCE):

@@ -9,7 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attrs import evolve
+
 from corerl.calls import Call, together
+from corerl.checkpoint.commit import latest
 from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.placement import Seat, seated
 from corerl.cluster.process import Outcome
@@ -55,27 +58,31 @@ def launch(config: Config) -> Iterator[Run]:
     With `checkpoint.resume = "auto"`, a checkpoint that its ranks find to be damaged is passed over for an older one,
     and the run is started anew."""
     damaged: dict[Path, str] = {}
+    told: set[str] = set()
     with contextlib.ExitStack() as stack:
         while True:
             prepared = prepare(config, damaged=damaged)
+            prepared = evolve(prepared, lost=tuple(line for line in prepared.lost if line not in told))
+            told.update(prepared.lost)
             try:
-                run = stack.enter_context(_launched(prepared))
-            except CheckpointDamaged as error:
-                if prepared.resume is None or config.checkpoint.resume != "auto":
+                run = stack.enter_context(_launched(prepared, damaged))
+            except CheckpointDamaged:
+                if prepared.resume not in damaged:
                     raise
-                damaged[prepared.resume] = error.message
             else:
                 break
         yield run
 
 
 @contextlib.contextmanager
-def _launched(prepared: Prepared) -> Iterator[Run]:
+def _launched(prepared: Prepared, damaged: dict[Path, str]) -> Iterator[Run]:
     with occupied(prepared.run_dir):
-        yield from _started(prepared)
+        yield from _started(prepared, damaged)
 
 
-def _started(prepared: Prepared) -> Iterator[Run]:
+def _started(prepared: Prepared, damaged: dict[Path, str]) -> Iterator[Run]:
+    """The run, once it has started. If ranks find its checkpoint to be damaged, and it may fall back to another, the
+    checkpoint is added to `damaged` before that is raised."""
     config = prepared.config
     write_config(prepared.run_dir, config)
     progress = Progress(
@@ -100,7 +107,12 @@ def _started(prepared: Prepared) -> Iterator[Run]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(progress.beating())
             stop = stack.enter_context(StopRequest(progress.notice, config.run.mode))
-            run = _start(prepared, progress, stop, stack)
+            try:
+                run = _start(prepared, progress, stop, stack)
+            except CheckpointDamaged as error:
+                if prepared.resume is not None and config.checkpoint.resume == "auto":
+                    damaged[prepared.resume] = error.message
+                raise
             with _rescuing(run):
                 yield run
             run.source.close()
@@ -110,6 +122,10 @@ def _started(prepared: Prepared) -> Iterator[Run]:
                 run.updates.fleet.close()
     except BaseException as error:
         reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        anew = isinstance(error, CheckpointDamaged) and prepared.resume in damaged
+        if anew and latest(prepared.run_dir, damaged=damaged) is not None:
+            progress.observers.shutdown("restarted")
+            raise
         progress.tell(
             RunFinished(
                 reason=reason,
@@ -143,6 +159,7 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
     check = prepared.check if prepared.check is not None and prepared.check.notices is None else None
     if check is not None:
         check.begin()
+        stack.callback(check.stop)
     reward = start_scorer(prepared, progress, stack)  # first: its processes start while Ray does
     groups, fleet, inits = _start_processes(prepared, progress, stack, beside=check.call if check is not None else None)
     roles = {name: make_role(plan, config, groups[name], inits[name]) for name, plan in prepared.plan.roles.items()}

@@ -26,6 +26,7 @@ from corerl.driver.inputs import (
     longest_sample,
     prompt_check,
     require_positions,
+    require_room_for_prompts,
 )
 from corerl.driver.processes import ProcessPlan, plan_processes
 from corerl.driver.prompt_check import PromptCheck
@@ -107,7 +108,7 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
             SavedRollouts(config.rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
     context = longest_sample(config, models)
     require_positions(config, built, problems)
-    check = prompt_check(config, context, tokenizer, prompts, problems)
+    require_room_for_prompts(config, context, problems)
     config = _with_absolute_paths(config)  # only now, because the checks above name files as the user does
     with problems.stage("weights.transport", path="weights.transport"):
         if config.weights.transport != AUTO:
@@ -144,6 +145,8 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
     # No problems, so nothing is missing.
     assert plan is not None and tokenizer is not None
     assert prompts is not None and reward is not None and params is not None
+    check = prompt_check(config, context, tokenizer, prompts, problems)  # last: it may take seconds
+    problems.raise_all()
     return Prepared(
         config=config,
         device=device,

@@ -21,8 +21,8 @@ AT_ONCE = 10.0  # seconds for which prompts are looked at before anything starts
 
 
 class PromptCheck:
-    """Looks at every prompt of a source, in this thread or, once it was told to `begin`, in one of its own; `finish`
-    leaves out those that a run cannot use."""
+    """Looks at every prompt of a source, in this thread or, once it was told to `begin`, in one of its own, until it is
+    told to `stop`; `finish` leaves out those that a run cannot use."""
 
     def __init__(
         self,
@@ -45,10 +45,12 @@ class PromptCheck:
         self._too_long: dict[int, int] = {}  # index -> tokens
         self._failure: BaseException | None = None
         self._ended = threading.Event()
+        self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def look(self, seconds: float = math.inf) -> bool:
-        """Look at prompts in this thread, for about `seconds`; returns whether that was all there is to look at."""
+        """Look at prompts in this thread, for about `seconds` and the rest of a chat that is being rendered; returns
+        whether that was all there is to look at."""
         until = time.monotonic() + seconds
         try:
             for part in () if self._ended.is_set() else self._parts:
@@ -57,7 +59,7 @@ class PromptCheck:
                 self._too_long.update(part.too_long)
                 if self._refused and not self._skip:
                     break
-                if time.monotonic() >= until:
+                if self._stopped.is_set() or time.monotonic() >= until:
                     return False
         except BaseException as error:  # `finish` raises it
             self._failure = error
@@ -68,6 +70,10 @@ class PromptCheck:
         """Look at the other prompts in the background."""
         self._thread = threading.Thread(target=self.look, name="prompt check", daemon=True)
         self._thread.start()
+
+    def stop(self) -> None:
+        """Look at no other prompt in the background; nothing may wait for the check any more."""
+        self._stopped.set()
 
     def ready(self, pending: Any, timeout: float) -> bool:
         """Whether `finish` would return or raise at once; waits at most `timeout` seconds for that."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +24,8 @@ if TYPE_CHECKING:
 
 
 LOOKED_AT = 64  # prompts of each source whose characters are checked before a run starts
-PART = 256  # prompts that are looked at together: the time until a check notices that it is to end
+PART = 256  # prompts that are looked at together, at most
+PART_SECONDS = 0.25  # for which chats of a part are rendered: a check looks at the clock between parts
 RENDERED_WITHIN = 10.0  # seconds, for one chat: a template is a program, and may not end
 LONGEST_CHAT = 2**22  # characters, of about a million tokens
 PROBES = ("0", "a", ".")  # texts of an ordinary token in most vocabularies
@@ -51,20 +55,29 @@ def _encoded(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], options: Mapping[str, Any] | None
 ) -> list[list[int] | DataError]:
     """[P] each prompt's tokens, or why it has none."""
-    return _tokens(tokenizer, prompts, _written(tokenizer, prompts, options))
+    return _tokens(tokenizer, prompts, [text for _, text in _written(tokenizer, prompts, options)])
 
 
 def _written(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], options: Mapping[str, Any] | None
-) -> list[str | Rejected]:
-    """[P] each prompt's text, of a chat the template's, or why the template refuses it."""
-    written: list[str | Rejected] = []
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Iterable[Prompt],
+    options: Mapping[str, Any] | None,
+    *,
+    seconds: float = math.inf,
+) -> list[tuple[Prompt, str | Rejected]]:
+    """[P] each prompt with its text, of a chat the template's, or why the template refuses it. After `seconds` no
+    other prompt is taken, but for the first."""
+    written: list[tuple[Prompt, str | Rejected]] = []
+    until = time.monotonic() + seconds
     with TimeLimit(RENDERED_WITHIN) as limit:
         for prompt in prompts:
             try:
-                written.append(_rendered(tokenizer, prompt, options, limit) if prompt.messages else prompt.text)
+                text = _rendered(tokenizer, prompt, options, limit) if prompt.messages else prompt.text
+                written.append((prompt, text))
             except Rejected as rejected:
-                written.append(rejected)
+                written.append((prompt, rejected))
+            if time.monotonic() >= until:
+                break
     return written
 
 
@@ -257,11 +270,8 @@ def unusable(
     part by part, in the order of indices."""
     if not source.chat and longest == UNLIMITED:
         return
-    indices = np.sort(np.concatenate([source.train, source.held_out]))
-    for first in range(0, len(indices), PART):
-        prompts = [source.prompt(index) for index in indices[first : first + PART].tolist()]
-        written = _written(tokenizer, prompts, options)
-        found = list(zip(prompts, written, strict=True))
+    prompts = map(source.prompt, np.sort(np.concatenate([source.train, source.held_out])).tolist())
+    while found := _written(tokenizer, itertools.islice(prompts, PART), options, seconds=PART_SECONDS):
         nothing = "the tokenizer's chat template writes nothing for its messages"
         refused = {each.index: str(text) or nothing for each, text in found if each.messages and _is_refused(text)}
         doubtful = [(each, text) for each, text in found if isinstance(text, str) and _tokens_at_most(text) > longest]
@@ -270,7 +280,7 @@ def unusable(
             each.index: len(ids) for (each, _), ids in zip(doubtful, encoded, strict=True) if isinstance(ids, list)
         }
         yield Unusable(
-            looked_at=len(prompts),
+            looked_at=len(found),
             refused=refused,
             too_long={index: length for index, length in lengths.items() if length > longest},
         )

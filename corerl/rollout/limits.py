@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 AGAIN = 0.1  # seconds after which it is raised once more
@@ -32,26 +33,23 @@ class TimeLimit:
         self._watcher = threading.Thread(target=self._watch, name="time limit", daemon=True)
 
     def __enter__(self) -> TimeLimit:
-        self._shown, sys.unraisablehook = sys.unraisablehook, self._unraisable
-        self._watcher.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._watcher.join()
-        sys.unraisablehook = self._shown
-
-    def _unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        if unraisable.exc_type is not TooLong:  # of what a destructor has swallowed, Python would print a traceback
-            self._shown(unraisable)
+        if self._watcher.ident is not None:
+            self._watcher.join()
 
     @contextmanager
     def each(self) -> Iterator[None]:
         with self._changed:
             self._watched, self._deadline = threading.get_ident(), time.monotonic() + self._seconds
             self._changed.notify()
+            if self._watcher.ident is None:
+                _hush()
+                self._watcher.start()
         try:
             yield
         finally:
@@ -73,3 +71,16 @@ class TimeLimit:
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
     """Have the thread raise `kind` at its next step; None: no longer what it has not raised yet."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None if kind is None else ctypes.py_object(kind))
+
+
+def _hush() -> None:
+    """Have no traceback printed of a TooLong that a destructor has swallowed. The hook stays: limits of several threads
+    overlap, and each would have to know which of them put it there."""
+    hook = sys.unraisablehook
+    if not (isinstance(hook, functools.partial) and hook.func is _without_too_long):
+        sys.unraisablehook = functools.partial(_without_too_long, hook)
+
+
+def _without_too_long(shown: Callable[[sys.UnraisableHookArgs], object], unraisable: sys.UnraisableHookArgs) -> None:
+    if unraisable.exc_type is not TooLong:
+        shown(unraisable)

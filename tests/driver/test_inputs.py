@@ -14,7 +14,7 @@ from corerl.config.schema import AlgorithmConfig, BackendChoice, ModelConfig
 from corerl.data.prompts import PromptStream
 from corerl.driver.prepare import Prepared, prepare
 from corerl.driver.sampling import make_sampler, unseen_tokens
-from corerl.errors import ConfigError, DataError, ModelError, Unsupported
+from corerl.errors import ConfigError, DataError, ModelError, PluginNotFound, Unsupported
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer
 from corerl.testing.models import tiny_fields
@@ -132,6 +132,12 @@ def test_a_context_that_no_prompt_fits_into_is_refused(tmp_path: Path) -> None:
         DataError, match=r"^data.source: all 2 training prompts .*: they have up to 11 tokens, but at most 9 fit"
     ):
         prepare(config_in(tmp_path / "run", data=data, rollout={**rollout, "context_length": 29}))
+
+
+def test_prompts_are_looked_at_only_where_nothing_else_is_wrong(tmp_path: Path) -> None:
+    rollout = {"engine": "fakee", "prompts": 2, "samples": 4, "max_tokens": 20, "context_length": 29}
+    with pytest.raises(PluginNotFound, match=r"^rollout.engine: unknown engine 'fakee'[^\n]*$"):
+        prepare(config_in(tmp_path / "run", data=prompts_of(tmp_path, 9, 10), rollout=rollout))
 
 
 def test_a_context_longer_than_the_models_table_of_positions_is_refused(tmp_path: Path) -> None:

@@ -78,10 +78,15 @@ def test_engines_have_the_precision_that_the_actor_is_trained_in_and_the_devices
 class Hears:
     def __init__(self) -> None:
         self.heard: list[Event] = []
+        self.ends: list[str] = []
 
     @hookimpl
     def observe(self, event: Event) -> None:
         self.heard.append(event)
+
+    @hookimpl
+    def shutdown(self, reason: str) -> None:
+        self.ends.append(reason)
 
 
 def test_an_answer_is_told_with_what_the_driver_asked_and_what_the_process_did() -> None:
@@ -216,7 +221,9 @@ def test_a_run_goes_on_from_the_checkpoint_before_those_whose_tensors_have_chang
     why = "the run falls back to an older checkpoint"
     of_third = f"checkpoint.resume: skipping step-00000003, {why}: {third / last}: 'exp_avg' of 'model.norm.weight' is"
     of_second = f"checkpoint.resume: skipping step-00000002, {why}: {second / last}: 'master' of 'model.norm.weight' is"
-    assert [line.partition(" not what was saved")[0] for line in lines] == [of_third, of_third, of_second]
+    assert [line.partition(" not what was saved")[0] for line in lines] == [of_third, of_second]
+    assert hears.ends == ["restarted", "restarted", "finished"]
+    assert [event.reason for event in hears.heard if isinstance(event, RunFinished)] == ["finished"]
     assert (third / last).read_bytes() == wanted  # trained again from step 1
 
     flip(checkpoints / "step-00000004" / last, "master/model.norm.weight@0")

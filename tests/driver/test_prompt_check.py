@@ -1,6 +1,7 @@
 """Every prompt is looked at before a run draws one: the first refused chat is told with its line, or all left out."""
 
 import json
+import math
 import threading
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def source(tmp_path: Path, *, bad: tuple[int, ...], count: int = 100) -> PromptS
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "PART", 8)
+    monkeypatch.setattr(encoding, "PART_SECONDS", math.inf)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -110,6 +112,35 @@ def test_a_check_that_takes_long_goes_on_in_the_background_where_it_was_left(
     assert [content for content, _ in rendered] == [str(n) for n in range(100)]
     ours = [thread is threading.current_thread() for _, thread in rendered]
     assert ours == [True] * 16 + [False] * 84
+
+
+def test_chats_that_take_long_are_looked_at_one_by_one_until_the_check_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    rendered: list[str] = []
+    render = encoding.render
+
+    def slow(ours: PreTrainedTokenizerBase, messages: tuple[dict[str, str], ...], **given: object) -> str:
+        rendered.append(messages[0]["content"])
+        if len(rendered) == 3:
+            reached.set()
+            go_on.wait()
+        return render(ours, messages, **given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(encoding, "render", slow)
+    monkeypatch.setattr(encoding, "PART_SECONDS", 0.0)
+    check = PromptCheck(source(tmp_path, bad=()), tokenizer(), {}, skip=False)
+    assert not check.look(0.0) and not check.look(0.0)
+    assert (check.done, rendered) == (2, ["0", "1"])
+    check.begin()
+    reached.wait()
+    check.stop()
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "prompt check":
+            thread.join()
+    assert (check.done, rendered) == (3, ["0", "1", "2"])
 
 
 def test_texts_of_any_length_need_no_check(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -53,6 +54,24 @@ def test_what_a_destructor_swallows_is_raised_again_and_not_shown(capsys: pytest
     with TimeLimit(0.1) as limit, pytest.raises(TooLong), limit.each():
         destroy()
     assert capsys.readouterr().err == ""
+
+
+def test_limits_that_overlap_leave_nothing_behind() -> None:
+    def watchers() -> int:
+        return sum(thread.name == "time limit" for thread in threading.enumerate())
+
+    first, second = TimeLimit(10.0), TimeLimit(10.0)
+    with first:
+        second.__enter__()
+        assert watchers() == 0
+        with first.each(), second.each():
+            hook = sys.unraisablehook
+            assert watchers() == 2
+    assert watchers() == 1
+    second.__exit__()
+    assert watchers() == 0
+    with TimeLimit(10.0) as third, third.each():
+        assert sys.unraisablehook is hook
 
 
 def test_an_error_of_the_block_is_its_own() -> None:
