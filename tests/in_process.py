@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from attrs import frozen
 
 from corerl.cluster.placement import Seat, Seating
@@ -129,4 +130,8 @@ def execute_here(config: Config) -> Summary:
         patch.setattr(launch, "RayGroup", Objects)
         patch.setattr(group, "RayGroup", Objects)
         patch.setattr(run, "share", lambda value: value)
-        return execute(config)
+        try:
+            return execute(config)
+        finally:
+            if dist.is_initialized():  # by a rank of a run that failed: a process would have ended
+                dist.destroy_process_group()

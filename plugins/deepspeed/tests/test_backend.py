@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from attrs import evolve
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.checkpoint.commit import begin
 from corerl.config.schema import OptimizerConfig, TrainConfig
@@ -48,9 +50,15 @@ def test_ranks_that_hold_nothing_of_a_parameter_train_save_and_resume(runs: Runs
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_parameter_that_transformers_freezes_does_not_decay(runs: Runs, stage: int) -> None:
+def test_a_parameter_that_transformers_freezes_does_not_decay(runs: Runs, stage: int, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ERNIE), dtype=torch.float32)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "moe_statics" in name:  # which begins as zeros
+                param.normal_()
+    model.save_pretrained(tmp_path)
     train = TrainConfig(precision="float32", optimizer=OptimizerConfig(lr=0.1, weight_decay=0.1))
-    setup = Setup(backend="deepspeed", model="", fields=ERNIE, options={"stage": stage}, train=train)
+    setup = Setup(backend="deepspeed", model=str(tmp_path), options={"stage": stage}, train=train)
     before, after = (runs.train(1, setup, range(steps)).state["master"] for steps in (0, 3))
     frozen = [name for name in before if "moe_statics" in name]
     assert len(frozen) == 2 and all(before[name].any() for name in frozen)
