@@ -3,6 +3,8 @@ import os
 from pathlib import Path
 
 import pytest
+import transformers
+from packaging.version import Version
 
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
@@ -138,6 +140,9 @@ def test_ends_that_cannot_be_read_are_told_with_their_file(tmp_path: Path, text:
         end_tokens(load_tokenizer(tokenizer=DIGITS, path=""), ModelConfig(path=str(tmp_path)))
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="older ones count up to it, in memory, as they load"
+)
 def test_a_token_of_an_id_that_no_vocabulary_has_is_refused(tmp_path: Path) -> None:
     character_tokenizer("ab").save_pretrained(tmp_path)
     file = tmp_path / "tokenizer.json"
