@@ -73,8 +73,8 @@ def initials(config: PreTrainedConfig, *, seed: int) -> dict[str, Initial]:
 def _listening(begun: dict[int, Initial]) -> Iterator[None]:
     """Note what transformers' initialization would do to tensors on meta: id -> how the tensor begins.
 
-    Its functions are replaced in their module, where the models of transformers 5 look them up (see
-    https://github.com/huggingface/transformers/pull/42309); a model that drew its weights otherwise would be left out.
+    Its functions are replaced in `transformers.initialization`, where the models of transformers 5 look them up; a
+    model that drew its weights otherwise would be left out.
     """
 
     def noted(name: str, initial: Any) -> Any:
