@@ -76,6 +76,7 @@ from benchmarks.steps import (
     timed,
 )
 from corerl.models.attention import PACKED, register_packed_attention
+from corerl.models.packable import packed_call
 from corerl.ops.attention import PackedSequences
 from corerl.ops.logprobs import token_logprobs
 from corerl.types import MemoryKind, PackedBatch
@@ -162,7 +163,7 @@ class Policy(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, packing: PackedSequences, temperature: float) -> Tensor:
         """[T - 1] log-probs of `tokens` [T] but the first; those of other sequences' first tokens mean nothing."""
         trunk = self.model.get_decoder()
-        found = trunk(input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing)
+        found = trunk(**packed_call(tokens, positions, packing))
         head = self.model.get_output_embeddings().weight
         # Behind a sequence's last token another one begins, at a token without a weight.
         logprobs, _ = token_logprobs(found.last_hidden_state[0, :-1], head, tokens[1:], temperature=temperature)

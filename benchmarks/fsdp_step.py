@@ -27,7 +27,7 @@ from corerl.data.packing import pack
 from corerl.data.plan import StepPlan
 from corerl.models.attention import PACKED
 from corerl.models.build import build_on_meta, materialize
-from corerl.models.policy import CausalPolicy
+from corerl.models.packed import PackedPolicy
 from corerl.models.random import RandomSource
 from corerl.ops.attention import PackedSequences
 from corerl.testing.harness import Setup, start
@@ -168,7 +168,7 @@ class Packed(Bare):
 
     def __init__(self, case: Case) -> None:
         config = AutoConfig.for_model(**case.model)
-        policy = CausalPolicy(build_on_meta(config, dtype=torch.float32, attention=PACKED))
+        policy = PackedPolicy(build_on_meta(config, dtype=torch.float32, attention=PACKED))
         names = dict(policy.model.named_parameters())
         weights = initial_weights(config, {name: tuple(param.shape) for name, param in names.items()})
         materialize(policy.model, {name: nn.Parameter(value) for name, value in weights.items()})

@@ -15,7 +15,7 @@ from corerl.backend.routing import told_experts
 from corerl.models.routing import Routers
 from corerl.types import ForwardResult, LossSpec, MicroBatch, Output, PackedBatch
 
-# (tokens [T], packing, positions [T], temperature, wanted) -> each [T]; a CausalPolicy, or a wrapper of one.
+# (tokens [T], packing, positions [T], temperature, wanted) -> each [T]; a PackedPolicy, or a wrapper of one.
 Model = Callable[..., Mapping[Output, Tensor]]
 
 

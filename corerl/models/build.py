@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from corerl.errors import ModelError
 from corerl.messages import one_line
 from corerl.models.attention import PACKED, register_packed_attention
-from corerl.models.packable import require_interface
 
 NOISE = ("drop", "jitter")  # in the names of config fields: attention_dropout, resid_pdrop, router_jitter_noise
 BIASES = r"bias(es)?$"  # in the names of buffers: routers add them to their scores
@@ -41,7 +40,7 @@ def build_on_meta(
     `attention` is an attention of transformers ('sdpa', 'eager') or `models.attention.PACKED`. With `value_head` the
     model is a critic: the language-model head is gone, and `model.value_head` is a linear map to one number. `config`
     is not changed; the model's copy has no dropout or other training noise. Raises ModelError if transformers cannot
-    build the model, if it stores whole numbers, or does not support PACKED attention.
+    build the model, or if it stores whole numbers.
 
     Buffers are real because no checkpoint holds rotary frequencies: on meta, or after `to_empty()`, they would be lost.
     Without `buffers` they are on meta too, for a model that is only looked at: it takes no memory, of whatever size.
@@ -54,7 +53,6 @@ def build_on_meta(
     config.use_cache = False  # with a cache transformers silently takes packed rows for one sequence
     _silence(config)
     if attention == PACKED:
-        require_interface(architecture_of(config))
         register_packed_attention()
     # The hook moves each parameter to meta as it is registered, before its storage is ever written to.
     handle = register_module_parameter_registration_hook(partial(_to_meta, kept=2 if vectors else 0))

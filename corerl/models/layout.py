@@ -12,9 +12,11 @@ from corerl.errors import ModelError
 from corerl.models.attention import PACKED
 from corerl.models.build import architecture_of, build_on_meta
 from corerl.models.files import look_at
-from corerl.models.packable import require_interface, require_packable, require_packed_attention
-from corerl.models.policy import CausalPolicy, Policy
-from corerl.models.whole import WholePolicy, require_whole
+from corerl.models.packable import require_packable, require_packed_attention
+from corerl.models.packed import PackedPolicy
+from corerl.models.parts import parts_of
+from corerl.models.policy import Policy
+from corerl.models.whole import WholePolicy
 
 
 @frozen
@@ -28,19 +30,17 @@ def choose_layout(model: PreTrainedModel, asked: str) -> Layout:
 
     Raises ModelError, with the reason, if the model cannot be passed through in that way, or in none.
     """
-    if asked != "whole":
-        try:
-            require_interface(type(model))
-            require_packable(model)
-            require_packed_attention(model)
-        except ModelError as error:
-            if asked == "packed":
-                raise ModelError(f"{error.message}; set train.layout to 'auto' or 'whole'") from error
-            require_whole(model)
-            return Layout("whole", error.message)
-        return Layout("packed")
-    require_whole(model)
-    return Layout("whole")
+    decoder = parts_of(model).decoder
+    if asked == "whole":
+        return Layout("whole")
+    try:
+        require_packable(model, decoder)
+        require_packed_attention(decoder)
+    except ModelError as error:
+        if asked == "packed":
+            raise ModelError(f"{error.message}; set train.layout to 'auto' or 'whole'") from error
+        return Layout("whole", error.message)
+    return Layout("packed")
 
 
 def make_policy(
@@ -56,7 +56,7 @@ def make_policy(
     cannot build it, or CoreRL not train it."""
     chosen = choose_layout(look_at(config, value_head=value_head), layout)
     if chosen.name == "packed":
-        return CausalPolicy(
+        return PackedPolicy(
             build_on_meta(config, dtype=dtype, attention=PACKED, value_head=value_head, compute=compute)
         )
     attention = own_attention(config)

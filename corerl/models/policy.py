@@ -8,15 +8,17 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from corerl.errors import ModelError
-from corerl.models.attention import PACKED
 from corerl.models.build import VALUE_HEAD
-from corerl.models.packable import longest_sequence, require_packable
+from corerl.models.head import Head
+from corerl.models.packable import longest_sequence
+from corerl.models.parts import parts_of
 from corerl.models.routing import Routers
 from corerl.ops.attention import PackedSequences
-from corerl.ops.logprobs import token_logprobs
+from corerl.ops.logprobs import LOGITS, logprobs_of_logits, token_logprobs
 from corerl.types import Output
 
 
@@ -24,31 +26,43 @@ class Policy(nn.Module, ABC):
     """Wraps a transformers model as attribute `model`; a critic if it has a value head, else a policy.
 
     `routers` sets and reads the experts. What lies after the decoder is read but never called as a module, so whatever
-    shards the weights must gather `head_parameters` for this module's own forward.
+    shards the weights must gather `head_parameters` for this module's own forward. Logits exist for `chunk_tokens`
+    tokens at a time, by default for as many as `token_logprobs` takes, and are computed again in the backward pass.
+    Raises ModelError if nothing in the model turns tokens into hidden states, or these into logits.
     """
 
     rectangular = False  # whether micro-batches are padded, see `ParallelLayout.rectangular`
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, chunk_tokens: int | None = None) -> None:
+        parts = parts_of(model)
         super().__init__()
         self.model = model
         self.routers = Routers(model)
+        self._parts = parts  # not modules of this one, or it would have the decoder twice
+        self._chunk_tokens = chunk_tokens
         self._longest = longest_sequence(model.config)
 
     @abstractmethod
     def before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
         """Hidden states [T - S, H] of the tokens before each token but the first of its sequence."""
 
-    @abstractmethod
-    def score(
-        self, before: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [N] of `targets` [N] after hidden states [N, H], and the entropy [N] or None; both float32."""
+    @property
+    def decoder(self) -> PreTrainedModel:
+        """The part of the model that turns tokens into hidden states."""
+        return self._parts.decoder
 
     @property
-    @abstractmethod
+    def head(self) -> Head | None:
+        """What turns hidden states into logits; None for a critic."""
+        return self._parts.head
+
+    @property
     def head_parameters(self) -> Sequence[nn.Parameter]:
         """The parameters that the forward reads outside of the decoder."""
+        if self.head is None:
+            return list(self.model.get_submodule(VALUE_HEAD).parameters())
+        found = dict(self.model.named_parameters())
+        return [found[name] for name in self.head.reads]
 
     @property
     def value_head(self) -> nn.Linear | None:
@@ -92,57 +106,39 @@ class Policy(nn.Module, ABC):
         if self.value_head is not None:
             results[Output.VALUES] = linear(before.float(), self.value_head.weight.float())[:, 0]
         elif outputs:
-            results[Output.LOGPROBS], results[Output.ENTROPY] = self.score(
-                before,
-                tokens.index_select(0, rows),
-                temperature=temperature,
-                with_entropy=Output.ENTROPY in outputs,
-            )
+            with_entropy = Output.ENTROPY in outputs
+            scores = self._scores(before, tokens.index_select(0, rows), temperature, with_entropy=with_entropy)
+            results[Output.LOGPROBS], results[Output.ENTROPY] = scores
         return {
             output: torch.zeros(len(tokens), dtype=values.dtype, device=values.device).index_copy(0, rows, values)
             for output, values in results.items()
             if output in outputs and values is not None
         }
 
-
-class CausalPolicy(Policy):
-    """A policy that passes packed sequences through the decoder of a model from `build_on_meta(..., attention=PACKED)`
-    and multiplies by the head's weight. Raises ModelError if the model does something that this would leave out."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        require_packable(model)
-        if (attention := model.config._attn_implementation) != PACKED:
-            raise ModelError(f"{type(model).__name__} was built with {attention!r} attention, expected {PACKED!r}")
-        super().__init__(model)
-
-    @property
-    def head(self) -> nn.Linear:
-        """The module that turns hidden states [T, hidden] into logits or values."""
-        return self.model.get_output_embeddings() if self.value_head is None else self.value_head
-
-    @property
-    def head_parameters(self) -> Sequence[nn.Parameter]:
-        return list(self.head.parameters(recurse=False))
-
-    def before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
-        trunk = self.model.get_decoder()
-        hidden: Tensor = trunk(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            attention_mask=None,
-            use_cache=False,
-            packing=packing,
-        ).last_hidden_state[0]
-        return hidden.index_select(0, packing.continuations - 1)
-
-    def score(
-        self, before: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
+    def _scores(
+        self, before: Tensor, targets: Tensor, temperature: float, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        return token_logprobs(
-            before,
-            self.head.weight,
-            targets,
-            bias=getattr(self.head, "bias", None),
-            temperature=temperature,
-            with_entropy=with_entropy,
-        )
+        """Log-probs [N] of `targets` [N] after hidden states [N, H], and the entropy [N] or None; both float32."""
+        head = self.head
+        assert head is not None  # a critic has values instead
+        if (last := head.linear) is not None:
+            return token_logprobs(
+                before,
+                last.weight,
+                targets,
+                bias=getattr(last, "bias", None),
+                temperature=temperature,
+                with_entropy=with_entropy,
+                chunk_tokens=self._chunk_tokens,
+            )
+
+        def scored(hidden: Tensor, of: Tensor) -> tuple[Tensor, Tensor | None]:
+            return logprobs_of_logits(head(hidden), of, temperature=temperature, with_entropy=with_entropy)
+
+        size = self._chunk_tokens or max(1, LOGITS[before.device.type] // head.vocab_size)
+        parts = [
+            checkpoint(scored, hidden, of, use_reentrant=False, preserve_rng_state=False)
+            for hidden, of in zip(before.split(size), targets.split(size), strict=True)
+        ]
+        logprobs, entropy = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropy) if with_entropy else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from corerl.ops.upload import upload
 from corerl.types import IntArray
 
 LARGEST_HEAD = 256  # largest head size that the packed kernel takes
+ALIGNED = 8  # kernels for half precision want head sizes that are multiples of this
 
 
 @frozen(eq=False)
@@ -59,20 +62,56 @@ class PackedSequences:
         device = self.cu_seqlens.device
         return layout, upload(layout.gather, device), upload(layout.scatter, device)
 
+    def in_chunks(self, size: int) -> PackedSequences:
+        """The layout in which each `size` tokens of a sequence, from its beginning, are a sequence of their own."""
+        if size not in self._chunked:
+            starts = [np.arange(first, end, size) for first, end in pairwise(self.bounds)]
+            bounds = np.concatenate([*starts, self.bounds[-1:]])
+            self._chunked[size] = PackedSequences.of(bounds, self.cu_seqlens.device)
+        return self._chunked[size]
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None = None) -> Tensor:
-    """softmax(q k^T * scale) v for q [T, H, D], k [T, Hkv, D] and v [T, Hkv, Dv], causal within each sequence; returns
-    [T, H, Dv].
+    @cached_property
+    def _chunked(self) -> dict[int, PackedSequences]:
+        return {}
 
-    H is a multiple of Hkv; each kv head serves H / Hkv adjacent query heads. A `scale` of None means D ** -0.5.
-    Half precision on CUDA with heads of up to 256 runs one kernel over the packed tokens; everything else runs on
-    padded rectangles.
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: PackedSequences,
+    scale: float | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax(s) v with s = q k^T * scale for q [T, H, D], k [T, Hkv, D] and v [T, Hkv, Dv], causal within each
+    sequence; returns [T, H, Dv].
+
+    H is a multiple of Hkv; each kv head serves H / Hkv adjacent query heads. A `scale` of None means D ** -0.5. With a
+    `window` a token sees that many tokens, itself among them. With a `softcap` c the scores are c * tanh(s / c).
+    `sinks` [H] are scores of a further key, which every token sees and whose value is zero.
+
+    Half precision on CUDA with heads of up to 256 runs one kernel over the packed tokens; everything else, as softcaps
+    and sinks, runs on padded rectangles. With a softcap all scores of a rectangle exist at once.
     """
     if not len(q) == len(k) == len(v) == packing.tokens:
         raise ValueError(f"q, k, v have {len(q)}, {len(k)}, {len(v)} tokens, but their packing has {packing.tokens}")
-    if one_kernel(q.device, q.dtype) and max(q.shape[2], v.shape[2]) <= LARGEST_HEAD:
-        return _packed_kernel(q, k, v, packing, scale)
-    return _padded(q, k, v, packing, scale)
+    if softcap is not None and sinks is not None:
+        raise ValueError("softcap and sinks are both given, expected at most one: no published model has both")
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    if window is not None and window >= packing.longest:
+        window = None
+    fits = one_kernel(q.device, q.dtype) and max(q.shape[2], v.shape[2]) <= LARGEST_HEAD
+    if fits and softcap is None and sinks is None:
+        return _packed_kernel(q, k, v, packing, scale, window)
+    if sinks is None:
+        return _padded(q, k, v, packing, partial(_attend, scale=scale, window=window, softcap=softcap))
+    # The further key is one in a further dim of all heads, in which each query has the score that its head gives it.
+    q = torch.cat([q, (sinks / scale).to(q.dtype)[None, :, None].expand(len(q), -1, 1)], dim=2)
+    q, k = pad(q, (0, ALIGNED - 1)), pad(k, (0, ALIGNED))
+    return _padded(q, k, v, packing, partial(_attend_with_sink, scale=scale, window=window))
 
 
 def one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -80,26 +119,31 @@ def one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
-def _packed_kernel(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None) -> Tensor:
+def _packed_kernel(
+    q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float, window: int | None
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # registers CUDA operators, which needs a device
 
-    # Causal attention: the window is unlimited to the left and 0 tokens to the right.
-    options: dict[str, Any] = {"scale": q.shape[2] ** -0.5 if scale is None else scale, "window_size": (-1, 0)}
+    # Causal attention: so many tokens to the left, -1 for all, and 0 to the right.
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
     if k.shape[1] != q.shape[1]:
         if "enable_gqa" in (varlen_attn.__kwdefaults__ or ()):  # torch 2.11's kernel does not group heads
             options["enable_gqa"] = True
         else:
             k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     cu, longest = packing.cu_seqlens, packing.longest
-    # The kernel wants one head size for q, k and v, a multiple of 8. Zero padding changes no score and is cut off.
-    size, width = -8 * (max(q.shape[2], v.shape[2]) // -8), v.shape[2]
+    # The kernel wants one head size for q, k and v. Zero padding changes no score and is cut off.
+    size, width = -ALIGNED * (max(q.shape[2], v.shape[2]) // -ALIGNED), v.shape[2]
     q, k, v = (x if x.shape[2] == size else pad(x, (0, size - x.shape[2])) for x in (q, k, v))
     out = varlen_attn(q, k, v, cu, cu, longest, longest, **options)
     assert isinstance(out, Tensor)  # a pair only if the softmax normalizer is requested
     return out if width == size else out[..., :width]
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None) -> Tensor:
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """`attend`, which is given q, k and v of several rows of tokens, [B, H, L, D], on padded rectangles."""
     layout, gather, scatter = packing.padded
     if not layout.shapes:
         return q.new_zeros(*q.shape[:2], v.shape[2])
@@ -111,12 +155,45 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: fl
     cells = [rows * length for rows, length in layout.shapes]
     parts = []
     for shape, *qkv in zip(layout.shapes, q.split(cells), k.split(cells), v.split(cells), strict=True):
-        # Padding is on the right: a causal mask hides it from all tokens, and its own outputs are dropped.
-        a, b, c = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in qkv)
-        part = scaled_dot_product_attention(a, b, c, is_causal=True, scale=scale, enable_gqa=a.shape[1] != b.shape[1])
+        # Padding is on the right: causality hides it from all tokens, and its own outputs are dropped.
+        part = attend(*(x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in qkv))
         parts.append(part.transpose(1, 2).flatten(0, 1))
     out = torch.cat(parts) if len(parts) > 1 else parts[0]
     return out if scatter is None else out.index_select(0, scatter)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    if softcap is None:
+        seen = None if window is None else _seen(q.shape[2], window, q.device)
+        grouped = q.shape[1] != k.shape[1]
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=grouped
+        )
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = softcap * torch.tanh(q @ k.transpose(2, 3) * (scale / softcap))
+    weights = scores.masked_fill(~_seen(q.shape[2], window, q.device), -torch.inf).softmax(-1, dtype=torch.float32)
+    return weights.to(v.dtype) @ v
+
+
+def _attend_with_sink(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+    """With the further key as the first of each row. A query before all others keeps rows and columns equally many."""
+    one = k.new_zeros(k.shape[3])
+    one[-ALIGNED] = 1
+    q, v = (pad(x, (0, 0, 1, 0)) for x in (q, v))
+    k = torch.cat([one.expand(*k.shape[:2], 1, -1), k], dim=2)
+    seen = None
+    if window is not None:
+        seen = _seen(q.shape[2], window, q.device)
+        seen[:, 0] = True
+    grouped = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=grouped)
+    return out[:, :, 1:]
+
+
+def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Which keys [L, L] each query sees."""
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return seen if window is None else seen.triu(1 - window)
 
 
 def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:

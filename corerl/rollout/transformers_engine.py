@@ -27,7 +27,9 @@ from corerl.models.build import build_on_meta, materialize, named_weights
 from corerl.models.config import hf_config
 from corerl.models.files import look_at
 from corerl.models.layout import choose_layout, own_attention
+from corerl.models.mixers import carries_state
 from corerl.models.names import hf_boxes
+from corerl.models.parts import parts_of
 from corerl.models.routing import routers
 from corerl.ops.noise import gumbel
 from corerl.rollout.engine import (
@@ -59,7 +61,8 @@ class TransformersEngine(Engine):
         attention = own_attention(hf) if options.attention == "auto" else options.attention
         self._model = build_on_meta(hf, dtype=getattr(torch, context.precision), attention=attention)
         # Rows are padded on the left. Attention of other kinds, distances and states may begin with the padding.
-        self._pads = choose_layout(look_at(hf), "auto").name == "packed"
+        looked = look_at(hf)
+        self._pads = choose_layout(looked, "auto").name == "packed" and not carries_state(parts_of(looked).decoder)
         # Left uninitialized: nothing is served before the first update has overwritten every parameter.
         empty = {
             name: nn.Parameter(torch.empty_like(parameter, device=self._device), requires_grad=False)

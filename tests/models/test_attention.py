@@ -1,17 +1,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from corerl.errors import ModelError
-from corerl.models.attention import PACKED, register_packed_attention
+from corerl.models.attention import PACKED, Seen, register_packed_attention
+from corerl.models.packable import packed_call
 from corerl.ops.attention import PackedSequences
+from corerl.testing.models import tiny_config
 
 Load = Callable[[Path, str], PreTrainedModel]
 
@@ -24,32 +33,62 @@ def test_hidden_states_of_packed_sequences_are_those_of_each_alone(tiny_model: P
     positions = torch.cat([torch.arange(n) for n in lengths])
     packing = PackedSequences.of(torch.tensor([0, 9, 10, 40, 47]), "cpu")
     with torch.no_grad():
-        packed = model(tokens[None], position_ids=positions[None], use_cache=False, packing=packing)
+        packed = model(**packed_call(tokens, positions, packing))
         alone = [plain(part[None], use_cache=False).last_hidden_state[0] for part in tokens.split(lengths)]
     torch.testing.assert_close(packed.last_hidden_state[0], torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
 def test_a_forward_without_packing_fails_instead_of_mixing_sequences(tiny_models: dict[str, Path], load: Load) -> None:
-    model = load(tiny_models["qwen3"], PACKED)
+    model, ones = load(tiny_models["qwen3"], PACKED), torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(ModelError, match="Qwen3Attention calls its attention without the bounds"):
-        model(torch.ones(1, 4, dtype=torch.long), use_cache=False)
+        model(ones, attention_mask=ones, use_cache=False)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"sliding_window": 128}, "uses sliding_window"),
-        ({"softcap": 30.0, "dropout": 0.1}, "uses softcap, dropout"),
-    ],
-)
-def test_what_the_kernel_cannot_do_is_refused(options: dict[str, float], expected: str) -> None:
+def test_what_packed_attention_cannot_do_is_refused() -> None:
     register_packed_attention()
     register_packed_attention()
     q = torch.zeros(1, 2, 3, 8)
     packing = PackedSequences.of(torch.tensor([0, 3]), "cpu")
-    attention = ALL_ATTENTION_FUNCTIONS[PACKED]
-    assert attention(nn.Identity(), q, q, q, None, packing=packing)[0].shape == (1, 3, 2, 8)
-    with pytest.raises(ModelError, match=expected):
-        attention(nn.Identity(), q, q, q, None, packing=packing, **options)
+    attention = partial(ALL_ATTENTION_FUNCTIONS[PACKED], nn.Identity(), q, packing=packing)
+    assert attention(q, q, Seen(), sliding_window=4)[0].shape == (1, 3, 2, 8)
+    with pytest.raises(ModelError, match="Identity uses position_bias, dropout, which corerl_packed attention does"):
+        attention(q, q, Seen(), position_bias=q, dropout=0.1)
+    with pytest.raises(ModelError, match="uses a mask that is neither causal nor a window or chunks of that"):
+        attention(q, q, torch.zeros(3, 3))
     with pytest.raises(ModelError, match="one row of packed tokens and no cache"):
-        attention(nn.Identity(), q, torch.zeros(1, 2, 5, 8), q, None, packing=packing)
+        attention(torch.zeros(1, 2, 5, 8), q, Seen())
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "seen"),
+    [
+        (create_causal_mask, {}, Seen()),
+        (create_sliding_window_causal_mask, {"sliding_window": 5}, Seen(window=5)),
+        (create_sliding_window_causal_mask, {"sliding_window": 1}, Seen(window=1)),
+        (create_chunked_causal_mask, {"attention_chunk_size": 6}, Seen(chunk=6)),
+    ],
+)
+def test_the_masks_of_transformers_are_what_they_let_a_token_see(
+    make: Callable[..., Any], fields: dict[str, int], seen: Seen
+) -> None:
+    assert mask_of(make, fields) == seen
+
+
+def test_a_mask_that_is_none_of_these_is_none() -> None:
+    def skips(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return key % 2 == 0
+
+    assert mask_of(partial(create_causal_mask, and_mask_function=skips), {}) is None
+    assert mask_of(create_causal_mask, {"is_causal": False}) is None
+    assert mask_of(create_sliding_window_causal_mask, {"sliding_window": 0}) is None
+
+
+def mask_of(make: Callable[..., Any], fields: dict[str, Any]) -> Any:
+    """What packed attention is given for a mask of transformers'."""
+    register_packed_attention()
+    config = tiny_config("qwen3")
+    config._attn_implementation = PACKED
+    for name, value in fields.items():
+        setattr(config, name, value)
+    embeds, mask = torch.zeros(1, 9, 64), torch.ones(1, 9, dtype=torch.long)
+    return make(config, inputs_embeds=embeds, attention_mask=mask, past_key_values=None)

@@ -8,23 +8,20 @@ import torch
 from corerl.errors import ModelError
 from corerl.models.files import look_at
 from corerl.models.layout import Layout, choose_layout, make_policy, own_attention
-from corerl.models.policy import CausalPolicy
+from corerl.models.packed import PackedPolicy
 from corerl.models.smallest import smallest_config
 from corerl.models.whole import WholePolicy
 from corerl.testing.models import tiny_config
 
 NOT_PACKED = {
-    "gemma2": "Gemma2ForCausalLM changes its logits with final_logit_softcapping=30.0, which packed sequences leave",
-    "gpt_oss": "GptOssForCausalLM has layers with sliding_attention; packing requires full attention",
-    "mistral": "MistralForCausalLM has sliding_window=8 in all layers; packing requires full attention",
-    "bloom": "BloomForCausalLM computes attention with its own code, which treats packed sequences as one; packing ",
-    "bert": "BertLMHeadModel has its head at 'cls.predictions.decoder', inside layers that packing would skip; it ",
-    "doge": "DogeAttention uses its own mask, which corerl_packed attention does not support",
+    "bloom": "BloomForCausalLM computes attention with its own code (BloomAttention), which treats packed sequences as",
+    "doge": "DogeModel cannot be called with packed sequences",
+    "mamba": "MambaMixer is called without the bounds of sequences",
     "nemotron": "Nemotron",  # how its attention loses the bounds of sequences differs between versions of transformers
 }
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt2", "deepseek_v2", "emu3"])
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt2", "emu3", "gemma3", "bert", "qwen3_5"])
 def test_a_model_that_qualifies_is_packed_unless_it_shall_be_whole(model_type: str) -> None:
     model = look_at(smallest_config(model_type))
     assert choose_layout(model, "auto") == choose_layout(model, "packed") == Layout("packed")
@@ -51,11 +48,11 @@ def test_a_model_that_goes_neither_way_is_refused_with_what_keeps_it_from_being_
 def test_the_policy_is_of_that_layout_and_with_the_fastest_attention_there_is() -> None:
     qwen3, gpt_oss = tiny_config("qwen3"), smallest_config("gpt_oss")
     assert (own_attention(qwen3), own_attention(gpt_oss)) == ("sdpa", "eager")
-    assert isinstance(make_policy(qwen3, dtype=torch.float32), CausalPolicy)
+    assert isinstance(make_policy(qwen3, dtype=torch.float32), PackedPolicy)
     for config, attention in ((qwen3, "sdpa"), (gpt_oss, "eager")):
         policy = make_policy(config, dtype=torch.bfloat16, layout="whole", value_head=True)
         assert isinstance(policy, WholePolicy) and policy.rectangular
         assert policy.model.config._attn_implementation == attention
         assert policy.value_head is not None and policy.value_head.weight.dtype is torch.bfloat16
     with pytest.raises(ModelError, match="; set train.layout to 'auto' or 'whole'$"):
-        make_policy(gpt_oss, dtype=torch.float32, layout="packed")
+        make_policy(smallest_config("bloom"), dtype=torch.float32, layout="packed")

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, LlamaForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from corerl.errors import ModelError
 from corerl.models.attention import PACKED
 from corerl.models.build import build_on_meta, materialize, recompute_layers
-from corerl.models.packable import longest_sequence, require_packable
-from corerl.models.policy import CausalPolicy
+from corerl.models.files import look_at
+from corerl.models.packable import longest_sequence, require_packable, require_packed_attention
+from corerl.models.packed import PackedPolicy
+from corerl.models.parts import parts_of
+from corerl.models.smallest import smallest_config
 from corerl.ops.attention import PackedSequences
 from corerl.testing.models import tiny_fields
 from corerl.types import Output
@@ -23,7 +26,7 @@ SMALL = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_atten
 LLAMA = {**tiny_fields("qwen3"), "model_type": "llama"}
 
 
-def policy_of(config: PreTrainedConfig) -> CausalPolicy:
+def policy_of(config: PreTrainedConfig) -> PackedPolicy:
     model = build_on_meta(config, dtype=torch.float32, attention=PACKED)
     generator = torch.Generator().manual_seed(0)
     drawn = {
@@ -31,10 +34,10 @@ def policy_of(config: PreTrainedConfig) -> CausalPolicy:
         for name, param in model.named_parameters()
     }
     materialize(model, drawn)
-    return CausalPolicy(model)
+    return PackedPolicy(model)
 
 
-def logprobs(policy: CausalPolicy, *sequences: torch.Tensor) -> torch.Tensor:
+def logprobs(policy: PackedPolicy, *sequences: torch.Tensor) -> torch.Tensor:
     lengths = [len(each) for each in sequences]
     packing = PackedSequences.of(torch.tensor([0, *lengths]).cumsum(0), "cpu")
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -46,65 +49,40 @@ def drawn(*lengths: int) -> list[torch.Tensor]:
     return [torch.randint(3, 97, (length,), generator=generator) for length in lengths]
 
 
+def require(config: PreTrainedConfig) -> None:
+    model = look_at(config)
+    decoder = parts_of(model).decoder
+    require_packable(model, decoder)
+    require_packed_attention(decoder)
+
+
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("model_type", "message"),
     [
-        ({"model_type": "bloom"}, "^BloomForCausalLM computes attention with its own code"),
-        ({"model_type": "falcon"}, "^FalconForCausalLM computes attention with its own code"),
-        ({"model_type": "bert", "is_decoder": True}, "^BertLMHeadModel has its head at 'cls.predictions.decoder'"),
-        ({"model_type": "mistral"}, "^MistralForCausalLM has sliding_window=4096 in all layers"),
-        (
-            {"model_type": "phimoe", "num_key_value_heads": 2},
-            "^PhimoeForCausalLM uses router_jitter_noise",
-        ),
-        (
-            {"model_type": "electra", "embedding_size": 32, "is_decoder": True},
-            "^ElectraForCausalLM changes the decoder's hidden states before its head",
-        ),
-        (
-            {"model_type": "llama4_text", "layer_types": ["full_attention"] * 2, "num_key_value_heads": 2},
-            "^Llama4ForCausalLM returns Llama4ForCausalLM as its decoder",
-        ),
+        ("bloom", r"^BloomForCausalLM computes attention with its own code \(BloomAttention\)"),
+        ("openai-gpt", r"^OpenAIGPTLMHeadModel computes attention with its own code \(OpenAIGPTModel\)"),
+        ("codegen", "^CodeGenAttention is called without the bounds of sequences"),
+        ("jamba", "^JambaMambaMixer is called without the bounds of sequences"),
+        ("roberta", "^RobertaForCausalLM numbers the positions of tokens in its own way"),
+        ("bart", "^BartDecoder cannot be told the positions of tokens, which in packed sequences begin anew"),
+        ("doge", "^DogeModel cannot be called with packed sequences .*'Seen' object has no attribute"),
+        ("deepseek_v32", r"^DeepseekV32ForCausalLM computes attention with its own code \(DeepseekV32Indexer\)"),
+        ("recurrent_gemma", "^RecurrentGemmaDecoderLayer computes attention with its own code"),
+        ("jetmoe", "^JetMoeModel cannot be called with packed sequences"),  # what it attends with depends on values
     ],
-    ids=str,
 )
-def test_a_model_that_the_pass_would_change_is_refused_before_it_has_weights(
-    fields: dict[str, Any], message: str
-) -> None:
-    config = AutoConfig.for_model(**fields, **SMALL)
+def test_a_model_that_cannot_be_packed_says_why_before_it_has_weights(model_type: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        CausalPolicy(build_on_meta(config, dtype=torch.float32, attention=PACKED))
+        require(smallest_config(model_type))
 
 
-class Halved(LlamaForCausalLM):
-    """Like a family that scales hidden states by a field of its config that CoreRL does not know."""
-
-    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        hidden: torch.Tensor = self.model(input_ids, **kwargs).last_hidden_state
-        return self.lm_head(hidden * 0.5)  # type: ignore[no-any-return]
-
-
-class Misnamed(LlamaForCausalLM):
-    """Takes its head for its decoder, as ModernBERT's decoder does."""
-
-    def get_decoder(self) -> nn.Module:
-        return self.lm_head
-
-
-def test_a_decoder_that_does_not_turn_tokens_into_hidden_states_is_refused() -> None:
-    with torch.device("meta"), pytest.raises(ModelError, match="^Misnamed returns Linear as its decoder"):
-        require_packable(Misnamed(AutoConfig.for_model(**LLAMA)))
-
-
-def test_hidden_states_that_are_not_the_heads_input_as_they_are_are_refused_with_and_without_weights() -> None:
-    config = AutoConfig.for_model(**LLAMA)
-    for device in ("meta", "cpu"):
-        with torch.device(device), pytest.raises(ModelError, match="^Halved changes the decoder's hidden states"):
-            require_packable(Halved(config))
-        with torch.device(device):
-            model = LlamaForCausalLM(config)
-            require_packable(model)
-        assert "forward" not in vars(model.model) and not model.lm_head._forward_pre_hooks
+def test_looking_at_a_model_leaves_it_as_it_was() -> None:
+    model = look_at(smallest_config("qwen3_5_text"))
+    require_packed_attention(parts_of(model).decoder)
+    assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(ModelError, match="was built with 'eager' attention, expected 'corerl_packed'"):
+        PackedPolicy(model)
 
 
 def test_a_model_whose_layers_have_another_name_is_recomputed_and_says_what_transformers_says() -> None:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from corerl.errors import ModelError
 from corerl.models.attention import PACKED, register_packed_attention
 from corerl.models.build import build_on_meta
-from corerl.models.policy import CausalPolicy
+from corerl.models.packed import PackedPolicy
 from corerl.ops.attention import PackedSequences
 from corerl.testing.models import tiny_config
 from corerl.types import Output
@@ -41,7 +41,7 @@ def reference(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[torch.Tenso
 
 def test_packed_logprobs_entropy_and_gradients_are_those_of_each_sequence_alone(tiny_model: Path, load: Load) -> None:
     tokens, packing, positions = batch()
-    policy = CausalPolicy(load(tiny_model, PACKED)).train()
+    policy = PackedPolicy(load(tiny_model, PACKED)).train()
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager").train()
     got = policy(tokens, packing, positions, TEMPERATURE, (Output.LOGPROBS, Output.ENTROPY))
     logprobs, entropy = reference(plain, tokens)
@@ -89,7 +89,7 @@ def test_values_with_heads_of_another_size_are_attended_to(model_type: str, devi
     mine.load_state_dict(plain.state_dict())
     tokens, packing, positions = batch()
     dtype, atol = (torch.bfloat16, 0.05) if device == "cuda" else (torch.float32, 1e-5)
-    policy = CausalPolicy(mine.to(device, dtype))
+    policy = PackedPolicy(mine.to(device, dtype))
     packing = PackedSequences.of(packing.bounds, device)
     with torch.no_grad():
         got = policy(tokens.to(device), packing, positions.to(device), TEMPERATURE, (Output.LOGPROBS,))
@@ -99,7 +99,7 @@ def test_values_with_heads_of_another_size_are_attended_to(model_type: str, devi
 
 def test_outputs_are_exactly_zero_at_sequence_starts_and_nowhere_else(tiny_models: dict[str, Path], load: Load) -> None:
     tokens, packing, positions = batch()
-    policy = CausalPolicy(load(tiny_models["qwen3-tied"], PACKED))
+    policy = PackedPolicy(load(tiny_models["qwen3-tied"], PACKED))
     with torch.no_grad():
         got = policy(tokens, packing, positions, 1.0, (Output.LOGPROBS, Output.ENTROPY))
         alone = policy(tokens, packing, positions, 1.0, (Output.ENTROPY,))
@@ -110,7 +110,7 @@ def test_outputs_are_exactly_zero_at_sequence_starts_and_nowhere_else(tiny_model
 
 
 def test_a_batch_of_single_tokens_gives_zeros_and_zero_gradients(tiny_models: dict[str, Path], load: Load) -> None:
-    policy = CausalPolicy(load(tiny_models["qwen3"], PACKED))
+    policy = PackedPolicy(load(tiny_models["qwen3"], PACKED))
     packing = PackedSequences.of(torch.arange(4), "cpu")
     zeros = torch.zeros(3, dtype=torch.long)
     got = policy(zeros + 5, packing, zeros, 1.0, (Output.LOGPROBS,))[Output.LOGPROBS]
@@ -121,19 +121,7 @@ def test_a_batch_of_single_tokens_gives_zeros_and_zero_gradients(tiny_models: di
 
 
 def test_values_are_refused() -> None:
-    policy = CausalPolicy(build_on_meta(tiny_config("qwen3"), dtype=torch.float32, attention=PACKED))
+    policy = PackedPolicy(build_on_meta(tiny_config("qwen3"), dtype=torch.float32, attention=PACKED))
     tokens, packing, positions = batch()
     with pytest.raises(ModelError, match="a policy cannot compute values"):
         policy(tokens, packing, positions, 1.0, (Output.VALUES,))
-
-
-def test_a_model_that_does_more_than_full_attention_and_a_head_is_refused() -> None:
-    scaled = tiny_config("qwen3")
-    scaled.final_logit_softcapping = 30.0
-    with pytest.raises(ModelError, match=r"changes its logits with final_logit_softcapping=30\.0"):
-        CausalPolicy(build_on_meta(scaled, dtype=torch.float32, attention=PACKED))
-    sliding = type(scaled)(**{**tiny_config("qwen3").to_dict(), "layer_types": ["sliding_attention"] * 2})
-    with pytest.raises(ModelError, match="has layers with sliding_attention"):
-        CausalPolicy(build_on_meta(sliding, dtype=torch.float32, attention=PACKED))
-    with pytest.raises(ModelError, match="built with 'sdpa' attention, expected 'corerl_packed'"):
-        CausalPolicy(build_on_meta(tiny_config("qwen3"), dtype=torch.float32, attention="sdpa"))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -15,13 +17,29 @@ LAYOUTS = {
 }
 
 
-def by_the_book(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scale: float) -> torch.Tensor:
-    """Softmax over all T x T scores, all but those of earlier tokens of the same sequence struck out."""
+def by_the_book(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: list[int],
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Softmax over all T x T scores, all but those of earlier tokens of the same sequence struck out, and a sink's."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
     visible = (sequence[:, None] == sequence[None]).tril()
+    if window is not None:
+        visible = visible & ~visible.new_ones(visible.shape).tril(-window)
     scores = torch.einsum("thd,uhd->htu", q, k) * scale
-    return torch.einsum("htu,uhd->thd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    further = [] if sinks is None else [sinks[:, None, None].expand(-1, len(q), 1)]
+    weights = torch.cat([scores.masked_fill(~visible, -torch.inf), *further], dim=-1).softmax(-1)
+    return torch.einsum("htu,uhd->thd", weights[..., : len(q)], v)
 
 
 def qkv(tokens: int, kv_heads: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -47,6 +65,51 @@ def test_packed_attention_and_its_gradients_are_those_of_a_block_mask(layout: st
         torch.autograd.grad(got, inputs, direction), torch.autograd.grad(wanted, inputs, direction), strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("window", [None, 1, 7, 50])
+@pytest.mark.parametrize("further", ["nothing", "softcap", "sinks"])
+def test_windows_softcaps_and_sinks_are_those_of_a_block_mask(
+    further: str, window: int | None, kv_heads: int, device: str
+) -> None:
+    """On a GPU in bfloat16, where full attention and windows are one kernel."""
+    lengths, dtype = [20, 3, 19, 1, 30], torch.bfloat16 if device == "cuda" else torch.float32
+    inputs = qkv(sum(lengths), kv_heads, device, dtype)
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    mine: dict[str, Any] = {"window": window}
+    theirs = dict(mine)
+    if further == "softcap":
+        mine["softcap"] = theirs["softcap"] = 0.7
+    if further == "sinks":
+        inputs.append(torch.tensor([-2.0, 0.0, 1.0, 3.0], device=device, dtype=dtype, requires_grad=True))
+        exact.append(inputs[-1].detach().float().requires_grad_())
+        mine["sinks"], theirs["sinks"] = inputs[-1], exact[-1]
+    packing = PackedSequences.of(np.concatenate([[0], np.cumsum(lengths)]), device)
+    got = packed_attention(*inputs[:3], packing, 0.3, **mine)
+    wanted = by_the_book(*exact[:3], lengths, 0.3, **theirs)
+    close = 0.01 if device == "cuda" else 1e-5
+    assert float((got.float() - wanted).detach().norm() / wanted.detach().norm()) < close
+    direction = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    right = torch.autograd.grad(wanted, exact, direction)
+    most = max(float(each.norm()) for each in right)
+    for found, each in zip(torch.autograd.grad(got, inputs, direction.to(dtype)), right, strict=True):
+        # With a window of 1 and no sink all gradients of queries and keys are 0.
+        assert float((found.float() - each).norm()) < 2 * close * max(float(each.norm()), 1e-2 * most)
+
+
+def test_chunks_of_sequences_are_sequences() -> None:
+    packing = PackedSequences.of(np.array([0, 7, 7, 9, 19]), "cpu")
+    assert packing.in_chunks(4).bounds.tolist() == [0, 4, 7, 9, 13, 17, 19]
+    assert packing.in_chunks(4) is packing.in_chunks(4)
+    assert packing.in_chunks(10).bounds.tolist() == [0, 7, 9, 19]
+
+
+def test_a_softcap_with_sinks_is_refused() -> None:
+    q = torch.zeros(4, 1, 8)
+    with pytest.raises(ValueError, match="softcap and sinks are both given"):
+        packed_attention(q, q, q, PackedSequences.of(np.array([0, 4]), "cpu"), softcap=1.0, sinks=torch.zeros(1))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from corerl.models import whole
+from corerl.models import parts
 from corerl.testing.matrix import TOLERANCE, Row, Status, examine, model_types, rows
 
 # What the documentation's page of models says of each type.
@@ -22,8 +22,9 @@ PUBLISHED = {
 ACCEPTED = {
     "qwen2_moe": (Status.PACKED, ""),
     "glm4_moe": (Status.PACKED, ""),
-    "gpt_oss": (Status.WHOLE, "GptOssForCausalLM has layers with sliding_attention; packing requires full attention"),
-    "mamba2": (Status.WHOLE, "Mamba2ForCausalLM computes attention with its own code, which treats packed sequences"),
+    "gpt_oss": (Status.PACKED, ""),
+    "mamba": (Status.WHOLE, "MambaMixer is called without the bounds of sequences"),
+    "bloom": (Status.WHOLE, "BloomForCausalLM computes attention with its own code (BloomAttention), which treats"),
 }
 NOT = {
     "xlnet": (Status.REFUSED, "XLNetLMHeadModel lets every token see later ones; use another model"),
@@ -49,7 +50,7 @@ def test_another_type_has_its_reason(model_type: str) -> None:
 
 
 def test_a_type_whose_tokens_see_later_ones_is_wrong_if_nothing_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole, "OTHERS", {})
+    monkeypatch.setattr(parts, "OTHERS", {})
     row = examine("cpmant", check=True)
     assert row.status is Status.WRONG and row.reason.endswith("though whole")
     assert row.logprobs is not None and row.logprobs > 10 * TOLERANCE

@@ -19,8 +19,8 @@ from corerl.models.config import hf_config
 from corerl.models.files import look_at
 from corerl.models.layout import choose_layout
 from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
+from corerl.models.parts import parts_of
 from corerl.models.routing import Routers
-from corerl.models.whole import require_whole
 from corerl.plugin.context import Context
 from corerl.types import (
     ForwardResult,
@@ -40,9 +40,9 @@ class PlainBackend(Backend):
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
         hf = hf_config(config.model)
         # Refuses what every backend does.
-        layout = choose_layout(look_at(hf, value_head=config.value_head), config.train.layout)
+        choose_layout(look_at(hf, value_head=config.value_head), config.train.layout)
         self.model = build_on_meta(hf, dtype=torch.float32, attention="eager", value_head=config.value_head)
-        self.decoder = self.model.get_decoder() if layout.name == "packed" else require_whole(self.model)
+        self.decoder = parts_of(self.model).decoder
         self.routers = Routers(self.model)
         self.boxes = hf_boxes(self.model)
         materialize(

@@ -1,4 +1,4 @@
-"""Models that cannot be packed, on two ranks, follow the plain backend; so does one that could be."""
+"""Models with every kind of layer, packed or on padded rows, follow the plain backend on two ranks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ def setup_of(backend: str, model: Path, **train_fields: Any) -> Setup:
     return setup.packed_by(80)  # a few micro-batches of a few rows
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
-def test_a_model_with_windows_caps_or_sinks_follows_the_plain_backend(
-    runs: Runs, tmp_path: Path, model_type: str
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    [("gemma2", "whole"), ("gpt_oss", "packed"), ("qwen3_5_text", "packed"), ("bloom", "whole")],
+)
+def test_a_model_with_windows_caps_sinks_states_or_distances_follows_the_plain_backend(
+    runs: Runs, tmp_path: Path, model_type: str, layout: str
 ) -> None:
     drawn_model(smallest_config(model_type)).save_pretrained(tmp_path)
-    found = runs.train(2, setup_of("fsdp", tmp_path), STEPS)
+    found = runs.train(2, setup_of("fsdp", tmp_path, layout=layout), STEPS)
     assert_follows(found, runs.train(1, setup_of("plain", tmp_path), STEPS))
-    recomputed = runs.train(2, setup_of("fsdp", tmp_path, recompute="full"), STEPS)
+    recomputed = runs.train(2, setup_of("fsdp", tmp_path, layout=layout, recompute="full"), STEPS)
     assert recomputed.losses == found.losses and different(recomputed.state, found.state) == []
 
 

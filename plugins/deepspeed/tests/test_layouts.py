@@ -1,4 +1,4 @@
-"""Models that cannot be packed, on two ranks, follow the plain backend in every stage."""
+"""Models with every kind of layer, packed or on padded rows, follow the plain backend on two ranks in every stage."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from corerl.testing.subject import Runs
 STEPS = range(3)
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
-def test_a_model_with_windows_caps_or_sinks_follows_the_plain_backend(
-    runs: Runs, tmp_path: Path, model_type: str
+@pytest.mark.parametrize(
+    ("model_type", "layout"), [("gemma2", "whole"), ("gpt_oss", "packed"), ("qwen3_5_text", "packed")]
+)
+def test_a_model_with_windows_caps_sinks_or_states_follows_the_plain_backend(
+    runs: Runs, tmp_path: Path, model_type: str, layout: str
 ) -> None:
     drawn_model(smallest_config(model_type)).save_pretrained(tmp_path)
     plain = Setup(backend="plain", model=str(tmp_path)).packed_by(80)  # a few micro-batches of a few rows
     wanted = runs.train(1, plain, STEPS)
     for stage in (2, 3):  # stage 1 and 2 gather alike
-        found = runs.train(2, evolve(plain, backend="deepspeed", options={"stage": stage}), STEPS)
+        train = evolve(plain.train, layout=layout)
+        found = runs.train(2, evolve(plain, backend="deepspeed", options={"stage": stage}, train=train), STEPS)
         assert_follows(found, wanted)

@@ -1,0 +1,137 @@
+"""What a model does after its decoder, hidden states to logits: often one matrix, and else its own code."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from corerl.errors import ModelError
+from corerl.messages import one_line
+
+HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+PRODUCTS = ("mm", "addmm", "bmm", "linear")
+# What models do besides around one matrix, none of which changes a number but by rounding.
+VIEWS = ("t", "transpose", "view", "_unsafe_view", "slice", "select", "unsqueeze", "expand", "alias", "_to_copy")
+
+
+class Head:
+    """Turns hidden states [C, H] into logits [C, V], for a few tokens at a time.
+
+    `linear` is the module whose weight [V, H], and bias [V], is all that there is to it. Else, when that is None, this
+    calls the model's own forward, on a copy of its modules that shares their parameters and buffers, where the decoder
+    only returns the given hidden states. Each token is a row of its own, as in generation with a cache. The copies have
+    no hooks: this may run more often on one rank than on another, so nothing may gather weights in it.
+
+    Raises ModelError if the model's forward does not make logits of hidden states alone.
+    """
+
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module) -> None:
+        self._given: list[_Hidden] = []
+        self._tokens: list[Any] = []  # what the decoder was called with
+        self._model = cast(PreTrainedModel, _twin(model, decoder, self._reached))
+        weight = next(model.parameters())
+        width = getattr(model.config.get_text_config(), "hidden_size", None)
+        if width is None:
+            raise ModelError("its config has no hidden_size")
+        hidden, tokens = weight.new_empty(2, width), torch.zeros(2, 1, dtype=torch.long, device=weight.device)
+        with torch.no_grad(), _Reads() as reads, _Calls() as calls:
+            try:
+                logits = self._logits(hidden, tokens)
+            except Exception as error:  # whatever a model's code raises when its decoder is not there
+                raise ModelError(
+                    f"what follows the decoder needs more than hidden states ({one_line(error)})"
+                ) from error
+        if not self._tokens or self._tokens[0] is not tokens:
+            raise ModelError("its decoder is not called with the tokens")
+        if logits.shape[:2] != tokens.shape:
+            raise ModelError(f"it makes logits {list(logits.shape)} of 2 rows with one token each")
+        names = {id(param): name for name, param in model.named_parameters()}
+        self.vocab_size = logits.shape[2]
+        self.reads = tuple(names[each] for each in reads.parameters if each in names)  # parameters of the model
+        last = model.get_output_embeddings()
+        products = sum(calls.names[name] for name in PRODUCTS)
+        alone = products == 1 and calls.names.keys() <= {*PRODUCTS, *VIEWS}
+        own = {id(param) for param in (last.parameters(recurse=False) if last is not None else ())}
+        self.linear = last if alone and own == reads.parameters.keys() else None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits = self._logits(hidden, torch.zeros(len(hidden), 1, dtype=torch.long, device=hidden.device))
+        return logits[:, 0]
+
+    def _logits(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        self._given.append(_Hidden(hidden[:, None]))
+        try:
+            logits: Tensor = self._model(input_ids=tokens, use_cache=False).logits
+        finally:
+            self._given.clear()
+        return logits
+
+    def _reached(self, *args: Any, **kwargs: Any) -> _Hidden:
+        self._tokens = [*args[:1], *([kwargs["input_ids"]] if "input_ids" in kwargs else [])]
+        return self._given[0]
+
+
+class _Hidden:
+    """Stands for the output of a decoder, whatever its class: hidden states, and nothing else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+class _Reads(TorchFunctionMode):
+    """Notes the parameters that torch functions are called with, by id, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parameters: dict[int, None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = (each for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Parameter))
+        self.parameters.update({id(each): None for each in found})
+        return func(*args, **(kwargs or {}))
+
+
+class _Calls(TorchDispatchMode):
+    """Notes the operations that are run on floating-point numbers, in order, and how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(each, Tensor) and each.is_floating_point() for each in tree_leaves((args, kwargs, result))):
+            self.names[func.overloadpacket.__name__] += 1
+        return result
+
+
+def _twin(module: nn.Module, decoder: nn.Module, stand_in: Callable[..., Any]) -> nn.Module:
+    """A copy of `module` and its children, without hooks, which shares their parameters and buffers, now and after
+    these are replaced; `decoder` among them calls `stand_in`."""
+    twin = copy.copy(module)  # its dicts of parameters and buffers are those of `module`
+    fields = vars(twin)
+    fields |= {name: type(fields[name])() for name in HOOKS}
+    if module is decoder:
+        fields["forward"] = stand_in
+    else:
+        children = fields["_modules"].items()
+        fields["_modules"] = {
+            name: None if child is None else _twin(child, decoder, stand_in) for name, child in children
+        }
+    return twin

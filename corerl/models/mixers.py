@@ -1,0 +1,96 @@
+"""The modules of a decoder through which tokens see earlier ones: attention, and layers that carry a state along a row,
+for which packed sequences become rows of their own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from corerl.errors import ModelError
+from corerl.models.attention import PACKED, Seen
+from corerl.ops.attention import PackedSequences
+
+CACHES = ("past_key_values", "past_key_value", "cache_params", "layer_past")  # arguments of modules that mix tokens
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # in the code of attention that calls whichever is registered
+SCORES = ("softmax", "scaled_dot_product_attention")  # in the code of other attention
+
+
+def own_attention(decoder: nn.Module) -> nn.Module | None:
+    """A module of the decoder that computes attention with its own code, not with what is registered, or the decoder if
+    nothing in it is known to let tokens see earlier ones; None if there is neither."""
+    found = mixers(decoder)
+    alone = [module for module in found if _has(module, *SCORES) and not _has(module, INTERFACE)]
+    return next(iter(alone), None if found else decoder)
+
+
+def attends(decoder: nn.Module) -> bool:
+    """Whether tokens see earlier ones through registered attention."""
+    return any(_has(module, INTERFACE) for module in mixers(decoder))
+
+
+def carries_state(decoder: nn.Module) -> bool:
+    """Whether tokens see earlier ones in other ways than attention."""
+    return any(not _has(module, INTERFACE, *SCORES) for module in mixers(decoder))
+
+
+def keep_apart(decoder: nn.Module) -> list[nn.Module]:
+    """Have the layers that carry a state along a row called with rows of which each is one sequence; returns them."""
+    found = [module for module in mixers(decoder) if not _has(module, INTERFACE)]
+    for module in found:
+        module.forward = torch.compiler.disable(partial(_in_rows, module.forward, type(module).__name__))
+    return found
+
+
+def mixers(decoder: nn.Module) -> list[nn.Module]:
+    """The innermost modules that transformers gives a cache of earlier tokens."""
+    takes = {
+        name: module
+        for name, module in decoder.named_modules()
+        if name and not inspect.signature(type(module).forward).parameters.keys().isdisjoint(CACHES)
+    }
+    outer = {name[:end] for name in takes for end in range(len(name)) if name[end] == "."}
+    # A layer in which nothing takes a cache is one itself: what looks like a layer without a mixer may have a state.
+    return [module for name, module in takes.items() if name not in outer]
+
+
+def _has(module: nn.Module, *words: str) -> bool:
+    """Whether one of the words is in the code of the module's class, or of those that it extends."""
+    classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
+    return any(word in inspect.getsource(each) for each in classes for word in words)
+
+
+def _in_rows(
+    forward: Callable[..., Any], name: str, /, *args: Any, packing: PackedSequences | None = None, **kwargs: Any
+) -> Any:
+    """Call `forward` with each tensor [1, T, ...] as padded rectangles [B, L, ...]; returns what it makes of hidden
+    states as [1, T, ...], and None for the states that it returns besides."""
+    if packing is None:
+        raise ModelError(
+            f"{name} is called without the bounds of sequences; {PACKED} attention requires that PackedPolicy runs the "
+            "model, and that each layer passes on further arguments"
+        )
+    given = (args, kwargs)
+    if any(isinstance(each, Seen) for each in tree_leaves(given)):
+        raise ModelError(f"{name} computes attention with its own code, which treats packed sequences as one")
+    layout, gather, scatter = packing.padded
+    packed = (1, packing.tokens)
+
+    def cells(each: Any, part: slice, shape: tuple[int, int]) -> Any:
+        if not isinstance(each, Tensor) or each.shape[:2] != packed:
+            return each
+        return (each[0, part] if gather is None else each[0, gather[part]]).view(*shape, *each.shape[2:])
+
+    found, first = [], 0
+    for shape in layout.shapes:
+        part = slice(first, first := first + shape[0] * shape[1])
+        rows, options = tree_map(partial(cells, part=part, shape=shape), given)
+        found.append(forward(*rows, **options))
+    hidden = torch.cat([(each[0] if isinstance(each, tuple) else each).flatten(0, 1) for each in found])
+    hidden = (hidden if scatter is None else hidden[scatter])[None]
+    return (hidden, *[None] * (len(found[0]) - 1)) if isinstance(found[0], tuple) else hidden

@@ -1,0 +1,71 @@
+"""Which modules mix tokens, and how, is told by their code; states are kept within each sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from corerl.errors import ModelError
+from corerl.models.attention import Seen
+from corerl.models.files import look_at
+from corerl.models.mixers import attends, carries_state, keep_apart, mixers, own_attention
+from corerl.models.parts import parts_of
+from corerl.models.smallest import smallest_config
+from corerl.ops.attention import PackedSequences
+
+FOUND = {
+    "qwen3": {"Qwen3Attention"},
+    "qwen3_5_text": {"Qwen3_5GatedDeltaNet", "Qwen3_5Attention"},
+    "nemotron_h": {"NemotronHMamba2Mixer", "NemotronHAttention", "NemotronHBlock"},  # the last of experts alone
+    "mamba": {"MambaMixer"},
+    "bloom": {"BloomAttention"},
+    "openai-gpt": set(),
+}
+
+
+@pytest.mark.parametrize("model_type", FOUND)
+def test_the_modules_that_mix_tokens_are_told_by_their_code(model_type: str) -> None:
+    decoder = parts_of(look_at(smallest_config(model_type))).decoder
+    assert {type(module).__name__ for module in mixers(decoder)} == FOUND[model_type]
+    assert attends(decoder) == (model_type in ("qwen3", "qwen3_5_text", "nemotron_h"))
+    assert carries_state(decoder) == (model_type in ("qwen3_5_text", "nemotron_h", "mamba"))
+    alone = {"bloom": "BloomAttention", "openai-gpt": "OpenAIGPTModel"}.get(model_type)
+    assert (type(found).__name__ if (found := own_attention(decoder)) else None) == alone
+
+
+class Sums(nn.Module):
+    """A layer whose state is the sum of what it has seen."""
+
+    def forward(self, hidden: Tensor, scale: Tensor, past_key_values: Any = None) -> tuple[Tensor, Tensor]:
+        total = hidden.cumsum(1) * scale
+        return total, total[:, -1]
+
+
+@pytest.mark.parametrize("lengths", [[5, 3, 5, 1, 4], [4, 4]])
+def test_a_state_begins_anew_with_each_sequence(lengths: list[int]) -> None:
+    block = nn.ModuleDict({"mixer": Sums()})
+    assert keep_apart(block) == [block["mixer"]]
+    hidden = torch.randn(1, sum(lengths), 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    scale = torch.rand(1, sum(lengths), 1, generator=torch.Generator().manual_seed(1))
+    packing = PackedSequences.of(torch.tensor([0, *lengths]).cumsum(0), "cpu")
+    got, state = block["mixer"](hidden, scale=scale, packing=packing)
+    parts = zip(hidden[0].split(lengths), scale[0].split(lengths), strict=True)
+    wanted = torch.cat([part.cumsum(0) * by for part, by in parts])[None]
+    torch.testing.assert_close(got, wanted)
+    assert state is None
+    weights = torch.rand(got.shape, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(*(torch.autograd.grad((each * weights).sum(), hidden) for each in (got, wanted)))
+
+
+def test_a_layer_that_is_not_told_the_bounds_or_takes_a_mask_is_refused() -> None:
+    block = nn.ModuleDict({"mixer": Sums()})
+    keep_apart(block)
+    hidden = torch.zeros(1, 4, 2)
+    with pytest.raises(ModelError, match="^Sums is called without the bounds of sequences"):
+        block["mixer"](hidden, scale=hidden)
+    packing = PackedSequences.of(torch.tensor([0, 4]), "cpu")
+    with pytest.raises(ModelError, match="^Sums computes attention with its own code"):
+        block["mixer"](hidden, scale=hidden, past_key_values=Seen(), packing=packing)
