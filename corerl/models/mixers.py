@@ -68,8 +68,11 @@ def _has(module: nn.Module, *words: str) -> bool:
 def _in_rows(
     forward: Callable[..., Any], name: str, /, *args: Any, packing: PackedSequences | None = None, **kwargs: Any
 ) -> Any:
-    """Call `forward` with each tensor [1, T, ...] as padded rectangles [B, L, ...]; returns what it makes of hidden
-    states as [1, T, ...], and None for the states that it returns besides."""
+    """Call `forward` with each tensor [1, T, ...] as padded rows [S, L, ...]; returns what it makes of hidden states as
+    [1, T, ...], and None for the states that it returns besides.
+
+    It is called once, however many tokens there are: ranks that gather its weights together call it equally often.
+    """
     if packing is None:
         raise ModelError(
             f"{name} is called without the bounds of sequences; {PACKED} attention requires that PackedPolicy runs the "
@@ -78,19 +81,15 @@ def _in_rows(
     given = (args, kwargs)
     if any(isinstance(each, Seen) for each in tree_leaves(given)):
         raise ModelError(f"{name} computes attention with its own code, which treats packed sequences as one")
-    layout, gather, scatter = packing.padded
-    packed = (1, packing.tokens)
+    layout, gather, scatter = packing.rows
+    (shape,) = layout.shapes
 
-    def cells(each: Any, part: slice, shape: tuple[int, int]) -> Any:
-        if not isinstance(each, Tensor) or each.shape[:2] != packed:
+    def in_rows(each: Any) -> Any:
+        if not isinstance(each, Tensor) or each.shape[:2] != (1, packing.tokens):
             return each
-        return (each[0, part] if gather is None else each[0, gather[part]]).view(*shape, *each.shape[2:])
+        return each[0, gather].view(*shape, *each.shape[2:])
 
-    found, first = [], 0
-    for shape in layout.shapes:
-        part = slice(first, first := first + shape[0] * shape[1])
-        rows, options = tree_map(partial(cells, part=part, shape=shape), given)
-        found.append(forward(*rows, **options))
-    hidden = torch.cat([(each[0] if isinstance(each, tuple) else each).flatten(0, 1) for each in found])
-    hidden = (hidden if scatter is None else hidden[scatter])[None]
-    return (hidden, *[None] * (len(found[0]) - 1)) if isinstance(found[0], tuple) else hidden
+    rows, options = tree_map(in_rows, given)
+    hidden, *states = result if isinstance(result := forward(*rows, **options), tuple) else (result,)
+    packed = hidden.flatten(0, 1)[scatter][None]
+    return (packed, *[None] * len(states)) if isinstance(result, tuple) else packed

@@ -6,8 +6,6 @@ from torch import Tensor
 
 from corerl.models.policy import Policy
 from corerl.ops.attention import PackedSequences
-from corerl.ops.padding import rectangles
-from corerl.ops.upload import upload
 
 
 class WholePolicy(Policy):
@@ -20,8 +18,7 @@ class WholePolicy(Policy):
     rectangular = True
 
     def before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
-        rows = rectangles(packing.bounds, fill=0.0)
-        gather, scatter = upload(rows.gather, tokens.device), upload(rows.scatter, tokens.device)
+        rows, gather, scatter = packing.rows
         self.routers.laid_out(gather, scatter)
         # Padding is on the right, where no real token sees it: no mask is needed, and attention without one is faster.
         cells = self.decoder(input_ids=tokens[gather].view(*rows.shapes[0]), use_cache=False).last_hidden_state

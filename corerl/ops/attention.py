@@ -57,8 +57,14 @@ class PackedSequences:
     def padded(self) -> tuple[Rectangles, Tensor | None, Tensor | None]:
         """Rectangles for kernels that cannot pack; gather and scatter on the device, None if no token moves."""
         layout = rectangles(self.bounds)
-        if layout.in_place:
-            return layout, None, None
+        return (layout, None, None) if layout.in_place else self._on_device(layout)
+
+    @cached_property
+    def rows(self) -> tuple[Rectangles, Tensor, Tensor]:
+        """One rectangle, of which each row is a sequence; gather and scatter on the device."""
+        return self._on_device(rectangles(self.bounds, fill=0.0))
+
+    def _on_device(self, layout: Rectangles) -> tuple[Rectangles, Tensor, Tensor]:
         device = self.cu_seqlens.device
         return layout, upload(layout.gather, device), upload(layout.scatter, device)
 

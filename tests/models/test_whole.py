@@ -11,10 +11,10 @@ from attrs import evolve
 from torch import nn
 
 from corerl.errors import ModelError
-from corerl.models import whole
 from corerl.models.build import VALUE_HEAD, build_on_meta, materialize, recompute_layers
 from corerl.models.smallest import smallest_config
 from corerl.models.whole import WholePolicy
+from corerl.ops import attention
 from corerl.ops.padding import Rectangles, rectangles
 from corerl.testing.models import drawn_model, tiny_config
 from corerl.types import Output
@@ -65,7 +65,7 @@ def test_no_sequence_changes_with_its_padding_or_with_the_others(
         gather[[cell for cell in range(len(gather)) if cell not in rows.scatter]] = 0
         return evolve(rows, gather=gather)
 
-    monkeypatch.setattr(whole, "rectangles", padded_with_the_first_token)
+    monkeypatch.setattr(attention, "rectangles", padded_with_the_first_token)
     torch.testing.assert_close(passed(policy, [short, longer])[Output.LOGPROBS][:9], together, rtol=0, atol=1e-6)
 
 
