@@ -45,16 +45,60 @@ EXPERTS = (
     "model.config.tie_word_embeddings=false",
     "algorithm.old_logprobs=recompute",
 )
-GLM = (  # its routers' biases are in buffers
-    *("model.config.model_type=glm4_moe", "model.config.n_routed_experts=8", "model.config.num_experts_per_tok=2"),
-    *("model.config.moe_intermediate_size=256", "model.config.first_k_dense_replace=1"),
-    *("model.config.tie_word_embeddings=false", "algorithm.old_logprobs=recompute"),
-)
-WINDOW = "model.config.sliding_window=4"
-IN_TURNS = (WINDOW, 'model.config.layer_types=["sliding_attention", "full_attention"]')
-WHOLE = {  # models that train whole, by what they contain
-    "whole-gemma3": ("model.config.model_type=gemma3_text", *IN_TURNS),
-    "whole-granite": ("model.config.model_type=granite", "model.config.logits_scaling=2.0"),
+
+
+def model(model_type: str, **fields: object) -> tuple[str, ...]:
+    """The settings of a model of another type."""
+    asked = {"model_type": model_type, **fields}
+    return tuple(f"model.config.{name}={toml(value)}" for name, value in asked.items())
+
+
+def toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {toml(each)}" for name, each in value.items()) + "}"
+    return json.dumps(value)
+
+
+SPARSE = {"num_experts_per_tok": 2, "moe_intermediate_size": 256, "tie_word_embeddings": False}
+IN_TURNS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+STATES = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+LATENT = {  # with the sizes of published heads, for which the kernels are made
+    "kv_lora_rank": 512,
+    "q_lora_rank": 192,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+FAMILIES = {  # by what they contain
+    "gemma3": model("gemma3_text", **IN_TURNS),
+    "granite": model("granite", logits_scaling=2.0),  # scales
+    "mistral": model("mistral", sliding_window=4),
+    "olmo3": model("olmo3", **IN_TURNS, tie_word_embeddings=False),
+    "gpt-oss": model(  # sinks, windows, experts
+        "gpt_oss",
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+        **{**IN_TURNS, "sliding_window": 8},
+        **PLAIN_ROPE,
+    ),
+    "glm4-moe": model("glm4_moe", **SPARSE, n_routed_experts=8, first_k_dense_replace=1),  # its biases are in buffers
+    "deepseek-v3": model("deepseek_v3", **SPARSE, **LATENT, n_routed_experts=8),
+    "qwen3-5": model("qwen3_5_text", **STATES),
+    "qwen3-next": model("qwen3_next", **STATES, **SPARSE, num_experts=8, shared_expert_intermediate_size=256),
+    "minimax-m2": model("minimax_m2", num_local_experts=8, num_experts_per_tok=2, tie_word_embeddings=False),
 }
 REPLAYED = ("algorithm.routing_replay=engine", "engines.sglang.routed_experts=true")
 
@@ -109,8 +153,7 @@ SCENARIOS = {
     "experts-megatron": Scenario(backend="megatron", settings=(*EXPERTS, *REPLAYED), bound=None),
     "experts-fsdp": Scenario(settings=(*EXPERTS, *REPLAYED), bound=None),
     "experts-by-themselves": Scenario(backend="megatron", settings=EXPERTS, bound=None),
-    "router-bias": Scenario(settings=GLM, bound=None),
-    **{name: Scenario(settings=own) for name, own in WHOLE.items()},
+    **{name: Scenario(settings=(*own, "algorithm.old_logprobs=recompute")) for name, own in FAMILIES.items()},
     "apart": Scenario(gpus=2, settings=(APART,)),
     # Of older weights, whose log-probs differ as they should.
     "apart-asynchronous": Scenario(gpus=2, settings=(APART, ASYNCHRONOUS), bound=None),
