@@ -3,7 +3,9 @@ for which packed sequences become rows of their own."""
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -43,7 +45,8 @@ def keep_apart(decoder: nn.Module) -> list[nn.Module]:
     """Have the layers that carry a state along a row called with rows of which each is one sequence; returns them."""
     found = [module for module in mixers(decoder) if not _has(module, INTERFACE)]
     for module in found:
-        module.forward = torch.compiler.disable(partial(_in_rows, module.forward, type(module).__name__))
+        in_rows = partial(_in_rows, module.forward, type(module).__name__, _values(type(module)))
+        module.forward = torch.compiler.disable(in_rows)
     return found
 
 
@@ -65,13 +68,27 @@ def _has(module: nn.Module, *words: str) -> bool:
     return any(word in inspect.getsource(each) for each in classes for word in words)
 
 
+def _values(kind: type[nn.Module]) -> int | None:
+    """How many values forward returns, None if it is not a tuple."""
+    code = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
+    returned = [node.value for node in ast.walk(code) if isinstance(node, ast.Return)]
+    return len(returned[-1].elts) if returned and isinstance(returned[-1], ast.Tuple) else None
+
+
 def _in_rows(
-    forward: Callable[..., Any], name: str, /, *args: Any, packing: PackedSequences | None = None, **kwargs: Any
+    forward: Callable[..., Any],
+    name: str,
+    values: int | None,
+    /,
+    *args: Any,
+    packing: PackedSequences | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Call `forward` with each tensor [1, T, ...] as padded rows [S, L, ...]; returns what it makes of hidden states as
     [1, T, ...], and None for the states that it returns besides.
 
-    It is called once, however many tokens there are: ranks that gather its weights together call it equally often.
+    It is called once, however many tokens there are: ranks that gather its weights together call it equally often. On
+    meta it is not called, since it may be a kernel for GPUs, which does not ask where its arguments are.
     """
     if packing is None:
         raise ModelError(
@@ -89,6 +106,8 @@ def _in_rows(
             return each
         return each[0, gather].view(*shape, *each.shape[2:])
 
+    if (hidden := next(each for each in tree_leaves(given) if isinstance(each, Tensor))).is_meta:
+        return hidden if values is None else (hidden, *[None] * (values - 1))
     rows, options = tree_map(in_rows, given)
     hidden, *states = result if isinstance(result := forward(*rows, **options), tuple) else (result,)
     packed = hidden.flatten(0, 1)[scatter][None]
