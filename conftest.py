@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from corerl.cli import trial
 from corerl.testing import pool
 from corerl.testing.marks import MARK
+from corerl.testing.pool import Ranks
 from tests import machine
 from tests.forks import server
 
@@ -123,6 +124,15 @@ def untried(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.node.get_closest_marker("processes") is None:
             own.setattr(trial, "beside", lambda modules, plugins: lambda: None)
         yield
+
+
+@pytest.fixture(scope="session")
+def rank_sets(rank_sets: Mapping[int, Ranks]) -> Mapping[int, Ranks]:
+    """This process is the one rank of a set."""
+    from tests.forks.once import look_once
+
+    look_once()
+    return rank_sets
 
 
 @pytest.fixture(scope="module")
