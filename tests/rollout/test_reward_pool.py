@@ -133,6 +133,10 @@ def test_samples_are_scored_side_by_side_in_processes_that_end_with_the_block() 
     assert gone(pids)
 
 
+def test_processes_import_no_torch_that_the_reward_does_not() -> None:
+    assert scores(["x"], name="tests.rollout.user_rewards:without_torch", processes=1).rewards.tolist() == [1.0]
+
+
 @pytest.mark.processes
 def test_an_async_reward_that_ends_its_process_or_blocks_it_fails_on_that_sample_alone() -> None:
     found = scores(["one", "exit", "three", "block", "sleep"], name="tests.rollout.user_rewards:promised", timeout=0.5)
