@@ -47,7 +47,7 @@ VALUE_LOSS = LossSpec(name="value", params={"value_clip": 0.3}, outputs=(Output.
 # No value is a default, so that a value that is ignored shows. eps is far above the rounding of gradients: with 1e-8, a
 # gradient of 1e-9 that is pure rounding error moves its weight by a good part of the learning rate.
 TRAIN = TrainConfig(
-    tokens_per_micro_batch=48,
+    tokens_per_micro_batch=32,
     optimizer=OptimizerConfig(lr=1e-3, betas=(0.85, 0.97), eps=1e-5, weight_decay=0.1, clip_norm=0.5),
 )
 
