@@ -30,15 +30,17 @@ STARTING = {"forked_python", "rank_pool", "rank_sets", "runs", "subject", "seats
 STARTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "tests.forks"}  # audit events
 # The files that take longest begin first, so that no process ends long after the others.
 LONGEST = [
-    "plugins/deepspeed/tests/test_conformance_of_stage_3.py",
     "tests/testing/test_broken.py",
-    "plugins/megatron/tests/test_conformance.py",
     "plugins/fsdp/tests/test_conformance.py",
-    "tests/cli/test_new_backend.py",
+    "tests/end_to_end/test_bad_days.py",
+    "plugins/deepspeed/tests/test_conformance_of_stage_3.py",
     "plugins/deepspeed/tests/test_conformance_of_stage_2.py",
-    "plugins/deepspeed/tests/test_conformance_of_stage_1.py",
-    "plugins/megatron/tests/test_layouts.py",
+    "tests/end_to_end/test_failures.py",
+    "tests/docs/test_code_blocks.py",
     "plugins/deepspeed/tests/test_options.py",
+    "plugins/megatron/tests/test_layouts.py",
+    "plugins/megatron/tests/test_conformance.py",
+    "tests/doctor/test_nodes.py",
 ]
 
 
