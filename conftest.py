@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from corerl.cli import trial
 from corerl.testing import pool
 from corerl.testing.marks import MARK
+from corerl.testing.pool import Ranks
 from tests import machine
 from tests.forks import server
 
@@ -29,15 +30,17 @@ STARTING = {"forked_python", "rank_pool", "rank_sets", "runs", "subject", "seats
 STARTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "tests.forks"}  # audit events
 # The files that take longest begin first, so that no process ends long after the others.
 LONGEST = [
-    "plugins/deepspeed/tests/test_conformance_of_stage_3.py",
     "tests/testing/test_broken.py",
-    "plugins/megatron/tests/test_conformance.py",
     "plugins/fsdp/tests/test_conformance.py",
-    "tests/cli/test_new_backend.py",
+    "tests/end_to_end/test_bad_days.py",
+    "plugins/deepspeed/tests/test_conformance_of_stage_3.py",
     "plugins/deepspeed/tests/test_conformance_of_stage_2.py",
-    "plugins/deepspeed/tests/test_conformance_of_stage_1.py",
-    "plugins/megatron/tests/test_layouts.py",
+    "tests/end_to_end/test_failures.py",
+    "tests/docs/test_code_blocks.py",
     "plugins/deepspeed/tests/test_options.py",
+    "plugins/megatron/tests/test_layouts.py",
+    "plugins/megatron/tests/test_conformance.py",
+    "tests/doctor/test_nodes.py",
 ]
 
 
@@ -123,6 +126,15 @@ def untried(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.node.get_closest_marker("processes") is None:
             own.setattr(trial, "beside", lambda modules, plugins: lambda: None)
         yield
+
+
+@pytest.fixture(scope="session")
+def rank_sets(rank_sets: Mapping[int, Ranks]) -> Mapping[int, Ranks]:
+    """This process is the one rank of a set."""
+    from tests.forks.once import look_once
+
+    look_once()
+    return rank_sets
 
 
 @pytest.fixture(scope="module")

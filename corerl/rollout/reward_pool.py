@@ -19,7 +19,6 @@ from attrs import frozen
 
 from corerl.config.schema import RewardConfig
 from corerl.errors import ConfigError, RewardError
-from corerl.rollout.fleet import Counted
 from corerl.rollout.reward_lookup import reward_of
 from corerl.rollout.rewards import (
     AT_ONCE,
@@ -35,6 +34,7 @@ from corerl.rollout.rewards import (
 )
 
 if TYPE_CHECKING:
+    from corerl.rollout.fleet import Counted
     from corerl.rollout.sampler import Rollout
 
 TURN = 1.0  # seconds after which a process returns the part of its chunk that it has not started

@@ -17,10 +17,10 @@ from corerl.testing.scenarios import states, training
 T = TypeVar("T")
 
 PLAIN = "plain"
-STEPS = 10
+STEPS = 8
 FEW_STEPS = 4  # of other packings of the same samples: what is wrong with one is so in its first step
 WHOLE = (10**6, 1)  # (tokens per micro-batch, sequence multiple): everything in one micro-batch
-PACKINGS = {"packed": (48, 1), "one by one": (1, 1), "padded": (48, 4)}
+PACKINGS = {"packed": (32, 1), "one by one": (1, 1), "padded": (32, 4)}
 CASES = [
     *((kind, packing) for kind in ("qwen3", "qwen3-tied", "qwen3-moe") for packing in PACKINGS),
     ("qwen2", "packed"),

@@ -12,13 +12,13 @@ class Tolerance:
 
 
 # float32 on a CPU
-LOSS = Tolerance(1e-5, 1e-7)  # ten steps against the plain backend, or after a resume elsewhere
+LOSS = Tolerance(1e-5, 1e-7)  # eight steps against the plain backend, or after a resume elsewhere
 GRAD_NORM = Tolerance(1e-5)
 ROUTER_GRADS = 1e-4  # L2 relative; they come from differences of experts' outputs, which are similar in small models
 METRICS = Tolerance(1e-4, 1e-5)  # means over tokens, some of nearly equal numbers
 LOGPROBS = Tolerance(0.0, 1e-5)  # against transformers
 WEIGHTS_L2 = (
-    1e-5  # relative, after ten steps; never the largest element: Adam amplifies rounding where gradients vanish
+    1e-5  # relative, after eight steps; never the largest element: Adam amplifies rounding where gradients vanish
 )
 ENGINE_LOGPROBS = 1e-4  # trainer against engine right after an update
 
@@ -28,6 +28,6 @@ GPU_LOSS = Tolerance(1e-4, 1e-6)
 GPU_GRAD_NORM = Tolerance(1e-4)
 GPU_WEIGHTS_L2 = 1e-4
 
-# bfloat16, the mean over ten steps
+# bfloat16, the mean over eight steps
 BFLOAT16_LOSS = 2e-2
 BFLOAT16_GRAD_NORM = 5e-2

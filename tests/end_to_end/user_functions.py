@@ -7,9 +7,7 @@ import zlib
 from typing import Any
 
 import numpy as np
-import ray
 from attrs import evolve
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from corerl.data.prompts import Prompt
 
@@ -40,6 +38,9 @@ def unreliable(prompt: Prompt, response: str) -> float:
 
 def fill_store(scored: Any) -> Any:
     """Leave no room in the object store after the first step, as others who share the cluster may do."""
+    import ray  # here: processes of rewards need none of it
+    from ray.exceptions import ObjectStoreFullError, OutOfDiskError
+
     size = 16 * 2**20
     while scored.step and size >= 256:
         try:

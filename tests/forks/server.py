@@ -67,6 +67,7 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
         for module in PRELOAD:
             with contextlib.suppress(ModuleNotFoundError):  # the worker that needs it says so
                 importlib.import_module(module)
+    importlib.import_module("tests.forks.once").look_once()
     gc.collect()
     gc.freeze()  # a collection in a forked process would copy every page
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]

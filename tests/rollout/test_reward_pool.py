@@ -71,7 +71,7 @@ def test_samples_that_fail_get_the_failed_value_and_the_others_of_their_chunk_th
     assert found.rewards.tolist() == [2.0, *[-1.0] * 8, 4.0] * 2
     assert found.failures == {"raised": 2, "no-number": 2, "timeout": 6, "died": 6}
     assert found.first == (
-        f"reward {ACT!r} raised KeyError: 'x\\ny' (tests/rollout/user_rewards.py:19) on prompt 7 ('p') with the "
+        f"reward {ACT!r} raised KeyError: 'x\\ny' (tests/rollout/user_rewards.py:20) on prompt 7 ('p') with the "
         "response 'raise'"
     )
 
@@ -131,6 +131,10 @@ def test_samples_are_scored_side_by_side_in_processes_that_end_with_the_block() 
     pids = set(found.rewards.astype(int).tolist())
     assert len(pids) == 2 and os.getpid() not in pids
     assert gone(pids)
+
+
+def test_processes_import_no_torch_that_the_reward_does_not() -> None:
+    assert scores(["x"], name="tests.rollout.user_rewards:without_torch", processes=1).rewards.tolist() == [1.0]
 
 
 @pytest.mark.processes

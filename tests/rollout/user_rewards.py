@@ -5,6 +5,7 @@ import ctypes
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -41,6 +42,11 @@ def act(prompt: Prompt, response: str, *, seconds: float = 0.0) -> float:
 def pid(prompt: Prompt, response: str) -> float:
     time.sleep(0.05)
     return float(os.getpid())
+
+
+def without_torch(prompt: Prompt, response: str) -> float:
+    """Whether its process runs without what takes seconds and hundreds of MiB to import."""
+    return float(not {"torch", "transformers", "ray"} & sys.modules.keys())
 
 
 async def promised(prompt: Prompt, response: str) -> dict[str, float]:

@@ -15,39 +15,64 @@ from corerl.testing.subject import Runs, Subject
 from corerl.testing.suite import test_gpu
 from tests.forks.client import Forked
 from tests.machine import wait_for_memory
+from tests.testing import reached
 
 pytestmark = pytest.mark.processes
 
-PROCESSES = 2
-GIB = 3.0  # of memory that they and their ranks take
+GIB = 3.0  # of memory that the suite and its ranks take
 PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 
-# Many broken backends in one process: what plain trains, which each is compared with, is trained once.
+# All broken backends in one process: what plain trains, which each is compared with, is trained once.
 SUITE = """
 import pytest
 
 from corerl.testing.suite import *
+from tests.testing import reached
 
-NAMES = {names}
+from corerl.testing.broken import BROKEN
 
 
-@pytest.fixture(scope="session", params=NAMES)
+@pytest.fixture(scope="session", params=[reached.NAME, *BROKEN])
 def backend_name(request):
     return request.param
 """
 # Every check runs, and of the models and packings that it goes through one, which is enough to see a fault: tied
 # embeddings, where there is a choice. What a backend declares that it lacks would end as unsupported: it is left out.
 # A backend whose fault is in what several ranks say to each other runs on two alone: on one it is the plain backend.
+# So is each in a check that reaches none of the methods that it overrides: the plain backend goes first, and tells.
 CONFTEST = """
 import functools
 import gc
 
+import pytest
+
 from corerl.plugin import registry
 from corerl.plugin.capabilities import Capability
 from corerl.testing.marks import check_of
+from corerl.testing.outcomes import SELECTED, SESSION
+from corerl.testing.subject import STEPS, Runs
+from tests.testing import reached
 
 # What is installed stays so, and each of some thousand workers would look for it again.
 registry.scan = functools.cache(registry.scan)
+overridden = functools.cache(reached.overridden)
+reached_in = {}  # check and its parameters -> methods
+sharing = Runs.trained_as
+
+
+def trained_as(self, world_size, setup, steps=STEPS):
+    if setup.backend == reached.NAME:  # for each check anew, so that each tells what it needs
+        return self.train(world_size, setup, range(steps))
+    return sharing(self, world_size, setup, steps)
+
+
+Runs.trained_as = trained_as
+
+
+def key_of(item):
+    parameters = dict(item.callspec.params)
+    name = parameters.pop("backend_name")
+    return name, (item.originalname, repr(sorted(parameters.items())))
 
 
 def pytest_collection_modifyitems(items):
@@ -60,6 +85,8 @@ def pytest_collection_modifyitems(items):
         several = [Capability.MULTI_RANK] if check.level_at(world_size) > 1 else []
         if lacks.keys() & {*check.needs, *several} or (world_size == 1 and Capability.MULTI_RANK not in lacks):
             continue
+        if name == reached.NAME and not world_size:
+            continue  # what looks at a backend from outside may see what is not reached
         if "qwen3-tied" in parameters.values():
             best.setdefault((item.originalname, name, world_size, "tied"), item)
         best.setdefault((item.originalname, name, world_size), item)
@@ -69,12 +96,27 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     gc.freeze()  # looking for living tensors, a check passes over what was there before any backend
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    found = item.stash[SELECTED]
+    found.backend, check = key_of(item)
+    if check in reached_in and not overridden(found.backend) & reached_in[check]:
+        # It would be the plain backend's check once more; one that is blocked blocks what builds on it.
+        return None if item.config.stash[SESSION].blocked_by(found) else True
+
+
+def pytest_runtest_teardown(item):
+    name, check = key_of(item)
+    if name == reached.NAME:
+        reached_in[check] = reached.take()
 """
 
 
 @pytest.fixture(scope="session")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Name of a broken backend -> the report of levels 0 to 2."""
+    """Name of a backend -> the report of levels 0 to 2, of the broken ones and of the plain one that tells."""
     wait_for_memory(GIB, "the suite with broken backends")
     arguments = [
         "pytest",
@@ -88,20 +130,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "no:cacheprovider",
     ]
     arguments += ["--rootdir", ".", "--corerl-level", "2", "--corerl-report", "report.json", "test_suite.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    running = []
-    for part in range(PROCESSES):
-        directory = tmp_path_factory.mktemp("broken")
-        (directory / "test_suite.py").write_text(SUITE.format(names=list(BROKEN)[part::PROCESSES]))
-        (directory / "conftest.py").write_text(CONFTEST)
-        with (directory / "out.txt").open("w") as out:
-            process = Forked(arguments, PYTEST, environment=environment, directory=directory, stdout=out, stderr=out)
-        running.append((directory, process))
-    reports = {}
-    for directory, process in running:
-        assert process.wait() == pytest.ExitCode.TESTS_FAILED, (directory / "out.txt").read_text()
-        reports |= {report["value"]: report for report in json.loads((directory / "report.json").read_text())}
-    return reports
+    directory = tmp_path_factory.mktemp("broken")
+    (directory / "test_suite.py").write_text(SUITE)
+    (directory / "conftest.py").write_text(CONFTEST)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", reached.FILE: str(directory / "reached.txt")}
+    with (directory / "out.txt").open("w") as out:
+        process = Forked(arguments, PYTEST, environment=environment, directory=directory, stdout=out, stderr=out)
+    assert process.wait() == pytest.ExitCode.TESTS_FAILED, (directory / "out.txt").read_text()
+    return {report["value"]: report for report in json.loads((directory / "report.json").read_text())}
 
 
 @pytest.mark.timeout(1200)  # the first one waits for all
@@ -112,6 +148,18 @@ def test_a_broken_backend_fails_in_its_named_check_alone(name: str, reports: dic
     assert failed.keys() == {BROKEN[name]}, failed
     assert {check["outcome"] for check in checks} <= {"passed", "failed", "blocked", "not run"}
     assert {check["blocked_by"] for check in checks if check["outcome"] == "blocked"} <= {BROKEN[name]}
+
+
+def test_a_check_is_left_out_for_a_broken_backend_only_if_the_plain_one_passes_it(
+    reports: dict[str, dict[str, Any]],
+) -> None:
+    def ran(name: str) -> set[tuple[str, str, int]]:
+        return {(check["id"], check["name"], check["ranks"]) for check in reports[name]["checks"] if check["ranks"] < 2}
+
+    plain = reports[reached.NAME]["checks"]
+    assert {check["outcome"] for check in plain} <= {"passed", "not run"}
+    everywhere = ran("corerl.testing.broken:LEAVES_A_TENSOR_OUT")  # in the state, which every check on ranks reads
+    assert ran(reached.NAME) == {check for check in everywhere if check[2]}
 
 
 def test_what_compares_numbers_on_gpus_with_a_cpus_sees_them_differ(runs: Runs, tmp_path: Path) -> None:

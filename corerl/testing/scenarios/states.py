@@ -48,7 +48,7 @@ def refusals(setup: Setup, lacks: Sequence[Capability], directory: str) -> dict[
     """Capability -> the errors of the verbs that need it, "" if one works. Capabilities that no verb needs are left
     out; some of these are tested with `start_refused`."""
     samples = make_samples(0)
-    plan = plan_forward(samples, ParallelLayout.data_parallel(rank=0, world_size=1), tokens_per_micro_batch=48)
+    plan = plan_forward(samples, ParallelLayout.data_parallel(rank=0, world_size=1), tokens_per_micro_batch=32)
     told = samples.with_columns(**{EXPERTS: np.zeros((len(samples.tokens), 1, 1), np.int16)})
     with running(setup) as worker:
 
@@ -92,6 +92,7 @@ class Failing:
 
 
 def failing(batch: PackedBatch, error: BaseException) -> PackedBatch:
+    assert batch.count > 1, "a backend that counts would not ask for a second micro-batch"
     return evolve(batch, micro_batches=Failing(list(batch.micro_batches), error))
 
 

@@ -32,7 +32,7 @@ SPLIT = {
 
 @pytest.mark.parametrize(
     ("ranks", "packing"),
-    # Padded: most of each sequence. One by one: 7 samples on 2 ranks, and so a filler.
+    # Padded: most of each sequence. One by one: 5 samples on 2 ranks, and so a filler.
     [(1, WHOLE), (1, (10**6, 32)), (2, PACKINGS["one by one"])],
     ids=["one micro-batch", "padded", "a sample a micro-batch, and a filler"],
 )
