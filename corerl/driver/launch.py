@@ -39,6 +39,7 @@ from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.options import notes
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind
+from corerl.rollout import templates
 from corerl.rollout.engine import EngineContext
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.service import EngineAssignment
@@ -105,6 +106,7 @@ def _started(prepared: Prepared, damaged: dict[Path, str]) -> Iterator[Run]:
         for text in _notices(prepared):
             progress.notice(text)
         with contextlib.ExitStack() as stack:
+            stack.callback(templates.SHARED.close)
             stack.enter_context(progress.beating())
             stop = stack.enter_context(StopRequest(progress.notice, config.run.mode))
             try:
