@@ -58,6 +58,7 @@ def launch(config: Config) -> Iterator[Run]:
 
     With `checkpoint.resume = "auto"`, a checkpoint that its ranks find to be damaged is passed over for an older one,
     and the run is started anew."""
+    began = time.monotonic()
     damaged: dict[Path, str] = {}
     told: set[str] = set()
     with contextlib.ExitStack() as stack:
@@ -66,7 +67,7 @@ def launch(config: Config) -> Iterator[Run]:
             prepared = evolve(prepared, lost=tuple(line for line in prepared.lost if line not in told))
             told.update(prepared.lost)
             try:
-                run = stack.enter_context(_launched(prepared, damaged))
+                run = stack.enter_context(_launched(prepared, damaged, began))
             except CheckpointDamaged:
                 if prepared.resume not in damaged:
                     raise
@@ -76,22 +77,22 @@ def launch(config: Config) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def _launched(prepared: Prepared, damaged: dict[Path, str]) -> Iterator[Run]:
+def _launched(prepared: Prepared, damaged: dict[Path, str], began: float) -> Iterator[Run]:
     with occupied(prepared.run_dir):
-        yield from _started(prepared, damaged)
+        yield from _started(prepared, damaged, began)
 
 
-def _started(prepared: Prepared, damaged: dict[Path, str]) -> Iterator[Run]:
-    """The run, once it has started. If ranks find its checkpoint to be damaged, and it may fall back to another, the
-    checkpoint is added to `damaged` before that is raised."""
+def _started(prepared: Prepared, damaged: dict[Path, str], began: float) -> Iterator[Run]:
+    """The run, once it has started; `began` is when it was launched. If ranks find its checkpoint to be damaged, and it
+    may fall back to another, the checkpoint is added to `damaged` before that is raised."""
     config = prepared.config
     write_config(prepared.run_dir, config)
     progress = Progress(
         load_observers(config.extensions, str(prepared.run_dir)),
         prepared.first_step,
         watchdog=config.cluster.watchdog,
+        began=began,
     )
-    started = time.perf_counter()
     try:
         progress.tell(
             RunStarted(
@@ -132,7 +133,7 @@ def _started(prepared: Prepared, damaged: dict[Path, str]) -> Iterator[Run]:
             RunFinished(
                 reason=reason,
                 steps_done=progress.step,
-                seconds=time.perf_counter() - started,
+                seconds=progress.elapsed,
                 artifacts={"run directory": str(prepared.run_dir)},
             )
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,6 +232,26 @@ def test_a_run_goes_on_from_the_checkpoint_before_those_whose_tensors_have_chang
     named = small(tmp_path, *given, f"checkpoint.resume={checkpoints}/step-00000004", "run.steps=5")
     with pytest.raises(CheckpointDamaged, match="'master' of 'model.norm.weight' is not what was saved"):
         execute_here(named)
+
+
+def test_the_time_of_an_evaluation_includes_its_checks_and_the_start_of_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    hears = Hears()
+    for name, seconds in (("prepare", 10.0), ("_start_processes", 75.0), ("start_source", 2.0)):
+        usual = getattr(driver, name)
+
+        def late(*args: Any, usual: Any = usual, seconds: float = seconds, **more: Any) -> Any:
+            now[0] += seconds
+            return usual(*args, **more)
+
+        monkeypatch.setattr(driver, name, late)
+    monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(driver, "Progress", functools.partial(Progress, clock=lambda: now[0]))
+    monkeypatch.setattr(driver, "load_observers", lambda *_: Observers([("hears", hears)]))
+    execute_here(small(tmp_path, "run.mode=eval"))
+    assert [event.seconds for event in hears.heard if isinstance(event, RunFinished)] == [87.0]
 
 
 def test_an_evaluation_shows_the_answers_that_it_heard_and_not_those_before_training(
