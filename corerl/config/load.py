@@ -22,7 +22,8 @@ from corerl.regular import require_regular
 __all__ = ["config_of", "dump_toml", "load_config", "recorded", "structure", "to_plain", "without_value"]
 
 SECRET = ("cluster", "environment")  # the table whose values no message shows
-CONCEALED = (SECRET[:1], SECRET, ("cluster", "secrets"))  # settings of which no message shows an override
+NAMES = ("cluster", "secrets")  # which may be taken for the place of the values themselves
+CONCEALED = (SECRET[:1], SECRET, NAMES)  # settings of which no message shows an override
 KEY = re.compile(r"[\w.-]*")  # a dotted key without quotes
 WRITTEN_BY_A_SHELL = re.compile(r"/dev/stdin|/(dev|proc/self)/fd/\d+")  # paths of pipes, such as of <(...)
 DEEPEST = 32  # levels of tables and arrays
@@ -151,8 +152,10 @@ def _keys(dotted: str) -> tuple[str, ...]:
 def _concealed(problem: Problem, data: Mapping[str, Any]) -> Problem:
     """The same problem, without the values of variables of the environment, which may be secrets."""
     keys = problem.keys
-    if keys[:2] == SECRET and len(keys) > 2:
+    if keys[:2] in (SECRET, NAMES) and len(keys) > 2:
         return Problem(keys, "expected string, got something else; put it in quotes")
+    if keys == NAMES and not isinstance(data["cluster"]["secrets"], list):
+        return Problem(keys, """expected array of strings, got something else; set cluster.secrets='["NAME"]'""")
     if keys in (SECRET[:1], SECRET):
         value: Any = data
         for key in keys:
