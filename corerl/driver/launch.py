@@ -316,15 +316,18 @@ def start_all(
     engine may size itself by the free memory it finds. Meanwhile ranks do what takes none, so that one that cannot
     start ends the run before the engines have loaded. The error of a call `beside` ends the start too."""
     calls: dict[str, Call[Any]] = {}
+    what = "" if fleet is None else f"{len(fleet)} engine{'s' * (len(fleet) != 1)}"
     if fleet is not None and in_turns:
-        what = f"{len(fleet)} engine{'s' * (len(fleet) != 1)}"
         progress.begin(f"loading the model into {what}, which will sleep while the ranks load")
         ranks = {name: group.construct_async() for name, group in groups.items()}
         together({ENGINES: fleet.start_async(), **ranks}, beside=beside)
         fleet.sleep()
         progress.begin("loading the model into the ranks")
     elif fleet is not None:
+        progress.begin(f"loading the model into the ranks and into {what}")
         calls[ENGINES] = fleet.start_async()
+    else:
+        progress.begin("loading the model into the ranks")
     calls |= {name: group.init_async() for name, group in groups.items()}
     results = together(calls, beside=beside)
     return {name: results[name] for name in groups}

@@ -201,6 +201,20 @@ def test_in_turns_engines_load_and_sleep_before_ranks_load_and_each_is_told() ->
     ]
 
 
+@pytest.mark.parametrize(
+    ("fleet", "phase"),
+    [
+        (Starts(2), "loading the model into the ranks and into 2 engines"),
+        (None, "loading the model into the ranks"),
+    ],
+)
+def test_at_once_what_loads_is_told_in_one_phase(fleet: Any, phase: str) -> None:
+    hears, ranks = Hears(), Starts(0)
+    found: Any = start_all({"actor": ranks}, fleet, Progress(Observers([("hears", hears)]), 0), in_turns=False)  # type: ignore[dict-item]
+    assert (found, ranks.asked) == ({"actor": "init is done"}, ["init"])
+    assert [event.name for event in hears.heard if isinstance(event, PhaseStarted)] == [phase]
+
+
 def test_a_run_goes_on_from_the_checkpoint_before_those_whose_tensors_have_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
