@@ -14,6 +14,7 @@ from attrs import evolve
 
 from corerl.config.schema import Config
 from corerl.config.structuring import Keys, Problem, attempt, is_setting, structure
+from corerl.config.variables import READ_AT_START
 from corerl.config.words import parse_toml, to_plain
 from corerl.errors import ConfigError
 from corerl.messages import LONGEST, short_repr, shorten
@@ -87,11 +88,13 @@ def dump_toml(config: Config) -> str:
 
 
 def recorded(config: Config) -> Config:
-    """The config as a run writes it down, which others may read: the values of `cluster.environment` are left out, and
-    its names stand under `cluster.secrets`. So it can be loaded again where these variables are set."""
+    """The config as a run writes it down, which others may read: the values of `cluster.environment` are left out, but
+    for those that Ray logs anyway, and its names stand under `cluster.secrets`. So it can be loaded again where these
+    variables are set."""
     cluster = config.cluster
-    names = tuple(dict.fromkeys([*cluster.secrets, *cluster.environment]))
-    return evolve(config, cluster=evolve(cluster, environment={}, secrets=names))
+    shown = {name: value for name, value in cluster.environment.items() if READ_AT_START.match(name)}
+    names = tuple(dict.fromkeys([*cluster.secrets, *(name for name in cluster.environment if name not in shown)]))
+    return evolve(config, cluster=evolve(cluster, environment=shown, secrets=names))
 
 
 def _too_large(data: Mapping[str, Any]) -> Iterator[Problem]:

@@ -164,7 +164,7 @@ class ClusterConfig:
     )
     environment: Mapping[str, str] = option(
         "environment variables set for every rank and engine before it imports torch; the run's own files name them "
-        "without their values, under secrets",
+        "without their values, under secrets, but for what is read as a process starts, such as LD_PRELOAD and OMP_*",
         factory=dict,
         validator=variables,
     )

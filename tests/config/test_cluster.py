@@ -143,6 +143,29 @@ def test_an_environment_of_another_type_is_told_what_to_set(override: str, line:
     assert caught.value.message == line
 
 
+def test_what_is_read_as_a_process_starts_is_no_secret_and_written_down_and_what_is_rays_is_set_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("LD_PRELOAD", "LD_SDK_KEY", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "s3cr3t")
+    own = {"OMP_NUM_THREADS": "4", "LD_LIBRARY_PATH": "/opt/lib", "LD_API_KEY": "s3cr3t", "RAY_memory_monitor": "0"}
+    table = {"environment": own, "secrets": ["LD_PRELOAD", "LD_SDK_KEY", "RAY_AUTH_TOKEN"]}
+    config = config_of({"backend": {"name": "plain"}, "cluster": table})
+    rays = "is for Ray, which runs before ranks and engines do; set it in the environment of this command, or of"
+    found = [line for line in problems(config) if line.startswith("cluster.")]
+    assert [line.partition(" `ray start`")[0] for line in found] == [
+        f"cluster.environment: 'RAY_memory_monitor' {rays}",
+        f"cluster.secrets: 'RAY_AUTH_TOKEN' {rays}",
+        (
+            "cluster.secrets: 'LD_PRELOAD' is read as a process starts, so that its value has to go through Ray, which "
+            "logs it; if it is no secret, set it in cluster.environment"
+        ),
+    ]
+    written = recorded(config).cluster
+    assert written.environment == {"OMP_NUM_THREADS": "4", "LD_LIBRARY_PATH": "/opt/lib"}
+    assert written.secrets == ("LD_PRELOAD", "LD_SDK_KEY", "RAY_AUTH_TOKEN", "LD_API_KEY", "RAY_memory_monitor")
+
+
 def test_a_secret_is_named_once_and_set_where_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "s3cr3t")
     monkeypatch.delenv("API_KEY", raising=False)
