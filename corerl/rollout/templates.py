@@ -138,7 +138,8 @@ class _Running:
             process_group=0,  # a Ctrl-C is for this process
         )
         try:
-            self._read()
+            if self._read()[0] != READY:
+                raise _Ended
         except BaseException as error:
             status = self.end()
             if isinstance(error, _Ended):
@@ -229,9 +230,10 @@ atexit.register(SHARED.close)
 def serve(limits: Limits) -> None:
     """Answer each chat that standard input has, until it ends."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
-    import_module("transformers.utils.chat_template_utils")
-    _limit_memory(limits.memory)
-    with open(0, "rb", buffering=0) as asks, open(1, "wb", buffering=0) as answers:
+    with open(0, "rb", buffering=0) as asks, open(os.dup(1), "wb", buffering=0) as answers:
+        os.dup2(2, 1)  # what libraries print is no answer
+        import_module("transformers.utils.chat_template_utils")
+        _limit_memory(limits.memory)
         _write(answers, READY, b"")
         while (found := _next(asks, sys.maxsize)) is not None:
             signal.setitimer(signal.ITIMER_PROF, limits.seconds)
