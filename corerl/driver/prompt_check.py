@@ -17,7 +17,7 @@ from corerl.rollout.engine import UNLIMITED
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MOST_COSTLY = 10  # chats that are left out because the template takes too much for them: each may take seconds
+MOST_COSTLY = 3  # chats that are left out because the template takes too much for them: each may take seconds
 AT_ONCE = 10.0  # seconds for which prompts are looked at before anything starts; the others, while processes start
 
 

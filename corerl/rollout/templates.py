@@ -57,7 +57,7 @@ class TemplateCostly(TemplateFailed):
 class Limits:
     """What the text of one chat may take."""
 
-    seconds: float = 10.0  # of a core
+    seconds: float = 5.0  # of a core; honest templates take a thousandth
     memory: int = 2**29  # bytes, beside what the process has as it begins
     characters: int = 2**22  # of about a million tokens
 
