@@ -221,7 +221,7 @@ def _parquet(files: list[Path], reports: Reports) -> Any:
                         done += batch.num_rows
                         reports.tell(f"unpacking {path}", done, of)
             return _mapped(arrow, Path(unpacked.name))  # the mapping outlives the deleted file
-    except (OSError, arrow.ArrowException) as error:
+    except (OSError, ValueError, arrow.ArrowException) as error:
         raise _unreadable(path, error) from error
 
 
@@ -242,7 +242,9 @@ def _saved(directory: Path, reports: Reports) -> Any:
 
 
 def _mapped(arrow: Any, path: Path) -> Any:
-    return arrow.ipc.open_stream(arrow.memory_map(str(path))).read_all()
+    table = arrow.ipc.open_stream(arrow.memory_map(str(path))).read_all()
+    _ = table.column_names  # raises here if they are no UTF-8
+    return table
 
 
 def _columns(schema: Any) -> str:
