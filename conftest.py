@@ -14,6 +14,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from corerl.cli import trial
+from corerl.rollout import templates
 from corerl.testing import pool
 from corerl.testing.marks import MARK
 from corerl.testing.pool import Ranks
@@ -121,10 +122,14 @@ def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def untried(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A command tries imports in another process, which only tests with the mark may start."""
+    """A command tries imports in another process, and renders chat templates in one; only tests with the mark may
+    start them."""
     with pytest.MonkeyPatch.context() as own:  # the test's own would be undone after its other fixtures
         if request.node.get_closest_marker("processes") is None:
             own.setattr(trial, "beside", lambda modules, plugins: lambda: None)
+            own.setattr(
+                templates.TemplateProcess, "_answer", lambda self, asked: templates.attempt(asked, self._limits)
+            )
         yield
 
 

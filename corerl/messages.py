@@ -41,22 +41,30 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def message_of(error: BaseException) -> str:
     """The message of a CoreRL error; of any other, its type and full text."""
-    return error.message if isinstance(error, CorerlError) else f"{type(error).__name__}: {error}"
+    return error.message if isinstance(error, CorerlError) else f"{type(error).__name__}: {text_of(error)}"
+
+
+def text_of(error: BaseException) -> str:
+    """An error's text; of one whose own class cannot make it, that."""
+    try:
+        return str(error)
+    except Exception as failed:
+        return f"has no text, since its class raises {type(failed).__name__}"
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type if it has none."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    return text_of(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def last_line(error: BaseException) -> str:
     """The last line of an error's text, which in Ray's errors is the informative one, or its type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    return (text_of(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 
 def one_line(error: BaseException) -> str:
     """The type of an error and the first line of its text."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")
+    return f"{type(error).__name__}: {text_of(error).strip().partition(chr(10))[0]}".removesuffix(": ")
 
 
 def place(error: BaseException, own: Callable[[FrameType], bool]) -> str:

@@ -221,12 +221,12 @@ def places(tree: Any, keys: Keys = ()) -> Iterator[Keys]:
 
 
 def _become(path: Path, what: str) -> None:
+    if not path.parent.is_dir():
+        return  # an earlier edit has made it something else
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-    if not path.parent.is_dir():
-        return
     match what:
         case "nothing":
             pass

@@ -47,6 +47,16 @@ def test_an_error_is_one_line_with_or_without_its_type() -> None:
     assert (first_line(KeyError()), last_line(KeyError()), one_line(KeyError())) == ("KeyError", "KeyError", "KeyError")
 
 
+def test_an_error_whose_class_cannot_make_its_text_is_told_all_the_same() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    said = "has no text, since its class raises ZeroDivisionError"
+    assert (first_line(Mute()), last_line(Mute())) == (said, said)
+    assert one_line(Mute()) == message_of(Mute()) == f"Mute: {said}"
+
+
 def test_an_error_of_ours_needs_no_type() -> None:
     assert message_of(SaveFailed("the disk\nis full")) == "the disk\nis full"
     assert message_of(ValueError("a cause\nand its story")) == "ValueError: a cause\nand its story"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import re
 import socket
 import tempfile
 import threading
@@ -21,6 +20,7 @@ from attrs import evolve, frozen
 from corerl.cluster.nodes import this_node
 from corerl.cluster.spans import Recorder
 from corerl.cluster.watchdog import Status, frame_of, stand
+from corerl.config.variables import READ_AT_START
 from corerl.errors import CorerlError, HookFailed, PluginError
 from corerl.imports import uncollected
 from corerl.messages import one_line
@@ -32,11 +32,6 @@ THREADS = "OMP_NUM_THREADS"
 # while its driver waits.
 NICENESS = "RAY_worker_niceness"
 LOOPBACK = "127.0.0.1"
-# What the loader, Python, Ray and libraries of numpy read as a process starts; none of these is a secret: those of
-# Ray's variables that are one (its token, and Redis' password) are left out.
-READ_AT_START = re.compile(
-    r"LD_|PYTHON|MALLOC_|GLIBC_|RAY_(?!AUTH_TOKEN$|REDIS_PASSWORD$)|OMP_|KMP_|GOMP_|MKL_|OPENBLAS_|LC_|(LANG|TZ)$"
-)
 
 
 @frozen

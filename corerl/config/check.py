@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from corerl.config.schema import Config, CriticConfig, EpisodesConfig
+from corerl.config.variables import RAYS, READ_AT_START
 
 ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may have to start
 
@@ -197,8 +198,21 @@ def _cluster(config: Config) -> Iterator[str]:
             f"cluster.resources: {', '.join(config.cluster.resources)} requested, but a Ray started on this machine "
             "has only CPUs and GPUs; set cluster.address, or remove it"
         )
+    for setting in ("environment", "secrets"):
+        for name in filter(RAYS.match, getattr(config.cluster, setting)):
+            yield (
+                f"cluster.{setting}: {name!r} is for Ray, which runs before ranks and engines do; set it in the "
+                "environment of this command, or of `ray start` if cluster.address is set"
+            )
     for name in config.cluster.secrets:
-        if name in config.cluster.environment:
+        if RAYS.match(name):
+            continue
+        if READ_AT_START.match(name):
+            yield (
+                f"cluster.secrets: {name!r} is read as a process starts, so that its value has to go through Ray, "
+                "which logs it; if it is no secret, set it in cluster.environment"
+            )
+        elif name in config.cluster.environment:
             yield f"cluster.secrets: {name!r} is in cluster.environment too; remove it from one of them"
         elif name not in os.environ:
             yield (

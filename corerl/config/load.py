@@ -14,6 +14,7 @@ from attrs import evolve
 
 from corerl.config.schema import Config
 from corerl.config.structuring import Keys, Problem, attempt, is_setting, structure
+from corerl.config.variables import READ_AT_START
 from corerl.config.words import parse_toml, to_plain
 from corerl.errors import ConfigError
 from corerl.messages import LONGEST, short_repr, shorten
@@ -22,7 +23,8 @@ from corerl.regular import require_regular
 __all__ = ["config_of", "dump_toml", "load_config", "recorded", "structure", "to_plain", "without_value"]
 
 SECRET = ("cluster", "environment")  # the table whose values no message shows
-CONCEALED = (SECRET[:1], SECRET, ("cluster", "secrets"))  # settings of which no message shows an override
+NAMES = ("cluster", "secrets")  # which may be taken for the place of the values themselves
+CONCEALED = (SECRET[:1], SECRET, NAMES)  # settings of which no message shows an override
 KEY = re.compile(r"[\w.-]*")  # a dotted key without quotes
 WRITTEN_BY_A_SHELL = re.compile(r"/dev/stdin|/(dev|proc/self)/fd/\d+")  # paths of pipes, such as of <(...)
 DEEPEST = 32  # levels of tables and arrays
@@ -86,11 +88,13 @@ def dump_toml(config: Config) -> str:
 
 
 def recorded(config: Config) -> Config:
-    """The config as a run writes it down, which others may read: the values of `cluster.environment` are left out, and
-    its names stand under `cluster.secrets`. So it can be loaded again where these variables are set."""
+    """The config as a run writes it down, which others may read: the values of `cluster.environment` are left out, but
+    for those that Ray logs anyway, and its names stand under `cluster.secrets`. So it can be loaded again where these
+    variables are set."""
     cluster = config.cluster
-    names = tuple(dict.fromkeys([*cluster.secrets, *cluster.environment]))
-    return evolve(config, cluster=evolve(cluster, environment={}, secrets=names))
+    shown = {name: value for name, value in cluster.environment.items() if READ_AT_START.match(name)}
+    names = tuple(dict.fromkeys([*cluster.secrets, *(name for name in cluster.environment if name not in shown)]))
+    return evolve(config, cluster=evolve(cluster, environment=shown, secrets=names))
 
 
 def _too_large(data: Mapping[str, Any]) -> Iterator[Problem]:
@@ -151,8 +155,10 @@ def _keys(dotted: str) -> tuple[str, ...]:
 def _concealed(problem: Problem, data: Mapping[str, Any]) -> Problem:
     """The same problem, without the values of variables of the environment, which may be secrets."""
     keys = problem.keys
-    if keys[:2] == SECRET and len(keys) > 2:
+    if keys[:2] in (SECRET, NAMES) and len(keys) > 2:
         return Problem(keys, "expected string, got something else; put it in quotes")
+    if keys == NAMES and not isinstance(data["cluster"]["secrets"], list):
+        return Problem(keys, """expected array of strings, got something else; set cluster.secrets='["NAME"]'""")
     if keys in (SECRET[:1], SECRET):
         value: Any = data
         for key in keys:

@@ -164,7 +164,7 @@ class ClusterConfig:
     )
     environment: Mapping[str, str] = option(
         "environment variables set for every rank and engine before it imports torch; the run's own files name them "
-        "without their values, under secrets",
+        "without their values, under secrets, but for what is read as a process starts, such as LD_PRELOAD and OMP_*",
         factory=dict,
         validator=variables,
     )
@@ -623,8 +623,8 @@ class Config:
     cluster: ClusterConfig = option("machines and devices", factory=ClusterConfig)
     model: ModelConfig = option("the model to train", factory=ModelConfig)
     backend: BackendChoice = option("the training backend")
-    backends: Mapping[str, Any] = option("backend-specific options, one table per backend", factory=dict)
-    engines: Mapping[str, Any] = option("engine-specific options, one table per engine", factory=dict)
+    backends: Mapping[str, Mapping[str, Any]] = option("backend-specific options, one table per backend", factory=dict)
+    engines: Mapping[str, Mapping[str, Any]] = option("engine-specific options, one table per engine", factory=dict)
     roles: RolesConfig = option("groups of workers", factory=RolesConfig)
     train: TrainConfig = option("training settings common to all backends", factory=TrainConfig)
     algorithm: AlgorithmConfig = option("from rewards to the loss", factory=AlgorithmConfig)

@@ -15,6 +15,7 @@ import numpy as np
 
 from corerl.data.chat import Messages, read_messages, read_tools, readable, without_nulls
 from corerl.data.prompts import Prompt, PromptSource, split
+from corerl.data.reports import NO_REPORTS, Reports
 from corerl.errors import ConfigError, DataError
 from corerl.messages import did_you_mean
 from corerl.plain_json import parse_json, read_json_file
@@ -29,6 +30,10 @@ class Rows(ABC):
 
     name: str
     columnar: bool = False  # whether an object in a row has the fields of all rows' objects, null where it lacks them
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Of JSON lines it is known only once they are scanned; 0 before."""
 
     @abstractmethod
     def scan(self, column: str, more: str = "") -> Iterator[tuple[str, Any]]:
@@ -66,6 +71,9 @@ class JsonlRows(Rows):
         if not offsets:
             raise DataError(f"data.source: {self._path} is empty, expected one JSON object per line")
         self._offsets = np.array(offsets, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
 
     def __getitem__(self, index: int) -> Any:
         with self._path.open("rb") as lines:
@@ -108,6 +116,9 @@ class ArrowRows(Rows):
                 yield f"{self.name}, row {index}", row
                 index += 1
 
+    def __len__(self) -> int:
+        return len(self._table)
+
     def __getitem__(self, index: int) -> Any:
         return self._rows(self._table.slice(index, 1), index)[0]
 
@@ -143,8 +154,9 @@ def _with_objects(value: Any, kind: Any) -> Any:
     return value
 
 
-def open_rows(path: Path) -> Rows:
-    """Open a file or directory of rows. Raises DataError if it holds none, ConfigError if pyarrow is missing."""
+def open_rows(path: Path, reports: Reports = NO_REPORTS) -> Rows:
+    """Open a file or directory of rows; columnar ones are checked whole, with `reports` of how far that is. Raises
+    DataError if it holds none, ConfigError if pyarrow is missing."""
     try:
         (require_all_regular if os.path.isdir(path) else require_regular)(path)
     except OSError as error:
@@ -153,7 +165,7 @@ def open_rows(path: Path) -> Rows:
         splits = ", ".join(sorted(entry.name for entry in path.iterdir() if (entry / "state.json").is_file()))
         raise DataError(f"data.source: {path} contains several splits ({splits}); use the directory of one split")
     if os.path.isdir(path) and (path / "state.json").is_file():
-        return ArrowRows(_saved(path), str(path))
+        return ArrowRows(_saved(path, reports), str(path))
     if os.path.isdir(path):
         files = sorted(path.glob("*.parquet"))
         if not files:
@@ -161,9 +173,9 @@ def open_rows(path: Path) -> Rows:
                 f"data.source: {path} contains neither .parquet files nor a data set saved by `save_to_disk`; "
                 "use a directory that does, or a .jsonl or .parquet file"
             )
-        return ArrowRows(_parquet(files), str(path))
+        return ArrowRows(_parquet(files, reports), str(path))
     if path.suffix == ".parquet":
-        return ArrowRows(_parquet([path]), str(path))
+        return ArrowRows(_parquet([path], reports), str(path))
     if path.suffix != ".jsonl" and not _begins_with_object(path):
         with_pandas = (
             f"pandas.read_{path.suffix[1:]}({path.name!r}).to_json('{path.stem}.jsonl', orient='records', lines=True)"
@@ -187,7 +199,7 @@ def _begins_with_object(path: Path) -> bool:
     return not begin or begin.startswith(b"{")
 
 
-def _parquet(files: list[Path]) -> Any:
+def _parquet(files: list[Path], reports: Reports) -> Any:
     """All rows of the files, unpacked into a temporary file, since a single row of a parquet file cannot be read."""
     arrow = _pyarrow(files[0])
     path = files[0]
@@ -195,6 +207,7 @@ def _parquet(files: list[Path]) -> Any:
         schema = arrow.parquet.ParquetFile(path).schema_arrow
         with tempfile.NamedTemporaryFile(prefix="corerl-", suffix=".arrow") as unpacked:
             with arrow.ipc.new_stream(unpacked.name, schema) as writer:
+                done, of = 0, sum(arrow.parquet.read_metadata(each).num_rows for each in files)
                 for path in files:
                     file = arrow.parquet.ParquetFile(path)
                     if not file.schema_arrow.equals(schema):
@@ -203,25 +216,34 @@ def _parquet(files: list[Path]) -> Any:
                             f"has {_columns(schema)}; list different data sets as separate [[data.sources]]"
                         )
                     for batch in file.iter_batches(batch_size=BATCH):
+                        batch.validate(full=True)
                         writer.write_batch(batch)
+                        done += batch.num_rows
+                        reports.tell(f"unpacking {path}", done, of)
             return _mapped(arrow, Path(unpacked.name))  # the mapping outlives the deleted file
-    except (OSError, arrow.ArrowException) as error:
+    except (OSError, ValueError, arrow.ArrowException) as error:
         raise _unreadable(path, error) from error
 
 
-def _saved(directory: Path) -> Any:
+def _saved(directory: Path, reports: Reports) -> Any:
     """All rows of a data set that `datasets` saved: a list of Arrow files."""
     arrow = _pyarrow(directory)
     try:
         files = read_json_file(directory / "state.json")["_data_files"]
-        return arrow.concat_tables([_mapped(arrow, directory / file["filename"]) for file in files])
+        table = arrow.concat_tables([_mapped(arrow, directory / file["filename"]) for file in files])
+        done = 0
+        for batch in table.to_batches():
+            batch.validate(full=True)  # else rows of damaged files raise anything, or read what is not theirs
+            done += batch.num_rows
+            reports.tell(f"checking {directory}", done, len(table))
+        return table
     except (OSError, ValueError, LookupError, TypeError, arrow.ArrowException) as error:
         raise _unreadable(directory, error) from error
 
 
 def _mapped(arrow: Any, path: Path) -> Any:
     table = arrow.ipc.open_stream(arrow.memory_map(str(path))).read_all()
-    table.validate(full=True)  # else rows of damaged files raise anything, or read what is not theirs
+    _ = table.column_names  # raises here if they are no UTF-8
     return table
 
 
@@ -264,9 +286,10 @@ class RowPrompts(PromptSource):
         need_answers: bool = False,
         tools_key: str = "",
         chat: bool = False,
+        reports: Reports = NO_REPORTS,
     ) -> None:
         """`need_answers`: raise DataError if no row has the field `answer_key`. `chat`: texts become chats, which may
-        have tools."""
+        have tools. `reports` hears how many rows have been read."""
         self._rows = rows
         self._prompt_key = prompt_key
         self._answer_key = answer_key
@@ -277,6 +300,8 @@ class RowPrompts(PromptSource):
             self.chat |= bool(self._parse(row, index=size, where=where).messages)
             answers = answers or answer_key in row
             size += 1
+            if size % BATCH == 0:
+                reports.tell(f"reading {rows.name}", size, len(rows))
         if need_answers and not answers and answer_key not in (first := rows[0]):
             raise DataError(
                 f"{rows.name}: no row has the field {answer_key!r}; the first row has: {', '.join(first)}"

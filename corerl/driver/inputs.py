@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from corerl.config.problems import Problems
 from corerl.config.schema import Config, RolloutConfig
 from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource
+from corerl.data.reports import Reports
 from corerl.driver.prompt_check import AT_ONCE, PromptCheck
 from corerl.models.config import context_length, experts, hf_config
 from corerl.models.tokenizer import end_tokens, load_tokenizer, require_room_for_tokens
@@ -69,7 +71,7 @@ def load_sampled(
             params = evolve(sampling_params(config.rollout, tokenizer, ends), routed_experts=replays)
     prompts: PromptSource | None = None
     with problems.stage("data", path="data.source"):
-        prompts = load_prompts(config.data, seed=config.run.seed)
+        prompts = load_prompts(config.data, seed=config.run.seed, reports=Reports(_note))
         if tokenizer is not None:
             require_encodable(prompts, tokenizer, config.data.chat_template_options)
     reward: Reward | None = None
@@ -80,6 +82,11 @@ def load_sampled(
             first = prompts.prompt(int(prompts.train[0]))
             require_any_thread(reward, first, setting=f"rollout.source={config.rollout.source!r}")
     return prompts, reward, params
+
+
+def _note(line: str) -> None:
+    """Where there is no display of a run yet."""
+    print(f"corerl: note: {line}", file=sys.stderr)
 
 
 def load_functions(

@@ -39,6 +39,7 @@ from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.options import notes
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind
+from corerl.rollout import templates
 from corerl.rollout.engine import EngineContext
 from corerl.rollout.fleet import EngineFleet
 from corerl.rollout.service import EngineAssignment
@@ -57,6 +58,7 @@ def launch(config: Config) -> Iterator[Run]:
 
     With `checkpoint.resume = "auto"`, a checkpoint that its ranks find to be damaged is passed over for an older one,
     and the run is started anew."""
+    began = time.monotonic()
     damaged: dict[Path, str] = {}
     told: set[str] = set()
     with contextlib.ExitStack() as stack:
@@ -65,7 +67,7 @@ def launch(config: Config) -> Iterator[Run]:
             prepared = evolve(prepared, lost=tuple(line for line in prepared.lost if line not in told))
             told.update(prepared.lost)
             try:
-                run = stack.enter_context(_launched(prepared, damaged))
+                run = stack.enter_context(_launched(prepared, damaged, began))
             except CheckpointDamaged:
                 if prepared.resume not in damaged:
                     raise
@@ -75,22 +77,22 @@ def launch(config: Config) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def _launched(prepared: Prepared, damaged: dict[Path, str]) -> Iterator[Run]:
+def _launched(prepared: Prepared, damaged: dict[Path, str], began: float) -> Iterator[Run]:
     with occupied(prepared.run_dir):
-        yield from _started(prepared, damaged)
+        yield from _started(prepared, damaged, began)
 
 
-def _started(prepared: Prepared, damaged: dict[Path, str]) -> Iterator[Run]:
-    """The run, once it has started. If ranks find its checkpoint to be damaged, and it may fall back to another, the
-    checkpoint is added to `damaged` before that is raised."""
+def _started(prepared: Prepared, damaged: dict[Path, str], began: float) -> Iterator[Run]:
+    """The run, once it has started; `began` is when it was launched. If ranks find its checkpoint to be damaged, and it
+    may fall back to another, the checkpoint is added to `damaged` before that is raised."""
     config = prepared.config
     write_config(prepared.run_dir, config)
     progress = Progress(
         load_observers(config.extensions, str(prepared.run_dir)),
         prepared.first_step,
         watchdog=config.cluster.watchdog,
+        began=began,
     )
-    started = time.perf_counter()
     try:
         progress.tell(
             RunStarted(
@@ -105,6 +107,7 @@ def _started(prepared: Prepared, damaged: dict[Path, str]) -> Iterator[Run]:
         for text in _notices(prepared):
             progress.notice(text)
         with contextlib.ExitStack() as stack:
+            stack.callback(templates.SHARED.close)
             stack.enter_context(progress.beating())
             stop = stack.enter_context(StopRequest(progress.notice, config.run.mode))
             try:
@@ -130,7 +133,7 @@ def _started(prepared: Prepared, damaged: dict[Path, str]) -> Iterator[Run]:
             RunFinished(
                 reason=reason,
                 steps_done=progress.step,
-                seconds=time.perf_counter() - started,
+                seconds=progress.elapsed,
                 artifacts={"run directory": str(prepared.run_dir)},
             )
         )
@@ -313,15 +316,18 @@ def start_all(
     engine may size itself by the free memory it finds. Meanwhile ranks do what takes none, so that one that cannot
     start ends the run before the engines have loaded. The error of a call `beside` ends the start too."""
     calls: dict[str, Call[Any]] = {}
+    what = "" if fleet is None else f"{len(fleet)} engine{'s' * (len(fleet) != 1)}"
     if fleet is not None and in_turns:
-        what = f"{len(fleet)} engine{'s' * (len(fleet) != 1)}"
         progress.begin(f"loading the model into {what}, which will sleep while the ranks load")
         ranks = {name: group.construct_async() for name, group in groups.items()}
         together({ENGINES: fleet.start_async(), **ranks}, beside=beside)
         fleet.sleep()
         progress.begin("loading the model into the ranks")
     elif fleet is not None:
+        progress.begin(f"loading the model into the ranks and into {what}")
         calls[ENGINES] = fleet.start_async()
+    else:
+        progress.begin("loading the model into the ranks")
     calls |= {name: group.init_async() for name, group in groups.items()}
     results = together(calls, beside=beside)
     return {name: results[name] for name in groups}

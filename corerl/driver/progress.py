@@ -44,8 +44,14 @@ class Progress:
     seconds: Phases = field(factory=Phases)  # of the current step, by phase
     watchdog: float = 0.0  # as cluster.watchdog
     clock: Callable[[], float] = time.monotonic
+    began: float = field(factory=time.monotonic)  # when the run was launched, before anything was prepared
     _current: Current | None = None
     _loop: int = field(factory=threading.get_ident)  # the thread of the training loop
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the run was launched."""
+        return self.clock() - self.began
 
     def tell(self, event: Event) -> None:
         if isinstance(event, RunFinished):

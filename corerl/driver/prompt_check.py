@@ -17,6 +17,7 @@ from corerl.rollout.engine import UNLIMITED
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MOST_COSTLY = 3  # chats that are left out because the template takes too much for them: each may take seconds
 AT_ONCE = 10.0  # seconds for which prompts are looked at before anything starts; the others, while processes start
 
 
@@ -43,6 +44,7 @@ class PromptCheck:
         self._parts = unusable(source, tokenizer, options, longest=longest)
         self._refused: dict[int, str] = {}  # index -> why
         self._too_long: dict[int, int] = {}  # index -> tokens
+        self._costly = 0  # of those that are refused, for which the template takes too much
         self._failure: BaseException | None = None
         self._ended = threading.Event()
         self._stopped = threading.Event()
@@ -57,7 +59,8 @@ class PromptCheck:
                 self.done += part.looked_at
                 self._refused.update(part.refused)
                 self._too_long.update(part.too_long)
-                if self._refused and not self._skip:
+                self._costly += part.costly
+                if (self._refused and not self._skip) or self._costly >= MOST_COSTLY:
                     break
                 if self._stopped.is_set() or time.monotonic() >= until:
                     return False
@@ -103,7 +106,13 @@ class PromptCheck:
         index, why = next(iter(self._refused.items()))
         first = f"{self._source.where(index)}: {why}"  # its line in a file: found by reading all before it
         if not self._skip:
-            raise DataError(f"{first}; correct the row, or set data.refused='skip' to leave out such rows")
+            what = "the template or the row" if self._costly else "the row"
+            raise DataError(f"{first}; correct {what}, or set data.refused='skip' to leave out such rows")
+        if self._costly >= MOST_COSTLY:
+            raise DataError(
+                f"{first}; the template takes too much for {self._costly} of the first {self.done} prompts, so the "
+                "others are not tried; correct the template, or set model.tokenizer to another one"
+            )
         count = f"{len(self._refused)} of {self.of} prompts"
         try:
             self._source.leave_out(frozenset(self._refused))

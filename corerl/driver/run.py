@@ -120,7 +120,6 @@ class Run:
     kl_coef: float  # algorithm.kl_coef, as adapted so far
 
     unseen: Mapping[int, str] = field(factory=dict)  # special tokens that texts leave out: id -> token; {} once told
-    started: float = field(factory=time.perf_counter)
     _step_started: float = field(factory=time.perf_counter)
     _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
     _before: tuple[Shown, ...] = ()  # of the first evaluation; a resumed run reads it from its checkpoint
@@ -379,7 +378,7 @@ class Run:
             RunFinished(
                 reason=reason,
                 steps_done=self.progress.step,
-                seconds=time.perf_counter() - self.started,
+                seconds=self.progress.elapsed,
                 before=self._before,
                 after=self._after,
                 artifacts=artifacts,

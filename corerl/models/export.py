@@ -24,6 +24,9 @@ from corerl.weights.chunks import finite
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 HOW_LOADED = ("backend", "auto_map", "is_local", "local_files_only")  # written to a tokenizer_config.json all the same
+FLOAT = "__float__"
+# Model type -> what version 4 calls its kinds of layers; it refuses them by any other name.
+OLD_LAYERS = {"granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"}}
 NEW_CLASSES = ("TokenizersBackend", "SentencePieceBackend", "PythonBackend")  # of tokenizers, in transformers 5 only
 
 
@@ -82,9 +85,14 @@ def export_directory(
 
 
 def _rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Replace the contents of a JSON file."""
-    written = change(json.loads(file.read_text(encoding="utf-8")))
+    """Replace the contents of a JSON file, with infinities as numbers: version 4 would take the objects in which
+    version 5 writes them for the setting itself."""
+    written = change(json.loads(file.read_text(encoding="utf-8"), object_hook=_untagged))
     file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _untagged(written: dict[str, Any]) -> Any:
+    return float(written[FLOAT]) if written.keys() == {FLOAT} else written
 
 
 def _older_names(config: PreTrainedConfig, written: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,6 +101,8 @@ def _older_names(config: PreTrainedConfig, written: Mapping[str, Any]) -> dict[s
     older = {alias: written[name] for alias, name in config.attribute_map.items() if name in written}
     if dtype := written.get("dtype"):
         older["torch_dtype"] = dtype
+    if layers := OLD_LAYERS.get(config.model_type):
+        older["layer_types"] = older["layers_block_type"] = [layers[kind] for kind in config.layer_types]
     rope = written.get("rope_parameters")
     if not rope:
         return older
@@ -110,7 +120,10 @@ def _older_names(config: PreTrainedConfig, written: Mapping[str, Any]) -> dict[s
         full["type"] = full.pop("rope_type")
     older["rope_scaling"] = None if full.get("rope_type") == "default" else full
     if "rope_theta" in sliding:
-        older["rope_local_base_freq"] = sliding["rope_theta"]
+        modernbert = config.model_type.startswith("modernbert")
+        older["local_rope_theta" if modernbert else "rope_local_base_freq"] = sliding["rope_theta"]
+        if modernbert and "rope_theta" in older:
+            older["global_rope_theta"] = older["rope_theta"]
     return older
 
 

@@ -97,7 +97,7 @@ class Notice:
 class RunFinished:
     reason: str  # finished, interrupted, failed
     steps_done: int
-    seconds: float
+    seconds: float  # since the run was launched: its checks and the start of its processes included
     before: Sequence[Shown] = field(factory=tuple)  # the same prompts before and after training
     after: Sequence[Shown] = field(factory=tuple)
     artifacts: Mapping[str, str] = field(factory=dict)  # what -> path

@@ -17,23 +17,26 @@ from corerl.data.prompts import Prompt, PromptSource
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.messages import one_line
 from corerl.rollout.engine import UNLIMITED
-from corerl.rollout.limits import TimeLimit, TooLong
+from corerl.rollout.templates import SHARED, TemplateCostly, TemplateFailed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 LOOKED_AT = 64  # prompts of each source whose characters are checked before a run starts
+LOOKED_FOR = 1.0  # seconds after which no other one is: the check of all prompts tells of a template that takes long
 PART = 256  # prompts that are looked at together, at most
 PART_SECONDS = 0.25  # for which chats of a part are rendered: a check looks at the clock between parts
-RENDERED_WITHIN = 10.0  # seconds, for one chat: a template is a program, and may not end
-LONGEST_CHAT = 2**22  # characters, of about a million tokens
 PROBES = ("0", "a", ".")  # texts of an ordinary token in most vocabularies
 ANCHORS = ("\n", ".", "a", "0")  # put before a text, to see how it is encoded behind another
 
 
 class Rejected(Exception):
     """The chat template refuses messages, or leaves out what is to be continued."""
+
+
+class Costly(Rejected):
+    """The chat template takes more time or memory for messages than it may, as it may do for all others."""
 
 
 def encode(
@@ -44,18 +47,11 @@ def encode(
     Raises DataError if a prompt has no tokens, or if the template refuses a chat.
     """
     encoded: list[list[int]] = []
-    for ids in _encoded(tokenizer, prompts, options):
+    for ids in _tokens(tokenizer, _written(tokenizer, prompts, options)):
         if isinstance(ids, DataError):
             raise ids
         encoded.append(ids)
     return encoded
-
-
-def _encoded(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], options: Mapping[str, Any] | None
-) -> list[list[int] | DataError]:
-    """[P] each prompt's tokens, or why it has none."""
-    return _tokens(tokenizer, prompts, [text for _, text in _written(tokenizer, prompts, options)])
 
 
 def _written(
@@ -69,30 +65,31 @@ def _written(
     other prompt is taken, but for the first."""
     written: list[tuple[Prompt, str | Rejected]] = []
     until = time.monotonic() + seconds
-    with TimeLimit(RENDERED_WITHIN) as limit:
-        for prompt in prompts:
+    for prompt in prompts:
+        text: str | Rejected = prompt.text
+        if prompt.messages:
             try:
-                text = _rendered(tokenizer, prompt, options, limit) if prompt.messages else prompt.text
-                written.append((prompt, text))
+                text = render(tokenizer, prompt.messages, tools=prompt.tools, options=options)
             except Rejected as rejected:
-                written.append((prompt, rejected))
-            if time.monotonic() >= until:
-                break
+                text = rejected
+        written.append((prompt, text))
+        if time.monotonic() >= until:
+            break
     return written
 
 
 def _tokens(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], written: Sequence[str | Rejected]
+    tokenizer: PreTrainedTokenizerBase, written: Sequence[tuple[Prompt, str | Rejected]]
 ) -> list[list[int] | DataError]:
     """[P] the tokens of each prompt's text, or why it has none."""
-    encoded: list[list[int] | Rejected] = [[] if isinstance(text, str) else text for text in written]
-    texts = {row: text for row, text in enumerate(written) if isinstance(text, str)}
-    chats = {row: text for row, text in texts.items() if prompts[row].messages}
+    encoded: list[list[int] | Rejected] = [[] if isinstance(text, str) else text for _, text in written]
+    chats = {row: text for row, (prompt, text) in enumerate(written) if prompt.messages and isinstance(text, str)}
+    texts = {row: prompt.text for row, (prompt, _) in enumerate(written) if not prompt.messages}
     # A chat template writes <bos> itself.
-    for encoder, rows in ((plain, chats), (begun, {row: texts[row] for row in texts if row not in chats})):
+    for encoder, rows in ((plain, chats), (begun, texts)):
         for row, ids in zip(rows, encoder(tokenizer, list(rows.values())), strict=True):
             encoded[row] = ids
-    return [_told(prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True)]
+    return [_told(prompt, ids) for (prompt, _), ids in zip(written, encoded, strict=True)]
 
 
 def _told(prompt: Prompt, ids: list[int] | Rejected) -> list[int] | DataError:
@@ -167,43 +164,27 @@ def render(
     """The text of a chat, up to where the assistant's answer begins; a last message of the assistant is the beginning
     of that answer. Raises Rejected, saying why."""
     goes_on = messages[-1]["role"] == "assistant"
+    offered = [dict(tool) for tool in tools] or None
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=[dict(tool) for tool in tools] or None,
-            tokenize=False,
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
-            **(options or {}),
+        return SHARED.render(
+            tokenizer.get_chat_template(tools=offered),
+            {
+                **tokenizer.special_tokens_map,
+                **(options or {}),
+                "conversations": [[dict(message) for message in messages]],
+                "tools": offered,
+                "add_generation_prompt": not goes_on,
+                "continue_final_message": goes_on,
+            },
         )
-    # Templates may reject system messages or roles that do not alternate. They are also programs, and may fail on any
-    # input they were not written for, in any way.
-    except Exception as error:
+    except TemplateCostly as costly:
+        raise Costly(f"the tokenizer's chat template {costly} for its messages") from costly
+    except (TemplateFailed, ValueError) as error:  # the latter: several templates, and none is the default
+        why = one_line(error) if isinstance(error, ValueError) else error
         roles = ", ".join(str(message["role"]) for message in messages)
         raise Rejected(
-            f"the tokenizer's chat template rejects its messages ({one_line(error)}); their roles are: {roles}"
+            f"the tokenizer's chat template rejects its messages ({why}); their roles are: {roles}"
         ) from error
-    if len(text) > LONGEST_CHAT:
-        raise Rejected(
-            f"the tokenizer's chat template writes {len(text)} characters for its messages, at most {LONGEST_CHAT} are "
-            "allowed"
-        )
-    return str(text)
-
-
-def _rendered(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, options: Mapping[str, Any] | None, limit: TimeLimit
-) -> str:
-    """The text of a prompt's chat. Raises Rejected, and DataError where the template takes too long, as it would for
-    the other prompts too."""
-    try:
-        with limit.each():
-            return render(tokenizer, prompt.messages, tools=prompt.tools, options=options)
-    except TooLong:
-        raise DataError(
-            f"prompt {prompt.index}: the tokenizer's chat template takes more than {RENDERED_WITHIN:g} s for its "
-            "messages; correct its loops, or set model.tokenizer to another one"
-        ) from None
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -221,10 +202,13 @@ def require_encodable(
             "(model.tokenizer), or plain-text prompts with data.chat=false"
         )
     _require_options(source, tokenizer, options or {})
+    if tokenizer.unk_token_id is None:
+        return
     for share in source.shares:
         prompts = [source.prompt(index) for index in share.train[:LOOKED_AT].tolist()]
-        for prompt, ids in zip(prompts, _encoded(tokenizer, prompts, options), strict=True):
-            if isinstance(ids, list) and tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+        written = _written(tokenizer, prompts, options, seconds=LOOKED_FOR)
+        for (prompt, _), ids in zip(written, _tokens(tokenizer, written), strict=True):
+            if isinstance(ids, list) and tokenizer.unk_token_id in ids:
                 raise DataError(
                     f"prompt {prompt.index} ({prompt.text!r}) contains characters that the tokenizer does not know: "
                     f"the model would see {tokenizer.decode(ids)!r}; use another tokenizer (model.tokenizer), or list "
@@ -239,7 +223,7 @@ def _require_options(source: PromptSource, tokenizer: PreTrainedTokenizerBase, o
         )
     ours = inspect.signature(tokenizer.apply_chat_template).parameters
     for name in options:
-        if name in ours or name == "messages":
+        if name in ours or name in ("messages", "conversations"):
             raise ConfigError(
                 f"data.chat_template_options.{name}: is not the template's own argument; CoreRL sets it; remove it"
             )
@@ -257,6 +241,7 @@ class Unusable:
     looked_at: int  # prompts
     refused: Mapping[int, str]  # index -> why: chats that the template refuses or makes nothing of
     too_long: Mapping[int, int]  # index -> tokens
+    costly: int  # prompts among `refused` for which the template takes more time or memory than it may
 
 
 def unusable(
@@ -275,7 +260,7 @@ def unusable(
         nothing = "the tokenizer's chat template writes nothing for its messages"
         refused = {each.index: str(text) or nothing for each, text in found if each.messages and _is_refused(text)}
         doubtful = [(each, text) for each, text in found if isinstance(text, str) and _tokens_at_most(text) > longest]
-        encoded = _tokens(tokenizer, [each for each, _ in doubtful], [text for _, text in doubtful])
+        encoded = _tokens(tokenizer, doubtful)
         lengths = {
             each.index: len(ids) for (each, _), ids in zip(doubtful, encoded, strict=True) if isinstance(ids, list)
         }
@@ -283,6 +268,7 @@ def unusable(
             looked_at=len(found),
             refused=refused,
             too_long={index: length for index, length in lengths.items() if length > longest},
+            costly=sum(isinstance(text, Costly) for _, text in found),
         )
 
 

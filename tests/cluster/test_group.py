@@ -20,8 +20,9 @@ from corerl.cluster import group as group_module
 from corerl.cluster.group import Pending, RayGroup, Watching
 from corerl.cluster.objects import share
 from corerl.cluster.placement import Seat, arrange, seated
-from corerl.cluster.process import READ_AT_START, Outcome, fair_threads
+from corerl.cluster.process import Outcome, fair_threads
 from corerl.cluster.runtime import ray_session
+from corerl.config.variables import READ_AT_START
 from corerl.errors import CorerlError, EngineFailed, HookFailed, WorkerDied, WrongState
 from tests.forks.ray import fork_workers
 from tests.machine import paced
@@ -263,7 +264,7 @@ def test_ray_is_told_no_variable_that_may_be_a_secret(seats: list[Seat], tmp_pat
     ("name", "early"),
     [("LD_PRELOAD", True), ("PYTHONPATH", True), ("OMP_NUM_THREADS", True), ("TMPDIR", False), ("PATH", False),
      ("NCCL_DEBUG", False), ("HF_TOKEN", False), ("WANDB_API_KEY", False), ("PATH_TO_KEY", False), ("OLD_KEY", False),
-     ("RAY_DEDUP_LOGS", True), ("RAY_AUTH_TOKEN_PATH", True), ("RAY_AUTH_TOKEN", False), ("RAY_REDIS_PASSWORD", False)],
+     ("LD_SDK_KEY", False), ("PYTHON_API_TOKEN", False), ("MALLOC_ARENA_MAX", True), ("RAY_AUTH_TOKEN", False)],
 )  # fmt: skip
 def test_only_what_is_read_as_a_process_starts_goes_through_ray(name: str, early: bool) -> None:
     assert bool(READ_AT_START.match(name)) is early

@@ -102,6 +102,8 @@ def test_what_a_run_writes_down_names_variables_without_their_values_and_can_be_
         ["cluster.environment.T 8675309=="],
         ["cluster.environment.T=8675309\udcff"],
         ["cluster.address.T=8675309"],
+        ["cluster.secrets=8675309"],
+        ["cluster.secrets=[8675309]"],
         ["roles.actor.environment.T=8675309"],
         ['roles={actor={environment={T="8675309"}}}'],
         ["roles={actor={environment={T=8675309}}}"],
@@ -116,13 +118,52 @@ def test_a_variable_that_is_amiss_is_told_without_its_value(overrides: list[str]
     assert re.search("clustr|cluster|environment|roles", said, re.IGNORECASE) and "8675309" not in said
 
 
-def test_an_environment_that_is_no_table_is_told_what_to_set() -> None:
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "cluster.environment=API_KEY=x",
+            (
+                'cluster.environment: expected table, got something else; set cluster.environment.NAME="VALUE" '
+                "(override cluster.environment=...)"
+            ),
+        ),
+        (  # as of a shell that has taken the quotes away
+            "cluster.secrets=[API_KEY]",
+            (
+                "cluster.secrets: expected array of strings, got something else; set cluster.secrets='[\"NAME\"]' "
+                "(override cluster.secrets=...)"
+            ),
+        ),
+    ],
+)
+def test_an_environment_of_another_type_is_told_what_to_set(override: str, line: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config_of({"backend": {"name": "plain"}}, ["cluster.environment=API_KEY=x"])
-    assert caught.value.message == (
-        'cluster.environment: expected table, got something else; set cluster.environment.NAME="VALUE" '
-        "(override cluster.environment=...)"
-    )
+        config_of({"backend": {"name": "plain"}}, [override])
+    assert caught.value.message == line
+
+
+def test_what_is_read_as_a_process_starts_is_no_secret_and_written_down_and_what_is_rays_is_set_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("LD_PRELOAD", "LD_SDK_KEY", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "s3cr3t")
+    own = {"OMP_NUM_THREADS": "4", "LD_LIBRARY_PATH": "/opt/lib", "LD_API_KEY": "s3cr3t", "RAY_memory_monitor": "0"}
+    table = {"environment": own, "secrets": ["LD_PRELOAD", "LD_SDK_KEY", "RAY_AUTH_TOKEN"]}
+    config = config_of({"backend": {"name": "plain"}, "cluster": table})
+    rays = "is for Ray, which runs before ranks and engines do; set it in the environment of this command, or of"
+    found = [line for line in problems(config) if line.startswith("cluster.")]
+    assert [line.partition(" `ray start`")[0] for line in found] == [
+        f"cluster.environment: 'RAY_memory_monitor' {rays}",
+        f"cluster.secrets: 'RAY_AUTH_TOKEN' {rays}",
+        (
+            "cluster.secrets: 'LD_PRELOAD' is read as a process starts, so that its value has to go through Ray, which "
+            "logs it; if it is no secret, set it in cluster.environment"
+        ),
+    ]
+    written = recorded(config).cluster
+    assert written.environment == {"OMP_NUM_THREADS": "4", "LD_LIBRARY_PATH": "/opt/lib"}
+    assert written.secrets == ("LD_PRELOAD", "LD_SDK_KEY", "RAY_AUTH_TOKEN", "LD_API_KEY", "RAY_memory_monitor")
 
 
 def test_a_secret_is_named_once_and_set_where_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:

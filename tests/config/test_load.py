@@ -221,6 +221,8 @@ def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path)
         ("run.dir.x=3", "run.dir: expected string, got a table (override run.dir.x=...)"),
         ("run.dir=a\udcff", "override 'run.dir=a\\udcff': is not UTF-8 text"),
         ("rollout=3", "rollout: expected table, got integer 3 (override rollout=3)"),
+        ("backends.absent=x", "backends.absent: expected table, got string 'x' (override backends.absent=x)"),
+        ("engines.sglang=8", "engines.sglang: expected table, got integer 8 (override engines.sglang=8)"),
         ("rollout={prompt=1}", "rollout.prompt: unknown key; did you mean 'prompts'? (override rollout=...)"),
     ],
 )

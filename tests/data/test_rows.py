@@ -384,6 +384,14 @@ def test_a_prompts_place_is_its_line_or_its_row(tmp_path: Path) -> None:
     assert load(path, chat=True).where(1) == f"{path}:3"
 
 
+def test_columns_whose_names_are_no_utf8_are_told(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"prompt": ["one", "two"], "odd-name": ["1", "2"]}).save_to_disk(tmp_path)
+    file = tmp_path / "data-00000-of-00001.arrow"
+    file.write_bytes(file.read_bytes().replace(b"odd-name", b"odd\xd8name"))
+    with pytest.raises(DataError, match=f"^data.source: cannot read {tmp_path}: 'utf-8' codec can't decode byte 0xd8"):
+        load(tmp_path)
+
+
 def test_a_damaged_file_of_a_saved_data_set_is_told_before_its_rows_are_read(tmp_path: Path) -> None:
     texts = ["one", "two", "three"]
     datasets.Dataset.from_dict({"prompt": texts, "answer": texts}).save_to_disk(tmp_path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,6 +201,20 @@ def test_in_turns_engines_load_and_sleep_before_ranks_load_and_each_is_told() ->
     ]
 
 
+@pytest.mark.parametrize(
+    ("fleet", "phase"),
+    [
+        (Starts(2), "loading the model into the ranks and into 2 engines"),
+        (None, "loading the model into the ranks"),
+    ],
+)
+def test_at_once_what_loads_is_told_in_one_phase(fleet: Any, phase: str) -> None:
+    hears, ranks = Hears(), Starts(0)
+    found: Any = start_all({"actor": ranks}, fleet, Progress(Observers([("hears", hears)]), 0), in_turns=False)  # type: ignore[dict-item]
+    assert (found, ranks.asked) == ({"actor": "init is done"}, ["init"])
+    assert [event.name for event in hears.heard if isinstance(event, PhaseStarted)] == [phase]
+
+
 def test_a_run_goes_on_from_the_checkpoint_before_those_whose_tensors_have_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +246,26 @@ def test_a_run_goes_on_from_the_checkpoint_before_those_whose_tensors_have_chang
     named = small(tmp_path, *given, f"checkpoint.resume={checkpoints}/step-00000004", "run.steps=5")
     with pytest.raises(CheckpointDamaged, match="'master' of 'model.norm.weight' is not what was saved"):
         execute_here(named)
+
+
+def test_the_time_of_an_evaluation_includes_its_checks_and_the_start_of_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    hears = Hears()
+    for name, seconds in (("prepare", 10.0), ("_start_processes", 75.0), ("start_source", 2.0)):
+        usual = getattr(driver, name)
+
+        def late(*args: Any, usual: Any = usual, seconds: float = seconds, **more: Any) -> Any:
+            now[0] += seconds
+            return usual(*args, **more)
+
+        monkeypatch.setattr(driver, name, late)
+    monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(driver, "Progress", functools.partial(Progress, clock=lambda: now[0]))
+    monkeypatch.setattr(driver, "load_observers", lambda *_: Observers([("hears", hears)]))
+    execute_here(small(tmp_path, "run.mode=eval"))
+    assert [event.seconds for event in hears.heard if isinstance(event, RunFinished)] == [87.0]
 
 
 def test_an_evaluation_shows_the_answers_that_it_heard_and_not_those_before_training(

@@ -92,6 +92,21 @@ def test_where_every_chat_is_refused_none_is_left_to_train_on(tmp_path: Path) ->
         check.finish()
 
 
+@pytest.mark.processes
+def test_chats_for_which_the_template_takes_too_much_are_told_or_left_out_until_there_are_three(tmp_path: Path) -> None:
+    prompts, ours = source(tmp_path, bad=()), tokenizer()
+    ours.chat_template = "{{ messages[0].content }}{% if '7' in messages[0].content %}{{ 'a' * 10**10 }}{% endif %}"
+    what = r"p\.jsonl:8: the tokenizer's chat template takes more than 512 MiB of memory for its messages"
+    with pytest.raises(DataError, match=rf"{what}; correct the template or the row, or set data.refused='skip'"):
+        PromptCheck(prompts, ours, {}, skip=False).finish()
+    with pytest.raises(DataError, match=rf"{what}; the template takes too much for 3 of the first 32 prompts"):
+        PromptCheck(prompts, ours, {}, skip=True).finish()
+    ours.chat_template = ours.chat_template.replace("'7'", "'77'")
+    (notice,) = PromptCheck(prompts, ours, {}, skip=True).finish()
+    assert notice.startswith("data: 1 of 100 prompts are skipped")
+    assert "p.jsonl:78: the tokenizer's chat template takes more than 512 MiB" in notice
+
+
 def test_a_check_that_takes_long_goes_on_in_the_background_where_it_was_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from corerl.models.config import experts, hf_config
 from corerl.models.export import export_directory
 from corerl.models.names import hf_boxes
 from corerl.models.readers import INDEX, SINGLE
+from corerl.models.smallest import smallest_config
 from corerl.models.tokenizer import character_tokenizer
 from corerl.testing.models import tiny_config
 
@@ -137,6 +138,10 @@ LAYERS = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 3e3},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 4e5},
 }
+LOCAL = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 3e3},
+    "full_attention": {"rope_type": "default", "rope_theta": 4e5},
+}
 NEW = ("rope_parameters", "dtype", "num_local_experts")  # what transformers 4 does not read
 
 
@@ -151,6 +156,7 @@ NEW = ("rope_parameters", "dtype", "num_local_experts")  # what transformers 4 d
         ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 64, "pad_token_id": None}),
         ("gpt_neox", {"rope_parameters": PARTIAL}),
         ("gemma3_text", {"rope_parameters": LAYERS, "num_hidden_layers": 6}),
+        ("modernbert-decoder", {"rope_parameters": LOCAL, "num_hidden_layers": 2}),
         ("gpt2", {}),
     ],
 )
@@ -173,6 +179,57 @@ def test_older_names_in_an_exported_config_mean_the_same(kind: str, fields: dict
         )
         assert found == wanted
         assert experts(read) == experts(config)
+
+
+# Model type -> what the config classes of transformers 4.57.1 take, with their defaults: the oldest version with all of
+# these types, of which an environment of its own would be a gigabyte.
+OLDER = json.loads(Path(__file__).with_name("transformers_4_57.json").read_text())
+UNSAID = {  # what an export need not say for version 4 to build the same model
+    ("deepseek_v2", "aux_loss_alpha"): "its loss is not trained",
+    ("deepseek_v2", "seq_aux"): "its loss is not trained",
+    ("gemma", "hidden_activation"): "without it, gelu_pytorch_tanh is taken, as in version 5",
+    ("granitemoehybrid", "layer_types"): "it is said in other words; see below",
+    ("jamba", "num_logits_to_keep"): "chooses what is returned",
+    ("jamba", "sliding_window"): "version 5 has none, which is the default",
+    ("longcat_flash", "num_hidden_layers"): "the model sets it to twice num_layers",
+    ("mamba2", "rms_norm"): "version 5 always has the norm, which is the default",
+    ("modernbert-decoder", "global_attn_every_n_layers"): "layer_types says it",
+}
+MOVED = "rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq", "rotary_emb_base", "rotary_pct"
+MOVED += "global_rope_theta", "local_rope_theta"  # to rope_parameters, whose values the test above compares
+
+
+@pytest.mark.parametrize("kind", OLDER)
+def test_the_config_classes_of_transformers_4_take_from_an_exported_config_what_it_means(
+    kind: str, tmp_path: Path
+) -> None:
+    config = smallest_config(kind)
+    export_directory(tmp_path / "hf", config=config, tokenizer=None, tensors=[("a", torch.zeros(2))])
+    written = json.loads((tmp_path / "hf/config.json").read_text())
+    wrong = {}
+    for name, default in OLDER[kind].items():
+        if name in MOVED:
+            took, meant = name in written, bool(getattr(config, "rope_parameters", None))
+        else:
+            took, meant = written.get(name, default), getattr(config, name, "a field that is no more")
+        if took != (list(meant) if isinstance(meant, tuple) else meant) and (kind, name) not in UNSAID:
+            wrong[name] = (took, meant)
+    assert wrong == {}
+
+
+def test_layers_have_the_names_that_version_4_takes(tmp_path: Path) -> None:
+    config = smallest_config("granitemoehybrid")
+    export_directory(tmp_path / "hf", config=config, tokenizer=None, tensors=[("a", torch.zeros(2))])
+    written = json.loads((tmp_path / "hf/config.json").read_text())
+    assert written["layer_types"] == written["layers_block_type"] == ["mamba", "attention"]
+    assert AutoConfig.from_pretrained(tmp_path / "hf").layer_types == config.layer_types
+
+
+def test_an_infinite_setting_is_a_number_to_every_version(tmp_path: Path) -> None:
+    config = smallest_config("mamba2", time_step_limit=(0.5, float("inf")))
+    export_directory(tmp_path / "hf", config=config, tokenizer=None, tensors=[("a", torch.zeros(2))])
+    assert json.loads((tmp_path / "hf/config.json").read_text())["time_step_limit"] == [0.5, float("inf")]
+    assert list(AutoConfig.from_pretrained(tmp_path / "hf").time_step_limit) == [0.5, float("inf")]
 
 
 def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
