@@ -220,7 +220,7 @@ def measure(case: Case, *, rounds: int, device: torch.device) -> Report:
         ],
         note=(
             f"Forward and backward with recomputed layers in {dtype}, {case.tokens} tokens in a micro-batch; padded "
-            f"rows are {tokens / cells:.0%} full. Differences are to the bare loop in float32, of {len(exact):,} tokens."
+            f"rows are {tokens / cells:.0%} full. Differences are to the same in float32, of {len(exact):,} tokens."
         ),
     )
 

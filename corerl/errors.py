@@ -7,6 +7,7 @@
       WrongState                      a verb was called in a state that does not allow it
         NotResident                     memory that the verb needs is asleep
       WeightUpdateError               an update was refused or did not commit
+      LogprobMismatch                 trainer and engines do not compute the same
       SaveFailed                      a checkpoint could not be written
       MemoryHeld                      a sleeping rank holds more memory than it may
       EngineFailed                    a rollout engine raised or does not answer
@@ -73,6 +74,10 @@ class WeightUpdateError(CorerlError):
     """A weight update was refused or did not arrive completely."""
 
     harmless = True
+
+
+class LogprobMismatch(CorerlError):
+    """Trainer and engines give the same tokens different log-probs, with the same weights."""
 
 
 class SaveFailed(CorerlError):

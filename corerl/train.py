@@ -14,6 +14,7 @@ def train(config: Config) -> Summary:
     with launch(config) as run:
         with run.training():
             run.push_weights()
+        run.check_logprobs()
         run.evaluate()
         for scored in run.source:  # sampled on demand, with the last pushed weights, or ahead of time
             with run.training():
@@ -34,6 +35,7 @@ def collect(config: Config) -> Summary:
     with launch(config) as run:
         with run.training():
             run.push_weights()
+        run.check_logprobs()
         run.evaluate()
         for scored in run.source:  # writes each batch to disk
             run.progress.step += 1

@@ -312,7 +312,8 @@ def _checked(case: Case, out: str) -> Finding | None:
 def _run(config: Config) -> None:
     try:
         reward = evolve(config.reward, processes=0)  # which are this one's, too
-        execute_here(evolve(config, run=evolve(config.run, dir="another"), reward=reward))
+        algorithm = evolve(config.algorithm, on_mismatch="off")  # the fake engine's log-probs are of no model
+        execute_here(evolve(config, run=evolve(config.run, dir="another"), reward=reward, algorithm=algorithm))
     except CorerlError as error:
         if "reward" not in error.message:  # whose code may do anything
             raise

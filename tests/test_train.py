@@ -50,6 +50,9 @@ class FakeRun:
     def push_weights(self) -> None:
         self.log.append("push")
 
+    def check_logprobs(self) -> None:
+        self.log.append("check")
+
     def evaluate(self) -> None:
         self.log.append(f"evaluate {self.progress.step}")
 
@@ -88,8 +91,9 @@ def run_loop(monkeypatch: pytest.MonkeyPatch, run: FakeRun) -> Summary:
     return loop.train(Config(backend=BackendChoice(name="any")))
 
 
-# Ranks and engines take turns from the beginning: nothing is sampled while the ranks are resident.
-FIRST_PUSH = ["enter", "push", "leave"]
+# Ranks and engines take turns from the beginning: nothing is sampled while the ranks are resident. Whether the engines
+# compute what the ranks do is known before the first evaluation.
+BEGINNING = ["enter", "push", "leave", "check"]
 
 
 def rollout_step(batch: int, number: int) -> list[str]:
@@ -110,7 +114,7 @@ def test_each_batch_is_trained_on_then_the_engines_get_the_new_weights_then_it_i
     run = FakeRun(steps=2)
     assert run_loop(monkeypatch, run).steps_done == 7
     assert run.log == [
-        *FIRST_PUSH,
+        *BEGINNING,
         "evaluate 5",
         *rollout_step(0, 5),
         *rollout_step(1, 6),
@@ -121,4 +125,4 @@ def test_each_batch_is_trained_on_then_the_engines_get_the_new_weights_then_it_i
 def test_a_request_to_stop_is_heard_after_the_step_that_it_came_in(monkeypatch: pytest.MonkeyPatch) -> None:
     run = FakeRun(steps=9, stop_in=5)
     assert run_loop(monkeypatch, run).steps_done == 6
-    assert run.log == [*FIRST_PUSH, "evaluate 5", *rollout_step(0, 5), "finish", "end"]
+    assert run.log == [*BEGINNING, "evaluate 5", *rollout_step(0, 5), "finish", "end"]

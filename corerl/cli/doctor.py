@@ -1,4 +1,4 @@
-"""`corerl doctor [NAME] [--config FILE] [--nodes] [--json]`: what is wrong, why it matters, and how to fix it."""
+"""`corerl doctor [NAME] [--config FILE [--nodes] [--layers]] [--json]`: what is wrong, why, and how to fix it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--config", metavar="FILE", default="", help="a TOML file, with all plugins it selects")
     parser.add_argument("--nodes", action="store_true", help="also ask every node of the config's cluster.address")
+    parser.add_argument(
+        "--layers",
+        action="store_true",
+        help="also compare how the config's model is trained with transformers' own code, layer by layer",
+    )
     parser.add_argument("--json", action="store_true", help="as a JSON array, for programs")
     parser.set_defaults(run=run)
 
@@ -41,8 +46,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{overrides[0]!r} is an override, but there is no config; pass --config FILE")
     if args.nodes and not _address(args.config, overrides):
         raise ConfigError("--nodes needs a cluster; pass --config FILE with cluster.address")
+    if args.layers and not args.config:
+        raise ConfigError("--layers needs a model; pass --config FILE")
     findings = []
-    for finding in examine(name, file=args.config, overrides=overrides, nodes=args.nodes):
+    for finding in examine(name, file=args.config, overrides=overrides, nodes=args.nodes, layers=args.layers):
         findings.append(finding)
         if not args.json:
             print("\n".join(_lines(finding)), flush=True)  # as they come, since importing takes a while

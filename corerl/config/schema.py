@@ -352,6 +352,20 @@ class AlgorithmConfig:
         default="none",
     )
     correction_cap: float = option("the largest importance weight", default=2.0, validator=above(0))
+    on_mismatch: Literal["stop", "warn", "off"] = option(
+        "what to do if trainer and engines, with the same weights, give sampled tokens log-probs that differ by more "
+        "than mismatch_bound; stop: end the run; warn: tell, and go on; off: do not check. Checked before the first "
+        "step, after the first update with new weights, and after every weights.verify_every-th one",
+        default="stop",
+    )
+    mismatch_bound: float = option(
+        "mean difference of log-probs above which trainer and engines disagree. 0 chooses by the coarser of "
+        "train.precision and what weights are sent in: 0.01 in float32, 0.1 in bfloat16 and float16, 0.3 with "
+        "weights.quantize='fp8'; measured are 1e-7 to 0.0013, 0.002 to 0.056 and 0.03 to 0.2, the highest with "
+        "experts. An engine that quantizes by itself needs its own",
+        default=0.0,
+        validator=[at_least(0), finite],
+    )
     routing_replay: Literal["none", "recompute", "engine"] = option(
         "for MoE models: the experts that each token is trained through; none: those its routers choose in the "
         "training pass; recompute: those chosen when old_logprobs were recomputed (R2); engine: those the engine "

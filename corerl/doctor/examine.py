@@ -14,7 +14,9 @@ from corerl.plugin.registry import Entry, Kind, is_named
 from corerl.plugin.spec import Finding, Level
 
 
-def examine(name: str = "", *, file: str = "", overrides: Sequence[str] = (), nodes: bool = False) -> Iterator[Finding]:
+def examine(
+    name: str = "", *, file: str = "", overrides: Sequence[str] = (), nodes: bool = False, layers: bool = False
+) -> Iterator[Finding]:
     """Examine the plugin `name`, the plugins that the config in `file` selects, or briefly all installed ones.
 
     No plugin is imported in this process: each is checked in another process, which may crash.
@@ -40,7 +42,7 @@ def examine(name: str = "", *, file: str = "", overrides: Sequence[str] = (), no
         for finding in _selected(config):
             told.append(finding.what)
             yield finding
-        for finding in look("corerl.doctor.run:run", file, list(overrides), nodes):
+        for finding in look("corerl.doctor.run:run", file, list(overrides), nodes, layers):
             if not any(what in finding.what for what in told):  # a plugin's own finding has a better cure
                 yield finding
     if not name and not file:

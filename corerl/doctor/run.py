@@ -36,7 +36,7 @@ def devices() -> Iterator[Told]:
         yield ok(f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, and sees no CUDA device here")
 
 
-def run(file: str, overrides: Sequence[str], nodes: bool) -> Iterator[Told]:
+def run(file: str, overrides: Sequence[str], nodes: bool, layers: bool) -> Iterator[Told]:
     """Check a config that can be parsed."""
     config = load_config(file, overrides)
     for note in notes(config):
@@ -64,6 +64,10 @@ def run(file: str, overrides: Sequence[str], nodes: bool) -> Iterator[Told]:
         f"{file} can run: {len(prepared.plan.roles)} role{'s' * (len(prepared.plan.roles) != 1)} on {prepared.device}"
     )
     yield from _environments(prepared, file)
+    if layers:
+        from corerl.doctor.layers import compare_layers  # slow to import: takes seconds
+
+        yield from compare_layers(prepared)
     if nodes:
         yield Begins(f"checking the nodes of {config.cluster.address}", "ray status")
         yield from _nodes(prepared)

@@ -19,8 +19,10 @@ from corerl.cluster.process import Outcome
 from corerl.cluster.runtime import ray_session
 from corerl.config.load import recorded, to_plain
 from corerl.config.schema import Config
+from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.environment import environment_of
+from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
 from corerl.driver.prepare import Prepared, prepare, title, told_layouts
 from corerl.driver.processes import ENGINES
 from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
@@ -42,10 +44,11 @@ from corerl.plugin.registry import Kind
 from corerl.rollout import templates
 from corerl.rollout.engine import EngineContext
 from corerl.rollout.fleet import EngineFleet
+from corerl.rollout.sampler import Sampler
 from corerl.rollout.service import EngineAssignment
 from corerl.trainer.assign import ACTOR, RolePlan, loss_of, offloaded
 from corerl.trainer.group import TrainGroup
-from corerl.types import InitResult
+from corerl.types import InitResult, SampleBatch
 from corerl.weights.transport import Address
 from corerl.weights.transports import TRANSPORTS
 
@@ -214,6 +217,7 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
         stop=stop,
         roles=roles,
         updates=updates,
+        gate=make_gate(prepared, fleet, sampler, progress),
         residency=residency,
         source=source,
         sampler=sampler,
@@ -229,6 +233,29 @@ def _start(prepared: Prepared, progress: Progress, stop: StopRequest, stack: con
         fleet.on_lost = run.bring_weights
         progress.begin("sending the first weights")
     return run
+
+
+def make_gate(
+    prepared: Prepared, fleet: EngineFleet | None, sampler: Sampler | None, progress: Progress
+) -> Gate | None:
+    """The gate of a run whose samples are to be trained on, unless it is switched off."""
+    config = prepared.config
+    if fleet is None or sampler is None or config.run.mode == "eval" or config.algorithm.on_mismatch == "off":
+        return None
+
+    def drawn() -> SampleBatch:
+        # A stream of its own, so that the run's stays where it is.
+        prompts = PromptStream(prepared.prompts, config.run.seed).take(PROMPTS)
+        return draw(prompts, sampler=sampler, generate=fleet.generate, params=prepared.params)
+
+    return Gate(
+        bound=bound_of(config.algorithm, train=config.train_of(ACTOR), weights=config.weights),
+        stops=config.algorithm.on_mismatch == "stop",
+        every=config.weights.verify_every,
+        draw=drawn,
+        run_dir=prepared.run_dir,
+        progress=progress,
+    )
 
 
 def _start_processes(

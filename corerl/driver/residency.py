@@ -35,7 +35,7 @@ class Stage:
     ranks: Mapping[str, frozenset[MemoryKind]] = field(factory=dict)  # by role
 
 
-SAMPLE, FORWARD, TRAIN, UPDATE = "sample", "forward", "train", "update"
+SAMPLE, COMPARE, FORWARD, TRAIN, UPDATE = "sample", "compare", "forward", "train", "update"
 REST = "rest"  # nothing is resident, as at the start of a run: a starting engine finds room
 
 
@@ -59,6 +59,7 @@ def residency_plan(roles: Sequence[str], passed: Collection[str]) -> dict[str, S
     if not roles:
         return {}
     return {
+        COMPARE: Stage(ranks={ACTOR: frozenset({MemoryKind.PARAM})}),
         FORWARD: Stage(ranks={role: frozenset({MemoryKind.PARAM}) for role in roles if role in passed}),
         TRAIN: Stage(),  # only for roles with devices of their own
         **{training(role): Stage(ranks={role: ALL_KINDS}) for role in roles},

@@ -22,6 +22,7 @@ from corerl.data.prompts import Prompt
 from corerl.driver.advantages import Stamped, stamp
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.equal_rewards import EqualRewards
+from corerl.driver.gate import Gate
 from corerl.driver.metrics import (
     first_step_mismatch,
     recomputed_mismatch,
@@ -31,7 +32,7 @@ from corerl.driver.metrics import (
     train_metrics,
 )
 from corerl.driver.progress import Progress
-from corerl.driver.residency import FORWARD, REST, SAMPLE, Residency, saving
+from corerl.driver.residency import COMPARE, FORWARD, REST, SAMPLE, Residency, saving
 from corerl.driver.roles import Role
 from corerl.driver.routing import routed
 from corerl.driver.run_dir import EXPORT
@@ -109,6 +110,7 @@ class Run:
     stop: StopRequest
     roles: Mapping[str, Role]
     updates: WeightUpdates | None  # of the engines' weights; None if nothing is sampled
+    gate: Gate | None  # against engines that compute something else; None if it is off
     residency: Residency
     source: Source
     sampler: Sampler | None
@@ -139,11 +141,35 @@ class Run:
     def actor(self) -> Role:
         return self.roles[ACTOR]
 
+    # ---- do trainer and engines agree? ------------------------------------------------------------------------------
+
+    def check_logprobs(self) -> None:
+        """Compare trainer and engines, which hold the same weights, before a step costs anything. Raises
+        LogprobMismatch if they compute different log-probs, unless the run only warns of that."""
+        if self.gate is None:
+            return
+        with self.progress.phase("compare"):
+            samples = self.gate.draw()
+        with self.training():
+            self._compare(self.gate, samples)
+            self.push_weights()  # only engines that take turns with the ranks in memory have lost them
+
+    def _compare(self, gate: Gate, samples: SampleBatch) -> None:
+        """Score samples of the trainer's current weights, as training would, and judge the difference."""
+        samples = routed(samples, self.config)
+        self.residency.enter(COMPARE)
+        with self.progress.phase("compare"):
+            replay = self.config.algorithm.routing_replay == "engine"
+            call = self.actor.start_forward(share(samples), samples, (Output.LOGPROBS,), replay=replay)
+            gate.judge(samples, call.result()[Output.LOGPROBS])
+
     # ---- from samples to optimizer steps ----------------------------------------------------------------------------
 
     def with_advantages(self, scored: Scored) -> Stamped:
         """Add everything the losses read, computed by the models before the batch's first optimizer step."""
         algorithm, samples = self.config.algorithm, scored.rollout.batch
+        if self.gate is not None and self.gate.due and self._pushed_at == self.actor.optimizer_step:
+            self._compare(self.gate, self.gate.choose(samples))
         if algorithm.overlong == "mask":
             samples = without_truncated(samples)
         samples = routed(samples, self.config)
@@ -228,6 +254,8 @@ class Run:
         if self.updates is None or not self._push_due(self.updates.fleet):
             return
         self.updates.push()
+        if self.gate is not None:
+            self.gate.pushed(self.updates.version - 1, new=self._pushed_at != self.actor.optimizer_step)
         self._pushed_at = self.actor.optimizer_step
 
     def mend_engines(self) -> None:

@@ -91,7 +91,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 # Phases of a step in the order in which they happen; other phases come after them.
-PHASES = ("rollout", "reward", "forward", "train", "update_weights", "eval", "save")
+PHASES = ("rollout", "reward", "compare", "forward", "train", "update_weights", "eval", "save")
 
 
 def phases(history: History) -> list[str]:

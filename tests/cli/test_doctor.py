@@ -35,7 +35,7 @@ def test_each_finding_says_what_why_and_how_to_mend_it(
 ) -> None:
     asked = finding(monkeypatch, OK, OLD, GONE, GONE)
     assert main(["doctor", "mine"]) == 1
-    assert asked == [(("mine",), {"file": "", "overrides": [], "nodes": False})]
+    assert asked == [(("mine",), {"file": "", "overrides": [], "nodes": False, "layers": False})]
     said = capsys.readouterr()
     assert said.err == "corerl: error: no library (and 1 more)\n"
     assert said.out == (
@@ -80,17 +80,21 @@ def test_json_holds_the_same_for_programs(monkeypatch: pytest.MonkeyPatch, capsy
     ]
 
 
-def test_overrides_and_nodes_are_of_a_config(
+def test_overrides_nodes_and_layers_are_of_a_config(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
     asked = finding(monkeypatch, OK)
     file = tmp_path / "run.toml"
     file.write_text('backend.name = "plain"\n')
     assert main(["doctor", "run.steps=1"]) == 2
+    assert main(["doctor", "--layers"]) == 2
     assert main(["doctor", "--nodes"]) == main(["doctor", "--config", str(file), "--nodes"]) == 2
     assert capsys.readouterr().err == (
         "corerl: error: 'run.steps=1' is an override, but there is no config; pass --config FILE\n"
-        + 2 * "corerl: error: --nodes needs a cluster; pass --config FILE with cluster.address\n"
+        "corerl: error: --layers needs a model; pass --config FILE\n"
+        "corerl: error: --nodes needs a cluster; pass --config FILE with cluster.address\n"
+        "corerl: error: --nodes needs a cluster; pass --config FILE with cluster.address\n"
     )
-    assert main(["doctor", "--config", str(file), "--nodes", "cluster.address=auto"]) == 0
-    assert asked == [(("",), {"file": str(file), "overrides": ["cluster.address=auto"], "nodes": True})]
+    assert main(["doctor", "--config", str(file), "--nodes", "--layers", "cluster.address=auto"]) == 0
+    given = {"file": str(file), "overrides": ["cluster.address=auto"], "nodes": True, "layers": True}
+    assert asked == [(("",), given)]

@@ -249,16 +249,17 @@ def test_a_config_is_checked_and_what_its_processes_are_given_is_shown(tmp_path:
     distribution(site, "corerl-mine", "mine = mine_spec5:SPEC", mine_spec5=spec())
     file = write_small(tmp_path)
     chosen = ["backend.name=mine", "roles.actor.ranks=1", f"run.dir={tmp_path}/run"]
-    findings = list(examine(file=str(file), overrides=chosen))
+    findings = list(examine(file=str(file), overrides=chosen, layers=True))
     assert amiss(findings) == []
+    assert findings[-1].what.startswith("CoreRL's packed pass and transformers' own agree in all 34 modules ")
     (ranks,) = [finding.what for finding in findings if finding.what.startswith("actor ranks get ")]
     assert {"MINE_RANKS=1", "OMP_NUM_THREADS=1"} <= set(ranks.split())
     assert f"{file} can run: 1 role on cpu" in [finding.what for finding in findings]
 
     clashing = [*chosen, 'cluster.environment.MINE_RANKS="8"']
-    (clash,) = amiss(look("corerl.doctor.run:run", str(file), clashing, False))
+    (clash,) = amiss(look("corerl.doctor.run:run", str(file), clashing, False, False))
     assert clash.what.startswith("environment variable MINE_RANKS: cluster.environment needs another value, but mine ")
-    (unknown,) = amiss(look("corerl.doctor.run:run", str(file), [*clashing, "backends.mine.shards=2"], False))
+    (unknown,) = amiss(look("corerl.doctor.run:run", str(file), [*clashing, "backends.mine.shards=2"], False, False))
     assert unknown.what.startswith("backends.mine.shards: unknown key")
     assert unknown.mend == f"edit {file}, then: corerl config check {file}"
 

@@ -30,7 +30,7 @@ from tests.end_to_end.user_functions import kind, unreliable
 
 FUNCTIONS = "tests.end_to_end.user_functions"
 CONSOLE = "extensions=[{name='jsonl'},{name='console'}]"
-FAKE = ["rollout.engine=fake", "eval.every=0"]
+FAKE = ["rollout.engine=fake", "algorithm.on_mismatch=off", "eval.every=0"]
 PLAIN = ["backend.name=plain", "roles.actor.ranks=1", *FAKE]  # the processes that start fastest
 EMBEDDING = "model.embed_tokens.weight"
 

@@ -224,7 +224,8 @@ def test_a_reward_that_is_nan_ends_the_run_with_the_sample_and_costs_no_checkpoi
 ) -> None:
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)  # where the command finds the module
-    changes = ["backend.name=plain", "roles.actor.ranks=1", "rollout.engine=fake", "reward.name=my_rewards:to_nan"]
+    changes = ["backend.name=plain", "roles.actor.ranks=1", "reward.name=my_rewards:to_nan"]
+    changes += ["rollout.engine=fake", "algorithm.on_mismatch=off"]
     saved = ["checkpoint.every=1", "checkpoint.background=false", "run.dir=run", "reward.processes=1"]
     with Command("train", write_small(tmp_path), *changes, *saved, logs=tmp_path) as command:
         assert command.finish() == 2, command.err

@@ -15,7 +15,8 @@ def run(tmp_path: Path, deaths: int, *arguments: str) -> Command:
     marks = tmp_path / "marks"
     marks.mkdir()
     table = f'engines."{NAME}"'
-    engine = [f"rollout.engine={NAME}", f"{table}.directory={marks}", f"{table}.deaths={deaths}", f"{table}.after=1"]
+    engine = [f"rollout.engine={NAME}", f"{table}.directory={marks}", f"{table}.deaths={deaths}"]
+    engine += [f"{table}.after=2"]  # of which the first one comes before the first step
     command = Command(
         *("train", write_small(tmp_path), *SMALL, *engine, f"run.dir={tmp_path}/run", *arguments), logs=tmp_path
     )

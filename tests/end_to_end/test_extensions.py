@@ -123,7 +123,8 @@ def test_the_trace_of_hooks_reaches_the_terminal_from_every_rank(
         push = [(sign, "update_weights") for sign in "><"]
         ends = [(sign, "shutdown") for sign in "><"]
         save = [(sign, "save") for sign in "><"]
-        assert hooks == [(">", "init"), ("<", "init"), *push, *train, *push, *save, *ends]
+        compare = [(sign, "forward") for sign in "><"]
+        assert hooks == [(">", "init"), ("<", "init"), *push, *compare, *train, *push, *save, *ends]
         (first, *_) = [line for line in own if line.startswith("> train")]
         assert "[backend:fsdp] batch=PackedBatch(" in first and re.search(r"tokens=int64\[\d+\]", first)
     assert any("driver > observe [extension:jsonl] event=StepFinished(step=0" in line for line in told)

@@ -7,11 +7,13 @@ import signal
 from pathlib import Path
 
 from corerl.checkpoint.commit import latest
+from tests.driver.forgetful import forgetting, model_with
 from tests.end_to_end.command import ENDS_WITHIN, Command, steps_done, write_small
 from tests.end_to_end.faulty import NAME, fault
 
-# A checkpoint after every step, complete before the next: what a failure must not cost. The engine needs no model.
-SAVED = ["checkpoint.every=1", "checkpoint.background=false", "rollout.engine=fake"]
+# A checkpoint after every step, complete before the next: what a failure must not cost.
+SAVED = ["checkpoint.every=1", "checkpoint.background=false"]
+SAVED += ["rollout.engine=fake", "algorithm.on_mismatch=off"]  # which needs no model, and its log-probs are of none
 
 # The line that raises; what is imported here loads no backend.
 SOURCE = Path(__file__).with_name("faulty_backend.py").read_text().splitlines()
@@ -60,6 +62,21 @@ def test_a_rank_that_is_killed_in_init_is_named(tmp_path: Path) -> None:
     command = fail(tmp_path, *fault("init", "kill"))
     (line,) = command.err.splitlines()
     assert line.startswith("corerl: error: actor rank 1: its process died during init (")
+
+
+def test_a_trainer_that_computes_something_else_than_its_engine_ends_the_run_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    model_with("window").save_pretrained(tmp_path / "model")
+    run_dir = tmp_path / "run"
+    arguments = [write_small(tmp_path), f"run.dir={run_dir}", "roles.actor.ranks=1", "train.mini_batches=1"]
+    with Command("train", *arguments, *forgetting("window", tmp_path / "model"), logs=tmp_path) as command:
+        assert command.finish() == 1
+        command.assert_nothing_is_left()
+    (line,) = command.err.splitlines()
+    assert line.startswith("corerl: error: trainer and engines compute different log-probs from the same weights: by ")
+    assert f"; find the layer where they part: corerl doctor --config {run_dir}/config.toml --layers; " in line
+    assert (steps_done(run_dir), latest(run_dir)) == (0, None)
 
 
 def test_a_signal_to_the_whole_job_ends_it_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:

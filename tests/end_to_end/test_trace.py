@@ -77,9 +77,12 @@ def test_weights_are_sent_and_received_in_the_same_phase(events: Events) -> None
         assert {holder(each, sent) for each in of(events, "actor rank 0", "calls", part)} == set(sent)
 
 
-def test_what_engines_draw_lies_in_rollout_phases(events: Events) -> None:
-    phases = of(events, "driver", "phases", "rollout")
+def test_what_engines_draw_lies_in_rollout_phases_but_for_what_is_compared_before_them(events: Events) -> None:
+    phases = [each for name in ("rollout", "compare") for each in of(events, "driver", "phases", name)]
     for engine in ("engine-0", "engine-1"):
         drawn = of(events, engine, "calls", "generate")
-        assert len(drawn) >= STEPS
-        assert all(holder(each, phases) for each in drawn)
+        assert len(drawn) > STEPS
+        assert [holder(each, phases).name for each in sorted(drawn, key=lambda each: each.begin)] == [
+            "compare",
+            *["rollout"] * (len(drawn) - 1),
+        ]

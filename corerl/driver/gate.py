@@ -1,0 +1,152 @@
+"""Let the trainer score tokens that engines have sampled from the same weights, and end a run whose two sides disagree.
+
+Checked before the first step, in a resumed run too, then in the batch after the first update with new weights, and
+after every `weights.verify_every`-th one.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from attrs import define, evolve, frozen
+
+from corerl.config.schema import AlgorithmConfig, TrainConfig, WeightsConfig
+from corerl.data.prompts import Prompt
+from corerl.driver.progress import Progress
+from corerl.errors import LogprobMismatch
+from corerl.observability.tracking import CONFIG_FILE
+from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
+from corerl.rollout.sampler import Sampler, assemble, require_finished
+from corerl.types import FloatArray, IntArray, SampleBatch
+
+SAMPLES = 8  # that are scored at once
+PROMPTS = 32  # of which the longest are completed before the first step: they reach beyond the most windows
+TOKENS = 32  # that are sampled for each of those
+
+# The largest mean difference of two sides that compute the same, by the coarser one's precision. Measured on correct
+# models: 1e-7 to 1.3e-3 in float32; 0.002 to 0.02 in bfloat16, 0.056 with routers, whose near ties fall either way, or
+# 36 layers; 0.03 to 0.06 in FP8, 0.2 with routers. On wrong ones in bfloat16: 0.22 (routers that an update left as
+# they were) and 0.42 (a window left out).
+BOUNDS = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1, "fp8": 0.3}
+
+
+def bound_of(algorithm: AlgorithmConfig, *, train: TrainConfig, weights: WeightsConfig) -> float:
+    """The mean difference above which trainer and engines disagree: the config's, or that of the coarsest precision."""
+    used = [train.precision, "fp8" if weights.quantize == "fp8" else weights.dtype]
+    return algorithm.mismatch_bound or max(BOUNDS[each] for each in used if each != "model")
+
+
+@frozen(kw_only=True)
+class Difference:
+    """Of the log-probs that trainer and engines give the same tokens."""
+
+    mean: float  # of its size; NaN if a log-prob is
+    tokens: int
+    largest: str  # in words: how large, of which token, and what either side says
+
+
+def difference(samples: SampleBatch, trainer: FloatArray) -> Difference:
+    """Compare the trainer's log-probs [N] with the column `rollout_logprobs`, at the samples' loss tokens."""
+    engine = samples.columns["rollout_logprobs"]
+    where = np.flatnonzero(samples.columns["loss_mask"])
+    if not len(where):
+        return Difference(mean=0.0, tokens=0, largest="none")
+    sizes = np.abs(trainer[where].astype(np.float64) - engine[where])
+    worst = int(np.argmax(sizes))  # the first NaN, if there is one
+    at = int(where[worst])
+    sample = int(samples.sample_of[at])
+    first, end = samples.offsets[sample : sample + 2].tolist()
+    return Difference(
+        mean=float(sizes.mean()),
+        tokens=len(where),
+        largest=(
+            f"{sizes[worst]:.3g}, of token {at - first} of {end - first} in sample {sample} (id "
+            f"{int(samples.tokens[at])}; trainer {trainer[at]:.4g}, engine {engine[at]:.4g})"
+        ),
+    )
+
+
+def spread_over(samples: SampleBatch, *, since: int, count: int = SAMPLES) -> SampleBatch:
+    """At most `count` of the samples whose loss tokens all come from weights `since` or later: the shortest, the
+    longest, and others of lengths between them."""
+    mask, sample_of = samples.columns["loss_mask"], samples.sample_of
+    stale = mask & (samples.columns["versions"] < since)
+    counted = np.bincount(sample_of[mask], minlength=len(samples))
+    fresh = np.flatnonzero((counted > 0) & (np.bincount(sample_of[stale], minlength=len(samples)) == 0))
+    by_length = fresh[np.argsort(samples.lengths[fresh], kind="stable")]
+    return samples.take(by_length[_spaced(len(by_length), count)])
+
+
+def _spaced(size: int, count: int) -> IntArray:
+    """[n] at most `count` different indices below `size`, the first and the last among them."""
+    return np.unique(np.linspace(0, size - 1, min(size, count)).round().astype(np.int64))
+
+
+def draw(
+    prompts: Sequence[Prompt],
+    *,
+    sampler: Sampler,
+    generate: Callable[[GenerateRequest], Generation],
+    params: SamplingParams,
+) -> SampleBatch:
+    """A few tokens after the longest of the prompts, straight from the engines, without the run's episodes."""
+    params = evolve(params, max_tokens=min(params.max_tokens, TOKENS))
+    request = sampler.request(prompts, rollout_step=0, samples=1, params=params)
+    longest = np.argsort(-np.diff(request.offsets), kind="stable")[:SAMPLES]
+    request = request.take(np.sort(longest))
+    generation = generate(request)
+    require_finished(generation)
+    return assemble(request, generation)
+
+
+@define(kw_only=True, eq=False)
+class Gate:
+    """Knows when samples are to be compared, chooses them, and judges the difference."""
+
+    bound: float
+    stops: bool  # else it warns
+    every: int  # updates with new weights between two checks; 0: none after the first such update
+    draw: Callable[[], SampleBatch]  # samples from the weights that the engines hold
+    run_dir: Path
+    progress: Progress
+
+    due: bool = True
+    _updates: int = -1  # with new weights; the first is number 0
+    _since: int = 0  # the first version that holds the trainer's weights
+
+    def pushed(self, version: int, *, new: bool) -> None:
+        """Hear of an update of the engines, and whether the trainer's weights had changed since the one before."""
+        if not new:
+            return
+        self._since = version
+        self._updates += 1
+        self.due = self.due or self._updates == 1 or (self.every > 0 and self._updates % self.every == 0)
+
+    def choose(self, batch: SampleBatch) -> SampleBatch:
+        """Samples of the trainer's weights: from the batch, or drawn if all of it is older, as with sources that
+        sample ahead."""
+        chosen = spread_over(batch, since=self._since)
+        return chosen if len(chosen) else self.draw()
+
+    def judge(self, samples: SampleBatch, trainer: FloatArray) -> None:
+        """Compare the trainer's log-probs [N] of these samples with the engines'. Above the bound, raises
+        LogprobMismatch, or tells."""
+        found = difference(samples, trainer)
+        if not found.tokens:
+            return  # of such samples nothing is known: the next ones are compared
+        self.due = False
+        if found.mean <= self.bound:
+            return
+        config = shlex.quote(str(self.run_dir / CONFIG_FILE))
+        text = (
+            f"trainer and engines compute different log-probs from the same weights: by {found.mean:.3g} on average "
+            f"over {found.tokens} sampled tokens, wanted at most {self.bound:g}; the largest difference is "
+            f"{found.largest}; find the layer where they part: corerl doctor --config {config} --layers; if so much "
+            "is expected, as of an engine that quantizes, raise algorithm.mismatch_bound"
+        )
+        if self.stops:
+            raise LogprobMismatch(f"{text}, or set algorithm.on_mismatch='warn'")
+        self.progress.notice(text)

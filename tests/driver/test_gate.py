@@ -1,0 +1,224 @@
+"""A trainer that computes something else than the engines is found before it has trained."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+from corerl.config.schema import AlgorithmConfig, TrainConfig, WeightsConfig
+from corerl.data.prompts import Prompt
+from corerl.driver.gate import Gate, bound_of, difference, draw, spread_over
+from corerl.errors import LogprobMismatch
+from corerl.models.tokenizer import character_tokenizer
+from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
+from corerl.rollout.sampler import Sampler
+from corerl.rollout.transformers_engine import TransformersEngine
+from corerl.types import SampleBatch, offsets_of
+from corerl.weights.manifest import Bucket
+from tests.driver.fakes import Ears, progress, told
+from tests.driver.forgetful import LEFT_OUT, forgetting, model_with
+from tests.end_to_end.command import content, steps_done
+from tests.in_process import execute_here, small
+
+
+def samples(lengths: Sequence[int], versions: Sequence[int], *, prompt: int = 1) -> SampleBatch:
+    """Samples of these lengths, each after one token of prompt, and drawn by one version each."""
+    offsets = offsets_of(list(lengths))
+    mask = np.ones(offsets[-1], np.bool_)
+    mask[offsets[:-1]] = False
+    return SampleBatch(
+        tokens=np.arange(offsets[-1]) + 100,
+        offsets=offsets,
+        columns={
+            "loss_mask": mask,
+            "rollout_logprobs": np.where(mask, np.float32(-1.0), np.float32(0.0)),
+            "versions": np.where(mask, np.repeat(versions, lengths), 0),
+        },
+    )
+
+
+# ---- what is compared ------------------------------------------------------------------------------------------------
+
+
+def test_the_difference_is_of_loss_tokens_and_names_the_one_that_differs_most() -> None:
+    batch = samples([3, 4], [0, 0])
+    trainer = np.array([9.0, -1.5, -1.0, 9.0, -1.0, -4.0, -1.25], np.float32)  # prompts: tokens 0 and 3
+    found = difference(batch, trainer)
+    assert (found.mean, found.tokens) == (pytest.approx((0.5 + 0 + 0 + 3 + 0.25) / 5), 5)
+    assert found.largest == "3, of token 2 of 4 in sample 1 (id 105; trainer -4, engine -1)"
+    trainer[2] = math.nan
+    found = difference(batch, trainer)
+    assert math.isnan(found.mean)
+    assert found.largest == "nan, of token 2 of 3 in sample 0 (id 102; trainer nan, engine -1)"
+
+
+def test_samples_of_older_weights_are_left_out_and_the_rest_is_spread_over_all_lengths() -> None:
+    versions = [2, 1, 2, 2, 3, 2]
+    chosen = spread_over(samples([5, 9, 4, 8, 6, 7], versions), since=2, count=3)
+    assert chosen.lengths.tolist() == [4, 6, 8]
+    assert len(spread_over(samples([5, 9], [1, 1]), since=2)) == 0
+    batch = samples([4, 4], [2, 2])
+    continued = {"versions": np.array([0, 1, 2, 2, 0, 2, 2, 2])}  # the first one began with older weights
+    silent = {"loss_mask": np.array([False, True, True, True] + 4 * [False])}  # of an episode without an answer
+    assert spread_over(batch.with_columns(**continued), since=2).tokens.tolist() == [104, 105, 106, 107]
+    assert spread_over(batch.with_columns(**silent), since=2).tokens.tolist() == [100, 101, 102, 103]
+
+
+def test_the_longest_prompts_are_completed_in_their_order_with_a_few_tokens() -> None:
+    asked: list[GenerateRequest] = []
+
+    def generate(request: GenerateRequest) -> Generation:
+        asked.append(request)
+        return evolve(
+            Generation.nothing(request),
+            tokens=np.arange(len(request)),
+            offsets=np.arange(len(request) + 1),
+            logprobs=np.full(len(request), -0.5, np.float32),
+            versions=np.full(len(request), 4),
+            unfinished=np.zeros(len(request), np.bool_),
+        )
+
+    lengths = [3, 1, 2, 9, 2, 8, 7, 6, 5, 4, 1]
+    prompts = [Prompt(index=index, text="1" * length, answer="") for index, length in enumerate(lengths)]
+    sampler = Sampler(tokenizer=character_tokenizer("123"), generate=generate, seed=0)
+    batch = draw(prompts, sampler=sampler, generate=generate, params=SamplingParams(max_tokens=1000, temperature=0.7))
+    assert (np.diff(asked[0].offsets) - 1).tolist() == [3, 2, 9, 8, 7, 6, 5, 4]  # after a <bos>
+    assert (asked[0].params.max_tokens, batch.temperature) == (32, 0.7)
+    assert batch.columns["rollout_logprobs"][batch.columns["loss_mask"]].tolist() == [-0.5] * 8
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "precision", "weights", "bound"),
+    [
+        ({}, "float32", {}, 0.01),
+        ({}, "bfloat16", {}, 0.1),
+        ({}, "float32", {"dtype": "bfloat16"}, 0.1),  # a trainer in float32, an engine that is sent half of it
+        ({}, "bfloat16", {"dtype": "float32"}, 0.1),
+        ({}, "bfloat16", {"quantize": "fp8"}, 0.3),
+        ({"mismatch_bound": 0.002}, "bfloat16", {}, 0.002),
+    ],
+)
+def test_the_bound_is_of_the_coarser_side_unless_it_is_set(
+    algorithm: Any, precision: Any, weights: Any, bound: float
+) -> None:
+    train = TrainConfig(precision=precision)
+    assert bound_of(AlgorithmConfig(**algorithm), train=train, weights=WeightsConfig(**weights)) == bound
+
+
+# ---- when ------------------------------------------------------------------------------------------------------------
+
+
+def make_gate(ears: Ears | None = None, **parts: Any) -> Gate:
+    given = {"bound": 0.1, "stops": True, "every": 3, "draw": lambda: samples([2], [9]), "run_dir": Path("runs/a b")}
+    return Gate(**{**given, "progress": progress(ears), **parts})
+
+
+AGREES = np.array([0.0, -1.0, -1.0], np.float32)
+DIFFERS = np.array([0.0, -1.0, -1.5], np.float32)
+
+
+@pytest.mark.parametrize(("every", "checked"), [(3, [0, 1, 3, 6]), (0, [0, 1])])
+def test_it_is_due_at_the_start_after_the_first_new_weights_and_after_every_nth(every: int, checked: list[int]) -> None:
+    gate, found = make_gate(every=every), []
+    for update in range(8):
+        gate.pushed(2 * update, new=True)
+        gate.pushed(2 * update + 1, new=False)  # to an engine in place of one that died
+        if gate.due:
+            found.append(update)
+            assert gate.choose(samples([2, 3], [2 * update - 1, 2 * update])).lengths.tolist() == [3]
+            gate.judge(samples([3], [0]), AGREES)
+    assert found == checked
+
+
+def test_what_has_no_loss_tokens_settles_nothing_and_a_batch_of_older_weights_is_replaced() -> None:
+    gate = make_gate()
+    gate.pushed(5, new=True)
+    gate.judge(samples([1], [0]), np.zeros(1, np.float32))
+    assert gate.due
+    assert gate.choose(samples([3], [4])).columns["versions"].tolist() == [0, 9]  # what `draw` gives
+
+
+def test_above_the_bound_it_stops_or_warns_with_what_was_found_and_what_to_do() -> None:
+    said = (
+        "trainer and engines compute different log-probs from the same weights: by 0.25 on average over 2 sampled "
+        "tokens, wanted at most 0.1; the largest difference is 0.5, of token 2 of 3 in sample 0 (id 102; trainer -1.5, "
+        "engine -1); find the layer where they part: corerl doctor --config 'runs/a b/config.toml' --layers; if so "
+        "much is expected, as of an engine that quantizes, raise algorithm.mismatch_bound"
+    )
+    ears = Ears()
+    with pytest.raises(LogprobMismatch) as caught:
+        make_gate(ears).judge(samples([3], [0]), DIFFERS)
+    assert (caught.value.message, told(ears)) == (f"{said}, or set algorithm.on_mismatch='warn'", [])
+    make_gate(ears, stops=False).judge(samples([3], [0]), DIFFERS)
+    assert told(ears) == [said]
+    make_gate(ears, bound=0.25).judge(samples([3], [0]), DIFFERS)
+    with pytest.raises(LogprobMismatch, match="by nan on average"):
+        make_gate(ears).judge(samples([3], [0]), AGREES * np.nan)
+    assert len(told(ears)) == 1
+
+
+# ---- whole runs, against transformers' own engine --------------------------------------------------------------------
+
+
+def saved(what: str, directory: Path) -> Path:
+    model_with(what).save_pretrained(directory / "model")
+    return directory / "model"
+
+
+@pytest.mark.parametrize("what", LEFT_OUT)
+def test_a_trainer_that_leaves_something_out_does_not_get_to_its_first_step(what: str, tmp_path: Path) -> None:
+    model = saved(what, tmp_path)
+    with pytest.raises(LogprobMismatch) as caught:
+        execute_here(small(tmp_path, *forgetting(what, model), "run.steps=2"))
+    found = re.match(
+        r"trainer and engines compute different log-probs from the same weights: by (\S+) on average over (\d+) "
+        r"sampled tokens, wanted at most 0.01; the largest difference is (\S+), of token \d+ of \d+ in sample \d ",
+        caught.value.message,
+    )
+    assert found is not None
+    mean, tokens, largest = map(float, found.groups())
+    assert 0.1 < mean < largest and tokens > 20
+    assert steps_done(tmp_path / "run") == 0
+    # With nothing left out, the same model agrees with itself, before training and after it.
+    whole = [*forgetting("", model), f"run.dir={tmp_path}/whole", "run.steps=2", "algorithm.mismatch_bound=1e-4"]
+    assert execute_here(small(tmp_path, *whole)).steps_done == 2
+
+
+def test_a_resumed_run_is_checked_before_it_goes_on_and_loses_nothing(tmp_path: Path) -> None:
+    model = saved("softcap", tmp_path)
+    execute_here(small(tmp_path, *forgetting("", model), "run.steps=1"))
+    before = content(tmp_path / "run/checkpoints")
+    resumed = [*forgetting("softcap", model), "run.steps=2", "checkpoint.resume=auto"]
+    with pytest.raises(LogprobMismatch):
+        execute_here(small(tmp_path, *resumed))
+    assert (content(tmp_path / "run/checkpoints"), steps_done(tmp_path / "run")) == (before, 1)
+    assert execute_here(small(tmp_path, *resumed, "algorithm.on_mismatch=warn")).steps_done == 2
+    assert execute_here(small(tmp_path, *resumed, "run.steps=3", "algorithm.on_mismatch=off")).steps_done == 3
+
+
+@pytest.mark.parametrize("own", [[], ["cluster.offload=always"], ["rollout.source=one-step-off"]], ids=str)
+def test_engines_that_keep_their_first_weights_are_found_in_the_batch_after_the_first_update(
+    own: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, loaded = TransformersEngine._load, set[str]()
+
+    def load_once(engine: TransformersEngine, bucket: Bucket, flat: torch.Tensor) -> None:
+        first, *_ = bucket.views(flat)
+        if first not in loaded:
+            load(engine, bucket, flat)
+        loaded.add(first)
+
+    monkeypatch.setattr(TransformersEngine, "_load", load_once)
+    monkeypatch.setattr(TransformersEngine, "sleep", lambda self: 0)  # which would drop them
+    given = ["run.steps=4", "train.optimizer.lr=0.05", "train.schedule.warmup_steps=0", "weights.verify_every=0"]
+    with pytest.raises(LogprobMismatch):
+        execute_here(small(tmp_path, *given, *own))
+    assert steps_done(tmp_path / "run") == 1
