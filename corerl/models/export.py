@@ -59,8 +59,7 @@ def export_directory(
         written, dtype = _write_shards(staging, tensors, shard_bytes)
         config = copy.deepcopy(config)
         config.dtype = dtype
-        config.save_pretrained(staging)
-        _rewrite(staging / CONFIG, lambda written: {**written, **_older_names(config, written)})
+        write_config(config, staging)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
             _rewrite(staging / TOKENIZER_CONFIG, lambda written: _older_tokenizer(written, tokenizer.name_or_path))
@@ -82,6 +81,12 @@ def export_directory(
             os.rename(replaced, path)
         raise SaveFailed(f"the model could not be exported to {path}: {error}") from error
     return written
+
+
+def write_config(config: PreTrainedConfig, directory: Path) -> None:
+    """Write a config.json in the words of transformers 5 and in those of version 4."""
+    config.save_pretrained(directory)
+    _rewrite(directory / CONFIG, lambda written: {**written, **_older_names(config, written)})
 
 
 def _rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

@@ -22,6 +22,7 @@ from corerl.errors import ConfigError, CorerlError, EngineFailed, WorkerDied
 from corerl.messages import message_of
 from corerl.models.build import build_on_meta
 from corerl.models.config import hf_config
+from corerl.models.export import write_config
 from corerl.models.names import hf_boxes
 from corerl.rollout.engine import (
     Engine,
@@ -44,6 +45,7 @@ from corerl_sglang.config import CALLS, SglangConfig
 from corerl_sglang.fp8 import quantization
 from corerl_sglang.held import whole_sums
 from corerl_sglang.instruction import Answer, Instruction, Question, name_for, read_answers, write_instruction
+from corerl_sglang.published import add_published_fields
 from corerl_sglang.read import Cut, Experts, Reader
 from corerl_sglang.server import Server
 
@@ -78,7 +80,8 @@ class SglangEngine(Engine):
             undo.callback(shutil.rmtree, self._directory, ignore_errors=True)
             # Otherwise the model's own end of sequence would end samples that [rollout] does not.
             config.eos_token_id = config.get_text_config().eos_token_id = None
-            config.save_pretrained(self._directory / "model")
+            add_published_fields(config)
+            write_config(config, self._directory / "model")
             log = Path(context.run_dir) / "logs" / f"{context.name}.log" if context.run_dir else self._directory / "log"
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, context.devices))} if context.devices else {}
             self._server = Server(
