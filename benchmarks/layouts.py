@@ -4,11 +4,11 @@ python -m benchmarks.layouts --output found/layouts.json
 python -m benchmarks.layouts qwen3_5
 python -m benchmarks.layouts --tiny
 
-Models in bfloat16 without an optimizer: Gemma 3 of 1B (windows of 512 in five of six layers), Qwen3.5 of 0.8B (gated
-delta nets in three of four), and 8 layers of GPT-OSS with 8 experts (sinks, windows of 128 in every other layer).
-Packed and whole are CoreRL's policies; the bare loop is transformers' model on right-padded rows with its mask, and
-cross-entropy of its logits. Sequences are put together by length for the padded sides, so that rows are nearly full.
-All sides get the same weights, sequences and tokens per micro-batch, padding included.
+Models in bfloat16 without an optimizer: Gemma 3 of 1B (windows of 512 in five of six layers), 8 layers of Qwen3.5 0.8B
+(gated delta nets in three of four), and 8 layers of GPT-OSS with 8 experts (sinks, windows of 128 in every other
+layer). Packed and whole are CoreRL's policies; the bare loop is transformers' model on right-padded rows with its mask,
+and cross-entropy of its logits. Sequences are put together by length for the padded sides, so that rows are nearly
+full. All sides get the same weights, sequences and tokens per micro-batch, padding included.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ CASES = {
         },
     ),
     "qwen3_5": Case(
-        what="Qwen3.5 0.8B",
+        what="8 layers of Qwen3.5 0.8B",
         fields={
             "model_type": "qwen3_5_text",
             "vocab_size": 248320,
             "hidden_size": 1024,
             "intermediate_size": 3584,
-            "num_hidden_layers": 24,
+            "num_hidden_layers": 8,
             "num_attention_heads": 8,
             "num_key_value_heads": 2,
             "head_dim": 256,
@@ -98,9 +98,11 @@ CASES = {
             "linear_num_value_heads": 16,
             "linear_key_head_dim": 128,
             "linear_value_head_dim": 128,
-            "layer_types": STATES * 6,
+            "layer_types": STATES * 2,
             "tie_word_embeddings": True,
         },
+        sequences=16,
+        longest=1024,
     ),
     "gpt_oss": Case(
         what="8 layers of GPT-OSS with 8 experts",
