@@ -15,7 +15,8 @@ from corerl.config.schema import ModelConfig
 from corerl.doctor import layers
 from corerl.doctor.layers import TOLERANCE, compare, compare_layers, plain_model, policy_like, shorten_windows
 from corerl.driver.prepare import prepare
-from corerl.models.policy import CausalPolicy, Policy
+from corerl.models.packed import PackedPolicy
+from corerl.models.policy import Policy
 from corerl.models.smallest import smallest_config
 from corerl.models.whole import WholePolicy
 from corerl.plugin.spec import Finding, Level
@@ -33,7 +34,7 @@ def both(config: PreTrainedConfig, layout: str, *, path: str = "") -> tuple[Poli
 @pytest.mark.parametrize(
     ("config", "layout", "policy"),
     [
-        (tiny_config("qwen3-moe"), "packed", CausalPolicy),
+        (tiny_config("qwen3-moe"), "packed", PackedPolicy),
         (tiny_config("glm4-moe"), "whole", WholePolicy),
         (smallest_config("gemma3_text"), "whole", WholePolicy),  # its rotary embeddings are equal for all rows
         (smallest_config("llama4_text"), "whole", WholePolicy),  # its rotary embeddings are complex
