@@ -6,6 +6,7 @@ after every `weights.verify_every`-th one.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,9 +23,11 @@ from corerl.rollout.engine import GenerateRequest, Generation, SamplingParams
 from corerl.rollout.sampler import Sampler, assemble, require_finished
 from corerl.types import FloatArray, IntArray, SampleBatch
 
-SAMPLES = 8  # that are scored at once
+SAMPLES = 8  # that are scored at least, if there are so many
+SCORED = 512  # sampled tokens above which no further sample is: one router's tie must not decide
 PROMPTS = 32  # of which the longest are completed before the first step: they reach beyond the most windows
 TOKENS = 32  # that are sampled for each of those
+READ = 16384  # tokens of prompts above which no further one is completed
 
 # The largest mean difference of two sides that compute the same, by the coarser one's precision. Measured on correct
 # models: 1e-7 to 1.3e-3 in float32; 0.002 to 0.02 in bfloat16, 0.056 with routers, whose near ties fall either way, or
@@ -69,14 +72,17 @@ def difference(samples: SampleBatch, trainer: FloatArray) -> Difference:
     )
 
 
-def spread_over(samples: SampleBatch, *, since: int, count: int = SAMPLES) -> SampleBatch:
-    """At most `count` of the samples whose loss tokens all come from weights `since` or later: the shortest, the
-    longest, and others of lengths between them."""
+def spread_over(samples: SampleBatch, *, since: int) -> SampleBatch:
+    """Some of the samples whose loss tokens all come from weights `since` or later: the shortest, the longest, and
+    others of lengths between them, so many that they have SCORED loss tokens."""
     mask, sample_of = samples.columns["loss_mask"], samples.sample_of
     stale = mask & (samples.columns["versions"] < since)
     counted = np.bincount(sample_of[mask], minlength=len(samples))
     fresh = np.flatnonzero((counted > 0) & (np.bincount(sample_of[stale], minlength=len(samples)) == 0))
     by_length = fresh[np.argsort(samples.lengths[fresh], kind="stable")]
+    if not len(by_length):
+        return samples.take(by_length)
+    count = max(SAMPLES, math.ceil(SCORED / counted[by_length].mean()))
     return samples.take(by_length[_spaced(len(by_length), count)])
 
 
@@ -95,8 +101,10 @@ def draw(
     """A few tokens after the longest of the prompts, straight from the engines, without the run's episodes."""
     params = evolve(params, max_tokens=min(params.max_tokens, TOKENS))
     request = sampler.request(prompts, rollout_step=0, samples=1, params=params)
-    longest = np.argsort(-np.diff(request.offsets), kind="stable")[:SAMPLES]
-    request = request.take(np.sort(longest))
+    lengths = np.diff(request.offsets)
+    longest = np.argsort(-lengths, kind="stable")
+    count = max(SAMPLES, int(np.searchsorted(lengths[longest].cumsum(), READ, side="right")))
+    request = request.take(np.sort(longest[:count]))
     generation = generate(request)
     require_finished(generation)
     return assemble(request, generation)
