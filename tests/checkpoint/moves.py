@@ -15,9 +15,9 @@ from corerl.testing.subject import Checkpoint, Runs
 Place: TypeAlias = tuple[str, Mapping[str, Any], int]  # backend, its options, ranks
 
 
-def assert_moving_follows_staying(runs: Runs, directory: Path, kind: str, places: Sequence[Place]) -> None:
+def assert_moving_follows_staying(runs: Runs, directory: Path, kind: str, places: Sequence[Place]) -> str:
     """Two steps in each place, from the checkpoint of the one before: what is loaded equals what was saved to the last
-    bit, and the whole run follows one on the plain backend that never stops."""
+    bit, and the whole run follows one on the plain backend that never stops. Returns the last checkpoint's role."""
     stays = runs.train(1, runs.setup("plain", kind), range(2 * len(places)))
     resume, losses, grad_norms = "", list[float](), list[float]()
     saved: Mapping[str, Tensors] = {}
@@ -33,3 +33,4 @@ def assert_moving_follows_staying(runs: Runs, directory: Path, kind: str, places
         losses += found.losses
         grad_norms += found.grad_norms
     assert_follows(evolve(found, losses=losses, grad_norms=grad_norms), stays)
+    return resume
