@@ -82,9 +82,13 @@ def _config(data: dict[str, Any], overrides: Sequence[str], lines: list[str]) ->
     raise ConfigError("\n".join(lines))
 
 
+# What TOML lets stand in strings and a terminal obeys: C1 controls and marks that turn the direction of text around.
+_CONTROLS = re.compile("[\x80-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
 def dump_toml(config: Config) -> str:
     """The whole configuration as TOML, defaults included; loading it gives an equal one."""
-    return tomli_w.dumps(to_plain(config))
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", tomli_w.dumps(to_plain(config)))
 
 
 def recorded(config: Config) -> Config:

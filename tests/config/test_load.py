@@ -247,6 +247,13 @@ def test_a_pipe_of_a_shell_is_read_and_any_other_is_refused(tmp_path: Path, monk
     ]
 
 
+def test_what_a_terminal_would_obey_is_escaped_in_a_config_that_is_written_down(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, SMALLEST), ['run.dir="\x9b31m\u202eé"'])
+    text = dump_toml(config)
+    assert 'dir = "\\u009b31m\\u202eé"' in text and text.replace("\n", "").isprintable()
+    assert load_config(write(tmp_path, text)) == config
+
+
 def test_a_file_that_is_missing_or_no_toml_is_named_with_the_line(tmp_path: Path) -> None:
     assert problems_of(tmp_path / "no.toml") == [f"{tmp_path}/no.toml: no such file; pass the path of a TOML file"]
     assert problems_of(tmp_path) == [f"{tmp_path}: cannot be read (Is a directory); pass the path of a TOML file"]

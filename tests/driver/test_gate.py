@@ -15,6 +15,7 @@ from attrs import evolve
 
 from corerl.config.schema import AlgorithmConfig, TrainConfig, WeightsConfig
 from corerl.data.prompts import Prompt
+from corerl.driver import gate as module
 from corerl.driver.gate import Gate, bound_of, difference, draw, spread_over
 from corerl.errors import LogprobMismatch
 from corerl.models.tokenizer import character_tokenizer
@@ -60,10 +61,15 @@ def test_the_difference_is_of_loss_tokens_and_names_the_one_that_differs_most() 
     assert found.largest == "nan, of token 2 of 3 in sample 0 (id 102; trainer nan, engine -1)"
 
 
-def test_samples_of_older_weights_are_left_out_and_the_rest_is_spread_over_all_lengths() -> None:
+def test_samples_of_older_weights_are_left_out_and_the_rest_is_spread_over_all_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     versions = [2, 1, 2, 2, 3, 2]
-    chosen = spread_over(samples([5, 9, 4, 8, 6, 7], versions), since=2, count=3)
-    assert chosen.lengths.tolist() == [4, 6, 8]
+    batch = samples([5, 9, 4, 8, 6, 7], versions)
+    assert spread_over(batch, since=2).lengths.tolist() == [4, 5, 6, 7, 8]
+    monkeypatch.setattr(module, "SAMPLES", 2)
+    monkeypatch.setattr(module, "SCORED", 15)  # of 5 loss tokens each, on average
+    assert spread_over(batch, since=2).lengths.tolist() == [4, 6, 8]
     assert len(spread_over(samples([5, 9], [1, 1]), since=2)) == 0
     batch = samples([4, 4], [2, 2])
     continued = {"versions": np.array([0, 1, 2, 2, 0, 2, 2, 2])}  # the first one began with older weights
@@ -72,7 +78,8 @@ def test_samples_of_older_weights_are_left_out_and_the_rest_is_spread_over_all_l
     assert spread_over(batch.with_columns(**silent), since=2).tokens.tolist() == [100, 101, 102, 103]
 
 
-def test_the_longest_prompts_are_completed_in_their_order_with_a_few_tokens() -> None:
+def test_the_longest_prompts_are_completed_in_their_order_with_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "READ", 20)
     asked: list[GenerateRequest] = []
 
     def generate(request: GenerateRequest) -> Generation:
@@ -93,6 +100,9 @@ def test_the_longest_prompts_are_completed_in_their_order_with_a_few_tokens() ->
     assert (np.diff(asked[0].offsets) - 1).tolist() == [3, 2, 9, 8, 7, 6, 5, 4]  # after a <bos>
     assert (asked[0].params.max_tokens, batch.temperature) == (32, 0.7)
     assert batch.columns["rollout_logprobs"][batch.columns["loss_mask"]].tolist() == [-0.5] * 8
+    monkeypatch.setattr(module, "READ", 16384)
+    draw(prompts, sampler=sampler, generate=generate, params=SamplingParams(max_tokens=1000))
+    assert (np.diff(asked[1].offsets) - 1).tolist() == lengths
 
 
 @pytest.mark.parametrize(
@@ -180,7 +190,7 @@ def test_a_trainer_that_leaves_something_out_does_not_get_to_its_first_step(what
         execute_here(small(tmp_path, *forgetting(what, model), "run.steps=2"))
     found = re.match(
         r"trainer and engines compute different log-probs from the same weights: by (\S+) on average over (\d+) "
-        r"sampled tokens, wanted at most 0.01; the largest difference is (\S+), of token \d+ of \d+ in sample \d ",
+        r"sampled tokens, wanted at most 0.01; the largest difference is (\S+), of token \d+ of \d+ in sample \d+ ",
         caught.value.message,
     )
     assert found is not None
