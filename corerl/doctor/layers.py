@@ -29,6 +29,7 @@ from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
 from corerl.models.policy import Policy
 from corerl.models.random import RandomSource
 from corerl.models.routing import routers
+from corerl.models.whole import WholePolicy
 from corerl.ops.attention import PackedSequences
 from corerl.plugin.spec import Finding, Level, ok
 from corerl.trainer.assign import ACTOR
@@ -189,7 +190,7 @@ def _compared(
     for place, value in trained.items():
         if not all(place in record for record in alone):
             continue
-        pair = _by_token(value, [record[place] for record in alone], padded=policy.rectangular)
+        pair = _by_token(value, [record[place] for record in alone], padded=isinstance(policy, WholePolicy))
         if pair is None:
             continue
         found = _difference(*pair)

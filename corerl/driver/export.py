@@ -96,6 +96,10 @@ def _generation(config: PreTrainedConfig, model: ModelConfig, ends: Sequence[int
     file = Path(model.path) / GENERATION
     if model.path and file.is_file():
         known |= read_json_file(file)
+    size = config.get_text_config().vocab_size
+    for name in ("bos_token_id", "pad_token_id", "decoder_start_token_id"):
+        if isinstance(token := known.get(name), int) and not 0 <= token < size:
+            known[name] = None  # `generate` would look up an embedding that is not there
     known["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends) or None
     return {name: value for name, value in known.items() if value is not None}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ SIZES = (
     "num_key_value_heads",
     "head_dim",
 )
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
+WINDOWS = ("sliding_window", "attention_chunk_size")
 CODE = ("auto_map", "custom_pipelines")  # fields of a config.json that name code in its directory
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MOST_LAYERS = 10_000  # a config lists something for each of them: 10^9 take all memory
@@ -101,6 +104,16 @@ def _require_sizes(config: PreTrainedConfig, where: str) -> None:
     for name, size in sizes.items():
         if isinstance(size, int) and size < 1:  # of some model types it is a list, one for each layer
             raise ModelError(f"{where}{name}={size}, wanted at least 1")
+    for name, value in text.to_dict().items():
+        if isinstance(value, float) and not math.isfinite(value) and name in EPSILONS:
+            raise ModelError(f"{where}{name}={value}, wanted a finite number")
+    for name in (*WINDOWS, "max_position_embeddings"):
+        size = _size(text, name)
+        if isinstance(size, int) and size < (0 if name in WINDOWS else 1):  # 0: none, of some model types
+            raise ModelError(f"{where}{name}={size}, wanted at least {0 if name in WINDOWS else 1}")
+    chosen, known = _size(text, "num_experts_per_tok"), experts_of(text.to_dict())
+    if known and isinstance(chosen, int) and not 1 <= chosen <= known:
+        raise ModelError(f"{where}num_experts_per_tok={chosen}, wanted 1 to {known}, the number of experts")
     heads, shared = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         raise ModelError(f"{where}num_key_value_heads={shared} does not divide num_attention_heads={heads}")

@@ -61,7 +61,8 @@ class Head:
         products = sum(calls.names[name] for name in PRODUCTS)
         alone = products == 1 and calls.names.keys() <= {*PRODUCTS, *VIEWS}
         own = {id(param) for param in (last.parameters(recurse=False) if last is not None else ())}
-        self.linear = last if alone and own == reads.parameters.keys() else None
+        fits = alone and own == reads.parameters.keys() and last.weight.shape == (self.vocab_size, width)
+        self.linear = last if fits else None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self._logits(hidden, torch.zeros(len(hidden), 1, dtype=torch.long, device=hidden.device))

@@ -20,6 +20,7 @@ from corerl.ops.attention import PackedSequences
 
 CACHES = ("past_key_values", "past_key_value", "cache_params", "layer_past")  # arguments of modules that mix tokens
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # in the code of attention that calls whichever is registered
+COUNTS = "arange"  # in the code of what numbers the tokens of a row
 SCORES = ("softmax", "scaled_dot_product_attention")  # in the code of other attention
 
 
@@ -29,6 +30,13 @@ def own_attention(decoder: nn.Module) -> nn.Module | None:
     found = mixers(decoder)
     alone = [module for module in found if _has(module, *SCORES) and not _has(module, INTERFACE)]
     return next(iter(alone), None if found else decoder)
+
+
+def counts_tokens(decoder: nn.Module) -> nn.Module | None:
+    """A module of the decoder that calls registered attention and numbers tokens by itself, not by their positions, or
+    None."""
+    found = (module for module in mixers(decoder) if _has(module, INTERFACE) and _has(module, COUNTS))
+    return next(found, None)
 
 
 def attends(decoder: nn.Module) -> bool:
@@ -104,11 +112,11 @@ def _in_rows(
     def in_rows(each: Any) -> Any:
         if not isinstance(each, Tensor) or each.shape[:2] != (1, packing.tokens):
             return each
-        return each[0, gather].view(*shape, *each.shape[2:])
+        return each[0].index_select(0, gather).view(*shape, *each.shape[2:])
 
     if (hidden := next(each for each in tree_leaves(given) if isinstance(each, Tensor))).is_meta:
         return hidden if values is None else (hidden, *[None] * (values - 1))
     rows, options = tree_map(in_rows, given)
     hidden, *states = result if isinstance(result := forward(*rows, **options), tuple) else (result,)
-    packed = hidden.flatten(0, 1)[scatter][None]
+    packed = hidden.flatten(0, 1).index_select(0, scatter)[None]
     return (packed, *[None] * len(states)) if isinstance(result, tuple) else packed

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from corerl.errors import ModelError
 from corerl.messages import one_line
 from corerl.models.attention import PACKED, register_packed_attention
-from corerl.models.mixers import attends, keep_apart, mixers, own_attention
+from corerl.models.mixers import attends, counts_tokens, keep_apart, mixers, own_attention
 from corerl.ops.attention import PackedSequences
 
 NUMBERS = "create_position_ids_from_input_ids"  # of embeddings whose positions do not begin with 0
@@ -28,7 +28,7 @@ def require_packable(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} computes attention with its own code ({type(module).__name__}), which treats packed sequences as "
             "one; packing requires transformers' attention interface"
         )
-    if any(hasattr(module, NUMBERS) for module in decoder.modules()):
+    if counts_tokens(decoder) is not None or any(hasattr(module, NUMBERS) for module in decoder.modules()):
         raise ModelError(f"{name} numbers the positions of tokens in its own way, which packing would not")
     if "position_ids" not in inspect.signature(decoder.forward).parameters and attends(decoder):
         raise ModelError(

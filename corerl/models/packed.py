@@ -22,7 +22,8 @@ class PackedPolicy(Policy):
         require_packable(model, self.decoder)
         if (attention := model.config._attn_implementation) != PACKED:
             raise ModelError(f"{type(model).__name__} was built with {attention!r} attention, expected {PACKED!r}")
-        keep_apart(self.decoder)
+        # The rows of layers with a state are padded, in whatever order the sequences are.
+        self.rectangular = bool(keep_apart(self.decoder))
 
     def before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
         hidden: Tensor = self.decoder(**packed_call(tokens, positions, packing)).last_hidden_state[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from attrs import frozen
 from transformers import PreTrainedModel
@@ -26,6 +26,8 @@ OTHERS = {
     "xlm": "lets every token see later ones",
     "xlnet": "lets every token see later ones",
 }
+# Fields of a config -> values with which every token sees later ones. Of images' tokens alone, text has none.
+BOTH_WAYS: Mapping[str, tuple[object, ...]] = {"is_decoder": (False,), "use_bidirectional_attention": (True, "all")}
 CAUSAL_ENCODERS = ("gpt_neox", "gpt_neox_japanese")  # their config has an `is_decoder` that nothing reads
 
 
@@ -41,12 +43,13 @@ def parts_of(model: PreTrainedModel) -> Parts:
     config, name = model.config.get_text_config(), type(model).__name__
     if reason := OTHERS.get(config.model_type):
         raise ModelError(f"{name} {reason}; use another model")
-    ways = {"is_decoder": False, "use_bidirectional_attention": True}
-    for field, both in ways.items():
-        if getattr(config, field, None) is both and config.model_type not in CAUSAL_ENCODERS:
+    for field, ways in BOTH_WAYS.items():
+        way = getattr(config, field, None)
+        if way in ways and config.model_type not in CAUSAL_ENCODERS:
+            causal = field == "is_decoder"
             raise ModelError(
-                f"{name} lets every token see later ones with {field}={both}; use a causal language model"
-                + (f", or set {field}={not both} if it was trained as one" if model.config is config else "")
+                f"{name} lets every token see later ones with {field}={way}; use a causal language model"
+                + (f", or set {field}={causal} if it was trained as one" if model.config is config else "")
             )
     reasons = []
     for decoder in _decoders(model):

@@ -149,6 +149,8 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     # Published models have it, and their class's default is neutral.
     **{each: {"logits_scaling": 2.0} for each in ("granite", "granitemoe", "granitemoeshared")},
+    # Queries are scaled by the number of their token, in layers without rotary positions.
+    **{each: {"floor_scale": 8, "no_rope_layers": [1, 0]} for each in ("llama4", "llama4_text")},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "laguna": {"layer_types": ["sliding_attention", "full_attention"]},

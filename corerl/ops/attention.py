@@ -68,6 +68,7 @@ class PackedSequences:
         device = self.cu_seqlens.device
         return layout, upload(layout.gather, device), upload(layout.scatter, device)
 
+    @torch.compiler.disable
     def in_chunks(self, size: int) -> PackedSequences:
         """The layout in which each `size` tokens of a sequence, from its beginning, are a sequence of their own."""
         if size not in self._chunked:
@@ -146,6 +147,7 @@ def _packed_kernel(
     return out if width == size else out[..., :width]
 
 
+@torch.compiler.disable  # the layout is of the host, and each is another
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:

@@ -169,7 +169,7 @@ def same_bits(a: Array, b: Array) -> bool:
 
 def transformers_outputs(directory: Path, samples: SampleBatch) -> dict[Output, FloatArray]:
     """Log-probs and entropy [N] by transformers alone, from all logits of each sample by itself."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=False).eval()
     columns = {output: np.zeros(len(samples.tokens), np.float32) for output in (Output.LOGPROBS, Output.ENTROPY)}
     for start, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):
         tokens = torch.tensor(samples.tokens[start:end])
@@ -194,7 +194,7 @@ def files_of(directory: Path) -> dict[str, tuple[int, ...]]:
 def largest_parameter(directory: Path) -> int:
     """The number of elements of the model's largest parameter, in which a layer's experts are fused."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory, trust_remote_code=False))
     return max(param.numel() for param in model.parameters())
 
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from corerl.config.schema import ModelConfig, RolloutConfig
 from corerl.data.prompts import Prompt
 from corerl.errors import ModelError
+from corerl.models.config import context_length, hf_config
+from corerl.models.export import CONFIG
 from corerl.models.tokenizer import end_tokens, load_tokenizer
 from corerl.rollout.conversation import Refused
 from corerl.rollout.encoding import behind
@@ -70,6 +73,7 @@ def scripted(
     params = sampling_params(rollout, tokenizer, end_tokens(tokenizer, model or ModelConfig()))
     if not params.stop_tokens:
         raise ModelError("the model has no end token, so none of the answers could end; set eos_token in its tokenizer")
+    longest = 0 if rollout is LONG else rollout.context_length or _positions(model)
     front = Front(temperature=rollout.temperature, top_p=rollout.top_p)
     handed: Future[Episode] = Future()
     over = threading.Event()
@@ -86,7 +90,7 @@ def scripted(
         function=EpisodeFunction(name="the script", function=play),
         config=rollout.episodes,
         state=state,
-        longest_prompt=rollout.context_length - rollout.max_tokens if rollout.context_length else UNLIMITED,
+        longest_prompt=longest - rollout.max_tokens if longest else UNLIMITED,
         template_options=template_options,
     )
     table.admit([Player(number=0, group=0, prompt=prompt, key=0)])
@@ -102,6 +106,13 @@ def scripted(
             state.notify_all()
         thread.join()
         front.close()
+
+
+def _positions(model: ModelConfig | None) -> int:
+    """Maximum tokens of a sequence by the model's own config; 0 if it is not known."""
+    if model is None or not (model.config or (Path(model.path) / CONFIG).is_file()):
+        return 0
+    return context_length(hf_config(model)) or 0
 
 
 class _Policy:

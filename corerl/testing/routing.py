@@ -37,7 +37,9 @@ def through_experts(
 ) -> Routed:
     """Pass samples through the model, in float64 by transformers and autograd alone. `experts` [N, layers, k] replace
     the routers' choices; where a token has -1 in a layer, its router chooses."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, experts_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, experts_implementation="eager", trust_remote_code=False
+    ).eval()
     routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
     logprobs, chosen, loss = np.zeros(len(samples.tokens)), [], torch.zeros((), dtype=torch.float64)
     for start, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -58,6 +59,13 @@ def test_a_critics_own_model_must_know_the_actors_tokens(tmp_path: Path) -> None
         ({"hidden_size": 2**60}, "model.config: transformers cannot build a qwen3 model from this config ("),
         ({"hidden_size": -32}, "model.config.hidden_size=-32, wanted at least 1"),
         ({"head_dim": 0}, "model.config.head_dim=0, wanted at least 1"),
+        ({"rms_norm_eps": math.nan}, "model.config.rms_norm_eps=nan, wanted a finite number"),
+        ({"max_position_embeddings": 0}, "model.config.max_position_embeddings=0, wanted at least 1"),
+        ({"sliding_window": -5, "use_sliding_window": True}, "model.config.sliding_window=-5, wanted at least 0"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 9},
+            "model.config.num_experts_per_tok=9, wanted 1 to 4, the number of experts",
+        ),
         ({"hidden_act": "swish9"}, "model.config: transformers cannot build a qwen3 model from this config ("),
     ],
 )

@@ -63,6 +63,10 @@ def require(config: PreTrainedConfig) -> None:
         ("openai-gpt", r"^OpenAIGPTLMHeadModel computes attention with its own code \(OpenAIGPTModel\)"),
         ("codegen", "^CodeGenAttention is called without the bounds of sequences"),
         ("jamba", "^JambaMambaMixer is called without the bounds of sequences"),
+        (
+            "llama4_text",
+            "^Llama4ForCausalLM numbers the positions of tokens in its own way",
+        ),  # to scale queries by them
         ("roberta", "^RobertaForCausalLM numbers the positions of tokens in its own way"),
         ("bart", "^BartDecoder cannot be told the positions of tokens, which in packed sequences begin anew"),
         ("doge", "^DogeModel cannot be called with packed sequences .*'Seen' object has no attribute"),

@@ -19,7 +19,6 @@ KINDS = [
     "gpt_oss",  # sinks, windows, experts
     "mistral",  # a window in all layers
     "olmo3",
-    "llama4_text",  # chunks; is its own decoder by `get_decoder`
     "deepseek_v3",  # latent attention
     "minimax",  # lightning attention
     "mamba2",  # a state space

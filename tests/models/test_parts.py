@@ -44,6 +44,7 @@ def test_a_critic_has_no_head() -> None:
             "lets every token see later ones with is_decoder=False.*set is_dec",
         ),
         (smallest_config("gemma3_text", use_bidirectional_attention=True), "with use_bidirectional_attention=True"),
+        (smallest_config("gemma4_text", use_bidirectional_attention="all"), "with use_bidirectional_attention=all"),
         (smallest_config("xlnet"), "^XLNetLMHeadModel lets every token see later ones; use another model"),
         (smallest_config("phimoe"), "^PhimoeForCausalLM uses router_jitter_noise"),
     ],

@@ -16,6 +16,7 @@ from corerl.rollout.episodes import Episode, EpisodeFunction
 from corerl.rollout.front import Front
 from corerl.rollout.play import EpisodeSampler
 from corerl.testing.episodes import _drawn, byte_tokenizer, scripted
+from corerl.testing.models import tiny_fields
 
 PROMPT = Prompt(index=0, text="2+3=", answer="5")
 
@@ -161,3 +162,13 @@ def test_a_first_request_that_leaves_no_room_is_refused_as_a_run_refuses_it() ->
     ):
         script.episode.chat(script.episode.messages)
     assert script.requests == []
+
+
+def test_a_model_has_only_so_many_positions_as_in_a_run() -> None:
+    config = {**tiny_fields("qwen3"), "max_position_embeddings": 20}
+    model = ModelConfig(config=config, tokenizer="characters:0123456789+=?")
+    with (
+        scripted(PROMPT, ["5"], model=model, rollout=RolloutConfig(max_tokens=19)) as script,
+        pytest.raises(RuntimeError, match="only 1 fit into"),
+    ):
+        script.episode.chat(script.episode.messages)

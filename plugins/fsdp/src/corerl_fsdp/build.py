@@ -17,6 +17,7 @@ from corerl.models.attention import PACKED
 from corerl.models.build import decoder_layers, materialize, move_buffers, recompute_layers
 from corerl.models.layout import make_policy
 from corerl.models.policy import Policy
+from corerl.models.whole import WholePolicy
 from corerl.ops.attention import one_kernel
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.spec import NO_WHOLE_COMPILE
@@ -44,7 +45,7 @@ def build_policy(
     compute in `precision`, and gradients are reduced in float32."""
     dtype: torch.dtype = getattr(torch, precision)
     policy = make_policy(hf, dtype=torch.float32, layout=layout, value_head=value_head, compute=dtype)
-    if options.compile and policy.rectangular:
+    if options.compile and isinstance(policy, WholePolicy):
         raise Unsupported(NO_WHOLE_COMPILE)
     # Both change a layer's own forward; FSDP's hooks are outside of it, so they are neither traced nor recomputed.
     if options.compile:

@@ -21,7 +21,9 @@ def add_published_fields(config: PreTrainedConfig) -> None:
     fields = dict(FIELDS.get(config.model_type, {}))
     layers = getattr(config, "layer_types", None) or []
     if "linear_attention" in layers and "full_attention" in layers:
-        fields[INTERVAL] = layers.index("full_attention") + 1
+        every = layers.index("full_attention") + 1
+        if all((kind == "full_attention") == (at % every == 0) for at, kind in enumerate(layers, start=1)):
+            fields[INTERVAL] = every
     for name, value in fields.items():
         if not hasattr(config, name):
             setattr(config, name, value)
