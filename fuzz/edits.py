@@ -34,8 +34,8 @@ def apply(edits: Sequence[Edit], inputs: Path) -> None:
     """Apply them in the working directory, whose entries are links to those of `inputs`."""
     for what, file, *arguments in edits:
         path = Path(_own(file, inputs))
-        if what != "become" and not path.is_file():
-            continue  # an earlier edit has made it something else
+        if (what != "become" and not path.is_file()) or any(each.is_symlink() for each in path.parents):
+            continue  # an earlier edit has made it something else, perhaps a link to the inputs themselves
         match what:
             case "bytes":
                 path.write_bytes(_changed(path.read_bytes(), *arguments))

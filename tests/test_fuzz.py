@@ -16,6 +16,7 @@ from corerl.cli import config as command
 from corerl.errors import DataError
 from fuzz.case import SECRET, Case, case_of
 from fuzz.doors import surroundings, try_case
+from fuzz.edits import apply
 from fuzz.inputs import write_inputs
 
 CORPUS = sorted(Path(fuzz.__file__).with_name("corpus").glob("*.json"))
@@ -85,3 +86,17 @@ def test_bad_answers_are_findings(
     monkeypatch.setattr(command, "run", run)
     finding = try_case(Case(kind="config", command=("config", "check", "texts.toml")), inputs)
     assert (finding and finding.key) == found
+
+
+def test_an_edit_behind_a_link_to_the_inputs_changes_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, scratch = tmp_path / "inputs", tmp_path / "scratch"
+    (own / "model").mkdir(parents=True)
+    (own / "saved" / "actor").mkdir(parents=True)
+    scratch.mkdir()
+    for name in ("model", "saved"):
+        (scratch / name).symlink_to(own / name)
+    monkeypatch.chdir(scratch)
+    apply([("become", "saved/actor", "model"), ("become", "saved/actor/a.safetensors", "loop")], own)
+    assert Path("saved/actor").samefile(own / "model") and list((own / "model").iterdir()) == []
