@@ -107,7 +107,7 @@ def _older_names(config: PreTrainedConfig, written: Mapping[str, Any]) -> dict[s
     if dtype := written.get("dtype"):
         older["torch_dtype"] = dtype
     if layers := OLD_LAYERS.get(config.model_type):
-        older["layer_types"] = older["layers_block_type"] = [layers[kind] for kind in config.layer_types]
+        older["layer_types"] = older["layers_block_type"] = [layers.get(kind, kind) for kind in config.layer_types]
     rope = written.get("rope_parameters")
     if not rope:
         return older
