@@ -34,8 +34,7 @@ class Seen:
     """Which tokens of its sequence a token sees, up to itself. Stands for the mask that transformers makes for a kind
     of layer: a mask over packed tokens would have [T, T] entries."""
 
-    window: int | None = None  # so many, or all
-    chunk: int | None = None  # those of its part of so many tokens, or all
+    window: int | None = None  # so many, itself among them, or all
 
 
 def register_packed_attention() -> None:
@@ -48,21 +47,10 @@ def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None
     """What transformers would make a mask of, (batch, head, query, key) -> whether the query sees the key; None if it
     is of another kind. Models make masks for layers that they do not have, so only attention complains of that."""
     size = local_size or 8
-    kinds = [Seen()] if local_size is None else [Seen(window=size), Seen(chunk=size)]
     pairs = [(0, 0), (0, 1), (size, size - 1), (size, 1), (size, 0), (size - 1, 0), (3 * size, size), (3 * size, 0)]
-    # Chunks begin where a tensor on the device says; asking for that would wait for the device, so only then.
-    where = kwargs["device"] if getattr(kwargs["config"], "attention_chunk_size", None) else "cpu"
-    queries, keys = torch.tensor(pairs, device=where).T
-    sees = mask_function(0, 0, queries, keys)
-    if sees.is_meta:  # of a model that is only looked at
-        return kinds[-1]
-    told = sees.tolist()
-    return next((kind for kind in kinds if told == [_sees(kind, *pair) for pair in pairs]), None)
-
-
-def _sees(kind: Seen, query: int, key: int) -> bool:
-    far = kind.window is not None and query - key >= kind.window
-    return key <= query and not far and (kind.chunk is None or query // kind.chunk == key // kind.chunk)
+    queries, keys = torch.tensor(pairs).T
+    seen = [key <= query and (local_size is None or query - key < size) for query, key in pairs]
+    return Seen(window=local_size) if mask_function(0, 0, queries, keys).tolist() == seen else None
 
 
 def _attention(
@@ -95,7 +83,7 @@ def _attention(
         )
     asked = [option for option, given in kwargs.items() if given is not None and option not in WITHOUT_EFFECT]
     if not isinstance(attention_mask, Seen):
-        asked.append("a mask that is neither causal nor a window or chunks of that")
+        asked.append("a mask that is neither causal nor a window of that")
     if dropout:
         asked.append("dropout")
     if asked:
@@ -104,7 +92,5 @@ def _attention(
     if query.is_meta:  # of a model that is only looked at
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if attention_mask.chunk is not None:
-        packing = packing.in_chunks(attention_mask.chunk)
     out = packed_attention(q, k, v, packing, scaling, window=attention_mask.window, softcap=softcap, sinks=s_aux)
     return out[None], None

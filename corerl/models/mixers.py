@@ -24,7 +24,7 @@ COUNTS = "arange"  # in the code of what numbers the tokens of a row
 SCORES = ("softmax", "scaled_dot_product_attention")  # in the code of other attention
 
 
-def own_attention(decoder: nn.Module) -> nn.Module | None:
+def unregistered_attention(decoder: nn.Module) -> nn.Module | None:
     """A module of the decoder that computes attention with its own code, not with what is registered, or the decoder if
     nothing in it is known to let tokens see earlier ones; None if there is neither."""
     found = mixers(decoder)

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from corerl.errors import ModelError
 from corerl.messages import one_line
 from corerl.models.attention import PACKED, register_packed_attention
-from corerl.models.mixers import attends, counts_tokens, keep_apart, mixers, own_attention
+from corerl.models.mixers import attends, counts_tokens, keep_apart, mixers, unregistered_attention
 from corerl.ops.attention import PackedSequences
 
 NUMBERS = "create_position_ids_from_input_ids"  # of embeddings whose positions do not begin with 0
@@ -23,7 +23,7 @@ NUMBERS = "create_position_ids_from_input_ids"  # of embeddings whose positions 
 def require_packable(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Raise ModelError unless sequences can be packed for the `decoder` of `model`."""
     name = type(model).__name__
-    if (module := own_attention(decoder)) is not None:
+    if (module := unregistered_attention(decoder)) is not None:
         raise ModelError(
             f"{name} computes attention with its own code ({type(module).__name__}), which treats packed sequences as "
             "one; packing requires transformers' attention interface"

@@ -17,8 +17,8 @@ class PackedPolicy(Policy):
     """A policy that passes packed sequences through the decoder of a model from `build_on_meta(..., attention=PACKED)`.
     Raises ModelError if the model cannot be packed."""
 
-    def __init__(self, model: PreTrainedModel, *, chunk_tokens: int | None = None) -> None:
-        super().__init__(model, chunk_tokens=chunk_tokens)
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
         require_packable(model, self.decoder)
         if (attention := model.config._attn_implementation) != PACKED:
             raise ModelError(f"{type(model).__name__} was built with {attention!r} attention, expected {PACKED!r}")

@@ -26,20 +26,19 @@ class Policy(nn.Module, ABC):
     """Wraps a transformers model as attribute `model`; a critic if it has a value head, else a policy.
 
     `routers` sets and reads the experts. What lies after the decoder is read but never called as a module, so whatever
-    shards the weights must gather `head_parameters` for this module's own forward. Logits exist for `chunk_tokens`
-    tokens at a time, by default for as many as `token_logprobs` takes, and are computed again in the backward pass.
+    shards the weights must gather `head_parameters` for this module's own forward. Logits exist for as
+    many tokens at a time as `token_logprobs` takes, and are computed again in the backward pass.
     Raises ModelError if nothing in the model turns tokens into hidden states, or these into logits.
     """
 
     rectangular = False  # whether micro-batches are padded, see `ParallelLayout.rectangular`
 
-    def __init__(self, model: PreTrainedModel, *, chunk_tokens: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         parts = parts_of(model)
         super().__init__()
         self.model = model
         self.routers = Routers(model)
         self._parts = parts  # not modules of this one, or it would have the decoder twice
-        self._chunk_tokens = chunk_tokens
         self._longest = longest_sequence(model.config)
 
     @abstractmethod
@@ -129,13 +128,12 @@ class Policy(nn.Module, ABC):
                 bias=getattr(last, "bias", None),
                 temperature=temperature,
                 with_entropy=with_entropy,
-                chunk_tokens=self._chunk_tokens,
             )
 
         def scored(hidden: Tensor, of: Tensor) -> tuple[Tensor, Tensor | None]:
             return logprobs_of_logits(head(hidden), of, temperature=temperature, with_entropy=with_entropy)
 
-        size = self._chunk_tokens or max(1, LOGITS[before.device.type] // head.vocab_size)
+        size = max(1, LOGITS[before.device.type] // head.vocab_size)
         parts = [
             checkpoint(scored, hidden, of, use_reentrant=False, preserve_rng_state=False)
             for hidden, of in zip(before.split(size), targets.split(size), strict=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -67,19 +66,6 @@ class PackedSequences:
     def _on_device(self, layout: Rectangles) -> tuple[Rectangles, Tensor, Tensor]:
         device = self.cu_seqlens.device
         return layout, upload(layout.gather, device), upload(layout.scatter, device)
-
-    @torch.compiler.disable
-    def in_chunks(self, size: int) -> PackedSequences:
-        """The layout in which each `size` tokens of a sequence, from its beginning, are a sequence of their own."""
-        if size not in self._chunked:
-            starts = [np.arange(first, end, size) for first, end in pairwise(self.bounds)]
-            bounds = np.concatenate([*starts, self.bounds[-1:]])
-            self._chunked[size] = PackedSequences.of(bounds, self.cu_seqlens.device)
-        return self._chunked[size]
-
-    @cached_property
-    def _chunked(self) -> dict[int, PackedSequences]:
-        return {}
 
 
 def packed_attention(

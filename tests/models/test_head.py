@@ -17,6 +17,7 @@ from corerl.models.files import look_at
 from corerl.models.head import Head
 from corerl.models.parts import parts_of
 from corerl.models.smallest import smallest_config
+from corerl.ops.logprobs import LOGITS
 from corerl.testing.models import drawn_model, tiny_config
 from corerl.types import Output
 from tests.models.passes import LENGTHS, drawn, passed, policy_of
@@ -89,9 +90,11 @@ class Logits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("layout", ["packed", "whole"])
-def test_logits_never_exist_for_more_tokens_than_a_chunk_in_the_backward_pass_either(layout: str) -> None:
+def test_logits_never_exist_for_more_tokens_than_a_chunk_in_the_backward_pass_either(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LOGITS, "cpu", 4 * 97)
     policy, seen = policy_of(drawn_model(smallest_config("gemma2")), layout), Logits()
-    policy._chunk_tokens = 4
     with seen:
         passed(policy, drawn(*LENGTHS))[Output.LOGPROBS].sum().backward()
     assert seen.most == 4

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from corerl.errors import ModelError
 from corerl.models.attention import Seen
 from corerl.models.files import look_at
-from corerl.models.mixers import attends, carries_state, keep_apart, mixers, own_attention
+from corerl.models.mixers import attends, carries_state, keep_apart, mixers, unregistered_attention
 from corerl.models.parts import parts_of
 from corerl.models.smallest import smallest_config
 from corerl.ops.attention import PackedSequences
@@ -33,7 +33,7 @@ def test_the_modules_that_mix_tokens_are_told_by_their_code(model_type: str) -> 
     assert attends(decoder) == (model_type in ("qwen3", "qwen3_5_text", "nemotron_h"))
     assert carries_state(decoder) == (model_type in ("qwen3_5_text", "nemotron_h", "mamba"))
     alone = {"bloom": "BloomAttention", "openai-gpt": "OpenAIGPTModel"}.get(model_type)
-    assert (type(found).__name__ if (found := own_attention(decoder)) else None) == alone
+    assert (type(found).__name__ if (found := unregistered_attention(decoder)) else None) == alone
 
 
 class Sums(nn.Module):

@@ -99,13 +99,6 @@ def test_windows_softcaps_and_sinks_are_those_of_a_block_mask(
         assert float((found.float() - each).norm()) < 2 * close * max(float(each.norm()), 1e-2 * most)
 
 
-def test_chunks_of_sequences_are_sequences() -> None:
-    packing = PackedSequences.of(np.array([0, 7, 7, 9, 19]), "cpu")
-    assert packing.in_chunks(4).bounds.tolist() == [0, 4, 7, 9, 13, 17, 19]
-    assert packing.in_chunks(4) is packing.in_chunks(4)
-    assert packing.in_chunks(10).bounds.tolist() == [0, 7, 9, 19]
-
-
 def test_a_softcap_with_sinks_is_refused() -> None:
     q = torch.zeros(4, 1, 8)
     with pytest.raises(ValueError, match="softcap and sinks are both given"):
