@@ -32,6 +32,22 @@ class MemoryKind(StrEnum):
     OPTIMIZER = "optimizer"  # moments
 
 
+@frozen(kw_only=True)
+class ModelSize:
+    """How many elements a model's weights have, before any of them is split."""
+
+    layers: tuple[int, ...]  # of each decoder layer, its experts included
+    experts: tuple[int, ...]  # of each decoder layer's experts; 0 in a dense one
+    embedding: int
+    head: int  # what turns hidden states into logits or a value; 0 if it is the embedding
+    rest: int  # all others, such as the final norm
+    hidden: int  # elements of a hidden state
+
+    @property
+    def total(self) -> int:
+        return sum(self.layers) + self.embedding + self.head + self.rest
+
+
 class Output(StrEnum):
     """Per-token outputs that a model can compute; entry t always refers to token t."""
 

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         print(annotate(toml, resolved) if args.help_texts else toml, end="")
         return 0
 
-    from corerl.driver.prepare import prepare, told_layouts
+    from corerl.driver.prepare import prepare, told_layouts, told_memory
     from corerl.messages import LONGEST_LINE, shorten
     from corerl.plugin.options import notes
 
@@ -51,7 +51,12 @@ def run(args: argparse.Namespace) -> int:
     check = prepared.check
     while check is not None and not check.look(SECONDS):
         print(f"corerl: note: {check.done:,} of {check.of:,} prompts are checked", file=sys.stderr)
-    for note in (*prepared.unused, *told_layouts(prepared), *(check.finish() if check is not None else ())):
+    for note in (
+        *prepared.unused,
+        *told_layouts(prepared),
+        *told_memory(prepared),
+        *(check.finish() if check is not None else ()),
+    ):
         print(f"corerl: note: {shorten(note, LONGEST_LINE)}", file=sys.stderr)
     print(f"{args.file}: ok")
     return 0

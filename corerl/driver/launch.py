@@ -23,7 +23,7 @@ from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.environment import environment_of
 from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
-from corerl.driver.prepare import Prepared, prepare, title, told_layouts
+from corerl.driver.prepare import Prepared, prepare, title, told_layouts, told_memory
 from corerl.driver.processes import ENGINES
 from corerl.driver.progress import BEAT_SECONDS, CHECKED, Progress
 from corerl.driver.residency import Residency, residency_plan
@@ -389,6 +389,7 @@ def _notices(prepared: Prepared) -> Iterator[str]:
     yield from prepared.unused
     if config.run.trains:
         yield from told_layouts(prepared)
+        yield from told_memory(prepared, fullest=True)
 
 
 def missing_answers(prepared: Prepared, looked_at: int = 100) -> list[str]:

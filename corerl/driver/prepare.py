@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, frozen
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from corerl.checkpoint.commit import NO_FAULTS, Faults
 from corerl.config.check import problems as contradictions
@@ -46,6 +46,7 @@ from corerl.trainer.assign import ACTOR, loss_of, offloaded
 from corerl.weights.transports import AUTO, transport_named
 
 if TYPE_CHECKING:
+    from corerl.driver.footprint import Forecast
     from corerl.models.layout import Layout
 
 
@@ -66,6 +67,7 @@ class Prepared:
     unused: tuple[str, ...]  # notices about tensors in the models' files that the models lack
     lost: tuple[str, ...]  # notices about checkpoints that are newer than `resume`, but damaged
     layouts: Mapping[str, Layout]  # role -> the way through its model
+    memory: Forecast | None  # of the devices; None where there is nothing to predict: on CPUs, or without training
     reward: Reward
     params: SamplingParams
     function: EpisodeFunction | None  # plays the samples; None if a sample is one response
@@ -145,6 +147,8 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
     # No problems, so nothing is missing.
     assert plan is not None and tokenizer is not None
     assert prompts is not None and reward is not None and params is not None
+    memory = _memory(config, plan, models, built, problems, device=device, longest=context)
+    problems.raise_all()
     check = prompt_check(config, context, tokenizer, prompts, problems)  # last: it may take seconds
     problems.raise_all()
     return Prepared(
@@ -161,12 +165,45 @@ def prepare(config: Config, *, starting: bool = True, damaged: Faults = NO_FAULT
         unused=unused,
         lost=tuple(lost_checkpoints(config, run_dir, damaged)),
         layouts=layouts,
+        memory=memory,
         reward=reward,
         params=params,
         function=function,
         postprocess=postprocess,
         vocab_size=models[ACTOR].get_text_config().vocab_size,
     )
+
+
+def _memory(
+    config: Config,
+    plan: ProcessPlan,
+    models: Mapping[str, PreTrainedConfig],
+    built: Mapping[str, PreTrainedModel],
+    problems: Problems,
+    *,
+    device: str,
+    longest: int,
+) -> Forecast | None:
+    """What the devices will hold. On this machine's, a role that cannot be trained is a problem."""
+    if device != "cuda" or not config.run.trains:
+        return None
+    from corerl.driver.footprint import Forecaster  # slow to import: takes seconds
+
+    forecaster = Forecaster(config=config, plan=plan, models=models, built=built, longest=longest)
+    found = forecaster.forecast()
+    if not config.cluster.address:  # whose devices are not known yet
+        devices = range(torch.cuda.device_count())
+        there = min(torch.cuda.get_device_properties(index).total_memory for index in devices)
+        for line in forecaster.too_large(found, there=there):
+            problems.add(line)
+    return found
+
+
+def told_memory(prepared: Prepared, *, fullest: bool = False) -> list[str]:
+    """What is predicted of the devices' memory: a line for each stage of a step, or for the `fullest` one."""
+    if (memory := prepared.memory) is None:
+        return []
+    return [*memory.lines[: 1 if fullest else None], *memory.unknown]
 
 
 def _beginning(

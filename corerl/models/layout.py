@@ -50,17 +50,22 @@ def make_policy(
     layout: str = "auto",
     value_head: bool = False,
     compute: torch.dtype | None = None,
+    buffers: bool = True,
 ) -> Policy:
     """The policy of `config`, or a critic with `value_head`, as `choose_layout` says: parameters on meta in `dtype`,
-    real buffers on the CPU, for layers that compute in `compute`, by default `dtype`. Raises ModelError if transformers
-    cannot build it, or CoreRL not train it."""
+    real buffers on the CPU, for layers that compute in `compute`, by default `dtype`; without `buffers` these are on
+    meta too. Raises ModelError if transformers cannot build it, or CoreRL not train it."""
     chosen = choose_layout(look_at(config, value_head=value_head), layout)
-    if chosen.name == "packed":
-        return PackedPolicy(
-            build_on_meta(config, dtype=dtype, attention=PACKED, value_head=value_head, compute=compute)
-        )
-    attention = own_attention(config)
-    return WholePolicy(build_on_meta(config, dtype=dtype, attention=attention, value_head=value_head, compute=compute))
+    packed = chosen.name == "packed"
+    model = build_on_meta(
+        config,
+        dtype=dtype,
+        attention=PACKED if packed else own_attention(config),
+        value_head=value_head,
+        compute=compute,
+        buffers=buffers,
+    )
+    return PackedPolicy(model) if packed else WholePolicy(model)
 
 
 def own_attention(config: PreTrainedConfig) -> str:

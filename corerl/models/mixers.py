@@ -96,7 +96,8 @@ def _in_rows(
     [1, T, ...], and None for the states that it returns besides.
 
     It is called once, however many tokens there are: ranks that gather its weights together call it equally often. On
-    meta it is not called, since it may be a kernel for GPUs, which does not ask where its arguments are.
+    meta it is not called if its packing is not, since it may be a kernel for GPUs, which does not ask where its
+    arguments are.
     """
     if packing is None:
         raise ModelError(
@@ -114,7 +115,8 @@ def _in_rows(
             return each
         return each[0].index_select(0, gather).view(*shape, *each.shape[2:])
 
-    if (hidden := next(each for each in tree_leaves(given) if isinstance(each, Tensor))).is_meta:
+    hidden = next(each for each in tree_leaves(given) if isinstance(each, Tensor))
+    if hidden.is_meta and not packing.cu_seqlens.is_meta:
         return hidden if values is None else (hidden, *[None] * (values - 1))
     rows, options = tree_map(in_rows, given)
     hidden, *states = result if isinstance(result := forward(*rows, **options), tuple) else (result,)

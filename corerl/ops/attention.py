@@ -96,7 +96,7 @@ def packed_attention(
     scale = q.shape[2] ** -0.5 if scale is None else scale
     if window is not None and window >= packing.longest:
         window = None
-    fits = one_kernel(q.device, q.dtype) and max(q.shape[2], v.shape[2]) <= LARGEST_HEAD
+    fits = q.is_meta or (one_kernel(q.device, q.dtype) and max(q.shape[2], v.shape[2]) <= LARGEST_HEAD)
     if fits and softcap is None and sinks is None:
         return _packed_kernel(q, k, v, packing, scale, window)
     if sinks is None:
@@ -104,6 +104,8 @@ def packed_attention(
     # The further key is one in a further dim of all heads, in which each query has the score that its head gives it.
     q = torch.cat([q, (sinks / scale).to(q.dtype)[None, :, None].expand(len(q), -1, 1)], dim=2)
     q, k = pad(q, (0, ALIGNED - 1)), pad(k, (0, ALIGNED))
+    if q.is_meta:  # where torch would take the kernel that holds all scores
+        return _packed_kernel(q, k, v, packing, scale, window)
     return _padded(q, k, v, packing, partial(_attend_with_sink, scale=scale, window=window))
 
 

@@ -14,7 +14,7 @@ from corerl.ops.softmax import RowSums, Slopes, gradient_, kernels_for, row_sums
 
 # Logits per chunk. Every chunk reads the whole weight and adds to its whole gradient, so fewer chunks are faster.
 # 64 MiB and 1 GiB in float32, with a peak of up to 2.5 times that; with kernels 1 GiB in bfloat16, with no copies.
-LOGITS = {"cpu": 2**24, "cuda": 2**28, "kernels": 2**29}
+LOGITS = {"cpu": 2**24, "cuda": 2**28, "meta": 2**28, "kernels": 2**29}
 
 
 def token_logprobs(
@@ -244,5 +244,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     elif total.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif total.is_meta:
+        return  # as on a GPU, nothing else is allocated; torch 2.11 cannot call that on meta
     else:
         total += a @ b

@@ -6,8 +6,7 @@ On a GPU with Triton each is one kernel, which reads every logit once; elsewhere
 from __future__ import annotations
 
 import functools
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +14,29 @@ from torch import Tensor
 from corerl.ops.buildable import lacking
 
 NEVER = -1e30  # the logit of padding: exp() makes it 0, and multiplied by that 0 it is not NaN, as -inf would be
+
+
+class Kernels(Protocol):
+    """Both passes, as kernels that write what they find into memory that they are given."""
+
+    def row_sums(
+        self, logits: Tensor, targets: Tensor, sums: RowSums, *, temperature: float, real: int, with_spread: bool
+    ) -> None: ...
+
+    def gradient_(
+        self, logits: Tensor, targets: Tensor, normalizer: Tensor, slopes: Slopes, *, temperature: float, real: int
+    ) -> None: ...
+
+
+class NoKernels:
+    """On meta there is nothing to write: what remains is the memory that kernels take."""
+
+    def row_sums(self, *_: Any, **__: Any) -> None: ...
+
+    def gradient_(self, *_: Any, **__: Any) -> None: ...
+
+
+NO_KERNELS = NoKernels()
 
 
 class RowSums(NamedTuple):
@@ -97,13 +119,15 @@ def _tempered(logits: Tensor, temperature: float, real: int) -> Tensor:
     return x
 
 
-def kernels_for(logits: Tensor) -> ModuleType | None:
+def kernels_for(logits: Tensor) -> Kernels | None:
     """The kernels to use for `logits`, or for the logits of such hidden states; None for torch operators."""
+    if logits.is_meta:
+        return NO_KERNELS
     return _kernels() if logits.is_cuda and logits.dtype != torch.float64 and logits.numel() else None
 
 
 @functools.cache
-def _kernels() -> ModuleType | None:
+def _kernels() -> Kernels | None:
     if lacking():
         return None
     from corerl.ops import softmax_kernels

@@ -17,6 +17,7 @@ from attrs.validators import in_, matches_re
 
 from corerl.config.schema import ClusterInfo
 from corerl.plugin.capabilities import FULL, Capability, Support
+from corerl.types import MemoryKind, ModelSize
 
 Environment: TypeAlias = Mapping[str, str]
 
@@ -70,6 +71,22 @@ class Process(Enum):
     WORKER = "worker"
 
 
+@frozen(kw_only=True)
+class RankMemory:
+    """Bytes that the fullest rank of a role needs on its device."""
+
+    # While the rank is in training; gradients also if they exist only in a step. Kinds that stay on the host are 0.
+    kinds: Mapping[MemoryKind, int]
+    # Whether a step's first backward pass makes the gradients, in place of the activations that it has used up.
+    gradients_grow: bool = False
+    gathered: int = 0  # further in every pass: weights of other ranks, or copies of its own
+    reducing: int = 0  # further in a layer's backward pass: gradients on their way
+    # The part of the model's activations on a rank. It divides those of the micro-batch that `train` describes.
+    activations: float = 1.0
+    replicated: int = 0  # activations of a micro-batch, further, that are not divided
+    fused: bool = False  # layers keep what compiled layers do, not what transformers' code does
+
+
 def no_environment(config: Any, cluster: ClusterInfo) -> Environment:
     return {}
 
@@ -111,6 +128,8 @@ class BackendSpec:
     # The number of data-parallel shares of a step's samples, every rank's `ParallelLayout.dp_size`: fewer than ranks
     # if several share one (tensor, pipeline or context parallelism). Called only if `check` finds no problem.
     data_parallel: Callable[[Any, ClusterInfo], int] = all_ranks
+    # What a rank needs on its device; None if the backend cannot tell. Called only if `check` finds no problem.
+    memory: Callable[[Any, ClusterInfo, ModelSize], RankMemory] | None = None
     # Findings about the backend's libraries on this machine; `corerl doctor` calls it in a separate process.
     probe: Callable[[], Iterable[Finding]] = no_findings
 

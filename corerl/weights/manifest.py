@@ -112,7 +112,7 @@ def build_manifest(
     one gathers its next while another sends.
     """
     item, shapes = BYTES[dtype], list(shapes)
-    most = bucket_bytes or _proportionate(item * sum(math.prod(shape) for _, shape in shapes))
+    most = bucket_bytes or proportionate_bucket(item * sum(math.prod(shape) for _, shape in shapes))
     by_sender: dict[int, list[list[Entry]]] = {}
     for name, shape in shapes:
         buckets = by_sender.setdefault(senders[name] if senders else 0, [[]])
@@ -126,7 +126,7 @@ def build_manifest(
     return Manifest(dtype, tuple(Bucket(index, tuple(each), sender) for index, (sender, each) in enumerate(in_turns)))
 
 
-def _proportionate(total: int) -> int:
+def proportionate_bucket(total: int) -> int:
     """Bucket bytes such that gathering one bucket overlaps with loading another, without so many buckets that an
     engine's fixed cost for each dominates the update."""
     return min(max(total // 16, 256 * 2**20), 2**30)

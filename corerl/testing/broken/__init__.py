@@ -10,9 +10,10 @@ from attrs import evolve, frozen
 
 from corerl.config.schema import ClusterInfo
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.spec import BackendSpec
+from corerl.plugin.spec import BackendSpec, RankMemory
 from corerl.testing.plain.spec import SPEC as PLAIN
-from corerl.testing.plain.spec import PlainConfig
+from corerl.testing.plain.spec import PlainConfig, memory
+from corerl.types import MemoryKind, ModelSize
 
 
 @frozen(kw_only=True)
@@ -46,6 +47,11 @@ def broken_on_several_ranks(cls: str, fault: str, *, seen_by: str) -> BrokenSpec
         capabilities=lacks,
         seen_by=seen_by,
     )
+
+
+def without_moments(config: PlainConfig, cluster: ClusterInfo, size: ModelSize) -> RankMemory:
+    found = memory(config, cluster, size)
+    return evolve(found, kinds={kind: count for kind, count in found.kinds.items() if kind is not MemoryKind.OPTIMIZER})
 
 
 # ---- the contract of hooks -------------------------------------------------------------------------------------------
@@ -96,6 +102,10 @@ SKIPS_TIED_PARAMETER = broken("SkipsTiedParameter", "engines are never sent tied
 LEAKS_ON_SLEEP = broken("LeaksOnSleep", "a copy of the parameters stays while they sleep", seen_by="C43")
 KEEPS_MOMENTS_AWAKE = broken("KeepsMomentsAwake", "moments are not known to be memory", seen_by="C43")
 WAKES_DIRTY = broken("WakesDirty", "moments are zeros after waking", seen_by="C43")
+PREDICTS_TOO_LITTLE = evolve(
+    broken_on_several_ranks("DataParallel", "its spec predicts memory without moments", seen_by="C65"),
+    memory=without_moments,
+)
 
 BROKEN: dict[str, str] = {  # name of a backend -> the check that must fail
     f"{__name__}.imports_torch:SPEC": "C01",

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 from attrs import frozen
 
+from corerl.config.schema import ClusterInfo
 from corerl.plugin.capabilities import Capability, not_implemented, unsupported
-from corerl.plugin.spec import BackendSpec
+from corerl.plugin.spec import BackendSpec, RankMemory
+from corerl.types import MemoryKind, ModelSize
+
+FLOAT32 = 4
+LOGITS = 6  # tensors of the size of all logits, at the peak of the backward pass
 
 
 @frozen(kw_only=True)
 class PlainConfig:
     """No options: all settings are in [train]."""
+
+
+def memory(config: PlainConfig, cluster: ClusterInfo, size: ModelSize) -> RankMemory:
+    """Weights, gradients and moments in float32, and several copies of all logits of a micro-batch."""
+    tokens = 0 if cluster.train is None else cluster.train.tokens_per_micro_batch
+    vocabulary = size.embedding // size.hidden
+    return RankMemory(
+        kinds={
+            MemoryKind.PARAM: FLOAT32 * size.total,
+            MemoryKind.GRAD: FLOAT32 * size.total,
+            MemoryKind.OPTIMIZER: 2 * FLOAT32 * size.total,
+        },
+        gradients_grow=True,
+        replicated=LOGITS * FLOAT32 * tokens * vocabulary,
+    )
 
 
 SPEC = BackendSpec(
@@ -24,4 +44,5 @@ SPEC = BackendSpec(
         Capability.FLOAT16: unsupported("it is a float32 reference"),
         Capability.RECOMPUTE: not_implemented("it keeps all activations"),
     },
+    memory=memory,
 )

@@ -10,7 +10,12 @@ from attrs import field, frozen
 from torch._subclasses import FakeTensor
 
 from corerl.backend.base import StateKey
+from corerl.config.schema import ClusterInfo
 from corerl.memory.storage import resident_bytes
+from corerl.models.activations import size_of
+from corerl.models.config import hf_config
+from corerl.models.files import look_at
+from corerl.plugin.registry import Kind, load
 from corerl.testing.harness import (
     Setup,
     State,
@@ -97,6 +102,19 @@ def sleep_and_wake(setup: Setup, down: Sequence[MemoryKind], up: Sequence[Memory
             then=then,
             end=state_of(worker),
         )
+
+
+def held_after_a_step(setup: Setup) -> tuple[dict[MemoryKind, int], dict[MemoryKind, int]]:
+    """Bytes that a rank holds of each kind after a step, and those that its spec predicts."""
+    with running(setup) as worker:
+        train(worker, setup, 0)
+        config, ranks = worker.backend.config, worker.backend.context.world_size
+        hf = hf_config(config.model)
+        cluster = ClusterInfo(device=setup.device, ranks=ranks, model=hf.to_dict(), train=config.train)
+        memory = load(Kind.BACKENDS, setup.backend).spec.memory
+        assert memory is not None  # the check has asked
+        predicted = memory(config.options, cluster, size_of(look_at(hf)))
+        return {kind: _resident(worker, kind) for kind in MemoryKind}, dict(predicted.kinds)
 
 
 def _resident(worker: Worker, kind: MemoryKind) -> int:

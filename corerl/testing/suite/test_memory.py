@@ -9,6 +9,7 @@ from attrs import evolve
 
 from corerl.config.schema import Precision
 from corerl.plugin.capabilities import Capability
+from corerl.plugin.registry import Kind, load
 from corerl.testing.compare import (
     SAVED,
     different,
@@ -53,6 +54,22 @@ def test_sleep_frees_what_it_says_and_waking_restores_every_bit(
     assert [loss_of(results) for results in steps] == awake.losses[2:]
     assert [grad_norm_of(results) for results in steps] == awake.grad_norms[2:]
     assert different(whole([rank.end for rank in ranks]), awake.state) == []
+
+
+@check("C65", level=1, builds_on=["C41"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-tied"])
+def test_ranks_hold_of_each_kind_what_the_spec_predicts(subject: Subject, kind: str) -> None:
+    memory = load(Kind.BACKENDS, subject.backend).spec.memory
+    if memory is None:
+        pytest.skip("the backend's spec predicts no memory")
+    found = subject.run(sleeping.held_after_a_step, subject.setup(kind))
+    for each in MemoryKind:
+        held, predicted = max(held[each] for held, _ in found), found[0][1].get(each, 0)
+        if each is MemoryKind.GRAD and not held:
+            continue  # they do not outlive the step
+        assert predicted == pytest.approx(held, rel=0.1), (
+            f"a rank holds {held} bytes of {each} after a step, but the spec's memory() predicts {predicted}"
+        )
 
 
 @check("C58", level=1, needs=[Capability.SLEEP], builds_on=["C43"])

@@ -8,6 +8,7 @@ from corerl.config.schema import ClusterInfo
 from corerl.plugin.capabilities import Capability, not_implemented
 from corerl.plugin.spec import BackendSpec, Environment, Problem
 from corerl_deepspeed.config import DeepSpeedConfig
+from corerl_deepspeed.memory import memory
 from corerl_deepspeed.probe import probe
 from corerl_deepspeed.raw import ZERO, refusals, unread
 
@@ -54,5 +55,6 @@ SPEC = BackendSpec(
     },
     environment=environment,
     check=check,
+    memory=memory,
     probe=probe,
 )

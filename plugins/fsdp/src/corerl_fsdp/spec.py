@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from corerl.config.schema import ClusterInfo
 from corerl.plugin.spec import BackendSpec, Problem
 from corerl_fsdp.config import FsdpConfig
+from corerl_fsdp.memory import memory
 from corerl_fsdp.probe import probe
 
 NO_WHOLE_COMPILE = (
@@ -32,5 +33,6 @@ SPEC = BackendSpec(
     api=(1, 0),
     summary="torch FSDP2: transformers models; parameters, gradients and moments sharded over all ranks",
     check=check,
+    memory=memory,
     probe=probe,
 )

@@ -11,6 +11,7 @@ from corerl.plugin.capabilities import Capability, not_implemented, unsupported
 from corerl.plugin.spec import BackendSpec, Environment, Problem
 from corerl_megatron.config import MegatronConfig, too_precise
 from corerl_megatron.families import unsupported_by
+from corerl_megatron.memory import memory
 from corerl_megatron.probe import probe
 
 FP8_WIDTH = 16  # TransformerEngine requires multiples of this for matrices multiplied in FP8
@@ -194,5 +195,6 @@ SPEC = BackendSpec(
     environment=environment,
     data_parallel=data_parallel,
     check=check,
+    memory=memory,
     probe=probe,
 )

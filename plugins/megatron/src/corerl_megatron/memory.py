@@ -1,0 +1,54 @@
+"""What a rank of the Megatron backend needs on its device."""
+
+from __future__ import annotations
+
+from corerl.config.schema import ClusterInfo
+from corerl.plugin.spec import RankMemory
+from corerl.types import MemoryKind, ModelSize
+from corerl_megatron.config import MegatronConfig
+
+FLOAT32 = 4
+# What a layer keeps of each token in the width of hidden states: the inputs and outputs of its two norms.
+AROUND_NORMS = 4
+
+
+def memory(config: MegatronConfig, cluster: ClusterInfo, size: ModelSize) -> RankMemory:
+    """Weights in the precision of the passes and float32 gradients, split by tensor, pipeline and expert parallelism;
+    float32 masters and moments, which a distributed optimizer shards over data-parallel ranks as well."""
+    train = cluster.train
+    half = FLOAT32 if train is None or train.precision == "float32" else 2
+    tp, pp, cp, ep = (
+        config.tensor_parallel,
+        config.pipeline_parallel,
+        config.context_parallel,
+        config.expert_parallel,
+    )
+    etp = config.expert_tensor_parallel or tp
+    # The first stage has the embedding, the last one the head, which is a copy of the embedding if they are tied.
+    ends = [size.embedding, (size.head or size.embedding) + size.rest]
+    outside = sum(ends) if pp == 1 and size.head else max(ends)
+    experts = sum(size.experts) / pp
+    dense = (sum(size.layers) / pp - experts + outside) / tp
+    experts /= ep * etp
+    copies, expert_copies = cluster.ranks // (tp * pp), cluster.ranks // (etp * ep * pp)
+    weights = round(dense + experts)
+    masters = weights
+    if config.distributed_optimizer:
+        masters = round(dense / copies + experts / expert_copies)
+    tokens = train.tokens_per_micro_batch if train is not None else 0
+    replicated = 0
+    if tp > 1 and not config.sequence_parallel and train is not None and train.recompute == "none":
+        width = AROUND_NORMS * half * size.hidden
+        replicated = round(tokens / cp * len(size.layers) * width * (1 - 1 / tp))
+    return RankMemory(
+        kinds={
+            MemoryKind.PARAM: half * weights,
+            MemoryKind.MASTER: FLOAT32 * masters if half < FLOAT32 else 0,
+            MemoryKind.GRAD: FLOAT32 * weights,
+            MemoryKind.OPTIMIZER: 2 * FLOAT32 * masters,
+        },
+        # The first of several stages holds a micro-batch of each stage, so many layers as one rank would of one.
+        activations=1 / (tp * cp),
+        replicated=replicated,
+        fused=config.transformer != "torch",
+    )
