@@ -4,6 +4,7 @@ no values."""
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -133,7 +134,11 @@ def _kept(policy: Policy, inputs: tuple[Tensor, PackedSequences, Tensor], output
             kept[_key(storage)] = storage
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    with saved_tensors_hooks(keep, lambda tensor: tensor), warnings.catch_warnings():
+        # Torch's compiler asks hidden states for their gradients, and torch warns of it.
+        warnings.filterwarnings(
+            "ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning
+        )
         policy(*inputs, 1.0, outputs)
     return sum(map(_size, kept.values()))
 

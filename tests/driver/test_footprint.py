@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from benchmarks.memory import CASES, predicted
+from corerl.driver.footprint import GIB, PROCESS, Forecaster
+from corerl.driver.prepare import Prepared, prepare, told_memory
+from corerl.models.config import hf_config
+from corerl.models.files import look_at
+from corerl.types import MemoryKind
+from tests.driver.saved import CRITIC, DATA, config_in
+
+MEASURED = {row["name"]: row for row in json.loads(Path("benchmarks/results/memory.json").read_text())["rows"]}
+# Four layers of the 8B shape.
+LARGE = {
+    **DATA["model"]["config"],
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+
+
+def on_gpus(tmp_path: Path, **tables: Any) -> Prepared:
+    """A run on the GPUs of a cluster, which is not asked anything."""
+    config = config_in(tmp_path / "run", backend={"name": "fsdp"}, **tables)
+    return prepare(evolve(config, cluster=evolve(config.cluster, device="cuda", address="10.0.0.1:6379")))
+
+
+def forecaster_of(prepared: Prepared) -> Forecaster:
+    models = {role: hf_config(prepared.config.model_of(role)) for role in prepared.plan.roles}
+    built = {role: look_at(hf, value_head=role == "critic") for role, hf in models.items()}
+    return Forecaster(config=prepared.config, plan=prepared.plan, models=models, built=built, longest=2048)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp",
+        "fsdp-compiled",
+        "fsdp-recompute",
+        "fsdp-single",
+        "fsdp-gemma3",
+        "fsdp-experts",
+        "deepspeed-1",
+        "deepspeed-3",
+        "megatron",
+    ],
+)
+def test_what_is_predicted_is_within_a_tenth_of_what_was_measured_on_a_gpu(name: str) -> None:
+    found, row = predicted(CASES[name]), MEASURED[name]
+    assert found.training == pytest.approx(row["measured"], rel=0.1)
+    weights = found.rank.kinds[MemoryKind.PARAM]
+    assert found.passing == pytest.approx(weights + row["measured_forward"], rel=0.1)
+
+
+def test_a_run_on_gpus_is_told_what_they_will_hold_stage_by_stage(tmp_path: Path) -> None:
+    tables: dict[str, Any] = {"algorithm": {"kl_coef": 0.1}, "model": {**DATA["model"], "config": LARGE}}
+    train = {"precision": "bfloat16", "tokens_per_micro_batch": 4096}
+    prepared = on_gpus(tmp_path, roles={"actor": {"ranks": 4}}, train=train, **tables)
+    memory = prepared.memory
+    assert memory is not None and memory.unknown == ()
+    assert list(memory.stages) == ["train actor", "forward actor", "update"]
+    layer = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+    numbers = 4 * layer + 2 * 151936 * 4096 + 4096
+    parts = memory.stages["train actor"].parts
+    assert parts["actor's weights"] == parts["actor's gradients"] == parts["actor's moments"] // 2 == numbers * 4 // 4
+    assert memory.stages["update"].parts["the engine's weights"] == numbers * 2
+    assert {stage.parts["processes"] for stage in memory.stages.values()} == {2 * PROCESS}
+    first, *others = told_memory(prepared)
+    assert first.startswith("predicted memory of a device: train actor ") and "actor's weights 1.9," in first
+    assert len(others) == 2 and told_memory(prepared, fullest=True) == [first]
+
+
+def test_what_cannot_fit_is_refused_with_what_would_help(tmp_path: Path) -> None:
+    train = {"precision": "bfloat16", "tokens_per_micro_batch": 8192}
+    prepared = on_gpus(tmp_path, model={**DATA["model"], "config": LARGE}, train=train)
+    forecaster = forecaster_of(prepared)
+    found = forecaster.forecast()
+    needed = found.stages["train actor"].total
+    assert list(forecaster.too_large(found, there=needed)) == []
+    (line,) = forecaster.too_large(found, there=20 * GIB)
+    assert line.startswith("roles.actor.ranks: a device has 20.0 GiB, but needs more: train actor ")
+    less = forecaster.role("actor", recompute="full")
+    now = forecaster.role("actor")
+    assert not isinstance(less, str) and not isinstance(now, str)
+    assert f"set train.recompute='full' ({(needed - now.training + less.training) / GIB:.1f} GiB)" in line
+    assert "train.tokens_per_micro_batch=4096 (" in line and "or more ranks" in line
+
+
+def test_roles_that_share_devices_without_taking_turns_hold_all_they_have_beside_each_other(tmp_path: Path) -> None:
+    prepared = on_gpus(tmp_path, train={"precision": "bfloat16"}, **CRITIC)
+    in_turns, together = (
+        forecaster_of(prepared),
+        forecaster_of(
+            evolve(prepared, config=evolve(prepared.config, cluster=evolve(prepared.config.cluster, offload="never")))
+        ),
+    )
+    critic = together.role("critic")
+    assert not isinstance(critic, str)
+    parts = together.forecast().stages["train actor"].parts
+    assert parts["the critic"] == sum(critic.rank.kinds.values())
+    assert "the critic" not in in_turns.forecast().stages["train actor"].parts
+
+
+def test_what_cannot_be_predicted_is_said_with_its_reason(tmp_path: Path) -> None:
+    prepared = on_gpus(tmp_path)
+    forecaster = forecaster_of(prepared)
+    plan = prepared.plan.roles["actor"]
+    silent = evolve(plan, backend=evolve(plan.backend, spec=evolve(plan.backend.spec, memory=None)))
+    found = evolve(forecaster, plan=evolve(prepared.plan, roles={"actor": silent})).forecast()
+    assert found.stages == {}
+    assert found.unknown == ("the memory of the actor is not predicted: the backend 'fsdp' does not tell",)
+
+
+def test_on_cpus_nothing_is_predicted(tmp_path: Path) -> None:
+    prepared = prepare(config_in(tmp_path / "run"))
+    assert prepared.memory is None and told_memory(prepared) == []
