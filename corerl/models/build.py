@@ -86,7 +86,7 @@ def architecture_of(config: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM._model_mapping[type(config)]
 
 
-def stored_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def stored_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that a model's files hold, by name: weights that no gradient trains, such as the biases by which
     some routers balance their experts."""
     return {

@@ -40,7 +40,7 @@ def through_experts(
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float64, experts_implementation="eager", trust_remote_code=False
     ).eval()
-    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
     logprobs, chosen, loss = np.zeros(len(samples.tokens)), [], torch.zeros((), dtype=torch.float64)
     for start, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):
         tokens = torch.tensor(samples.tokens[start:end])
@@ -75,10 +75,11 @@ def _told(routers: list[nn.Module], told: Tensor | None) -> Iterator[list[Tensor
         logits, _, own = output
         index = own if told is None else torch.where(told[:, len(went)] < 0, own, told[:, len(went)])
         went.append(index)
-        scores = logits.softmax(-1).gather(1, index)
+        scores = logits.sigmoid() if hasattr(router, "e_score_correction_bias") else logits.softmax(-1)
+        scores = scores.gather(1, index)
         if router.norm_topk_prob:
             scores = scores / scores.sum(-1, keepdim=True)
-        return logits, scores, index
+        return logits, scores * getattr(router, "routed_scaling_factor", 1.0), index
 
     handles = [router.register_forward_hook(hook) for router in routers]
     yield went

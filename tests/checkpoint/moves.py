@@ -1,4 +1,4 @@
-"""A run that goes on elsewhere every two steps, beside one that stays."""
+"""A run that goes on elsewhere every two steps, beside one that stays; and what is exported of it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from attrs import evolve
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
 
 from corerl.checkpoint.commit import begin
-from corerl.testing.compare import Tensors, assert_follows, different
+from corerl.checkpoint.format import WEIGHTS
+from corerl.checkpoint.reader import CheckpointSource
+from corerl.config.schema import ModelConfig
+from corerl.models.config import hf_config
+from corerl.models.export import export_directory
+from corerl.testing.compare import Tensors, assert_follows, different, same_bits, saved_tensors
 from corerl.testing.subject import Checkpoint, Runs
 
 Place: TypeAlias = tuple[str, Mapping[str, Any], int]  # backend, its options, ranks
@@ -34,3 +42,15 @@ def assert_moving_follows_staying(runs: Runs, directory: Path, kind: str, places
         grad_norms += found.grad_norms
     assert_follows(evolve(found, losses=losses, grad_norms=grad_norms), stays)
     return resume
+
+
+def assert_export_is_what_transformers_loads(model: Path, checkpoint: str, directory: Path) -> None:
+    """What is exported of a role's checkpoint, loaded and saved by transformers, equals it to the last bit."""
+    exported, again = (str(directory / name) for name in ("export", "again"))
+    trained = saved_tensors(CheckpointSource(Path(checkpoint), *WEIGHTS))
+    tensors = ((name, torch.from_numpy(values)) for name, values in trained.items())
+    export_directory(exported, config=hf_config(ModelConfig(path=str(model))), tokenizer=None, tensors=tensors)
+    AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).save_pretrained(again)
+    loaded = load_file(Path(again) / "model.safetensors")
+    assert loaded.keys() == trained.keys()
+    assert [name for name, values in trained.items() if not same_bits(loaded[name], values)] == []

@@ -6,20 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM
 
-from corerl.checkpoint.format import WEIGHTS
-from corerl.checkpoint.reader import CheckpointSource
-from corerl.config.schema import ModelConfig
-from corerl.models.config import hf_config
-from corerl.models.export import export_directory
 from corerl.models.smallest import smallest_config
-from corerl.testing.compare import same_bits, saved_tensors
 from corerl.testing.models import drawn_model
 from corerl.testing.subject import Runs
-from tests.checkpoint.moves import Place, assert_moving_follows_staying
+from tests.checkpoint.moves import Place, assert_export_is_what_transformers_loads, assert_moving_follows_staying
 
 FSDP: Place = ("fsdp", {}, 2)
 ZERO2: Place = ("deepspeed", {"stage": 2}, 1)
@@ -37,14 +28,8 @@ PLACES: dict[str, list[Place]] = {
 def test_a_run_goes_on_elsewhere_and_its_export_is_what_transformers_loads(
     runs: Runs, tmp_path: Path, model_type: str
 ) -> None:
-    model, exported, again = (str(tmp_path / name) for name in ("model", "export", "again"))
+    model = tmp_path / "model"
     drawn_model(smallest_config(model_type)).save_pretrained(model)
-    family = Runs(runs.rank_sets, {model_type: Path(model)})
+    family = Runs(runs.rank_sets, {model_type: model})
     last = assert_moving_follows_staying(family, tmp_path, model_type, PLACES[model_type])
-    trained = saved_tensors(CheckpointSource(Path(last), *WEIGHTS))
-    tensors = ((name, torch.from_numpy(values)) for name, values in trained.items())
-    export_directory(exported, config=hf_config(ModelConfig(path=model)), tokenizer=None, tensors=tensors)
-    AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).save_pretrained(again)
-    loaded = load_file(Path(again) / "model.safetensors")
-    assert loaded.keys() == trained.keys()
-    assert [name for name, values in trained.items() if not same_bits(loaded[name], values)] == []
+    assert_export_is_what_transformers_loads(model, last, tmp_path)

@@ -40,6 +40,7 @@ FOUR = {
 }
 EXPERTS = {
     "ep2": {"expert_parallel": 2},
+    "tp2 sp etp1": {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1},
     "tp2 sp, experts cut too": {"tensor_parallel": 2, "sequence_parallel": True},
     "tp2 sp ep2 etp1": {
         "tensor_parallel": 2,
@@ -63,6 +64,7 @@ RECOMPUTED = {
         [MLP] * 2,
     ),
     "ep2, experts": ("qwen3-moe", {"expert_parallel": 2, "recompute": "mlp"}, [MLP] * 2),
+    "ep2, a bias in each router": ("glm4-moe", {"expert_parallel": 2}, [WHOLE] * 2),
 }
 
 

@@ -55,6 +55,12 @@ def test_it_trains_through_the_experts_that_it_is_told(runs: Runs, layout: str, 
     assert_replays_as_transformers(runs, ranks, setup_of(runs, options, recompute))
 
 
+@pytest.mark.parametrize("layout", ["pp2", "tp2 sp ep2 etp1"])
+def test_so_it_does_with_routers_that_choose_by_a_bias(runs: Runs, layout: str) -> None:
+    ranks, options = LAYOUTS[layout]
+    assert_replays_as_transformers(runs, ranks, evolve(setup_of(runs, options), model=str(runs.models["glm4-moe"])))
+
+
 @pytest.fixture(scope="module")
 def four_ranks() -> Iterator[RankPool]:
     pool = RankPool(4)

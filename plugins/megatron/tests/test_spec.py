@@ -12,17 +12,23 @@ from megatron.core.transformer import TransformerConfig
 
 from corerl.config.schema import ClusterInfo, TrainConfig
 from corerl.errors import PluginError
+from corerl.models.smallest import smallest_config
 from corerl.plugin.capabilities import Capability
 from corerl.testing.harness import TRAIN
-from corerl.testing.models import tiny_config
+from corerl.testing.models import MODELS, tiny_config
 from corerl_megatron.config import MegatronConfig
-from corerl_megatron.families import architecture, unsupported_by
+from corerl_megatron.families import FAMILIES, architecture, unsupported_by
 from corerl_megatron.model import uses_transformer_engine
 from corerl_megatron.spec import SPEC, check
+from plugins.megatron.tests.test_families import YARN
 from plugins.megatron.tests.test_rope import LLAMA3
 
 QWEN3 = tiny_config("qwen3-deep").to_dict()  # 4 layers, 4 heads, 2 key-value heads, 96 columns
 MOE = tiny_config("qwen3-moe").to_dict()  # 8 experts
+GLM = tiny_config("glm4-moe").to_dict()
+GPT_OSS, DEEPSEEK, YOUTU, GEMMA = (
+    smallest_config(kind).to_dict() for kind in ("gpt_oss", "deepseek_v3", "youtu", "gemma3_text")
+)
 
 
 def told(
@@ -41,6 +47,9 @@ def told(
         (1, {**QWEN3, "attention_dropout": 0.1}, {}),  # no backend draws any
         (1, {**MOE, "num_experts_per_tok": 1, "norm_topk_prob": False}, {}),
         (4, MOE, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 4, "expert_tensor_parallel": 1}),
+        (2, GPT_OSS, {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1}),
+        (8, DEEPSEEK, {"pipeline_parallel": 2, "context_parallel": 2, "expert_parallel": 4}),
+        (2, YOUTU, {"tensor_parallel": 2, "sequence_parallel": True}),
     ],
 )
 def test_a_layout_that_divides_is_let_through(ranks: int, model: dict[str, Any], options: dict[str, Any]) -> None:
@@ -81,16 +90,21 @@ def test_a_layout_that_divides_is_let_through(ranks: int, model: dict[str, Any],
             "expert_tensor_parallel: 64 does not divide the model's 32 columns of an expert",
         ),
         (2, MOE, {"tensor_parallel": 2}, "sequence_parallel: false, but experts with tensor_parallel=2"),
-        (1, QWEN3, {"sequence_parallel": True}, "sequence_parallel: true, but tensor_parallel is 1"),
-        (1, QWEN3, {"overlap_param_gather": True}, "overlap_param_gather: true, which needs distributed_optimizer"),
-        (1, QWEN3, {"fp8": "hybrid"}, "fp8: 'hybrid' needs TransformerEngine, which needs a GPU"),
+        (1, GLM, {"aux_loss_coef": 0.1}, "aux_loss_coef: 0.1, but the routers of a glm4_moe model have no softmax"),
         (
             2,
-            {**QWEN3, "intermediate_size": 208},
-            {"fp8": "e4m3", "tensor_parallel": 2},
-            "fp8: 'e4m3', but a rank multiplies matrices of width 104 (columns of the MLP); TransformerEngine needs",
+            {**GLM, "moe_intermediate_size": 33},
+            {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1},
+            "tensor_parallel: 2 does not divide the model's 33 columns of the shared experts",
         ),
-        (1, QWEN3, {"transformer": "transformer_engine"}, "transformer: 'transformer_engine' needs TransformerEngine"),
+        (
+            2,
+            GPT_OSS,
+            {"tensor_parallel": 2, "sequence_parallel": True},
+            "expert_tensor_parallel: 0 with tensor_parallel=2 splits experts, but megatron-core cannot split those",
+        ),
+        (1, GPT_OSS, {"native_checkpoint": True}, "native_checkpoint: true, but the experts of a gpt_oss model keep"),
+        (2, YOUTU, {"tensor_parallel": 2}, "sequence_parallel: false, but latent attention with tensor_parallel=2"),
     ],
 )
 def test_one_that_does_not_is_refused_under_the_setting_that_mends_it(
@@ -142,19 +156,44 @@ def test_transformer_engine_is_taken_where_it_is_there_and_asked_for_in_one_line
     ("changed", "reason"),
     [
         (
-            {"model_type": "gemma3"},
-            "model_type 'gemma3' is not supported by this backend, only llama, qwen2, qwen3, qwen3_moe",
+            {"model_type": "olmo3"},
+            f"model_type 'olmo3' is not supported by this backend, only {', '.join(FAMILIES)}; use another backend",
         ),
         (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-            "rope_type 'yarn' is not supported by this backend",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
+            "rope_type 'dynamic' is not supported by this backend, only default, linear, llama3, yarn",
         ),
         (
             {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}},
             "rope low_freq_factor=2.0 is not supported by megatron-core, only 1.0",
         ),
+        (
+            {"rope_parameters": {**YARN, "attention_factor": 2.0}},
+            "rope attention_factor=2.0 is not supported by megatron-core, which computes 1.20794 from",
+        ),
+        (
+            {**GLM, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
+            "rope_type 'yarn' of a part of each head is not supported by megatron-core",
+        ),
+        ({**DEEPSEEK, "rope_parameters": LLAMA3}, "rope_type 'llama3' of a deepseek_v3 model is not supported"),
+        (
+            {**DEEPSEEK, "rope_parameters": {**YARN, "truncate": False}},
+            "rope truncate=false, or mscale_all_dim without mscale, of latent attention is not supported",
+        ),
+        ({**DEEPSEEK, "rope_interleave": False}, "rope_interleave=false is not supported by megatron-core"),
+        ({**GLM, "norm_topk_prob": False}, "norm_topk_prob=false of a router with sigmoids is not supported"),
+        ({**GPT_OSS, "attention_bias": False}, "attention_bias=false of a gpt_oss model is not supported"),
+        ({**GPT_OSS, "swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported by megatron-core, only 1.702"),
         ({"attention_bias": True}, "attention_bias of a qwen3 model is not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window of a qwen3 model is not supported"),
+        ({**GEMMA, "final_logit_softcapping": 30.0}, "final_logit_softcapping of a gemma3_text model is not supported"),
+        (
+            {**GEMMA, "hidden_activation": "silu"},
+            "hidden_activation='silu' is not supported by this backend, only gelu",
+        ),
+        (
+            {**GEMMA, "rope_parameters": {"full_attention": YARN, "sliding_attention": LLAMA3}},
+            "rope_type 'llama3' in layers with windows is not supported by this backend, only default",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
     ],
 )
@@ -172,7 +211,7 @@ def test_a_router_whose_one_choice_always_weighs_1_is_refused() -> None:
 
 
 def test_the_models_of_the_suite_are_known() -> None:
-    for kind in ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3-moe"):
+    for kind in MODELS:
         assert unsupported_by(tiny_config(kind).to_dict()) == ""
 
 

@@ -55,6 +55,8 @@ class MegatronBackend(Backend):
             raise ModelError(reason)
         if config.train.precision == "float16":
             raise Unsupported("float16 needs a loss scale, which this backend does not have; use bfloat16")
+        if config.train.layout == "whole":
+            raise Unsupported("megatron-core's models pack sequences; set train.layout to 'auto' or 'packed'")
         model = architecture(fields, value_head=config.value_head)
         with calling_megatron(self.device):
             self.groups = make_groups(config.options, timeout=config.timeout, device=self.device)
@@ -98,6 +100,9 @@ class MegatronBackend(Backend):
     def _weights(self) -> Sequence[Chunk]:
         """Chunks of the weights, cached: parameters stay in place, even asleep, and every weight update needs them."""
         return [chunk for held in self.model.held for chunk in held.chunks(held.param.detach())]
+
+    def buffers(self) -> Sequence[Chunk]:
+        return [chunk for held in self.model.buffers for chunk in held.chunks(held.param)]
 
     def tensors(self, kind: MemoryKind) -> Iterable[torch.Tensor]:
         self._finish_gathers()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from corerl.config.schema import RoleConfig
 from corerl_megatron.adam import fused_adam
-from corerl_megatron.chunks import Held, held_parameters
+from corerl_megatron.chunks import Held, held_buffers, held_parameters
 from corerl_megatron.config import MegatronConfig
 from corerl_megatron.families import Architecture
 from corerl_megatron.model import stages
@@ -29,6 +29,7 @@ class Model:
 
     chunks: Sequence[DistributedDataParallel]  # of PackedModel; several if stages are interleaved
     held: Sequence[Held]  # all of their parameters
+    buffers: Sequence[Held]  # all of their stored buffers
     optimizer: Any  # a megatron-core ChainedOptimizer: one for dense parameters, one for experts
     config: TransformerConfig
 
@@ -46,10 +47,17 @@ def build(role: RoleConfig, architecture: Architecture, groups: Groups, *, devic
             part.param.data = torch.zeros((), dtype=part.param.dtype, device=device).expand(part.param.shape)
         else:
             part.zero_padding()  # no box reads or writes it, and it has no gradient, so it stays zero
-        if part.split is not None and not hasattr(part.param, "tensor_model_parallel"):
+        of_other_ranks = part.expert and config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+        if of_other_ranks:
+            # megatron-core 0.16 takes them for dense ones unless there is expert parallelism, and so does not reduce
+            # them over the ranks that split those; and it sums the gradients of biases over these ranks, although
+            # they belong to different experts, or have been summed.
+            part.param.allreduce = False  # type: ignore[attr-defined]
+            part.param.sequence_parallel = False  # type: ignore[attr-defined]
+        if (of_other_ranks or part.split is not None) and not hasattr(part.param, "tensor_model_parallel"):
             # megatron-core sets these when it initializes weights; without them the norm would count one rank's share.
-            set_tensor_model_parallel_attributes(part.param, is_parallel=True, dim=part.split, stride=1)
-    buffers = DistributedDataParallelConfig(
+            set_tensor_model_parallel_attributes(part.param, is_parallel=True, dim=part.split or 0, stride=1)
+    reduction = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=options.distributed_optimizer,
         overlap_grad_reduce=options.overlap_grad_reduce,
@@ -59,7 +67,7 @@ def build(role: RoleConfig, architecture: Architecture, groups: Groups, *, devic
     chunks = [
         DistributedDataParallel(
             config,
-            buffers,
+            reduction,
             module,
             # Of interleaved parts, only the first is waited for while its gradients are reduced.
             disable_bucketing=index > 0,
@@ -69,7 +77,8 @@ def build(role: RoleConfig, architecture: Architecture, groups: Groups, *, devic
     with fused_adam():
         optimizer = get_megatron_optimizer(_optimizer_config(role), chunks, use_gloo_process_groups=False)
     _connect(config, chunks, options)
-    return Model(chunks=chunks, held=held, optimizer=optimizer, config=config)
+    buffers = held_buffers(modules, architecture, groups)
+    return Model(chunks=chunks, held=held, buffers=buffers, optimizer=optimizer, config=config)
 
 
 def _optimizer_config(role: RoleConfig) -> MegatronOptimizerConfig:

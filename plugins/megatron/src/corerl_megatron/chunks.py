@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from itertools import accumulate
 
 import torch
 from attrs import frozen
 from megatron.core.transformer import TransformerConfig
-from torch import nn
 
 from corerl.errors import ModelError
-from corerl.models.build import VALUE_HEAD_WEIGHT
+from corerl.models.build import VALUE_HEAD_WEIGHT, stored_buffers
 from corerl.weights.chunks import Box, Chunk, flat_range_views, intersect, within
-from corerl_megatron.families import Architecture
+from corerl_megatron.families import Architecture, Part
 from corerl_megatron.model import EMBEDDING, HEAD, PackedModel
 from corerl_megatron.parallel import Groups
 
@@ -23,7 +23,8 @@ class Cut(Enum):
     """How tensor parallelism splits a parameter, and how its rows are laid out."""
 
     WHOLE = "whole"  # equal on all tensor-parallel ranks
-    ROWS = "rows"  # of the vocabulary, padded at the end
+    VOCABULARY = "vocabulary"  # rows, padded at the end
+    ROWS = "rows"
     COLUMNS = "columns"
     GATED = "gated"  # rows of the gate, then as many rows of the up projection
     QKV = "qkv"  # for each group of key-value heads: its query heads, its key head, its value head
@@ -33,82 +34,104 @@ class Cut(Enum):
 class Rule:
     pattern: str  # matches the name after decoder.layers.N., or the whole name
     cut: Cut
-    hf: tuple[str, ...]  # names after model.layers.N., with {expert}; or whole names
+    hf: Part | str  # what it is in a layer, or a whole name
 
 
-# Alternative names are TransformerEngine's, which fuses a norm into the next matrix and all experts into one module.
+# An expert is a module, or in TransformerEngine's modules a number after the name.
+FC1, FC2 = (
+    rf"mlp\.experts\.(local_experts\.(?P<expert>\d+)\.{name}\.{{0}}|{name}\.{{0}}(?P<grouped>\d+))"
+    for name in ("linear_fc1", "linear_fc2")
+)
+# Alternative names are TransformerEngine's, which fuses a norm into the next matrix.
 LAYER = (
-    Rule(
-        r"(input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight)",
-        Cut.WHOLE,
-        ("input_layernorm.weight",),
-    ),
-    Rule(
-        r"self_attention\.linear_qkv\.weight",
-        Cut.QKV,
-        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-    ),
-    Rule(
-        r"self_attention\.linear_qkv\.bias",
-        Cut.QKV,
-        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-    ),
-    Rule(r"self_attention\.linear_proj\.weight", Cut.COLUMNS, ("self_attn.o_proj.weight",)),
-    Rule(r"self_attention\.q_layernorm\.weight", Cut.WHOLE, ("self_attn.q_norm.weight",)),
-    Rule(r"self_attention\.k_layernorm\.weight", Cut.WHOLE, ("self_attn.k_norm.weight",)),
-    Rule(
-        r"(pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight)",
-        Cut.WHOLE,
-        ("post_attention_layernorm.weight",),
-    ),
-    Rule(r"mlp\.linear_fc1\.weight", Cut.GATED, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    Rule(r"mlp\.linear_fc2\.weight", Cut.COLUMNS, ("mlp.down_proj.weight",)),
-    Rule(r"mlp\.router\.weight", Cut.WHOLE, ("mlp.gate.weight",)),
-    Rule(
-        r"mlp\.experts\.(local_experts\.(?P<expert>\d+)\.linear_fc1\.weight|linear_fc1\.weight(?P<grouped>\d+))",
-        Cut.GATED,
-        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
-    ),
-    Rule(
-        r"mlp\.experts\.(local_experts\.(?P<expert>\d+)\.linear_fc2\.weight|linear_fc2\.weight(?P<grouped>\d+))",
-        Cut.COLUMNS,
-        ("mlp.experts.{expert}.down_proj.weight",),
-    ),
+    Rule(r"(input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight)", Cut.WHOLE, Part.INPUT_NORM),
+    Rule(r"self_attention\.linear_qkv\.weight", Cut.QKV, Part.QKV),
+    Rule(r"self_attention\.linear_qkv\.bias", Cut.QKV, Part.QKV_BIAS),
+    Rule(r"self_attention\.linear_q_proj\.weight", Cut.ROWS, Part.Q),
+    Rule(r"self_attention\.linear_q_down_proj\.weight", Cut.WHOLE, Part.Q_DOWN),
+    Rule(r"self_attention\.linear_q_up_proj\.weight", Cut.ROWS, Part.Q_UP),
+    Rule(r"self_attention\.linear_kv_down_proj\.weight", Cut.WHOLE, Part.KV_DOWN),
+    Rule(r"self_attention\.(kv_layernorm\.weight|linear_kv_up_proj\.layer_norm_weight)", Cut.WHOLE, Part.KV_NORM),
+    Rule(r"self_attention\.linear_kv_up_proj\.weight", Cut.ROWS, Part.KV_UP),
+    Rule(r"self_attention\.core_attention\.softmax_offset", Cut.ROWS, Part.SINKS),
+    Rule(r"self_attention\.linear_proj\.weight", Cut.COLUMNS, Part.PROJ),
+    Rule(r"self_attention\.linear_proj\.bias", Cut.WHOLE, Part.PROJ_BIAS),
+    Rule(r"self_attention\.(q_layernorm\.weight|linear_q_up_proj\.layer_norm_weight)", Cut.WHOLE, Part.Q_NORM),
+    Rule(r"self_attention\.k_layernorm\.weight", Cut.WHOLE, Part.K_NORM),
+    Rule(r"post_attention_layernorm\.weight", Cut.WHOLE, Part.PROJ_NORM),
+    Rule(r"post_mlp_layernorm\.weight", Cut.WHOLE, Part.FC2_NORM),
+    Rule(r"(pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight)", Cut.WHOLE, Part.MLP_NORM),
+    Rule(r"mlp\.linear_fc1\.weight", Cut.GATED, Part.FC1),
+    Rule(r"mlp\.linear_fc2\.weight", Cut.COLUMNS, Part.FC2),
+    Rule(r"mlp\.router\.weight", Cut.WHOLE, Part.ROUTER),
+    Rule(r"mlp\.router\.bias", Cut.WHOLE, Part.ROUTER_BIAS),
+    Rule(r"mlp\.router\.expert_bias", Cut.WHOLE, Part.CHOICE_BIAS),
+    Rule(FC1.format("weight"), Cut.GATED, Part.EXPERT_FC1),
+    Rule(FC1.format("bias"), Cut.GATED, Part.EXPERT_FC1_BIAS),
+    Rule(FC2.format("weight"), Cut.COLUMNS, Part.EXPERT_FC2),
+    Rule(FC2.format("bias"), Cut.WHOLE, Part.EXPERT_FC2_BIAS),
+    Rule(r"mlp\.shared_experts\.linear_fc1\.weight", Cut.GATED, Part.SHARED_FC1),
+    Rule(r"mlp\.shared_experts\.linear_fc2\.weight", Cut.COLUMNS, Part.SHARED_FC2),
+    Rule(r"mlp\.shared_experts\.gate_weight", Cut.WHOLE, Part.SHARED_GATE),
 )
 TOP = (
-    Rule(re.escape(EMBEDDING), Cut.ROWS, ("model.embed_tokens.weight",)),
-    Rule(r"decoder\.final_layernorm\.weight", Cut.WHOLE, ("model.norm.weight",)),
-    Rule(re.escape(HEAD), Cut.ROWS, ("lm_head.weight",)),
-    Rule(re.escape(VALUE_HEAD_WEIGHT), Cut.WHOLE, (VALUE_HEAD_WEIGHT,)),
+    Rule(re.escape(EMBEDDING), Cut.VOCABULARY, "model.embed_tokens.weight"),
+    Rule(r"decoder\.final_layernorm\.weight", Cut.WHOLE, "model.norm.weight"),
+    Rule(re.escape(HEAD), Cut.VOCABULARY, "lm_head.weight"),
+    Rule(re.escape(VALUE_HEAD_WEIGHT), Cut.WHOLE, VALUE_HEAD_WEIGHT),
 )
 IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 
 
 @frozen
 class Piece:
-    """One box of an HF tensor: where it begins in the tensor and in the parameter; both have the same axes."""
+    """One box of an HF tensor, and where it begins in the tensor and in the parameter."""
 
     name: str
     shape: tuple[int, ...]  # of the HF tensor
     offsets: tuple[int, ...]  # in the HF tensor
     start: tuple[int, ...]  # in the parameter
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # in the parameter
+    axes: tuple[int | None, ...]  # the parameter's dim for each HF dim; None where the box has size 1
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], at: int, start: int, sizes: tuple[int, ...]) -> Piece:
+        """Rows `at` and later of an HF tensor with the parameter's dims, at `start` in the parameter."""
+        zeros = (0,) * (len(sizes) - 1)
+        return cls(name, shape, (at, *zeros), (start, *zeros), sizes, tuple(range(len(sizes))))
+
+    def stacked(self, expert: int, experts: int) -> Piece:
+        """The same in an HF tensor that has all experts, each transposed."""
+        return Piece(
+            self.name,
+            (experts, *reversed(self.shape)),
+            (expert, *reversed(self.offsets)),
+            self.start,
+            self.sizes,
+            (None, *reversed([*self.axes])),
+        )
 
     def chunk(self, box: Box, view: torch.Tensor, *, replica: bool) -> Chunk | None:
         """The intersection with a `box` of the parameter, as a view of `view`, which holds that box."""
         common = intersect(box, (self.start, self.sizes))
         if common is None:
             return None
-        offsets = tuple(at + o - s for at, o, s in zip(common[0], self.offsets, self.start, strict=True))
-        return Chunk(self.name, self.shape, offsets, common[1], view[within(common, box)], replica)
+        offsets = tuple(
+            at if axis is None else at + common[0][axis] - self.start[axis]
+            for at, axis in zip(self.offsets, self.axes, strict=True)
+        )
+        sizes = tuple(1 if axis is None else common[1][axis] for axis in self.axes)
+        oriented = view[within(common, box)].permute([axis for axis in self.axes if axis is not None])
+        return Chunk(self.name, self.shape, offsets, sizes, oriented.view(sizes), replica)
 
 
 @frozen(kw_only=True, eq=False)
 class Held:
-    """One parameter of this rank."""
+    """One parameter, or stored buffer, of this rank."""
 
-    param: nn.Parameter
+    param: torch.Tensor
     pieces: Sequence[Piece]
+    expert: bool  # whether it is of an expert
     split: int | None  # the dim that tensor parallelism splits; None if each rank has the whole
     later_copy: bool  # a rank of another copy of the model holds it too, and sends it
     duplicate: bool  # a rank of the same copy does: it is whole on each, or the last stage's copy of the embedding
@@ -139,39 +162,58 @@ def held_parameters(modules: Sequence[PackedModel], architecture: Architecture, 
     ]
 
 
-def _held(module: PackedModel, name: str, param: nn.Parameter, architecture: Architecture, groups: Groups) -> Held:
-    rule, names, expert = _rule(module, name, groups)
+def held_buffers(modules: Sequence[PackedModel], architecture: Architecture, groups: Groups) -> list[Held]:
+    """The same for stored buffers."""
+    return [
+        _held(module, name, buffer, architecture, groups)
+        for module in modules
+        for name, buffer in stored_buffers(module).items()
+    ]
+
+
+def _held(module: PackedModel, name: str, param: torch.Tensor, architecture: Architecture, groups: Groups) -> Held:
+    rule, names, expert = _rule(module, name, architecture, groups)
     copy_of_embedding = name == HEAD and architecture.tied  # on the last stage; the first holds the embedding
     if copy_of_embedding:
-        names = TOP[0].hf
-    tensor = groups.expert_tensor if expert else groups.tensor
+        names = (str(TOP[0].hf),)
+    tensor = groups.tensor if expert is None else groups.expert_tensor
+    pieces = list(
+        _pieces(rule.cut, names, tuple(param.shape), tensor.rank(), tensor.size(), module.config, architecture)
+    )
+    if expert is not None and architecture.alternating:
+        pieces = [piece.stacked(expert, architecture.experts) for piece in pieces]
     whole = rule.cut is Cut.WHOLE
     return Held(
         param=param,
-        pieces=list(
-            _pieces(rule.cut, names, tuple(param.shape), tensor.rank(), tensor.size(), module.config, architecture)
-        ),
+        pieces=pieces,
+        expert=expert is not None,
         split=None if whole else int(rule.cut is Cut.COLUMNS),
-        later_copy=not (groups.first_expert_copy if expert else groups.first_copy),
+        later_copy=not (groups.first_copy if expert is None else groups.first_expert_copy),
         duplicate=copy_of_embedding or (whole and tensor.rank() > 0),
     )
 
 
-def _rule(module: PackedModel, name: str, groups: Groups) -> tuple[Rule, tuple[str, ...], bool]:
-    """The rule for a parameter name, the HF tensors' names, and whether the parameter is an expert's."""
+def _rule(
+    module: PackedModel, name: str, architecture: Architecture, groups: Groups
+) -> tuple[Rule, tuple[str, ...], int | None]:
+    """The rule for a parameter name, the HF tensors' names, and the parameter's expert, if it is of one."""
     in_layer = IN_LAYER.fullmatch(name)
     for rule in LAYER if in_layer else TOP:
         found = re.fullmatch(rule.pattern, in_layer[2] if in_layer else name)
         if found is None:
             continue
         if in_layer is None:
-            return rule, rule.hf, False
+            return rule, (str(rule.hf),), None
+        hf = architecture.names.get(rule.hf) if isinstance(rule.hf, Part) else None
+        if hf is None:
+            break
         layer = module.decoder.layers[int(in_layer[1])].layer_number - 1  # index in the whole model
         parts = found.groupdict()
         local = parts.get("expert") or parts.get("grouped")
-        first = module.config.num_moe_experts // groups.expert_ranks * groups.expert_rank if local else 0
-        expert = "" if local is None else str(first + int(local))
-        return rule, tuple(f"model.layers.{layer}.{hf.format(expert=expert)}" for hf in rule.hf), local is not None
+        expert = None
+        if local is not None:
+            expert = architecture.experts // groups.expert_ranks * groups.expert_rank + int(local)
+        return rule, tuple(f"model.layers.{layer}.{each.format(expert=expert)}" for each in hf), expert
     raise ModelError(f"this backend knows no Hugging Face name for megatron-core's parameter {name!r}")
 
 
@@ -184,28 +226,41 @@ def _pieces(
     config: TransformerConfig,
     architecture: Architecture,
 ) -> Iterator[Piece]:
-    zeros, rest = (0,) * (len(shape) - 1), shape[1:]
+    rest = shape[1:]
+    if cut is Cut.GATED and architecture.alternating:
+        cut = Cut.ROWS
     match cut:
         case Cut.WHOLE:
-            yield Piece(names[0], shape, (0, *zeros), (0, *zeros), shape)
-        case Cut.ROWS:
+            yield Piece.of(names[0], shape, 0, 0, shape)
+        case Cut.VOCABULARY:
             first = rank * shape[0]
             real = min(shape[0], architecture.vocabulary - first)
             if real > 0:
-                yield Piece(names[0], (architecture.vocabulary, *rest), (first, *zeros), (0, *zeros), (real, *rest))
+                yield Piece.of(names[0], (architecture.vocabulary, *rest), first, 0, (real, *rest))
+        case Cut.ROWS:
+            yield Piece.of(names[0], (shape[0] * ranks, *rest), rank * shape[0], 0, shape)
         case Cut.COLUMNS:
-            yield Piece(names[0], (shape[0], shape[1] * ranks), (0, rank * shape[1]), (0, 0), shape)
+            columns = shape[1]
+            yield Piece(names[0], (shape[0], columns * ranks), (0, rank * columns), (0, 0), shape, (0, 1))
         case Cut.GATED:
             rows = shape[0] // 2
-            for index, name in enumerate(names):
-                yield Piece(name, (rows * ranks, *rest), (rank * rows, *zeros), (index * rows, *zeros), (rows, *rest))
+            tensors = _below(names, (rows * ranks,) * 2)
+            for index, (name, total, at) in enumerate(tensors):
+                yield Piece.of(name, (total, *rest), at + rank * rows, index * rows, (rows, *rest))
         case Cut.QKV:
             width, groups = config.kv_channels, config.num_query_groups // ranks
-            queries = config.num_attention_heads // config.num_query_groups
-            at = 0
+            parts = [heads * width for heads in (config.num_attention_heads // config.num_query_groups, 1, 1)]
+            tensors = _below(names, [rows * config.num_query_groups for rows in parts])
+            start = 0
             for group in range(rank * groups, (rank + 1) * groups):
-                for name, heads in zip(names, (queries, 1, 1), strict=True):
-                    rows = heads * width
-                    whole = (rows * config.num_query_groups, *rest)
-                    yield Piece(name, whole, (group * rows, *zeros), (at, *zeros), (rows, *rest))
-                    at += rows
+                for rows, (name, total, at) in zip(parts, tensors, strict=True):
+                    yield Piece.of(name, (total, *rest), at + group * rows, start, (rows, *rest))
+                    start += rows
+
+
+def _below(names: Sequence[str], rows: Sequence[int]) -> list[tuple[str, int, int]]:
+    """For each part with so many `rows`: its tensor, the rows of that, and the part's first among them. Each part is a
+    tensor, or one tensor has them all."""
+    if len(names) > 1:
+        return [(name, count, 0) for name, count in zip(names, rows, strict=True)]
+    return [(names[0], sum(rows), at) for at in (0, *accumulate(rows[:-1]))]

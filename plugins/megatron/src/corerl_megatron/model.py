@@ -5,29 +5,56 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from corerl.config.schema import RoleConfig
 from corerl.errors import PluginError
 from corerl.models.build import VALUE_HEAD
 from corerl_megatron.config import MegatronConfig, too_precise
-from corerl_megatron.families import Architecture
-from corerl_megatron.layers import engine_layers, torch_layers
+from corerl_megatron.families import SWIGLU_ALPHA, Architecture
+from corerl_megatron.layers import (
+    add_choice_bias,
+    change_what_is_added,
+    engine_layers,
+    finish_latent,
+    make_alternating,
+    torch_layers,
+    use_local_rope,
+)
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(SWIGLU_ALPHA * x)
+
+
+# The functions by which megatron-core's fused kernels are found, of which the second is the one with tanh; and the same
+# functions without kernels. megatron-core's own quick_gelu is compiled, which costs seconds on a CPU.
+FUSED = {"silu": nn.functional.silu, "gelu": nn.functional.gelu, "quick_gelu": quick_gelu}
+ACTIVATIONS = {**FUSED, "gelu": partial(nn.functional.gelu, approximate="tanh"), "quick_gelu": _quick_gelu}
 
 
 class PackedModel(GPTModel):
     """One stage, or one of its interleaved parts. The last returns hidden states [t, 1, hidden] after the final norm;
     the plugin computes outputs from them without ever holding all logits. A critic has a value head instead of its
     language-model head."""
+
+    logits_scale = 1.0  # by which logits are divided
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
@@ -36,6 +63,10 @@ class PackedModel(GPTModel):
         del self.output_layer
         weight = nn.Linear(self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype, device="cuda")
         self.add_module(VALUE_HEAD, weight)
+
+    def scale_embeddings(self, scale: float) -> None:
+        rounded = float(torch.tensor(scale, dtype=self.config.params_dtype))
+        self.embedding.register_forward_hook(lambda embedding, args, embedded: embedded * rounded)
 
     def leave_out(self, padding: int) -> None:
         """Stop the embedding's gradient at this input token, as transformers' models do."""
@@ -91,7 +122,7 @@ def transformer_config(
     dtype = getattr(torch, role.train.precision)
     arguments: dict[str, Any] = {
         **architecture.transformer,
-        "activation_func": nn.functional.silu,
+        "activation_func": (FUSED if engine else ACTIVATIONS)[architecture.activation],
         "tensor_model_parallel_size": options.tensor_parallel,
         "pipeline_model_parallel_size": options.pipeline_parallel,
         "virtual_pipeline_model_parallel_size": options.virtual_pipeline if options.virtual_pipeline > 1 else None,
@@ -113,7 +144,8 @@ def transformer_config(
         "overlap_p2p_comm": options.virtual_pipeline > 1,
         "gradient_accumulation_fusion": False,  # its kernel comes with Apex
         "persist_layer_norm": False,
-        "apply_rope_fusion": engine,
+        # Its kernel leaves out YaRN's factor, and does not turn pairs of neighbors, as latent attention does.
+        "apply_rope_fusion": engine and not architecture.yarn and not architecture.latent,
         "bias_activation_fusion": engine,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -133,9 +165,14 @@ def transformer_config(
             "moe_permute_fusion": engine,
             "moe_router_load_balancing_type": "none",  # `balance` has the plugin's own
         }
+    if architecture.clamp is not None:
+        arguments |= {"activation_func_clamp_value": architecture.clamp, "glu_linear_offset": 1.0}
     if options.fp8 != "none":
         arguments |= {"fp8": options.fp8, "fp8_recipe": options.fp8_recipe}
-    return TransformerConfig(**arguments)
+    config = (MLATransformerConfig if architecture.latent else TransformerConfig)(**arguments)
+    for name, value in architecture.yarn.items():
+        setattr(config, name, value)
+    return config
 
 
 def padded_vocabulary(vocabulary: int, tensor_ranks: int) -> int:
@@ -159,8 +196,42 @@ def _stage(
         vp_stage=stage,
         **architecture.gpt,
     )
+    module.logits_scale = architecture.logits_scale
+    if module.pre_process and architecture.embedding_scale != 1:
+        module.scale_embeddings(architecture.embedding_scale)
+    rotary = None
+    if architecture.local_rotary_base is not None:
+        rotary = RotaryEmbedding(
+            config.kv_channels,
+            rotary_percent=1.0,
+            rotary_base=architecture.local_rotary_base,
+            use_cpu_initialization=config.use_cpu_initialization,
+        )
+    for layer in module.decoder.layers:
+        _finish(layer, config, architecture, rotary, engine=engine)
     if critic and last:
         module.become_critic()
     if module.pre_process and architecture.padding is not None:
         module.leave_out(architecture.padding)
     return module
+
+
+def _finish(
+    layer: TransformerLayer,
+    config: TransformerConfig,
+    architecture: Architecture,
+    local: RotaryEmbedding | None,
+    *,
+    engine: bool,
+) -> None:
+    """Add what the specification of layers cannot say."""
+    if isinstance(layer.self_attention, MLASelfAttention):
+        finish_latent(layer.self_attention, engine=engine)
+    if local and is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number):
+        use_local_rope(layer.self_attention, local)
+    if architecture.norms_after or architecture.residual_scale != 1:
+        change_what_is_added(layer, norms=architecture.norms_after, scale=architecture.residual_scale)
+    if isinstance(layer.mlp, MoELayer) and architecture.choice_bias:
+        add_choice_bias(layer.mlp.router)
+    if isinstance(layer.mlp, MoELayer) and architecture.alternating:
+        make_alternating(layer.mlp.experts)

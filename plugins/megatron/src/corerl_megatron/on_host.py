@@ -38,6 +38,7 @@ def calling_megatron(device: torch.device) -> Iterator[None]:
 class CudaOnHost:
     def __enter__(self) -> None:
         from megatron.core.tensor_parallel import random
+        from megatron.core.transformer import multi_latent_attention
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
         self._undone = ExitStack()
@@ -70,6 +71,7 @@ class CudaOnHost:
             (token_dispatcher, {"maybe_move_tensor_to_cpu": _to_list}),
             # 0.16.1 reads this name of TransformerEngine's even if that is not installed.
             (moe_utils, {"te_general_gemm": getattr(moe_utils, "te_general_gemm", None)}),
+            (multi_latent_attention, {"HAVE_TE": False}),  # likewise, of names that are then no classes
             # torch runs the backward pass outside of function modes, but recomputed layers run forward code in it.
             (torch.autograd, {"_engine_run_backward": _inside_mode(torch.autograd._engine_run_backward)}),
         ]

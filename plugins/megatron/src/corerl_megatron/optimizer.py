@@ -35,7 +35,7 @@ class Master:
         return state[key]
 
 
-def masters(model: Model) -> dict[nn.Parameter, Master]:
+def masters(model: Model) -> dict[Tensor, Master]:
     """The masters by parameter, without parameters that a distributed optimizer steps only on other ranks."""
     return {param: master for optimizer in _parts(model) for param, master in _masters(optimizer)}
 

@@ -14,6 +14,7 @@ import torch
 from attrs import frozen
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from torch.distributed import ProcessGroup
 
 from corerl.memory.communicators import lone_rank_options
@@ -108,7 +109,7 @@ def destroy_groups(groups: Groups) -> None:
 def forget_rotary_tables() -> None:
     """Free cached rotary tables. megatron-core keeps those of the last 32 maximum sequence lengths on the device: 4 MiB
     for 8k tokens with heads of size 128, 64 MiB for 128k."""
-    for method in vars(RotaryEmbedding).values():
+    for method in (*vars(RotaryEmbedding).values(), *vars(YarnRotaryEmbedding).values()):
         if hasattr(method, "cache_clear"):
             method.cache_clear()
 

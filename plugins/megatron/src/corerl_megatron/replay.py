@@ -64,7 +64,8 @@ class Chooser:
         """Scores and indices [t, k] of the experts, from scores [t, experts]; megatron-core defines the signature."""
         assert default_compute_topk is not None
         told = self._now_told()
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        allowed = of_best_groups(scores, num_groups, group_topk) if num_groups and group_topk else scores
+        values, own = default_compute_topk(allowed, topk)
         experts = own
         if told.experts is not None:
             experts = told.experts if told.free is None else torch.where(told.free[:, None], own, told.experts)
@@ -81,6 +82,15 @@ class Chooser:
         if self.trains and not torch.is_grad_enabled():
             self.again.append(self.told)
         return self.told
+
+
+def of_best_groups(scores: Tensor, groups: int, best: int) -> Tensor:
+    """`scores` [t, experts], but -inf for experts that are not in a token's `best` of so many equal groups. A group's
+    score is the sum of its two largest (DeepSeek-V3, DeepSeek-AI 2024), which megatron-core sums as many of as experts
+    are chosen in a group."""
+    of_groups = scores.unflatten(1, (groups, -1)).topk(2, dim=2).values.sum(2)
+    kept = torch.zeros_like(of_groups, dtype=torch.bool).scatter(1, of_groups.topk(best, dim=1).indices, True)
+    return scores.masked_fill(~kept.repeat_interleave(scores.shape[1] // groups, dim=1), -torch.inf)
 
 
 @frozen(kw_only=True, eq=False)

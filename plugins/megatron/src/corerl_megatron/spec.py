@@ -10,7 +10,7 @@ from corerl.models.experts import experts_of
 from corerl.plugin.capabilities import Capability, not_implemented, unsupported
 from corerl.plugin.spec import BackendSpec, Environment, Problem
 from corerl_megatron.config import MegatronConfig, too_precise
-from corerl_megatron.families import unsupported_by
+from corerl_megatron.families import FAMILIES, Architecture, architecture, unsupported_by
 from corerl_megatron.memory import memory
 from corerl_megatron.probe import probe
 
@@ -113,20 +113,18 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
     if reason := unsupported_by(model):
         yield Problem(".model", reason)
         return
-    experts = experts_of(model)
+    built = architecture(model, value_head=False)
+    sizes, experts = built.transformer, built.experts
     tp, stages = config.tensor_parallel, config.pipeline_parallel * config.virtual_pipeline
+    expert_tp = config.expert_tensor_parallel or tp
     divided = (
-        ("tensor_parallel", tp, model["num_attention_heads"], "attention heads"),
-        ("tensor_parallel", tp, model["num_key_value_heads"], "key-value heads"),
-        ("tensor_parallel", tp, model["intermediate_size"], "columns of the MLP"),
-        ("pipeline_parallel", stages, model["num_hidden_layers"], "layers"),
+        ("tensor_parallel", tp, sizes["num_attention_heads"], "attention heads"),
+        ("tensor_parallel", tp, sizes["num_query_groups"], "key-value heads"),
+        ("tensor_parallel", tp, sizes["ffn_hidden_size"] if built.dense else 0, "columns of the MLP"),
+        ("tensor_parallel", tp, sizes.get("moe_shared_expert_intermediate_size", 0), "columns of the shared experts"),
+        ("pipeline_parallel", stages, sizes["num_layers"], "layers"),
         ("expert_parallel", config.expert_parallel, experts, "experts"),
-        (
-            "expert_tensor_parallel",
-            config.expert_tensor_parallel or tp,
-            model["moe_intermediate_size"] if experts else 0,
-            "columns of an expert",
-        ),
+        ("expert_tensor_parallel", expert_tp, sizes.get("moe_ffn_hidden_size", 0), "columns of an expert"),
     )
     for name, parts, count, what in divided:
         if count % parts:
@@ -136,7 +134,7 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
                 name,
                 f"{getattr(config, name)}{at} does not divide the model's {count} {what}; use a divisor of {count}",
             )
-    here, count = max(model["num_hidden_layers"] // stages, 1), config.recompute_layers
+    here, count = max(sizes["num_layers"] // stages, 1), config.recompute_layers
     if recompute and (config.recompute, config.recompute_method) == ("full", "uniform") and here % count:
         yield Problem(
             "recompute_layers",
@@ -144,7 +142,7 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
             f"of {here}",
         )
     if config.fp8 != "none":
-        for what, width in _widths(config, model).items():
+        for what, width in _widths(config, built).items():
             if width % FP8_WIDTH:
                 yield Problem(
                     "fp8",
@@ -159,36 +157,64 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
         )
     if config.aux_loss_coef and not experts:
         yield Problem("aux_loss_coef", f"{config.aux_loss_coef}, but the model has no experts; set it to 0")
-    if experts and tp > 1 and not config.sequence_parallel:
+    elif config.aux_loss_coef and built.choice_bias:
+        yield Problem(
+            "aux_loss_coef",
+            f"{config.aux_loss_coef}, but the routers of a {model['model_type']} model have no softmax, of whose "
+            "probabilities this loss is; set it to 0",
+        )
+    if experts and sizes["add_bias_linear"] and expert_tp > 1:
+        yield Problem(
+            "expert_tensor_parallel",
+            f"{config.expert_tensor_parallel} with tensor_parallel={tp} splits experts, but megatron-core cannot split "
+            f"those of a {model['model_type']} model, which have biases; set it to 1",
+        )
+    if config.native_checkpoint and built.alternating:
+        yield Problem(
+            "native_checkpoint",
+            f"true, but the experts of a {model['model_type']} model keep the order of its own files here, in which "
+            "columns of gate and up alternate, and no megatron-core would read them so; set it to false",
+        )
+    if (experts or built.latent) and tp > 1 and not config.sequence_parallel:
+        what = "experts" if experts else "latent attention"
         yield Problem(
             "sequence_parallel",
-            f"false, but experts with tensor_parallel={tp} can only be trained with it; set it to true",
+            f"false, but {what} with tensor_parallel={tp} can only be trained with it; set it to true",
         )
 
 
-def _widths(config: MegatronConfig, model: Mapping[str, Any]) -> Mapping[str, int]:
+def _widths(config: MegatronConfig, built: Architecture) -> Mapping[str, int]:
     """The widths of the matrices that a rank multiplies in a layer."""
-    tp, head = config.tensor_parallel, model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-    widths = {
-        "hidden values": model["hidden_size"],
-        "values of queries": model["num_attention_heads"] * head // tp,
-        "values of keys": model["num_key_value_heads"] * head // tp,
-    }
-    if experts_of(model):
-        return {
-            **widths,
-            "columns of an expert": model["moe_intermediate_size"] // (config.expert_tensor_parallel or tp),
+    tp, sizes = config.tensor_parallel, built.transformer
+    widths = {"hidden values": sizes["hidden_size"]}
+    if built.latent:
+        heads = sizes["num_attention_heads"]
+        widths |= {
+            "compressed queries": sizes["q_lora_rank"] or 0,
+            "compressed keys and values": sizes["kv_lora_rank"] + sizes["qk_pos_emb_head_dim"],
+            "values of queries": heads * (sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"]) // tp,
+            "output of heads": heads * sizes["v_head_dim"] // tp,
         }
-    return {**widths, "columns of the MLP": model["intermediate_size"] // tp}
+    else:
+        widths |= {
+            "values of queries": sizes["num_attention_heads"] * sizes["kv_channels"] // tp,
+            "values of keys": sizes["num_query_groups"] * sizes["kv_channels"] // tp,
+        }
+    if built.dense:
+        widths["columns of the MLP"] = sizes["ffn_hidden_size"] // tp
+    if built.experts:
+        widths["columns of an expert"] = sizes["moe_ffn_hidden_size"] // (config.expert_tensor_parallel or tp)
+    if shared := sizes.get("moe_shared_expert_intermediate_size"):
+        widths["columns of the shared experts"] = shared // tp
+    return widths
 
 
 SPEC = BackendSpec(
     implementation="corerl_megatron.backend:MegatronBackend",
     config=MegatronConfig,
     api=(1, 0),
-    summary="NVIDIA megatron-core: tensor, pipeline, context and expert parallelism; Llama, Qwen2, Qwen3, Qwen3-MoE",
+    summary=f"NVIDIA megatron-core: tensor, pipeline, context and expert parallelism; {len(FAMILIES)} model families",
     capabilities={
-        Capability.BUFFERS: not_implemented("of the families that it builds none has any"),
         Capability.WHOLE: unsupported("megatron-core's models are code of its own, which packs sequences"),
         Capability.FLOAT16: not_implemented("no loss scale; bfloat16 has float32's range and needs none"),
     },

@@ -128,7 +128,7 @@ class Pipeline:
                 hidden,
                 module.head,
                 packed.local(following),
-                temperature=temperature,
+                temperature=temperature * module.logits_scale,
                 with_entropy=Output.ENTROPY in wanted,
                 group=self.groups.tensor,
                 vocab_size=self.vocabulary,

@@ -1,0 +1,110 @@
+"""Every family of the table: log-probs of transformers, in layouts too, and runs that go on elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+from safetensors.numpy import load_file
+
+from corerl.models.smallest import smallest_config
+from corerl.testing.compare import different, in_order, transformers_outputs
+from corerl.testing.harness import make_samples
+from corerl.testing.models import drawn_model
+from corerl.testing.scenarios import training
+from corerl.testing.subject import Runs
+from corerl.testing.tolerances import LOGPROBS
+from corerl.types import Output
+from corerl_megatron.families import FAMILIES
+from tests.checkpoint.moves import Place, assert_export_is_what_transformers_loads, assert_moving_follows_staying
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
+IN_TURNS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+# What the smallest config of a type leaves out, of what is here.
+FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2": {"use_sliding_window": True, **IN_TURNS},
+    "qwen3": {"use_sliding_window": True, **IN_TURNS},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    "smollm3": {"use_sliding_window": True, "no_rope_layers": [1, 0], **IN_TURNS},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    },
+    "gemma3_text": {"query_pre_attn_scalar": 24},
+    "mixtral": {"sliding_window": 8},
+    "qwen2_moe": {"norm_topk_prob": False},
+    # More experts of a token than megatron-core's own choice among groups, two of each, reckons with.
+    "glm4_moe": {"attention_bias": True, "use_qk_norm": True, "n_group": 4, "topk_group": 3, "num_experts_per_tok": 3},
+    "dots1": {"norm_topk_prob": True, **IN_TURNS},
+    "deepseek_v3": {"rms_norm_eps": 1e-3, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}},
+    "youtu": {"q_lora_rank": None},
+    "gpt_oss": {"rope_parameters": {**YARN, "truncate": False}},
+}
+TP2 = {"tensor_parallel": 2}
+SP2 = {**TP2, "sequence_parallel": True}
+PP2 = {"pipeline_parallel": 2}
+CP2 = {"context_parallel": 2}
+EP2 = {"expert_parallel": 2}
+WHOLE_EXPERTS = {**SP2, "expert_tensor_parallel": 1}
+LAYOUTS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "phi3": [TP2],  # several parts in one tensor
+    "mistral": [CP2],  # windows
+    "granite": [PP2],  # scales
+    "gemma3_text": [SP2, CP2],  # norms after attention and MLP, two ropes
+    "qwen2_moe": [SP2],  # a weighted shared expert
+    "glm4_moe": [SP2, PP2, EP2],
+    "deepseek_v3": [PP2, CP2, EP2],
+    "youtu": [SP2],  # latent attention without compressed queries
+    "gpt_oss": [WHOLE_EXPERTS, CP2, {**WHOLE_EXPERTS, **EP2}],
+}
+
+
+def drawn(model_type: str, directory: Path) -> Path:
+    """A model with weights large enough that every part of it shows in log-probs."""
+    fields = {"initializer_range": 0.1, **FIELDS.get(model_type, {})}
+    drawn_model(smallest_config(model_type, **fields)).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_log_probs_are_those_of_transformers_and_weights_those_of_the_files(
+    runs: Runs, tmp_path: Path, model_type: str
+) -> None:
+    family = Runs(runs.rank_sets, {model_type: drawn(model_type, tmp_path)})
+    at_start = family.train(1, family.setup("megatron", model_type), []).at_start
+    loaded = {**at_start["master"], **at_start.get("buffer", {})}
+    assert different({"all": loaded}, {"all": load_file(tmp_path / "model.safetensors")}, ["all"]) == []
+    samples = make_samples(7, samples=13)
+    wanted = transformers_outputs(tmp_path, samples)[Output.LOGPROBS]
+    for options in ({}, *LAYOUTS.get(model_type, ())):
+        setup, ranks = evolve(family.setup("megatron", model_type), options=options), 2 if options else 1
+        found = in_order(family.rank_sets[ranks].run(training.forward_only, setup, samples), samples, Output.LOGPROBS)
+        np.testing.assert_allclose(found, wanted, rtol=LOGPROBS.relative, atol=LOGPROBS.absolute, err_msg=f"{options}")
+
+
+PLACES: Mapping[str, Sequence[Place]] = {
+    "phi3": [("megatron", TP2, 2), ("plain", {}, 1)],
+    "granite": [("megatron", TP2, 2), ("fsdp", {}, 2)],
+    "gemma3_text": [("megatron", PP2, 2), ("fsdp", {}, 2), ("megatron", SP2, 2)],
+    "qwen2_moe": [("megatron", SP2, 2), ("fsdp", {}, 2)],
+    "glm4_moe": [("megatron", {**WHOLE_EXPERTS, **EP2}, 2), ("fsdp", {}, 2), ("megatron", PP2, 2)],
+    "deepseek_v3": [("megatron", SP2, 2), ("plain", {}, 1), ("megatron", EP2, 2)],
+    "youtu": [("megatron", SP2, 2), ("megatron", CP2, 2)],
+    "gpt_oss": [("megatron", WHOLE_EXPERTS, 2), ("fsdp", {}, 2), ("megatron", EP2, 2)],
+}
+
+
+@pytest.mark.parametrize("model_type", PLACES)
+def test_a_run_goes_on_elsewhere_and_its_export_is_what_transformers_loads(
+    runs: Runs, tmp_path: Path, model_type: str
+) -> None:
+    model = drawn(model_type, tmp_path / "model")
+    family = Runs(runs.rank_sets, {model_type: model})
+    last = assert_moving_follows_staying(family, tmp_path, model_type, PLACES[model_type])
+    assert_export_is_what_transformers_loads(model, last, tmp_path)
