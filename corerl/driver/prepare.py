@@ -46,7 +46,7 @@ from corerl.trainer.assign import ACTOR, loss_of, offloaded
 from corerl.weights.transports import AUTO, transport_named
 
 if TYPE_CHECKING:
-    from corerl.driver.footprint import Forecast
+    from corerl.driver.forecast import Forecast
     from corerl.models.layout import Layout
 
 
@@ -187,7 +187,7 @@ def _memory(
     """What the devices will hold. On this machine's, a role that cannot be trained is a problem."""
     if device != "cuda" or not config.run.trains:
         return None
-    from corerl.driver.footprint import Forecaster  # slow to import: takes seconds
+    from corerl.driver.forecast import Forecaster  # slow to import: takes seconds
 
     forecaster = Forecaster(config=config, plan=plan, models=models, built=built, longest=longest)
     found = forecaster.forecast()

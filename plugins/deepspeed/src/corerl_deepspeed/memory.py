@@ -30,7 +30,9 @@ def memory(config: DeepSpeedConfig, cluster: ClusterInfo, size: ModelSize) -> Ra
         kinds={
             MemoryKind.PARAM: 0 if config.offload == "parameters" else weights,
             MemoryKind.MASTER: 0 if offloads else FLOAT32 * share,
-            MemoryKind.GRAD: bucket * (2 if config.stage == 2 else 1) + (0 if offloads else gradients),
+            # With the optimizer on the host, stages 1 and 2 still sum gradients on the device.
+            MemoryKind.GRAD: bucket * (2 if config.stage == 2 else 1)
+            + (0 if offloads and config.stage == 3 else gradients),
             MemoryKind.OPTIMIZER: 0 if offloads else 2 * FLOAT32 * share,
         },
         gathered=gathered,

@@ -1,9 +1,8 @@
-"""Predict what ranks need on their devices, before there is any device."""
+"""Predict what a run's devices will hold, stage by stage, before anything starts."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -14,11 +13,11 @@ from corerl.driver.processes import ProcessPlan
 from corerl.driver.residency import FORWARD, GIB, UPDATE, training
 from corerl.driver.run import passes_of
 from corerl.messages import one_line
-from corerl.models.activations import activations_of, size_of
+from corerl.models.activations import size_of
 from corerl.plugin.options import role_options
-from corerl.plugin.spec import BackendSpec, RankMemory
 from corerl.trainer.assign import ACTOR, loss_of, offloaded
-from corerl.types import MemoryKind, Output
+from corerl.trainer.footprint import RoleMemory, role_memory
+from corerl.types import MemoryKind
 from corerl.weights.manifest import proportionate_bucket
 
 PROCESS = 6 * GIB // 10  # what a process takes of a device besides: the context, loaded kernels, communicators
@@ -31,69 +30,6 @@ NAMES = {
     MemoryKind.OPTIMIZER: "moments",
 }
 PARAM = MemoryKind.PARAM
-
-
-@frozen(kw_only=True)
-class RoleMemory:
-    """Bytes that the fullest rank of a role needs on its device, beside what its process takes before it builds."""
-
-    rank: RankMemory
-    forward: int  # activations at the peak of a pass without gradients
-    kept: int  # activations when the backward pass begins with the last layer
-    train: int  # activations at the peak of a forward and backward pass
-    single: bool  # whether a step has a single micro-batch
-
-    @property
-    def passing(self) -> int:
-        """In a pass without gradients, with nothing but the parameters resident."""
-        return self.rank.kinds[MemoryKind.PARAM] + self.rank.gathered + self.forward
-
-    @property
-    def training(self) -> int:
-        """In an optimizer step."""
-        activations = max(self.train, self.kept + self.rank.reducing)
-        gradients = self.rank.kinds[MemoryKind.GRAD]
-        held = sum(self.rank.kinds.values()) - gradients + self.rank.gathered
-        if self.single and self.rank.gradients_grow:
-            return held + max(activations, gradients)
-        return held + gradients + activations
-
-
-def role_memory(
-    spec: BackendSpec,
-    options: Any,
-    cluster: ClusterInfo,
-    config: PreTrainedConfig,
-    model: PreTrainedModel,
-    *,
-    outputs: Sequence[Output],
-    longest: int,
-    single: bool = False,
-) -> RoleMemory | None:
-    """The memory of a role that trains the model of `config`, here on meta, with `cluster.train`: micro-batches are
-    full of sequences of `longest` tokens, and `single` says whether a step never has a second one. None if the backend
-    cannot tell. Raises what `activations_of` does."""
-    if spec.memory is None or cluster.train is None:
-        return None
-    train = cluster.train
-    rank = spec.memory(options, cluster, size_of(model))
-    whole = activations_of(
-        config,
-        tokens=train.tokens_per_micro_batch,
-        longest=min(longest, train.tokens_per_micro_batch),
-        precision=train.precision,
-        outputs=outputs,
-        layout=train.layout,
-        recompute=train.recompute == "full",
-        fused=rank.fused,
-    )
-    return RoleMemory(
-        rank=rank,
-        forward=math.ceil(whole.forward * rank.activations),
-        kept=math.ceil(whole.kept * rank.activations) + rank.replicated,
-        train=math.ceil(whole.train * rank.activations) + rank.replicated,
-        single=single,
-    )
 
 
 @frozen(kw_only=True)

@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 from benchmarks.memory import CASES, predicted
-from corerl.driver.footprint import GIB, PROCESS, Forecaster
+from corerl.driver.forecast import GIB, PROCESS, Forecaster
 from corerl.driver.prepare import Prepared, prepare, told_memory
 from corerl.models.config import hf_config
 from corerl.models.files import look_at
